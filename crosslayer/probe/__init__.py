@@ -1,0 +1,1 @@
+"""Look inside a pretrained model without changing what it computes."""

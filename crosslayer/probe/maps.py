@@ -1,0 +1,180 @@
+"""Softmax maps of all layers of one sequence, a block of rows at a time.
+
+For a block of R rows and one head, the scores of every layer go into one (L, R, S) buffer; softmax, sums and inner
+products across layers are taken there and the buffer is used again. Nothing of size S × S exists; memory is two such
+buffers (linear in S, bounded by a choice of R) beside the queries and keys.
+
+Shapes: L layers, H heads, S tokens (queries and keys of one sequence), R rows of a block, D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crosslayer.probe.measures import working
+from crosslayer.probe.visit import AttentionCall
+
+BLOCKED = -1e30  # finite, so that a row without any allowed key gives no NaN
+BUFFER_ELEMENTS = 8_000_000  # 32 MB in float32: large enough for full-speed products, small beside a forward pass
+
+
+@dataclass(frozen=True)
+class MapSums:
+    """What the measures need of the maps of one sequence, for the L visited layers.
+
+    `columns` (L, S): sums over rows of the head-averaged map. `first_by_head` (L, H): sums of column 0, NaN where a
+    layer has fewer heads. `gram`, `gram_without_first` (L, L): inner products of head-averaged maps, flattened, with
+    and without column 0. `gram_by_head` (H, L, L): the same of single heads.
+    """
+
+    columns: Tensor
+    first_by_head: Tensor
+    gram: Tensor
+    gram_without_first: Tensor
+    gram_by_head: Tensor
+
+
+@torch.no_grad()
+def map_sums(calls: list[AttentionCall]) -> MapSums:
+    """Return the sums over the maps of all `calls` (one a layer, batch 1, as many queries as keys)."""
+    return _Blocks(calls).run()
+
+
+class _Blocks:
+    """Walks over the row blocks of one sequence; `scores` and `mean` are the two buffers."""
+
+    def __init__(self, calls: list[AttentionCall]):
+        self.calls = calls
+        self.layers, self.size = len(calls), calls[0].key.shape[2]
+        self.heads = [call.query.shape[1] for call in calls]
+        self.query = [working(call.query[0]) for call in calls]  # (H, S, D)
+        self.key = [working(call.key[0]).transpose(1, 2) for call in calls]  # (H_kv, D, S)
+        self.masks = _Masks(calls)
+        like = self.query[0]
+        self.rows = max(16, min(256, self.size, BUFFER_ELEMENTS // (self.layers * self.size)))
+        self.scores = like.new_empty(self.layers * self.rows * self.size)
+        self.mean = like.new_empty(self.layers * self.rows * self.size)
+        double = {"dtype": torch.float64, "device": like.device}
+        self.columns = torch.zeros(self.layers, self.size, **double)
+        self.first = torch.zeros(self.layers, max(self.heads), **double)
+        self.gram = torch.zeros(self.layers, self.layers, **double)
+        self.rest = torch.zeros(self.layers, self.layers, **double)
+        self.by_head = torch.zeros(max(self.heads), self.layers, self.layers, **double)
+
+    def run(self) -> MapSums:
+        for start in range(0, self.size, self.rows):
+            self._block(start, min(start + self.rows, self.size))
+        first = self.first.clone()
+        for layer, heads in enumerate(self.heads):
+            first[layer, heads:] = torch.nan
+        return MapSums(self.columns, first, self.gram, self.rest, self.by_head)
+
+    def _block(self, start: int, stop: int) -> None:
+        width = self.masks.width(stop)
+        shape = (self.layers, stop - start, width)
+        count = shape[0] * shape[1] * shape[2]
+        scores, mean = self.scores[:count].view(shape), self.mean[:count].view(shape)
+        biases = self.masks.biases(start, stop, width)
+        mean.zero_()
+        for head in range(max(self.heads)):
+            self._probabilities(scores, head, start, stop, biases)
+            self.first[:, head] += scores[:, :, 0].sum(dim=1)
+            self.by_head[head] += _inner_products(scores)
+            if min(self.heads) == max(self.heads):
+                mean.add_(scores, alpha=1 / self.heads[0])
+            else:
+                mean.add_(scores / torch.tensor(self.heads, device=scores.device).view(-1, 1, 1))
+        self.columns[:, :width] += mean.sum(dim=1)
+        first = mean[:, :, 0].clone().double()  # (L, R)
+        mean[:, :, 0] = 0
+        rest = _inner_products(mean)
+        self.rest += rest
+        self.gram += rest + first @ first.T
+
+    def _probabilities(self, scores: Tensor, head: int, start: int, stop: int, biases: list[Tensor | None]) -> None:
+        """Fill `scores` (L, R, width) with the softmax rows of one head; zeros where a layer lacks it."""
+        width = scores.shape[-1]
+        for i, call in enumerate(self.calls):
+            out = scores[i]
+            if head >= self.heads[i]:
+                out.fill_(BLOCKED)
+                continue
+            kv_head = head * call.key.shape[1] // self.heads[i]
+            torch.mm(self.query[i][head, start:stop] * call.scaling, self.key[i][kv_head, :, :width], out=out)
+            if call.position_bias is not None:
+                bias = call.position_bias
+                out += bias[0, head % bias.shape[1], start:stop, :width]
+            if call.softcap is not None:
+                out.div_(call.softcap).tanh_().mul_(call.softcap)
+            allowed = biases[i]
+            if allowed is not None:
+                allowed = allowed[head % len(allowed)]
+                out[:, width - allowed.shape[-1] :] += allowed
+        totals = {i: scores[i].logsumexp(-1) for i, call in enumerate(self.calls) if call.sinks is not None}
+        torch.softmax(scores, dim=-1, out=scores)
+        for i, call in enumerate(self.calls):
+            if head >= self.heads[i]:
+                scores[i].zero_()
+            elif call.sinks is not None:  # softmax with one more logit: p·e^t / (e^t + e^sink)
+                scores[i] *= torch.sigmoid(totals[i] - working(call.sinks)[head]).unsqueeze(-1)
+
+
+class _Masks:
+    """What the layers' masks add to the scores, built once per block and distinct mask."""
+
+    def __init__(self, calls: list[AttentionCall]):
+        self.size, self.device = calls[0].key.shape[2], calls[0].key.device
+        self.dtype = working(calls[0].query).dtype
+        self.keys, self.kinds = [], {}
+        for call in calls:
+            key = (id(call.mask), call.causal, call.window) if call.mask is None else id(call.mask)
+            self.keys.append(key)
+            self.kinds.setdefault(key, call)
+        self.all_causal = all(is_causal(call) for call in self.kinds.values())
+
+    def width(self, stop: int) -> int:
+        """Return how many keys rows below `stop` can see."""
+        return stop if self.all_causal else self.size
+
+    def biases(self, start: int, stop: int, width: int) -> list[Tensor | None]:
+        """Return, per layer, what to add to the last columns of the scores: (1 or H, R, ≤ width) or None."""
+        made = {key: self._bias(call, start, stop, width) for key, call in self.kinds.items()}
+        return [made[key] for key in self.keys]
+
+    def _bias(self, call: AttentionCall, start: int, stop: int, width: int) -> Tensor | None:
+        if call.mask is not None:
+            block = call.mask[0, :, start:stop, :width]
+            if block.dtype == torch.bool:
+                return torch.zeros(block.shape, dtype=self.dtype, device=self.device).masked_fill_(~block, BLOCKED)
+            return block.to(self.dtype).clamp_min(BLOCKED)
+        if not call.causal:
+            return None
+        windowed = call.window is not None and call.window < self.size
+        left = 0 if windowed or width != stop else start  # keys before `start` are seen by every row
+        rows = torch.arange(start, stop, device=self.device)[:, None]
+        keys = torch.arange(left, width, device=self.device)
+        blocked = keys > rows
+        if windowed:
+            assert call.window is not None
+            blocked |= keys <= rows - call.window
+        return torch.zeros(1, *blocked.shape, dtype=self.dtype, device=self.device).masked_fill_(blocked, BLOCKED)
+
+
+def is_causal(call: AttentionCall) -> bool:
+    """Return whether no row sees a later key, looking at the mask itself where there is one."""
+    if call.mask is None:
+        return call.causal
+    mask, step = call.mask[0], 256
+    for start in range(0, mask.shape[1], step):
+        block = mask[:, start : start + step, start:]
+        seen = block if block.dtype == torch.bool else block > torch.finfo(block.dtype).min / 2
+        if seen.triu(1).any():
+            return False
+    return True
+
+
+def _inner_products(rows: Tensor) -> Tensor:
+    """Return all inner products between layers, (L, R, S) → (L, L), as one small product per row."""
+    by_row = rows.transpose(0, 1)
+    return torch.bmm(by_row, by_row.transpose(1, 2)).double().sum(dim=0)

@@ -1,0 +1,87 @@
+"""The measures of one sequence: pure functions on tensors, each with its source.
+
+Shapes: T tokens, C hidden, H key-value heads, D head size, L layers. Sources: seed papers ResFormer (arXiv 2410.17897),
+the waiver ("Unveiling and Controlling Anomalous Attention Distribution in Transformers"), UniAttn (arXiv 2502.00439),
+LLMDrop (He et al., 2024).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+
+def working(x: Tensor) -> Tensor:
+    """Return `x` in the type that measures are computed in: at least float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def first_over_median(x: Tensor) -> Tensor:
+    """Return token 0 over the median of the other tokens; `x` is (..., T) with T ≥ 2."""
+    return x[..., 0] / x[..., 1:].quantile(0.5, dim=-1)
+
+
+def hidden_norms(stream: Tensor) -> Tensor:
+    """Return the L2 norm of each token, (T, C) → (T,). High at token 0: a hidden-state peak."""
+    return working(stream).norm(dim=-1)
+
+
+def value_norms(value: Tensor) -> Tensor:
+    """Return the L2 norm over the head size, averaged over heads, (H, T, D) → (T,). Low at token 0: a value drain."""
+    return working(value).norm(dim=-1).mean(dim=0)
+
+
+def value_spectrum(value: Tensor) -> Tensor:
+    """Return the eigenvalues of (1/T) Σ v vᵀ with all heads in one vector v, largest first, (H, T, D) → (H·D,).
+
+    ResFormer Eq. 12. With fewer tokens than dimensions the non-zero ones come from the (T, T) Gram matrix.
+    """
+    heads, tokens, size = value.shape
+    flat = working(value).transpose(0, 1).reshape(tokens, heads * size)
+    small = tokens < heads * size
+    matrix = (flat @ flat.T if small else flat.T @ flat).double() / tokens
+    found = torch.linalg.eigvalsh(matrix).flip(0).clamp_min(0)
+    return torch.cat([found, found.new_zeros(heads * size - len(found))])
+
+
+def token_similarity(stream: Tensor) -> Tensor:
+    """Return the mean cosine of all pairs of different tokens, (T, C) → (), in time linear in T.
+
+    ResFormer Eq. 13: with unit vectors u_i, the sum over i ≠ j is ‖Σ u_i‖² − T. High means over-smoothing.
+    """
+    tokens = len(stream)
+    units = torch.nn.functional.normalize(working(stream), dim=-1)
+    return (units.sum(dim=0).double().square().sum() - tokens) / (tokens * (tokens - 1))
+
+
+def mean_cosine(before: Tensor, after: Tensor) -> Tensor:
+    """Return cos(before, after) averaged over the tokens, (T, C) twice → ().
+
+    LLMDrop ranks attention by cos(x, x + Attn(x)), ShortGPT layers by cos(x, layer(x)): near 1 means redundant.
+    """
+    return cosine_similarity(working(before), working(after), dim=-1).mean()
+
+
+def l1_over_l2(update: Tensor) -> Tensor:
+    """Return ‖u‖₁ / ‖u‖₂ of each token, (T, C) → (T,): √C for a flat vector, 1 for a single peak (the waiver, 3.3)."""
+    return working(update).norm(p=1, dim=-1) / working(update).norm(dim=-1)
+
+
+def importance(column_sums: Tensor) -> Tensor:
+    """Return a' = a / Σa from column sums of the maps over all rows and heads, (L, T) → (L, T) (ResFormer 4.1.3)."""
+    return column_sums / column_sums.sum(dim=-1, keepdim=True)
+
+
+def entropy(shares: Tensor) -> Tensor:
+    """Return −Σ a' ln a' over the last dimension; low means that attention is concentrated (ResFormer Eq. 11)."""
+    return torch.special.entr(shares).sum(dim=-1)
+
+
+def top_importance(shares: Tensor, count: int = 10) -> Tensor:
+    """Return the `count` largest a' of each layer, (L, T) → (L, count)."""
+    return shares.topk(min(count, shares.shape[-1]), dim=-1).values
+
+
+def gram_cosine(gram: Tensor) -> Tensor:
+    """Turn inner products (..., L, L) of flattened maps into cosines; a layer without a map gives NaN."""
+    norms = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+    return gram / (norms[..., :, None] * norms[..., None, :])

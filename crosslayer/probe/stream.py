@@ -1,0 +1,158 @@
+"""Watch the residual stream: what enters a layer, what attention and the MLP add to it, what leaves.
+
+Works from the order in which a layer calls its children, with no adapter per architecture. In
+    x' = x + Attn(x);  y = x' + MLP(x')
+the stream after attention is the first tensor that a child receives after the attention block and that no child of the
+layer has produced. Where it never exists (parallel blocks, BERT's post-norm) it is x plus what attention produced.
+
+Shapes: T tokens, C hidden. One sequence at a time.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from crosslayer.probe.visit import attention_layers, layer_stack
+
+
+@dataclass(frozen=True)
+class LayerStream:
+    """The residual stream around one layer; each (T, C), None where the layer has no such sublayer."""
+
+    layer: int
+    before: Tensor
+    after_attention: Tensor | None
+    mlp_update: Tensor | None
+    after: Tensor
+
+
+@contextmanager
+def streams(model: PreTrainedModel, see: Callable[[LayerStream], None]) -> Iterator[None]:
+    """Show the stream around every layer to `see`, as soon as the layer is done; hooks are removed on exit."""
+    stack, with_attention = layer_stack(model), set(attention_layers(model.config))
+    with ExitStack() as hooks:
+        for index, layer in enumerate(stack):
+            _LayerWatch(index, layer, index in with_attention, see).hook(hooks)
+        yield
+
+
+class _LayerWatch:
+    """Hooks of one layer; holds tensors only while the layer runs."""
+
+    def __init__(self, index: int, layer: nn.Module, has_attention: bool, see: Callable[[LayerStream], None]):
+        self.index, self.layer, self.see = index, layer, see
+        children = [child for child in layer.children()]
+        self.attention = next((c for c in children if has_attention and _is_attention(c)), None)
+        blocks = [c for c in children if c is not self.attention and _matrices(c)]
+        self.attention_out = _producer(self.attention)
+        self.mlp_out = _producer(blocks[-1]) if blocks else None
+        self._clear()
+
+    def hook(self, hooks: ExitStack) -> None:
+        """Register all hooks; `hooks` removes them."""
+        handles = [
+            self.layer.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self.layer.register_forward_hook(self._leave),
+        ]
+        for child in self.layer.children():
+            handles.append(child.register_forward_pre_hook(self._child_in, with_kwargs=True))
+            handles.append(child.register_forward_hook(self._child_out))
+        for module, keep in ((self.attention_out, self._keep_attention), (self.mlp_out, self._keep_mlp)):
+            if module is not None:
+                handles.append(module.register_forward_hook(keep))
+        for handle in handles:
+            hooks.callback(handle.remove)
+
+    def _clear(self) -> None:
+        self.before: Tensor | None = None
+        self.attention_update: Tensor | None = None
+        self.after_attention: Tensor | None = None
+        self.mlp_update: Tensor | None = None
+        self.known: list[Tensor] = []  # the layer's input and what its children produced
+
+    def _enter(self, _, args, kwargs) -> None:
+        self._clear()
+        given = _first(args, kwargs)
+        if given.dim() != 3 or given.shape[0] != 1:
+            raise ValueError(
+                f"layer {self.index} ({type(self.layer).__name__}) receives a stream of shape {tuple(given.shape)}; "
+                "models with several residual streams cannot be diagnosed yet, and sequences go one at a time"
+            )
+        self.before, self.known = given, [given]
+
+    def _child_in(self, child, args, kwargs) -> None:
+        if self.attention_update is None or self.after_attention is not None or self.before is None:
+            return
+        given = _first(args, kwargs)
+        same = any(given.data_ptr() == tensor.data_ptr() for tensor in self.known)
+        if not same and given.numel() == self.before.numel():
+            self.after_attention = given
+
+    def _child_out(self, child, args, output) -> None:
+        produced = _tensor(output)
+        update = self.attention_update
+        if update is not None and _is_norm(child) and args and args[0].data_ptr() == update.data_ptr():
+            self.attention_update = produced  # a norm on the sublayer's output (Gemma 2, OLMo 2)
+        self.known.append(produced)
+
+    def _keep_attention(self, _, args, output) -> None:
+        self.attention_update = _tensor(output)
+        self.known.append(self.attention_update)
+
+    def _keep_mlp(self, _, args, output) -> None:
+        self.mlp_update = _tensor(output)
+
+    def _leave(self, _, args, output) -> None:
+        assert self.before is not None
+        middle = self.after_attention
+        if middle is None and self.attention_update is not None:
+            middle = self.before + self.attention_update.view_as(self.before)
+        self.see(
+            LayerStream(
+                self.index,
+                _flat(self.before),
+                None if middle is None else _flat(middle),
+                None if self.mlp_update is None else _flat(self.mlp_update),
+                _flat(_tensor(output)),
+            )
+        )
+        self._clear()
+
+
+def _first(args: tuple, kwargs: dict) -> Tensor:
+    """Return the first tensor that a module was given: its input."""
+    return next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+
+
+def _tensor(output) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return any("Attention" in type(m).__name__ for m in module.modules())
+
+
+def _matrices(module: nn.Module) -> bool:
+    return any(p.dim() > 1 for p in module.parameters())
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return not _matrices(module) and any(True for _ in module.parameters())
+
+
+def _producer(block: nn.Module | None) -> nn.Module | None:
+    """Return the module whose output is the sublayer's update.
+
+    That is the block itself, unless it also adds the residual and normalises (BERT): then its last linear layer.
+    """
+    if block is None or not any(isinstance(m, nn.LayerNorm) for m in block.modules()):
+        return block
+    linear = [m for m in block.modules() if isinstance(m, nn.Linear)]
+    return linear[-1] if linear else block

@@ -1,0 +1,239 @@
+"""What the measures say, in words and in numbers: sinks, redundant layers, candidate superblocks and their cache.
+
+Everything here is a candidate that rests on a named measure; only a retrofit shows what it costs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from crosslayer.probe.visit import AttentionCall
+
+SINK_SHARE = 0.3  # of all attention, from which a layer is said to sink
+PEAK = 100.0  # hidden norm of token 0 over the median, from which it is a massive activation
+DRAIN = 0.5  # value norm of token 0 over the median, below which it is a drain
+PAPER_SIZE = 4  # UniAttn's superblock
+
+Groups = list[list[int]]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads and mask of one attention layer; layers may share only where `mask` agrees."""
+
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    mask: str  # "causal", "bidirectional", "sliding 4096", …
+    window: int | None
+    softcap: float | None
+
+    @staticmethod
+    def of(call: AttentionCall, causal: bool) -> "LayerShape":
+        """Read the shape off a visited call."""
+        size = call.key.shape[2]
+        window = call.window if call.window is not None and call.window < size else None
+        mask = "causal" if causal else "bidirectional"
+        return LayerShape(
+            heads=call.query.shape[1],
+            kv_heads=call.key.shape[1],
+            key_size=call.key.shape[3],
+            value_size=call.value.shape[3],
+            mask=f"{mask}, window {window}" if window else mask,
+            window=window,
+            softcap=call.softcap,
+        )
+
+    def cached(self, length: int) -> tuple[int, int]:
+        """Return the elements of keys and of values in the cache of one sequence of `length` tokens."""
+        tokens = length if self.window is None else min(length, self.window)
+        return self.kv_heads * self.key_size * tokens, self.kv_heads * self.value_size * tokens
+
+
+def verdict(measures: dict[str, Any], shapes: list[LayerShape | None], length: int) -> dict[str, Any]:
+    """Return the verdict with its sentences under "words"."""
+    sink = _sink(measures, length)
+    redundancy = {
+        "attention": _ranked(measures["attention_io_similarity"]["mean"])
+        if "attention_io_similarity" in measures
+        else [],
+        "layers": _ranked(measures["layer_io_similarity"]["mean"]),
+    }
+    result: dict[str, Any] = {"sink": sink, "redundant": redundancy, "superblocks": None, "kv_share": None}
+    causal = all(shape is None or shape.mask.startswith("causal") for shape in shapes)
+    if causal:
+        paper = paper_groups(shapes)
+        followers = sum(len(group) - 1 for group in paper)
+        similarity = np.array(measures["map_similarity_without_first"]["mean"], dtype=float)
+        similar = similar_groups(similarity, shapes, followers)
+        result["superblocks"] = {
+            "paper": paper,
+            "similar": similar,
+            "resting_on": "map_similarity_without_first",
+        }
+        dropped = [entry["layer"] for entry in redundancy["attention"]][:followers]
+        result["kv_share"] = _shares(shapes, length, {"paper": paper, "similar": similar}, dropped)
+    result["words"] = _words(result, measures)
+    return result
+
+
+def paper_groups(shapes: list[LayerShape | None], size: int = PAPER_SIZE) -> Groups:
+    """Return UniAttn's superblocks: `size` layers each, from the last layer down within the top half, leftovers alone.
+
+    A block that would mix layers that may not share is left out.
+    """
+    groups = []
+    stop = len(shapes)
+    while stop - size >= len(shapes) // 2:
+        group = list(range(stop - size, stop))
+        if all(may_share(shapes[group[0]], shapes[layer]) for layer in group):
+            groups.insert(0, group)
+        stop -= size
+    return groups
+
+
+def similar_groups(similarity: np.ndarray, shapes: list[LayerShape | None], followers: int) -> Groups:
+    """Return contiguous groups with `followers` followers in all, joined greedily by the lowest similarity inside.
+
+    Joining two neighbouring groups makes one follower more; at each step the union whose least similar pair is most
+    similar is made (complete linkage). `similarity` is (L, L), without the first column.
+    """
+    groups: Groups = [[i] for i, shape in enumerate(shapes) if shape is not None]
+    for _ in range(followers):
+        best, where = -np.inf, None
+        for i in range(len(groups) - 1):
+            union = groups[i] + groups[i + 1]
+            if union != list(range(union[0], union[-1] + 1)):
+                continue
+            if not all(may_share(shapes[union[0]], shapes[layer]) for layer in union):
+                continue
+            inside = similarity[np.ix_(union, union)].min()
+            if inside > best:
+                best, where = inside, i
+        if where is None:
+            break
+        groups[where : where + 2] = [groups[where] + groups[where + 1]]
+    return [group for group in groups if len(group) > 1]
+
+
+def may_share(one: LayerShape | None, other: LayerShape | None) -> bool:
+    """Return whether two layers may share maps or keys: same heads, sizes, mask and soft-cap."""
+    return one is not None and one == other
+
+
+def _shares(shapes: list[LayerShape | None], length: int, groupings: dict[str, Groups], dropped: list[int]) -> dict:
+    """Return the share of cached elements that stays, for each method on each grouping."""
+    cells = [(0, 0) if shape is None else shape.cached(length) for shape in shapes]
+    total = sum(k + v for k, v in cells)
+    result: dict[str, Any] = {"length": length, "elements": total}
+    for name, groups in groupings.items():
+        followers = [layer for group in groups for layer in group[1:]]
+        keys, both = sum(cells[i][0] for i in followers), sum(sum(cells[i]) for i in followers)
+        result[name] = {"uniattn": 1 - keys / total, "cla": 1 - both / total, "followers": len(followers)}
+    lost = sum(sum(cells[i]) for i in dropped)
+    result["llmdrop"] = {"layers": sorted(dropped), "kv": 1 - lost / total}
+    return result
+
+
+def _sink(measures: dict[str, Any], length: int) -> dict[str, Any]:
+    share = np.array(measures["first_token_share"]["mean"], dtype=float)
+    hidden = np.array(measures["hidden_norm_ratio"]["mean"], dtype=float)
+    value = np.array(measures["value_norm_ratio"]["mean"], dtype=float)
+    layers = [int(i) for i in np.flatnonzero(share > SINK_SHARE)]
+    peaks = [int(i) for i in np.flatnonzero(hidden > PEAK)]
+    strongest = int(np.nanargmax(share))
+    return {
+        "layers": layers,
+        "begins": layers[0] if layers else None,
+        "strongest": strongest,
+        "strongest_share": float(share[strongest]),
+        "over_even": float(share[strongest] * length),
+        "peaks": peaks,
+        "drains": [int(i) for i in np.flatnonzero(value < DRAIN)],
+    }
+
+
+def _ranked(mean: list[float | None]) -> list[dict[str, Any]]:
+    known = [(i, value) for i, value in enumerate(mean) if value is not None]
+    return [{"layer": i, "similarity": value} for i, value in sorted(known, key=lambda pair: -pair[1])]
+
+
+def ranges(layers: list[int]) -> str:
+    """Write sorted layers as ranges: [1, 2, 3, 7] → "1-3, 7"."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _words(result: dict[str, Any], measures: dict[str, Any]) -> list[str]:
+    sink = result["sink"]
+    words = [_sink_words(sink)]
+    if sink["peaks"]:
+        words.append(
+            f"Its hidden state towers over the others (norm above {PEAK:.0f} × their median) in the input of layers "
+            f"{ranges(sink['peaks'])}; layer {sink['peaks'][0] - 1} writes it."
+        )
+    if sink["drains"]:
+        words.append(f"Its value states are drained (norm below half the median) in layers {ranges(sink['drains'])}.")
+    attention = result["redundant"]["attention"][:4]
+    if attention:
+        named = ", ".join(f"{entry['layer']} ({entry['similarity']:.3f})" for entry in attention)
+        words.append(
+            f"Attention changes its input least, by cos(x, x + Attn(x)), in layers {named}: candidates for LLMDrop."
+        )
+    if result["superblocks"] is None:
+        words.append("The model is bidirectional and keeps no KV cache, so no cache can be saved.")
+        return words
+    words += _sharing_words(result, measures)
+    return words
+
+
+def _sink_words(sink: dict[str, Any]) -> str:
+    if not sink["layers"]:
+        return (
+            f"No layer gives the first token more than {SINK_SHARE:.0%} of its attention; the most is "
+            f"{sink['strongest_share']:.1%}, in layer {sink['strongest']} ({sink['over_even']:.0f} × an even spread)."
+        )
+    return (
+        f"The first token is a sink: it takes more than {SINK_SHARE:.0%} of all attention in layers "
+        f"{ranges(sink['layers'])}, beginning at layer {sink['begins']}; the most is {sink['strongest_share']:.0%}, "
+        f"in layer {sink['strongest']}."
+    )
+
+
+def _sharing_words(result: dict[str, Any], measures: dict[str, Any]) -> list[str]:
+    def adjacent(name: str) -> float:
+        matrix = np.array(measures[name]["mean"], dtype=float)
+        return float(np.nanmean(np.diag(matrix, 1)[len(matrix) // 2 :]))
+
+    blocks, share = result["superblocks"], result["kv_share"]
+    words = []
+    if len(measures["map_similarity"]["mean"]) > 2:
+        words.append(
+            f"Neighbouring maps in the top half have a cosine of {adjacent('map_similarity'):.2f}, but "
+            f"{adjacent('map_similarity_without_first'):.2f} without the first column."
+        )
+    for name, title in (
+        ("paper", "UniAttn's rule (blocks of 4 in the top half)"),
+        ("similar", "Map similarity without the first column"),
+    ):
+        if blocks[name]:
+            groups = " ".join(f"[{ranges(group)}]" for group in blocks[name])
+            words.append(
+                f"{title} gives the candidate superblocks {groups}: the KV cache would shrink to "
+                f"{share[name]['uniattn']:.2%} with UniAttn and {share[name]['cla']:.2%} with CLA."
+            )
+    if not blocks["paper"] and not blocks["similar"]:
+        words.append("No group of neighbouring layers may share its maps (too few layers, or their masks differ).")
+    if share["llmdrop"]["layers"]:
+        words.append(
+            f"Dropping the attention of layers {ranges(share['llmdrop']['layers'])} (LLMDrop's measure) would leave "
+            f"{share['llmdrop']['kv']:.2%}."
+        )
+    return words

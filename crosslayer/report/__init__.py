@@ -1,0 +1,1 @@
+"""Records of results and the pages that show them."""

@@ -1,0 +1,47 @@
+"""Write the folder of a result: record.json, report.html and one SVG for each figure."""
+
+from pathlib import Path
+from typing import Any
+
+from crosslayer.report import diagnosis
+from crosslayer.report.page import page
+from crosslayer.report.panel import save_svg
+from crosslayer.report.record import DiagnosisRecord, dumps, whole_folder
+
+
+def write_diagnosis(record: dict[str, Any], out: Path, force: bool = False) -> tuple[Path, dict[str, Any]]:
+    """Write a diagnosis to `out`, whole or not at all; return the page's path and the headline figures."""
+    checked = DiagnosisRecord.model_validate(record)
+    model, settings = checked.model, checked.settings
+    name = settings.get("model") or model["class"]
+    subtitle = (
+        f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers · "
+        f"{settings['sequences']} sequences of {settings['length']} tokens · {settings.get('text', 'own tokens')}"
+    )
+    panels = diagnosis.panels(checked)
+    with whole_folder(out, force) as folder:
+        text = page(
+            f"Diagnosis of {name}",
+            subtitle,
+            diagnosis.cards(checked),
+            checked.verdict["words"],
+            panels,
+            diagnosis.tables(checked),
+        )
+        (folder / "report.html").write_text(text, encoding="utf-8")
+        (folder / "record.json").write_text(dumps(record), encoding="utf-8")
+        figures = folder / "figures"
+        figures.mkdir()
+        for panel in panels:
+            save_svg(panel, figures)
+    sink, share = checked.verdict["sink"], checked.verdict["kv_share"]
+    headline = {
+        "model": name,
+        "sink_layers": sink["layers"],
+        "strongest_sink": {"layer": sink["strongest"], "share": round(sink["strongest_share"], 4)},
+        "hidden_norm_ratio_max": round(max(v for v in checked.measures["hidden_norm_ratio"].mean if v is not None), 2),
+        "kv_share_uniattn": None if share is None else round(share["paper"]["uniattn"], 4),
+        "seconds": round(checked.seconds, 2),
+        "report": str(out / "report.html"),
+    }
+    return out / "report.html", headline

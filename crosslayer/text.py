@@ -1,0 +1,223 @@
+"""Text from a file, a dataset or the embedded corpus, packed into token sequences without padding."""
+
+import json
+import random
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+DEFAULT_CORPUS = Path(__file__).parent / "data" / "default_corpus.tar.xz"
+DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
+CHARACTERS_PER_TOKEN = 6  # an upper estimate for text, so that one piece fills one sequence
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Where text comes from: `name` None is the embedded corpus; the rest is for tables and `datasets`."""
+
+    name: str | None = None
+    config: str | None = None
+    split: str = "train"
+    column: str = "text"
+
+    def describe(self) -> str:
+        """Return a short name for reports, without any folder."""
+        if self.name is None:
+            return "embedded corpus (Moby Dick, Opticks, two Austen novels, State of the Union)"
+        path = Path(self.name)
+        return path.name if path.exists() else "/".join(filter(None, (self.name, self.config, self.split)))
+
+
+def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
+    """Return the documents of a source; a `datasets` name is streamed in an order shuffled by `seed`.
+
+    Raises:
+        ValueError: the file is missing, empty or binary, the column is unknown, or the dataset cannot be reached.
+
+    """
+    if source.name is None:
+        return _embedded_documents()
+    path = Path(source.name).expanduser()
+    if not path.exists():
+        if path.suffix in (".txt", ".jsonl", ".parquet"):
+            raise ValueError(f"text file {source.name!r} does not exist")
+        return _dataset_documents(source, seed)
+    if not path.is_file():
+        raise ValueError(f"{source.name!r} is a folder; give a .txt, .jsonl or .parquet file, or a datasets name")
+    readers = {".txt": _txt_documents, ".jsonl": _jsonl_documents, ".parquet": _parquet_documents}
+    if path.suffix not in readers:
+        raise ValueError(f"{path.name!r} has the suffix {path.suffix!r}; text files end in .txt, .jsonl or .parquet")
+    documents = [d for d in readers[path.suffix](path, source.column) if d.strip()]
+    if not documents:
+        raise ValueError(f"{path.name!r} holds no text")
+    return documents
+
+
+def pack(
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequences: int = 8,
+    length: int = 512,
+    seed: int = 0,
+    bos: str = "auto",
+) -> Tensor:
+    """Cut documents into token sequences, (sequences, length) int64, without padding.
+
+    A sequence is contiguous text as far as its document reaches; pieces are taken in an order drawn with `seed`. `bos`:
+    "auto" keeps what the tokenizer puts first and last ([CLS] and [SEP], say), "yes" forces the beginning token, "no"
+    gives plain text.
+
+    Raises:
+        ValueError: there is too little text; the message says how many tokens there are.
+
+    """
+    first, last = special_tokens(tokenizer, bos)
+    body = length - len(first) - len(last)
+    if sequences < 1 or body < 1:
+        raise ValueError(f"sequences = {sequences} and length = {length} leave no room for text; both must be larger")
+    windows: list[list[int]] = []
+    rest: list[int] = []
+    for piece in _pieces(documents, CHARACTERS_PER_TOKEN * body, seed):
+        tokens = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(tokens) >= body:
+            windows.append(tokens[:body])
+            tokens = tokens[body:]
+        rest += tokens
+        if len(windows) == sequences:
+            break
+    while len(windows) < sequences and len(rest) >= body:
+        windows.append(rest[:body])
+        rest = rest[body:]
+    if len(windows) < sequences:
+        count = len(windows) * body + len(rest)
+        raise ValueError(
+            f"the text has {count} tokens; {sequences} sequences of {length} need {sequences * body}: "
+            "use fewer or shorter sequences, or more text"
+        )
+    return torch.tensor([[*first, *window, *last] for window in windows])
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase, bos: str = "auto") -> tuple[list[Any], list[Any]]:
+    """Return the tokens that a sequence begins and ends with."""
+    if bos not in ("auto", "yes", "no"):
+        raise ValueError(f"bos = {bos!r} is not known; use auto, yes or no")
+    if bos == "no":
+        return [], []
+    if bos == "yes":
+        token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
+        if token is None:
+            raise ValueError("bos = 'yes', but this tokenizer has no beginning-of-sequence token; use auto or no")
+        return [token], []
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    full = tokenizer.encode("a")
+    assert isinstance(plain, list) and isinstance(full, list)
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return full[:start], full[start + len(plain) :]
+    return [], []
+
+
+def _pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[str]:
+    """Yield contiguous pieces of about `characters`; shuffled if all documents are at hand, else in their order."""
+    if isinstance(documents, list):
+        places = [(d, start) for d, text in enumerate(documents) for start in range(0, len(text), characters)]
+        random.Random(seed).shuffle(places)
+        for d, start in places:
+            yield _from_word(documents[d], start, start + characters)
+    else:
+        for text in documents:
+            for start in range(0, len(text), characters):
+                yield _from_word(text, start, start + characters)
+
+
+def _from_word(text: str, start: int, stop: int) -> str:
+    """Return text[start:stop] with both ends moved to the next beginning of a word."""
+    return text[_next_word(text, start) : _next_word(text, stop)]
+
+
+def _next_word(text: str, at: int) -> int:
+    if at == 0 or at >= len(text):
+        return min(at, len(text))
+    space = text.find(" ", at - 1)
+    return space if space >= 0 else len(text)
+
+
+def _embedded_documents() -> list[str]:
+    with tarfile.open(DEFAULT_CORPUS, "r:xz") as archive:
+        files = sorted((m for m in archive.getmembers() if m.isfile()), key=lambda m: m.name)
+        return [archive.extractfile(m).read().decode("utf-8") for m in files]  # type: ignore[union-attr]
+
+
+def _decode(path: Path) -> str:
+    data = path.read_bytes()
+    if not data.strip():
+        raise ValueError(f"text file {path.name!r} is empty")
+    try:
+        if b"\0" in data:
+            raise UnicodeError
+        return data.decode("utf-8")
+    except UnicodeError:
+        raise ValueError(f"{path.name!r} is not UTF-8 text (it looks binary)") from None
+
+
+def _txt_documents(path: Path, column: str) -> list[str]:
+    return _decode(path).split(f"\n{DOCUMENT_LINE}\n")
+
+
+def _jsonl_documents(path: Path, column: str) -> list[str]:
+    documents = []
+    for number, line in enumerate(_decode(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            raise ValueError(f"{path.name!r}, line {number}: not JSON; .jsonl holds one object a line") from None
+        if not isinstance(row, dict) or not isinstance(row.get(column), str):
+            keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            raise ValueError(f"{path.name!r}, line {number}: no text in column {column!r}; it has {keys}")
+        documents.append(row[column])
+    return documents
+
+
+def _parquet_documents(path: Path, column: str) -> list[str]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ValueError("reading .parquet needs pyarrow: pip install 'crosslayer[train]'") from error
+    try:
+        file = parquet.ParquetFile(path)
+    except Exception as error:
+        raise ValueError(f"{path.name!r} is not a parquet file: {error}") from error
+    if column not in file.schema_arrow.names:
+        raise ValueError(f"{path.name!r} has no column {column!r}; it has {', '.join(file.schema_arrow.names)}")
+    return [str(value) for value in file.read([column])[column].to_pylist() if value is not None]
+
+
+def _dataset_documents(source: TextSource, seed: int) -> Iterator[str]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"{source.name!r} is no local file, and a datasets name needs: pip install 'crosslayer[train]'"
+        ) from error
+    assert source.name is not None
+    try:
+        rows = datasets.load_dataset(source.name, source.config, split=source.split, streaming=True)
+        rows = rows.shuffle(seed=seed, buffer_size=1000)
+        for row in rows:
+            if source.column not in row:
+                raise KeyError(f"column {source.column!r} is not there; it has {', '.join(row)}")
+            yield row[source.column]
+    except Exception as error:  # datasets raises many kinds; all mean that this source cannot be read
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{source.name!r} is no local file, and as a dataset it cannot be read ({reason or type(error).__name__})"
+        ) from error

@@ -8,7 +8,6 @@ import traceback
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 app = typer.Typer(
@@ -17,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attention across depth: what one Transformer layer takes from another.",
 )
+INTERRUPTED = 130
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on an error.")]
 
 
@@ -124,17 +124,20 @@ def main() -> None:
     debug = "--debug" in sys.argv
     try:
         status = app(standalone_mode=False)
-    except click.exceptions.Exit as stop:
+    except typer.Exit as stop:
         status = stop.exit_code
-    except click.ClickException as error:
+    except typer.BadParameter as error:  # its message alone does not name the parameter
         status = _fail(error.format_message())
-    except (KeyboardInterrupt, click.exceptions.Abort):
-        _say("crosslayer: interrupted, nothing was written")
-        status = 130
+    except typer.TyperException as error:
+        status = _fail(str(error)) if str(error) else 2  # without words: the help was shown
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
     except (ValueError, OSError, MemoryError) as error:
         if debug:
             traceback.print_exc()
         status = _fail(" ".join(str(error).split()) or type(error).__name__)
+    if status == INTERRUPTED:
+        _say("crosslayer: interrupted, nothing was written")
     sys.exit(status or 0)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -61,7 +62,7 @@ def load_model(
         ValueError: the model is unknown, has no safetensors weights, or has NaN or infinite weights.
 
     """
-    target = torch.device(device) if device is not None else default_device()
+    target = resolve_device(device)
     folder = str(_embedded_folder(name)) if name in EMBEDDED else name
     if name not in EMBEDDED:
         _check_source(name)
@@ -80,9 +81,15 @@ def load_model(
     return model, tokenizer
 
 
-def default_device() -> torch.device:
-    """Return the first CUDA device if there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """Turn a device's name into the device; `None` means the first GPU if there is one, else the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0][:100]}") from error
+    return torch.device(device)
 
 
 def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:
@@ -129,7 +136,7 @@ def _one_line_errors(name: str):
     try:
         with quiet_transformers():
             yield
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         text = " ".join(str(error).split())
         local = Path(name).expanduser().is_dir() or name in EMBEDDED
         if "safetensors" in text and "does not appear to have a file" in text:

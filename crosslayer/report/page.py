@@ -21,7 +21,7 @@ h1 { font-size: 1.7rem; margin: 0 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 36px 0 12px; }
 h3 { font-size: 1rem; margin: 0 0 2px; }
 .sub { color: var(--soft); margin: 0 0 20px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(190px, 46%), 1fr)); gap: 12px; }
 .card, .panel, .words { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; }
 .card b { display: block; font-size: 1.55rem; line-height: 1.25; color: var(--accent); font-variant-numeric: tabular-nums; }
 .card span { color: var(--soft); font-size: .86rem; }

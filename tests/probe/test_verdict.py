@@ -1,0 +1,82 @@
+"""Groups of layers, shares of the cache, and the sentences."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import crosslayer
+from crosslayer.probe.verdict import LayerShape, may_share, paper_groups, ranges, similar_groups, verdict
+from tests.tiny import tiny, tokens
+
+FULL = LayerShape(9, 3, 64, 64, "causal", None, None)
+SLIDING = LayerShape(9, 3, 64, 64, "causal, window 8", 8, None)
+
+
+def measures(layers, similarity=None):
+    row = {"mean": [0.5] * layers}
+    matrix = {"mean": (np.eye(layers) if similarity is None else similarity).tolist()}
+    names = (
+        "first_token_share",
+        "hidden_norm_ratio",
+        "value_norm_ratio",
+        "attention_io_similarity",
+        "layer_io_similarity",
+    )
+    return {**{name: row for name in names}, "map_similarity": matrix, "map_similarity_without_first": matrix}
+
+
+def test_paper_groups_of_30_32_and_42_layers():
+    assert paper_groups([FULL] * 30) == [[18, 19, 20, 21], [22, 23, 24, 25], [26, 27, 28, 29]]
+    assert paper_groups([FULL] * 32) == [list(range(s, s + 4)) for s in (16, 20, 24, 28)]
+    assert paper_groups([FULL] * 42) == [list(range(s, s + 4)) for s in (22, 26, 30, 34, 38)]  # Gemma-2 9B
+    assert len([i for g in paper_groups([FULL] * 30, size=2) for i in g[1:]]) == 7
+
+
+@pytest.mark.parametrize(("layers", "uniattn", "cla"), [(30, 0.85, 0.70), (32, 0.8125, 0.625)])
+def test_shares_are_the_papers(layers, uniattn, cla):
+    found = verdict(measures(layers), [FULL] * layers, 512)["kv_share"]
+    assert found["paper"]["uniattn"] == pytest.approx(uniattn) and found["paper"]["cla"] == pytest.approx(cla)
+    assert found["llmdrop"]["kv"] == pytest.approx(cla)  # as many layers
+
+
+def test_layers_with_different_masks_are_never_grouped():
+    shapes = [FULL, SLIDING] * 8
+    assert paper_groups(shapes) == [] and similar_groups(np.ones((16, 16)), shapes, 5) == []
+    assert not may_share(FULL, SLIDING) and not may_share(None, None)
+
+
+def test_a_window_bounds_the_cache():
+    assert SLIDING.cached(512) == (3 * 64 * 8, 3 * 64 * 8) and FULL.cached(512) == (3 * 64 * 512, 3 * 64 * 512)
+
+
+def test_similar_groups_join_the_most_similar():
+    matrix = np.full((6, 6), 0.1)
+    matrix[2:5, 2:5] = 0.9
+    matrix[0:2, 0:2] = 0.5
+    np.fill_diagonal(matrix, 1)
+    assert similar_groups(matrix, [FULL] * 6, 2) == [[2, 3, 4]]
+    assert similar_groups(matrix, [FULL] * 6, 3) == [[0, 1], [2, 3, 4]]
+
+
+@given(st.integers(2, 12), st.integers(0, 11), st.randoms(use_true_random=False))
+def test_similar_groups_are_contiguous_and_have_the_asked_followers(layers, followers, random):
+    matrix = np.array([[random.random() for _ in range(layers)] for _ in range(layers)])
+    groups = similar_groups((matrix + matrix.T) / 2, [FULL] * layers, followers)
+    assert all(group == list(range(group[0], group[-1] + 1)) for group in groups)
+    assert sum(len(group) - 1 for group in groups) == min(followers, layers - 1)
+
+
+def test_ranges():
+    assert ranges([7, 1, 2, 3]) == "1-3, 7" and ranges([]) == ""
+
+
+def test_encoders_have_no_cache_to_save():
+    found = crosslayer.diagnose(tiny("bert"), tokens()).record()["verdict"]
+    assert found["kv_share"] is None and any("keeps no KV cache" in word for word in found["words"])
+
+
+def test_gemma2_says_that_masks_alternate():
+    found = crosslayer.diagnose(tiny("gemma2"), tokens()).record()
+    assert found["model"]["masks"] == ["causal, window 8", "causal", "causal, window 8"]
+    assert any("masks differ" in word for word in found["verdict"]["words"])

@@ -1,0 +1,57 @@
+"""Imports go one way, and importing the package has no effect on transformers."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "crosslayer"
+# part of the package -> other parts that it may import
+ALLOWED = {
+    "environment": set(),
+    "text": {"environment"},
+    "models": {"environment"},
+    "probe": {"environment", "text"},
+    "report": set(),
+}
+
+
+def part(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("crosslayer."):
+            names.add(node.module.split(".")[1])
+        elif isinstance(node, ast.ImportFrom) and node.module == "crosslayer":
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("crosslayer.")}
+    return names
+
+
+def test_imports_go_one_way():
+    for path in PACKAGE.rglob("*.py"):
+        if part(path) in ALLOWED:
+            extra = imported(path) - ALLOWED[part(path)] - {part(path)}
+            assert not extra, f"{path.name} imports {extra}"
+
+
+def test_files_and_functions_are_small():
+    for path in PACKAGE.rglob("*.py"):
+        assert path.read_text().count("\n") <= 400, path.name
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.body[0].lineno < 60, f"{path.name}: {node.name}"
+
+
+def test_import_changes_nothing_in_transformers():
+    code = (
+        "import transformers.modeling_utils as u, transformers.masking_utils as k\n"
+        "before = dict(u.AttentionInterface._global_mapping), dict(k.AttentionMaskInterface._global_mapping)\n"
+        "import crosslayer\n"
+        "assert before == (u.AttentionInterface._global_mapping, k.AttentionMaskInterface._global_mapping)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,108 @@
+"""The config of the cross-layer decoder: Llama's, with what Mistral, Qwen2 and Qwen3 differ in, and a list of methods."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig
+
+from crosslayer.method import Method, load_method, merge_plans, to_entry
+from crosslayer.plan import STATES, DepthPlan
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@strict
+class CrossLayerConfig(LlamaConfig):
+    """`cross_layer` is a method or a list of methods, each a name or {"name": …, option: …}; empty means Llama.
+
+    Beside Llama's fields: `qk_norm` (Qwen3), `attention_output_bias` (None: as `attention_bias`; Qwen2 has False),
+    `sliding_window` with `layer_types`.
+
+    Raises:
+        ValueError: a method, an option or the wiring is impossible; the message says what would be right.
+
+    """
+
+    model_type = "crosslayer"
+
+    cross_layer: list | dict | str | None = None
+    qk_norm: bool = False
+    attention_output_bias: bool | None = None
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
+
+    def __post_init__(self, **kwargs: Any):
+        if self.layer_types is None:
+            kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+            self.layer_types = [kind] * self.num_hidden_layers
+        given = self.cross_layer if isinstance(self.cross_layer, list) else [self.cross_layer]
+        self.cross_layer = [to_entry(load_method(entry)) for entry in given if entry is not None]
+        super().__post_init__(**kwargs)
+        self._check_shapes()
+        self._check_wiring()
+
+    @property
+    def methods(self) -> list[Method]:
+        """The methods, in list order."""
+        assert isinstance(self.cross_layer, list)
+        return [load_method(entry) for entry in self.cross_layer]
+
+    @property
+    def plan(self) -> DepthPlan:
+        """Who owns and who reads, all methods merged."""
+        return merge_plans(self.methods, self.num_hidden_layers)
+
+    @property
+    def sublayers(self) -> list[tuple[int, str]]:
+        """The sublayers that exist, in order: (layer, "attn" or "mlp")."""
+        plan = self.plan
+        exist = {"attn": plan.keys, "mlp": plan.mlps}
+        return [(i, site) for i in range(self.num_hidden_layers) for site in exist if exist[site][i] is not None]
+
+    @property
+    def kv_sharing_modes(self) -> list[str | None]:
+        """What transformers' caches read: "reuse" for layers that store nothing, "store" for lenders."""
+        plan = self.plan
+        return [
+            "reuse" if not plan.stored(i) else "store" if any(plan.lends(s, i) for s in ("keys", "values")) else None
+            for i in range(self.num_hidden_layers)
+        ]
+
+    def _check_shapes(self) -> None:
+        assert self.num_key_value_heads is not None and self.layer_types is not None
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
+                f"{self.num_key_value_heads}"
+            )
+        if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries {sorted(set(self.layer_types))}; it needs "
+                f"{self.num_hidden_layers}, each one of {', '.join(LAYER_TYPES)}"
+            )
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ValueError("layer_types has sliding_attention, but sliding_window is not set")
+
+    def _check_wiring(self) -> None:
+        plan, methods, kinds = self.plan, self.methods, self.layer_types
+        assert kinds is not None
+        for state in STATES:
+            for reader, source in enumerate(getattr(plan, state)):
+                if source is not None and kinds[reader] != kinds[source]:
+                    raise ValueError(
+                        f"layer {reader} ({kinds[reader]}) reads {state} of layer {source} ({kinds[source]}); layers with "
+                        "different masks cannot share"
+                    )
+        by_residual = [m.name() for m in methods if type(m).residual is not Method.residual]
+        if len(by_residual) > 1:
+            raise ValueError(f"{' and '.join(by_residual)} both replace the residual stream; only one method may")
+        names = [m.name() for m in methods]
+        if len(set(names)) != len(names):
+            raise ValueError(f"cross_layer names a method twice: {', '.join(names)}")
+        for method in methods:  # a mixer that acts nowhere, a block that is too large: said now, not in the model
+            for layer in range(self.num_hidden_layers):
+                if plan.attends(layer):
+                    method.heads(self, layer)
+            method.final(self)
+
+

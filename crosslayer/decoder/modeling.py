@@ -1,0 +1,323 @@
+"""The decoder: Llama whose layers are pure functions (stream, carry) → (stream, carry).
+
+With no method it is Llama, weight names included. What layers lend travels in `carry`, never through the cache.
+
+Shapes: B batch, T new tokens, S cached + new tokens, C hidden, H heads, H_kv key-value heads, D head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+
+from crosslayer.decoder.configuration import CrossLayerConfig
+from crosslayer.method import Carry, Compensation, HeadMixer, Mixing, Residual
+from crosslayer.plan import STATES
+
+MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+class CrossLayerAttention(nn.Module):
+    """Attention of one layer; a projection that the plan borrows does not exist."""
+
+    def __init__(self, config: CrossLayerConfig, layer_idx: int):
+        super().__init__()
+        assert config.num_key_value_heads is not None and config.head_dim is not None and config.layer_types is not None
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim, self.scaling, self.is_causal = config.head_dim, config.head_dim**-0.5, True
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.attention_dropout = config.attention_dropout or 0.0
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        plan, bias = config.plan, config.attention_bias
+        self.owns = tuple(getattr(plan, state)[layer_idx] == layer_idx for state in STATES)
+        self.stored = plan.stored(layer_idx)
+        self.borrows, self.lends = _loans(config, layer_idx)
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        for name, owned, count in zip("qkv", self.owns, heads, strict=True):
+            linear = nn.Linear(config.hidden_size, count * self.head_dim, bias=bias) if owned else None
+            self.add_module(f"{name}_proj", linear)
+        output_bias = bias if config.attention_output_bias is None else config.attention_output_bias
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=output_bias)
+        for name, owned in zip("qk", self.owns, strict=False):
+            norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if owned and config.qk_norm else None
+            self.add_module(f"{name}_norm", norm)
+        mixers = [mixer for method in config.methods if (mixer := method.heads(config, layer_idx)) is not None]
+        self.mixers: Any = nn.ModuleList(mixers) if mixers else ()  # no entry among the modules of a plain layer
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        carry: Carry,
+        rotary: tuple[Tensor, Tensor],
+        attention_mask: Any,
+        past_key_values: Cache | None,
+        compensation: Compensation | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Carry]:
+        """Return the update (B, T, C) and the carry with what this layer lends."""
+        states = [self._project(hidden_states, name) for name in "qkv"]  # (B, H or H_kv, T, D)
+        states = _rotate(states, rotary)
+        mixer: HeadMixer
+        for mixer in self.mixers:
+            *states, carry = mixer.before(*states, carry)
+        if past_key_values is not None and self.stored:
+            states = self._cached(states, past_key_values)
+        states = [carry[self.borrows[i]] if state is None else state for i, state in enumerate(states)]
+        if self.lends:
+            carry = {**carry, **{name: states[i] for i, name in self.lends.items()}}
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window, **kwargs}
+        out, _ = attend(self, *states, attention_mask, **options)  # (B, T, H, D)
+        for mixer in self.mixers:
+            out, carry = mixer.after(out, carry)
+        out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        if compensation is not None:
+            out = out + compensation(hidden_states)
+        return self.o_proj(out), carry
+
+    def _project(self, hidden_states: Tensor, name: str) -> Tensor | None:
+        linear, norm = getattr(self, f"{name}_proj"), getattr(self, f"{name}_norm", None)
+        if linear is None:
+            return None
+        split = linear(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim)
+        return (split if norm is None else norm(split)).transpose(1, 2)
+
+    def _cached(self, states: list[Tensor | None], cache: Cache) -> list[Tensor | None]:
+        """Add what this layer stores to the cache; a single state stands in the keys slot, beside one of head size 0."""
+        q, k, v = states
+        if len(self.stored) == 2:
+            return [q, *cache.update(k, v, self.layer_idx)]  # type: ignore[arg-type]
+        only = k if self.stored == ("keys",) else v
+        assert only is not None
+        full, _ = cache.update(only, only[..., :0], self.layer_idx)
+        return [q, full, None] if self.stored == ("keys",) else [q, None, full]
+
+
+class CrossLayerDecoderLayer(GradientCheckpointingLayer):
+    """One layer; a sublayer that the plan drops does not exist, nor do its norm and its residual."""
+
+    def __init__(self, config: CrossLayerConfig, layer_idx: int):
+        super().__init__()
+        plan = config.plan
+        self.self_attn = CrossLayerAttention(config, layer_idx) if plan.attends(layer_idx) else None
+        self.mlp = LlamaMLP(config) if plan.mlps[layer_idx] is not None else None
+        norm = {"hidden_size": config.hidden_size, "eps": config.rms_norm_eps}
+        self.input_layernorm = LlamaRMSNorm(**norm) if self.self_attn is not None else None
+        self.post_attention_layernorm = LlamaRMSNorm(**norm) if self.mlp is not None else None
+        made = [c for method in config.methods if (c := method.compensate(config, layer_idx)) is not None]
+        if len(made) > 1:
+            raise ValueError(f"layer {layer_idx}: two methods compensate it; only one may")
+        if made and self.self_attn is not None:
+            self.compensation = made[0]
+        self.attn_residual = _residual(config, layer_idx, "attn") if self.self_attn is not None else None
+        self.mlp_residual = _residual(config, layer_idx, "mlp") if self.mlp is not None else None
+
+    def forward(
+        self,
+        stream: Tensor,
+        carry: Carry,
+        rotary: tuple[Tensor, Tensor],
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Carry]:
+        """Return stream and carry for the next layer; `carry["read"]` is what the first sublayer read."""
+        wc = self._modules.get("compensation")
+        target = wc.target if isinstance(wc, Compensation) else None
+        read, normed = stream, None
+        if self.self_attn is not None:
+            read, carry = self.attn_residual.read(stream, carry) if self.attn_residual is not None else (stream, carry)
+            normed = self.input_layernorm(read)  # type: ignore[misc]
+            inside = wc if target == "heads" else None
+            update, carry = self.self_attn(
+                normed, carry, rotary, attention_mask, past_key_values, compensation=inside, **kwargs
+            )
+            if target == "attention":
+                update = update + wc(normed)  # type: ignore[misc]
+            stream, carry = _write(self.attn_residual, stream, update, carry)
+        if self.mlp is not None:
+            x, carry = self.mlp_residual.read(stream, carry) if self.mlp_residual is not None else (stream, carry)
+            read = x if self.self_attn is None else read
+            update = self.mlp(self.post_attention_layernorm(x))  # type: ignore[misc]
+            if target == "mlp":
+                update = update + wc(normed)  # type: ignore[misc]
+            stream, carry = _write(self.mlp_residual, stream, update, carry)
+        return stream, {**carry, "read": read}
+
+
+class CrossLayerPreTrainedModel(PreTrainedModel):
+    """What the body and the language model have in common."""
+
+    config_class = CrossLayerConfig
+    config: CrossLayerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["CrossLayerDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Mixing):
+            module.reset()
+        else:
+            super()._init_weights(module)
+
+    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
+        """Turn on checkpointing; the reentrant kind would drop the gradients of what layers lend, silently."""
+        options = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
+        if options["use_reentrant"]:
+            raise ValueError("use_reentrant=True loses the gradients of what layers lend to one another; use False")
+        super().activation_checkpointing_enable(activation_checkpointing_kwargs=options, **kwargs)
+
+
+class CrossLayerModel(CrossLayerPreTrainedModel):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, config: CrossLayerConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([CrossLayerDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        made = [r for method in config.methods if (r := method.final(config)) is not None]
+        self.final_residual = made[0] if made else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return hidden states (B, T, C); with `output_hidden_states`, also what each layer reads."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if kwargs.pop("output_attentions", None) or self.config.output_attentions:
+            raise ValueError("maps are not returned, since sharing never builds them; `crosslayer diagnose` measures them")
+        stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(stream.shape[1], device=stream.device) + seen).unsqueeze(0)
+        masks = self._masks(stream, attention_mask, past_key_values, position_ids)
+        rotary = self.rotary_emb(stream, position_ids=position_ids)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        reads, carry = [], {}
+        kinds = self.config.layer_types
+        assert kinds is not None
+        for layer, kind in zip(self.layers, kinds, strict=True):
+            stream, carry = layer(stream, carry, rotary, masks[kind], past_key_values, **kwargs)
+            reads.append(carry["read"])
+        if self.final_residual is not None:
+            stream, carry = self.final_residual.read(stream, carry)
+        last = self.norm(stream)
+        return BaseModelOutputWithPast(
+            last_hidden_state=last,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*reads, last) if wanted else None,
+        )
+
+    def _masks(self, stream: Tensor, attention_mask: Any, cache: Cache | None, position_ids: Tensor) -> dict[str, Any]:
+        if isinstance(attention_mask, dict):  # made by generate()
+            return attention_mask
+        return {
+            kind: MASKS[kind](
+                config=self.config,
+                inputs_embeds=stream,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                position_ids=position_ids,
+            )
+            for kind in dict.fromkeys(self.config.layer_types or ())
+        }
+
+
+class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
+    """The language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: CrossLayerConfig):
+        super().__init__(config)
+        self.model = CrossLayerModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return logits (B, T, V), or of the last `logits_to_keep` tokens, and the loss where `labels` are given."""
+        found = self.model(input_ids=input_ids, **kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(found.last_hidden_state[:, kept, :])
+        loss = None
+        if labels is not None:
+            given = {key: kwargs[key] for key in ("num_items_in_batch",) if key in kwargs}
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=found.past_key_values, hidden_states=found.hidden_states
+        )
+
+
+def _loans(config: CrossLayerConfig, layer: int) -> tuple[dict[int, str], dict[int, str]]:
+    """Return the carry's names of what a layer borrows and lends: state number → name."""
+    plan = config.plan
+    borrows, lends = {}, {}
+    for number, state in enumerate(STATES):
+        source, slots = getattr(plan, state)[layer], plan.slots(state)
+        if source is not None and source != layer:
+            borrows[number] = f"{state}.{slots[source]}"
+        elif slots[layer] is not None:
+            lends[number] = f"{state}.{slots[layer]}"
+    return borrows, lends
+
+
+def _residual(config: CrossLayerConfig, layer: int, site: str) -> Residual | None:
+    return next((r for method in config.methods if (r := method.residual(config, layer, site)) is not None), None)
+
+
+def _write(residual: Residual | None, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+    return (stream + update, carry) if residual is None else residual.write(stream, update, carry)
+
+
+def _rotate(states: list[Tensor | None], rotary: tuple[Tensor, Tensor]) -> list[Tensor | None]:
+    """Apply rotary embedding to the queries and keys that are there."""
+    q, k, v = states
+    one, other = q if q is not None else k, k if k is not None else q
+    if one is None or other is None:
+        return states
+    rotated_q, rotated_k = apply_rotary_pos_emb(one, other, *rotary)
+    return [None if q is None else rotated_q, None if k is None else rotated_k, v]

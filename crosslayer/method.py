@@ -1,0 +1,190 @@
+"""What a cross-layer method answers, and how methods are found and combined.
+
+A method is a frozen dataclass in one file; each question that it leaves open means "like Llama".
+
+Shapes: B batch, T new tokens, C hidden, H heads, D head size.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import initialization as init
+
+from crosslayer.plan import DepthPlan
+
+if TYPE_CHECKING:
+    from crosslayer.decoder.configuration import CrossLayerConfig
+
+Carry = dict[str, Any]  # what layers hand upward: replaced, never mutated
+
+
+class Mixing(nn.Module):
+    """Parameters of a method; `reset` gives them their first values, so that a zero init survives loading."""
+
+    def reset(self) -> None:
+        """Initialise own parameters with the functions of `transformers.initialization`."""
+
+
+class HeadMixer(Mixing):
+    """Changes a layer's states; None stands for a state that the layer borrows."""
+
+    def before(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
+        """Change q (B, H, T, D), k and v (B, H_kv, T, D): new tokens, after RoPE and qk-norm, before the cache."""
+        return q, k, v, carry
+
+    def after(self, out: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Change the output of attention (B, T, H, D), before W_o."""
+        return out, carry
+
+
+class Residual(Mixing):
+    """What one sublayer reads from the stream and how its update is written; the default is the plain sum."""
+
+    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the sublayer's input (B, T, C)."""
+        return stream, carry
+
+    def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the stream with the update (B, T, C) of the sublayer."""
+        return stream + update, carry
+
+
+class Compensation(Mixing):
+    """The linear map W_c: adds `normed @ W_c` to an update; begins at zero.
+
+    `target` says where: "attention" (after W_o), "heads" (before W_o) or "mlp" (on the MLP's update).
+    """
+
+    def __init__(self, inputs: int, outputs: int, target: str):
+        super().__init__()
+        self.target = target
+        self.weight = nn.Parameter(nn.Linear(inputs, outputs, bias=False).weight.detach().clone())
+
+    def reset(self) -> None:
+        """Set W_c to zero."""
+        init.zeros_(self.weight)
+
+    def forward(self, normed: Tensor) -> Tensor:
+        """Return normed @ W_c, (B, T, inputs) → (B, T, outputs)."""
+        return functional.linear(normed, self.weight)
+
+
+class Method:
+    """The questions; subclasses are frozen dataclasses whose fields are the options."""
+
+    def plan(self, layers: int) -> DepthPlan:
+        """Who owns, who reads?"""
+        return DepthPlan.identity(layers)
+
+    def heads(self, config: "CrossLayerConfig", layer: int) -> HeadMixer | None:
+        """How are a layer's own states mixed?"""
+        return None
+
+    def residual(self, config: "CrossLayerConfig", layer: int, site: str) -> Residual | None:
+        """What does a sublayer (`site` "attn" or "mlp") read, and where does its update go?"""
+        return None
+
+    def final(self, config: "CrossLayerConfig") -> Residual | None:
+        """What does the final norm read?"""
+        return None
+
+    def compensate(self, config: "CrossLayerConfig", layer: int) -> Compensation | None:
+        """What is added for what a layer lost?"""
+        return None
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name that a config uses: the file's, or the dotted module of a user's own method."""
+        return cls.__module__.removeprefix("crosslayer.methods.")
+
+
+def method_names() -> list[str]:
+    """Return the names of the methods that come with the package: the files of `crosslayer/methods`."""
+    import crosslayer.methods as folder
+
+    return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+
+
+def load_method(entry: "str | Mapping[str, Any] | Method") -> Method:
+    """Build a method from its name, from {"name": …, option: …}, or return it as it is.
+
+    Raises:
+        ValueError: the name or an option is unknown, or an option's value is refused.
+
+    """
+    if isinstance(entry, Method):
+        return entry
+    options = {"name": entry} if isinstance(entry, str) else dict(entry)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"cross_layer entry {entry!r} has no name; it needs one of {', '.join(method_names())}")
+    cls = _method_class(name)
+    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for option in options:
+        if option not in fields:
+            close = difflib.get_close_matches(option, fields, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(fields) or 'none'}"
+            raise ValueError(f"method {name!r} has no option {option!r}; {hint}")
+    return cls(**{key: _frozen(value) for key, value in options.items()})
+
+
+def _method_class(name: str) -> type[Method]:
+    if "." not in name and name not in method_names():
+        close = difflib.get_close_matches(name, method_names(), 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(method_names())}"
+        raise ValueError(f"method {name!r} is not known; {hint} (or give the dotted name of a module of your own)")
+    path = name if "." in name else f"crosslayer.methods.{name}"
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"method {name!r}: module {path!r} cannot be imported ({error})") from error
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Method) and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise ValueError(f"module {path!r} defines {len(found)} methods; it must define exactly one")
+    return found[0]
+
+
+def to_entry(method: Method) -> dict[str, Any]:
+    """Return the plain data that a config holds for a method; `load_method` undoes it."""
+    return {"name": method.name(), **dataclasses.asdict(method)}  # type: ignore[call-overload]
+
+
+def merge_plans(methods: Sequence[Method], layers: int) -> DepthPlan:
+    """Return the plan of several methods together."""
+    plan, names = DepthPlan.identity(layers), "the plain decoder"
+    for method in methods:
+        plan = plan.merge(method.plan(layers), (names, method.name()))
+        names = method.name() if names == "the plain decoder" else f"{names} + {method.name()}"
+    return plan
+
+
+def check_layers(name: str, option: str, layers: Sequence[int], count: int) -> None:
+    """Refuse layers that do not exist or stand twice."""
+    for layer in layers:
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count:
+            raise ValueError(f"{name}: {option} holds {layer!r}; layers go from 0 to {count - 1}")
+    if len(set(layers)) != len(layers):
+        raise ValueError(f"{name}: {option} names a layer twice: {list(layers)}")
+
+
+def check_choice(name: str, option: str, value: Any, choices: Sequence[Any]) -> None:
+    """Refuse a value that is not among `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name}: {option} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def _frozen(value: Any) -> Any:
+    """Turn JSON lists into tuples, so that options are hashable."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,99 @@
+"""ResFormer: the values of the first layer (or of others below) are mixed into each layer's own, before the cache.
+
+    V'_n = λ₁ V_1 + λ₂ V_n,  n ≥ 2
+
+Flows: raw values (or queries, keys) of the new tokens. Reads: every layer that owns that state. Cache: unchanged, V' is
+what is cached. Source: ResFormer (arXiv 2410.17897), Eq. 7 (first), Eq. 5 (all, their mean), Fig. 9 (queries, keys),
+Fig. 11 (previous). Mixing reads raw states, never mixed ones. The depth-weighted initialisation of the paper's
+"learnable-plus" is left out: its exact form is not given in the text at hand.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from crosslayer.method import Carry, HeadMixer, Method, check_choice
+from crosslayer.plan import STATES
+
+if TYPE_CHECKING:
+    from crosslayer.decoder.configuration import CrossLayerConfig
+
+FIXED = {"identity": (0.5, 0.5), "constant": (2.0, 1.0), "sparse": (5.0, 1.0)}
+MODES = ("identity", "constant", "sparse", "learnable", "dense")
+SOURCES = ("first", "previous", "all")
+
+
+@dataclass(frozen=True)
+class ResFormer(Method):
+    """`mode`: identity (½, ½), constant (2, 1), sparse (5, 1 in the last third), learnable, dense (one λ a source).
+
+    `of` is the state that is mixed; `source` the layer that is added: first, previous, or the mean of all below.
+    """
+
+    mode: str = "learnable"
+    of: str = "values"
+    source: str = "first"
+
+    def __post_init__(self):
+        check_choice("resformer", "mode", self.mode, MODES)
+        check_choice("resformer", "of", self.of, STATES)
+        check_choice("resformer", "source", self.source, SOURCES)
+        if self.mode == "dense" and self.source != "all":
+            raise ValueError(f"resformer: mode 'dense' weighs all layers below; source must be 'all', not {self.source!r}")
+
+    def heads(self, config: "CrossLayerConfig", layer: int) -> HeadMixer | None:
+        """Mix in every layer that owns the state."""
+        owners = [i for i, source in enumerate(getattr(config.plan, self.of)) if source == i]
+        if len(owners) < 2:
+            raise ValueError(f"resformer: only layer {owners[0]} owns {self.of} here, so nothing would be mixed")
+        if layer not in owners:
+            return None
+        position = owners.index(layer)
+        weights = FIXED.get(self.mode, (0.5, 0.5))
+        if self.mode == "sparse" and layer < config.num_hidden_layers - config.num_hidden_layers // 3:
+            weights = (0.0, 1.0)
+        if self.mode == "dense":
+            weights = (1 / (position + 1),) * (position + 1)
+        trained = self.mode in ("learnable", "dense") and position > 0
+        return _Mixer(self, first=position == 0, weights=weights, trained=trained)
+
+
+class _Mixer(HeadMixer):
+    """Mixes one state; hands the raw one upward under a name of its own."""
+
+    def __init__(self, method: ResFormer, first: bool, weights: tuple[float, ...], trained: bool):
+        super().__init__()
+        self.method, self.first, self.initial = method, first, weights
+        self.state, self.key = STATES.index(method.of), f"resformer.{method.of}"
+        self.weights = nn.Parameter(torch.tensor(weights)) if trained else None
+
+    def reset(self) -> None:
+        """Begin at the mode's weights."""
+        if self.weights is not None:
+            init.copy_(self.weights, torch.tensor(self.initial, dtype=self.weights.dtype, device=self.weights.device))
+
+    def before(self, q, k, v, carry: Carry):
+        """Return the states with one of them mixed."""
+        states = [q, k, v]
+        raw = states[self.state]
+        assert raw is not None
+        below: tuple[Tensor, ...] = carry.get(self.key, ())
+        if not self.first:
+            states[self.state] = self._mix(raw, below)
+        kept = {"first": below or (raw,), "previous": (raw,), "all": (*below, raw)}[self.method.source]
+        return *states, {**carry, self.key: kept}
+
+    def _mix(self, raw: Tensor, below: tuple[Tensor, ...]) -> Tensor:
+        weights = self.initial if self.weights is None else self.weights
+        if self.method.mode == "dense":
+            total = weights[0] * below[0]
+            for weight, state in zip(weights[1:], (*below[1:], raw), strict=True):
+                total = total + weight * state
+            return total
+        added = below[0] if len(below) == 1 else torch.stack(below).mean(dim=0)
+        if self.weights is None and self.initial == (0.0, 1.0):  # sparse, below its last third: like Llama, bit for bit
+            return raw
+        return weights[0] * added + weights[1] * raw

@@ -1,0 +1,155 @@
+"""Who owns which attention state, and who reads it: the static half of a cross-layer method.
+
+A plan is index vectors. `keys[i]` is the layer whose keys layer i reads: i itself (it owns them), an earlier layer, or
+None (the sublayer does not exist). A softmax map is shared exactly where query and key sources agree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+STATES = ("queries", "keys", "values")
+Entry = int | None
+Vector = tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class DepthPlan:
+    """Sources of queries, keys and values, and which MLPs exist (`mlps[i]` is i or None); all of length L."""
+
+    queries: Vector
+    keys: Vector
+    values: Vector
+    mlps: Vector
+
+    @staticmethod
+    def identity(layers: int) -> "DepthPlan":
+        """Return the plan of a plain Transformer: every layer owns everything."""
+        own = tuple(range(layers))
+        return DepthPlan(own, own, own, own)
+
+    def __post_init__(self):
+        if len({len(self.queries), len(self.keys), len(self.values), len(self.mlps)}) != 1:
+            raise ValueError("queries, keys, values and mlps must have one entry for each layer")
+        for state in STATES:
+            _check_vector(state, getattr(self, state))
+        for layer, source in enumerate(self.mlps):
+            if source not in (layer, None):
+                raise ValueError(f"layer {layer}: mlps is {source}; an MLP is the layer's own ({layer}) or dropped (None)")
+        for layer in range(self.layers):
+            sources = [getattr(self, state)[layer] for state in STATES]
+            if None in sources and sources != [None] * 3:
+                raise ValueError(
+                    f"layer {layer}: queries, keys and values are {sources}; attention is dropped whole (all None) or not"
+                )
+        if all(source is None for source in self.keys):
+            raise ValueError("no layer has attention; at least one must keep it")
+
+    @property
+    def layers(self) -> int:
+        """Number of layers L."""
+        return len(self.keys)
+
+    def attends(self, layer: int) -> bool:
+        """Return whether a layer has attention."""
+        return self.keys[layer] is not None
+
+    def lends(self, state: str, layer: int) -> bool:
+        """Return whether a later layer reads this layer's `state`."""
+        vector = getattr(self, state)
+        return any(source == layer for reader, source in enumerate(vector) if reader != layer)
+
+    def stored(self, layer: int) -> tuple[str, ...]:
+        """Return what the cache holds at a layer: owned keys and owned values (queries are never cached)."""
+        return tuple(state for state in ("keys", "values") if getattr(self, state)[layer] == layer)
+
+    def cached_fraction(self) -> float:
+        """Return the stored share of a full cache, with keys and values of one size."""
+        return sum(len(self.stored(layer)) for layer in range(self.layers)) / (2 * self.layers)
+
+    def bytes_per_token(self, state_bytes: int) -> tuple[int, int]:
+        """Return KV bytes per token stored and read in one decoding step.
+
+        `state_bytes` is the size of one layer's keys, or values, of one token. Storing less is not reading less: a
+        follower reads its lender's states again.
+        """
+        stored = sum(len(self.stored(layer)) for layer in range(self.layers))
+        read = 2 * sum(self.attends(layer) for layer in range(self.layers))
+        return stored * state_bytes, read * state_bytes
+
+    def slots(self, state: str) -> tuple[Entry, ...]:
+        """Return, for each source layer that lends `state`, a slot number that no other living loan uses.
+
+        Slots are reused once the last reader is past, so that equal groups carry equal names.
+        """
+        vector = getattr(self, state)
+        last = {source: reader for reader, source in enumerate(vector) if source is not None}
+        busy: dict[int, int] = {}  # slot -> last reader
+        result: list[Entry] = [None] * self.layers
+        for layer in range(self.layers):
+            if self.lends(state, layer):
+                slot = next(s for s in range(self.layers) if busy.get(s, -1) < layer)
+                busy[slot], result[layer] = last[layer], slot
+        return tuple(result)
+
+    def merge(self, other: "DepthPlan", names: tuple[str, str]) -> "DepthPlan":
+        """Combine two plans entry by entry.
+
+        Two different changes of one entry collide, but dropping beats borrowing.
+
+        Raises:
+            ValueError: a collision, or a dropped lender; both methods are named.
+
+        """
+        vectors = {s: self._merge_vector(other, s, names) for s in (*STATES, "mlps")}
+        for state in STATES:
+            for reader, source in enumerate(vectors[state]):
+                if source is not None and vectors[state][source] != source:
+                    raise ValueError(
+                        f"{names[0]} with {names[1]}: layer {reader} reads {state} of layer {source}, which owns none"
+                    )
+        return DepthPlan(**vectors)
+
+    def _merge_vector(self, other: "DepthPlan", state: str, names: tuple[str, str]) -> Vector:
+        if self.layers != other.layers:
+            raise ValueError(f"{names[0]} has {self.layers} layers and {names[1]} {other.layers}")
+        result: list[Entry] = []
+        for layer, (one, two) in enumerate(zip(getattr(self, state), getattr(other, state), strict=True)):
+            if one == two or two == layer:
+                result.append(one)
+            elif one == layer:
+                result.append(two)
+            elif one is None or two is None:
+                result.append(None)
+            else:
+                raise ValueError(
+                    f"layer {layer}: {names[0]} takes {state} from layer {one} and {names[1]} from layer {two}; "
+                    "only one of them may change an entry"
+                )
+        return tuple(result)
+
+    def diagram(self) -> str:
+        """Draw who reads from whom, a line for each layer."""
+        lines = ["layer  queries  keys     values   mlp   cache"]
+        for layer in range(self.layers):
+            cells = [_cell(getattr(self, state)[layer], layer) for state in STATES]
+            mlp = "own" if self.mlps[layer] is not None else "–"
+            lines.append(f"{layer:>5}  {''.join(f'{c:<9}' for c in cells)}{mlp:<6}{'+'.join(self.stored(layer)) or '–'}")
+        return "\n".join([*lines, f"cached share: {self.cached_fraction():.2%} of a full KV cache"])
+
+
+def _cell(source: Entry, layer: int) -> str:
+    if source is None:
+        return "–"
+    return "own" if source == layer else f"← {source}"
+
+
+def _check_vector(state: str, vector: Sequence[Entry]) -> None:
+    for layer, source in enumerate(vector):
+        if source is None:
+            continue
+        if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < len(vector):
+            raise ValueError(f"layer {layer}: {state} come from {source!r}; a source is a layer from 0 to {len(vector) - 1}")
+        if source > layer:
+            raise ValueError(f"layer {layer}: {state} come from layer {source} above it; a source is never above its reader")
+        if vector[source] != source:
+            raise ValueError(f"layer {layer}: {state} come from layer {source}, which owns none; a lender owns what it lends")

@@ -81,23 +81,23 @@ class Method:
     """The questions; subclasses are frozen dataclasses whose fields are the options."""
 
     def plan(self, layers: int) -> DepthPlan:
-        """Who owns, who reads?"""
+        """Answer who owns and who reads."""
         return DepthPlan.identity(layers)
 
     def heads(self, config: "CrossLayerConfig", layer: int) -> HeadMixer | None:
-        """How are a layer's own states mixed?"""
+        """Answer how a layer's own states are mixed."""
         return None
 
     def residual(self, config: "CrossLayerConfig", layer: int, site: str) -> Residual | None:
-        """What does a sublayer (`site` "attn" or "mlp") read, and where does its update go?"""
+        """Answer what a sublayer (`site` "attn" or "mlp") reads, and where its update goes."""
         return None
 
     def final(self, config: "CrossLayerConfig") -> Residual | None:
-        """What does the final norm read?"""
+        """Answer what the final norm reads."""
         return None
 
     def compensate(self, config: "CrossLayerConfig", layer: int) -> Compensation | None:
-        """What is added for what a layer lost?"""
+        """Answer what is added for what a layer lost."""
         return None
 
     @classmethod
@@ -126,7 +126,7 @@ def load_method(entry: "str | Mapping[str, Any] | Method") -> Method:
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise ValueError(f"cross_layer entry {entry!r} has no name; it needs one of {', '.join(method_names())}")
-    cls = _method_class(name)
+    cls = method_class(name)
     fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for option in options:
         if option not in fields:
@@ -136,7 +136,8 @@ def load_method(entry: "str | Mapping[str, Any] | Method") -> Method:
     return cls(**{key: _frozen(value) for key, value in options.items()})
 
 
-def _method_class(name: str) -> type[Method]:
+def method_class(name: str) -> type[Method]:
+    """Return the one `Method` of a file in `methods/`, or of a user's module by dotted name."""
     if "." not in name and name not in method_names():
         close = difflib.get_close_matches(name, method_names(), 1)
         hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(method_names())}"

@@ -34,12 +34,14 @@ class DepthPlan:
             _check_vector(state, getattr(self, state))
         for layer, source in enumerate(self.mlps):
             if source not in (layer, None):
-                raise ValueError(f"layer {layer}: mlps is {source}; an MLP is the layer's own ({layer}) or dropped (None)")
+                raise ValueError(
+                    f"layer {layer}: mlps is {source}; an MLP is its layer's own ({layer}) or dropped (None)"
+                )
         for layer in range(self.layers):
             sources = [getattr(self, state)[layer] for state in STATES]
             if None in sources and sources != [None] * 3:
                 raise ValueError(
-                    f"layer {layer}: queries, keys and values are {sources}; attention is dropped whole (all None) or not"
+                    f"layer {layer}: queries, keys and values are {sources}; attention goes whole (all None) or stays"
                 )
         if all(source is None for source in self.keys):
             raise ValueError("no layer has attention; at least one must keep it")
@@ -133,7 +135,9 @@ class DepthPlan:
         for layer in range(self.layers):
             cells = [_cell(getattr(self, state)[layer], layer) for state in STATES]
             mlp = "own" if self.mlps[layer] is not None else "–"
-            lines.append(f"{layer:>5}  {''.join(f'{c:<9}' for c in cells)}{mlp:<6}{'+'.join(self.stored(layer)) or '–'}")
+            lines.append(
+                f"{layer:>5}  {''.join(f'{c:<9}' for c in cells)}{mlp:<6}{'+'.join(self.stored(layer)) or '–'}"
+            )
         return "\n".join([*lines, f"cached share: {self.cached_fraction():.2%} of a full KV cache"])
 
 
@@ -148,8 +152,14 @@ def _check_vector(state: str, vector: Sequence[Entry]) -> None:
         if source is None:
             continue
         if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < len(vector):
-            raise ValueError(f"layer {layer}: {state} come from {source!r}; a source is a layer from 0 to {len(vector) - 1}")
+            raise ValueError(
+                f"layer {layer}: {state} come from {source!r}; a source is a layer from 0 to {len(vector) - 1}"
+            )
         if source > layer:
-            raise ValueError(f"layer {layer}: {state} come from layer {source} above it; a source is never above its reader")
+            raise ValueError(
+                f"layer {layer}: {state} come from layer {source} above it; a source is never above its reader"
+            )
         if vector[source] != source:
-            raise ValueError(f"layer {layer}: {state} come from layer {source}, which owns none; a lender owns what it lends")
+            raise ValueError(
+                f"layer {layer}: {state} come from layer {source}, which owns none; a lender owns what it lends"
+            )

@@ -1,4 +1,4 @@
-"""The config of the cross-layer decoder: Llama's, with what Mistral, Qwen2 and Qwen3 differ in, and a list of methods."""
+"""The config of the cross-layer decoder: Llama's, what Mistral, Qwen2 and Qwen3 differ in, and a list of methods."""
 
 from typing import Any
 
@@ -90,8 +90,8 @@ class CrossLayerConfig(LlamaConfig):
             for reader, source in enumerate(getattr(plan, state)):
                 if source is not None and kinds[reader] != kinds[source]:
                     raise ValueError(
-                        f"layer {reader} ({kinds[reader]}) reads {state} of layer {source} ({kinds[source]}); layers with "
-                        "different masks cannot share"
+                        f"layer {reader} ({kinds[reader]}) reads {state} of layer {source} ({kinds[source]}); "
+                        "layers with different masks cannot share"
                     )
         by_residual = [m.name() for m in methods if type(m).residual is not Method.residual]
         if len(by_residual) > 1:
@@ -104,5 +104,3 @@ class CrossLayerConfig(LlamaConfig):
                 if plan.attends(layer):
                     method.heads(self, layer)
             method.final(self)
-
-

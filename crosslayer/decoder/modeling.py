@@ -35,7 +35,8 @@ class CrossLayerAttention(nn.Module):
 
     def __init__(self, config: CrossLayerConfig, layer_idx: int):
         super().__init__()
-        assert config.num_key_value_heads is not None and config.head_dim is not None and config.layer_types is not None
+        assert config.num_key_value_heads is not None and config.head_dim is not None
+        assert config.layer_types is not None
         self.config, self.layer_idx = config, layer_idx
         self.head_dim, self.scaling, self.is_causal = config.head_dim, config.head_dim**-0.5, True
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
@@ -72,13 +73,15 @@ class CrossLayerAttention(nn.Module):
         states = _rotate(states, rotary)
         mixer: HeadMixer
         for mixer in self.mixers:
-            *states, carry = mixer.before(*states, carry)
+            q, k, v = states
+            *states, carry = mixer.before(q, k, v, carry)
         if past_key_values is not None and self.stored:
             states = self._cached(states, past_key_values)
         states = [carry[self.borrows[i]] if state is None else state for i, state in enumerate(states)]
         if self.lends:
             carry = {**carry, **{name: states[i] for i, name in self.lends.items()}}
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        kind = self.config._attn_implementation or "eager"
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window, **kwargs}
         out, _ = attend(self, *states, attention_mask, **options)  # (B, T, H, D)
@@ -97,7 +100,7 @@ class CrossLayerAttention(nn.Module):
         return (split if norm is None else norm(split)).transpose(1, 2)
 
     def _cached(self, states: list[Tensor | None], cache: Cache) -> list[Tensor | None]:
-        """Add what this layer stores to the cache; a single state stands in the keys slot, beside one of head size 0."""
+        """Cache what this layer stores; a single state stands in the keys slot, beside one of head size 0."""
         q, k, v = states
         if len(self.stored) == 2:
             return [q, *cache.update(k, v, self.layer_idx)]  # type: ignore[arg-type]
@@ -116,13 +119,14 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         self.self_attn = CrossLayerAttention(config, layer_idx) if plan.attends(layer_idx) else None
         self.mlp = LlamaMLP(config) if plan.mlps[layer_idx] is not None else None
         norm = {"hidden_size": config.hidden_size, "eps": config.rms_norm_eps}
-        self.input_layernorm = LlamaRMSNorm(**norm) if self.self_attn is not None else None
         self.post_attention_layernorm = LlamaRMSNorm(**norm) if self.mlp is not None else None
         made = [c for method in config.methods if (c := method.compensate(config, layer_idx)) is not None]
         if len(made) > 1:
             raise ValueError(f"layer {layer_idx}: two methods compensate it; only one may")
         if made and self.self_attn is not None:
             self.compensation = made[0]
+        reads = self.self_attn is not None and (any(self.self_attn.owns) or bool(made))
+        self.input_layernorm = LlamaRMSNorm(**norm) if reads else None  # none where all states are borrowed
         self.attn_residual = _residual(config, layer_idx, "attn") if self.self_attn is not None else None
         self.mlp_residual = _residual(config, layer_idx, "mlp") if self.mlp is not None else None
 
@@ -141,7 +145,7 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         read, normed = stream, None
         if self.self_attn is not None:
             read, carry = self.attn_residual.read(stream, carry) if self.attn_residual is not None else (stream, carry)
-            normed = self.input_layernorm(read)  # type: ignore[misc]
+            normed = read if self.input_layernorm is None else self.input_layernorm(read)
             inside = wc if target == "heads" else None
             update, carry = self.self_attn(
                 normed, carry, rotary, attention_mask, past_key_values, compensation=inside, **kwargs
@@ -180,12 +184,14 @@ class CrossLayerPreTrainedModel(PreTrainedModel):
         else:
             super()._init_weights(module)
 
-    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
         """Turn on checkpointing; the reentrant kind would drop the gradients of what layers lend, silently."""
         options = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
         if options["use_reentrant"]:
             raise ValueError("use_reentrant=True loses the gradients of what layers lend to one another; use False")
-        super().activation_checkpointing_enable(activation_checkpointing_kwargs=options, **kwargs)
+        super().activation_checkpointing_enable(options, every_n_layers, offload)
 
 
 class CrossLayerModel(CrossLayerPreTrainedModel):
@@ -219,7 +225,9 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if kwargs.pop("output_attentions", None) or self.config.output_attentions:
-            raise ValueError("maps are not returned, since sharing never builds them; `crosslayer diagnose` measures them")
+            raise ValueError(
+                "maps are not returned, since sharing never builds them; `crosslayer diagnose` measures them"
+            )
         stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)

@@ -1,10 +1,12 @@
-"""Attention Residuals: a sublayer reads a softmax-weighted sum of earlier sublayers' outputs instead of their plain sum.
+"""Attention Residuals: a sublayer reads a softmax-weighted sum of earlier sublayers' outputs, not their plain sum.
 
     h_l = Σ_{i<l} α_{i→l} v_i,  α_{i→l} = softmax_i(w_lᵀ RMSNorm_l(v_i)),  v_0 the embedding
 
-Block form: `block` consecutive sublayers are summed into one source, b_n = Σ f_j(h_j); inside a block the running sum is
-one more source. Flows: the sources. Reads: every sublayer and the final norm, but not the first, which has one source.
-Cache: unchanged. Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32, values raw.
+Block form: `block` consecutive sublayers are summed into one source, b_n = Σ f_j(h_j); inside a block the running sum
+is one more source.
+
+Flows: the sources. Reads: every sublayer but the first, which has one source, and the final norm. Cache: unchanged.
+Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32, values raw.
 """
 
 from dataclasses import dataclass
@@ -91,3 +93,9 @@ def depth_attention(sources: tuple[Tensor, ...], query: Tensor, gain: Tensor, ep
     for share, source in zip(shares[1:], sources[1:], strict=True):
         result = result + share * source
     return result
+
+
+if __name__ == "__main__":
+    from crosslayer.decoder.show import show
+
+    show(__spec__.name)

@@ -30,3 +30,9 @@ class CLA(Method):
         own = tuple(range(layers))
         source = tuple(i - (i - self.start) % self.group if self.start <= i < end else i for i in own)
         return DepthPlan(own, source, source, own)
+
+
+if __name__ == "__main__":
+    from crosslayer.decoder.show import show
+
+    show(__spec__.name)

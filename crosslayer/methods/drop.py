@@ -27,3 +27,9 @@ class Drop(Method):
         gone, mlps = {*self.attention, *self.layers}, {*self.mlp, *self.layers}
         source = tuple(None if i in gone else i for i in range(layers))
         return DepthPlan(source, source, source, tuple(None if i in mlps else i for i in range(layers)))
+
+
+if __name__ == "__main__":
+    from crosslayer.decoder.show import show
+
+    show(__spec__.name)

@@ -42,7 +42,9 @@ class ResFormer(Method):
         check_choice("resformer", "of", self.of, STATES)
         check_choice("resformer", "source", self.source, SOURCES)
         if self.mode == "dense" and self.source != "all":
-            raise ValueError(f"resformer: mode 'dense' weighs all layers below; source must be 'all', not {self.source!r}")
+            raise ValueError(
+                f"resformer: mode 'dense' weighs all layers below; source must be 'all', not {self.source!r}"
+            )
 
     def heads(self, config: "CrossLayerConfig", layer: int) -> HeadMixer | None:
         """Mix in every layer that owns the state."""
@@ -75,7 +77,9 @@ class _Mixer(HeadMixer):
         if self.weights is not None:
             init.copy_(self.weights, torch.tensor(self.initial, dtype=self.weights.dtype, device=self.weights.device))
 
-    def before(self, q, k, v, carry: Carry):
+    def before(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
         """Return the states with one of them mixed."""
         states = [q, k, v]
         raw = states[self.state]
@@ -84,7 +88,7 @@ class _Mixer(HeadMixer):
         if not self.first:
             states[self.state] = self._mix(raw, below)
         kept = {"first": below or (raw,), "previous": (raw,), "all": (*below, raw)}[self.method.source]
-        return *states, {**carry, self.key: kept}
+        return states[0], states[1], states[2], {**carry, self.key: kept}
 
     def _mix(self, raw: Tensor, below: tuple[Tensor, ...]) -> Tensor:
         weights = self.initial if self.weights is None else self.weights
@@ -97,3 +101,9 @@ class _Mixer(HeadMixer):
         if self.weights is None and self.initial == (0.0, 1.0):  # sparse, below its last third: like Llama, bit for bit
             return raw
         return weights[0] * added + weights[1] * raw
+
+
+if __name__ == "__main__":
+    from crosslayer.decoder.show import show
+
+    show(__spec__.name)

@@ -14,7 +14,7 @@ from crosslayer.plan import STATES, DepthPlan
 
 @dataclass(frozen=True)
 class SVFormer(Method):
-    """`anchors` own what is shared; `share` names the states; with `every` = n only each n-th layer is an anchor too."""
+    """`anchors` own what is shared; `share` names the states; with `every` = n each n-th layer is an anchor too."""
 
     anchors: tuple[int, ...] = (0,)
     share: tuple[str, ...] | str = "values"
@@ -27,10 +27,18 @@ class SVFormer(Method):
             raise ValueError(f"svformer: every is {self.every}; it must be between 1 and the {layers} layers")
         anchors = set(self.anchors) | (set(range(0, layers, self.every)) if self.every else set())
         if 0 not in anchors:
-            raise ValueError(f"svformer: anchors {sorted(anchors)} must hold layer 0, below which nothing can be shared")
+            raise ValueError(
+                f"svformer: anchors {sorted(anchors)} must hold layer 0, below which nothing can be shared"
+            )
         shared = (self.share,) if isinstance(self.share, str) else self.share
         for state in shared:
             check_choice("svformer", "share", state, STATES)
         own = tuple(range(layers))
         latest = tuple(max(a for a in anchors if a <= i) for i in own)
         return DepthPlan(**{state: latest if state in shared else own for state in STATES}, mlps=own)
+
+
+if __name__ == "__main__":
+    from crosslayer.decoder.show import show
+
+    show(__spec__.name)

@@ -47,5 +47,12 @@ class UniAttn(Method):
         follower = any(layer in block[1:] for block in self.superblocks)
         if not follower or self.compensation is None:
             return None
+        assert config.head_dim is not None
         width = config.num_attention_heads * config.head_dim if self.compensation == "heads" else config.hidden_size
         return Compensation(config.hidden_size, width, self.compensation)
+
+
+if __name__ == "__main__":
+    from crosslayer.decoder.show import show
+
+    show(__spec__.name)

@@ -1,0 +1,118 @@
+"""Llama, Mistral, Qwen2 and Qwen3 to ours and back: the config is translated, the weights keep their names.
+
+A source attribute that is neither translated, nor ignored by name, nor at its default is refused: an unknown attribute
+would otherwise be a silent difference.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from crosslayer.decoder.configuration import CrossLayerConfig
+from crosslayer.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.plan import DepthPlan
+
+SHARED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "pad_token_id",
+    "bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters", "attention_dropout", "head_dim",
+)  # fmt: skip
+# say nothing of what the model computes
+IGNORED = {
+    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "pretraining_tp", "_name_or_path",
+    "id2label", "label2id", "problem_type", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
+    "is_encoder_decoder", "max_window_layers", "use_sliding_window", "_attn_implementation",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's config differs from ours: attributes of its own that are read, and what it fixes."""
+
+    reads: tuple[str, ...] = ()
+    fixes: Mapping[str, Any] = None  # type: ignore[assignment]
+
+
+FAMILIES = {
+    "llama": Family(("attention_bias", "mlp_bias")),
+    "mistral": Family(("sliding_window",)),
+    "qwen2": Family(("sliding_window", "layer_types"), {"attention_bias": True, "attention_output_bias": False}),
+    "qwen3": Family(("attention_bias", "sliding_window", "layer_types"), {"qk_norm": True}),
+}
+
+
+def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerConfig:
+    """Translate a config, with methods if given.
+
+    Raises:
+        ValueError: the family is not known, or an attribute cannot be translated.
+
+    """
+    family = FAMILIES.get(source.model_type)
+    if family is None:
+        raise ValueError(
+            f"{source.model_type!r} cannot be converted; {', '.join(FAMILIES)} can (diagnose works on other families too)"
+        )
+    values = source.to_dict()
+    values["head_dim"] = values.get("head_dim") or source.hidden_size // source.num_attention_heads
+    known = {*SHARED, *family.reads}
+    defaults = type(source)().to_dict()
+    for key, value in values.items():
+        if key not in known and key not in IGNORED and value != defaults.get(key, value if value is None else object()):
+            raise ValueError(
+                f"{source.model_type}: config attribute {key} = {value!r} is not known, so it is not converted"
+            )
+    kept = {key: values[key] for key in (*SHARED, *family.reads) if key in values}
+    return CrossLayerConfig(**{**kept, **(family.fixes or {})}, cross_layer=cross_layer)
+
+
+def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
+    """Translate ours back to a family's config.
+
+    Raises:
+        ValueError: methods are in the way, or the family cannot express a value.
+
+    """
+    from transformers import AutoConfig
+
+    if family not in FAMILIES:
+        raise ValueError(f"family {family!r} is not known; use one of {', '.join(FAMILIES)}")
+    if config.plan != DepthPlan.identity(config.num_hidden_layers) or config.methods:
+        raise ValueError(f"{', '.join(m.name() for m in config.methods)}: {family} has no cross-layer methods")
+    values, plan = config.to_dict(), FAMILIES[family]
+    kept = {key: values[key] for key in (*SHARED, *plan.reads)}
+    if "layer_types" in plan.reads:
+        kept["use_sliding_window"] = config.sliding_window is not None
+    result = AutoConfig.for_model(family, **kept)
+    back = to_config(result)
+    for key in ("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types"):
+        one, two = getattr(config, key), getattr(back, key)
+        if one != two and not (key == "attention_output_bias" and None in (one, two)):
+            raise ValueError(f"{family} cannot express {key} = {one!r}")
+    return result
+
+
+@torch.no_grad()
+def to_model(source: PreTrainedModel) -> CrossLayerForCausalLM:
+    """Return ours with a copy of the source's weights: the same logits, no method."""
+    return _copied(CrossLayerForCausalLM, to_config(source.config), source)
+
+
+@torch.no_grad()
+def from_model(model: CrossLayerForCausalLM, family: str) -> PreTrainedModel:
+    """Return a family's own model with a copy of our weights."""
+    return _copied(AutoModelForCausalLM, from_config(model.config, family), model)
+
+
+def _copied(cls: Any, config: PreTrainedConfig, source: PreTrainedModel) -> Any:
+    implementation = source.config._attn_implementation
+    if cls is AutoModelForCausalLM:
+        target = cls.from_config(config, dtype=source.dtype, attn_implementation=implementation)
+    else:
+        target = cls._from_config(config, dtype=source.dtype, attn_implementation=implementation)
+    target.load_state_dict(source.state_dict(), strict=True)
+    target.generation_config = source.generation_config
+    return target.to(source.device).train(source.training)

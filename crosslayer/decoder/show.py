@@ -1,0 +1,64 @@
+"""Methods in words: the list, and one method's diagram with what its cache costs."""
+
+import inspect
+import re
+
+from crosslayer.decoder.configuration import CrossLayerConfig
+from crosslayer.method import Method, load_method, method_class, method_names
+
+
+def example(name: str, layers: int) -> Method:
+    """Return a method with options that show it at a number of layers (pairs in the top half for UniAttn)."""
+    top = layers // 2
+    pairs = tuple((i, i + 1) for i in range(top + top % 2, layers - 1, 2))
+    options = {
+        "uniattn": {"superblocks": pairs},
+        "drop": {"attention": tuple(range(top + 1, layers, 2))},
+    }
+    return load_method({"name": name, **options.get(name, {})})
+
+
+def method_table(layers: int = 32) -> list[dict[str, str]]:
+    """Return a row for each method: name, one line, what flows, cache share at `layers` layers, source."""
+    rows = []
+    for name in method_names():
+        method = example(name, layers)
+        text = inspect.getdoc(inspect.getmodule(method_class(name))) or ""
+        rows.append(
+            {
+                "method": name,
+                "what": text.splitlines()[0].rstrip("."),
+                "flows": _field(text, "Flows"),
+                "cache": f"{method.plan(layers).cached_fraction():.2%}",
+                "source": _field(text, "Source"),
+            }
+        )
+    return rows
+
+
+def markdown(layers: int = 32) -> str:
+    """Return the table for the documents."""
+    rows = method_table(layers)
+    head = f"| method | what | what flows | KV cache at {layers} layers | source |\n|---|---|---|---|---|"
+    return "\n".join(
+        [head, *(f"| `{r['method']}` | {r['what']} | {r['flows']} | {r['cache']} | {r['source']} |" for r in rows)]
+    )
+
+
+def show(module: str, layers: int = 8) -> None:
+    """Print a method's description, its diagram at `layers` layers and the bytes of its cache."""
+    name = module.rpartition(".")[2]
+    method = example(name, layers)
+    config = CrossLayerConfig(num_hidden_layers=layers, cross_layer=[method])
+    print(inspect.getdoc(inspect.getmodule(method_class(name))))
+    print(f"\n{method}\n\n{config.plan.diagram()}")
+    assert config.num_key_value_heads is not None and config.head_dim is not None
+    stored, read = config.plan.bytes_per_token(2 * config.num_key_value_heads * config.head_dim)
+    print(
+        f"KV bytes per token in bf16 ({config.num_key_value_heads} heads of {config.head_dim}): {stored} stored, {read} read"
+    )
+
+
+def _field(text: str, name: str) -> str:
+    found = re.search(rf"{name}: (.+?)(?:\.\s+[A-Z][a-z]+:|\.?\s*\Z|\n\n)", text, re.S)
+    return " ".join(found.group(1).split()).split(". ")[0].rstrip(".") if found else ""

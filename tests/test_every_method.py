@@ -1,0 +1,142 @@
+"""The contract, over every file in `methods/`, over compositions, and over a method of the user's own."""
+
+import sys
+import textwrap
+
+import pytest
+
+from crosslayer.method import method_names
+from tests import contract
+
+BLOCKS = ((2, 3), (4, 5))
+# one config that does something, for methods whose defaults do nothing or too little at six layers
+OPTIONS = {"uniattn": {"superblocks": BLOCKS}, "drop": {"attention": (0, 3), "mlp": (2,), "layers": (4,)}}
+SINGLE = {name: [{"name": name, **OPTIONS.get(name, {})}] for name in method_names()}
+VARIANTS = {
+    "llama": [],
+    "resformer identity": [{"name": "resformer", "mode": "identity"}],
+    "resformer sparse": [{"name": "resformer", "mode": "sparse"}],
+    "resformer dense": [{"name": "resformer", "mode": "dense", "source": "all"}],
+    "resformer all": [{"name": "resformer", "mode": "constant", "source": "all"}],
+    "resformer previous queries": [{"name": "resformer", "of": "queries", "source": "previous"}],
+    "resformer keys": [{"name": "resformer", "of": "keys"}],
+    "svformer anchors": [{"name": "svformer", "anchors": (0, 3)}],
+    "svformer keys": [{"name": "svformer", "share": "keys"}],
+    "svformer all, every two": [{"name": "svformer", "share": ("queries", "keys", "values"), "every": 2}],
+    "cla of 4 in the top": [{"name": "cla", "group": 4, "start": 1, "end": 6}],
+    "uniattn heads": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "heads"}],
+    "uniattn mlp": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "mlp"}],
+    "uniattn none": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": None}],
+    "attnres blocks": [{"name": "attnres", "block": 5}],
+}
+COMPOSITIONS = {
+    "attnres + svformer": ["attnres", "svformer"],
+    "attnres + resformer": ["attnres", "resformer"],
+    "resformer + cla": ["resformer", "cla"],
+    "uniattn + drop of followers": [{"name": "uniattn", "superblocks": BLOCKS}, {"name": "drop", "attention": (3,)}],
+    "uniattn + resformer": [{"name": "uniattn", "superblocks": BLOCKS}, "resformer"],
+    "attnres + cla": [{"name": "attnres", "block": 3}, "cla"],
+    "attnres + drop": ["attnres", {"name": "drop", "attention": (0,), "mlp": (5,)}],
+    "svformer + uniattn": ["svformer", {"name": "uniattn", "superblocks": BLOCKS}],
+    "resformer + uniattn + attnres": ["resformer", {"name": "uniattn", "superblocks": BLOCKS}, "attnres"],
+}
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 4}
+SHAPES = {
+    "cla, sliding windows": (["cla"], SLIDING),
+    "uniattn, sliding windows": ([{"name": "uniattn", "superblocks": BLOCKS}], SLIDING),
+    "svformer, MQA, qk-norm": (["svformer"], {"num_key_value_heads": 1, "qk_norm": True}),
+    "resformer, biases, tied": (["resformer"], {"attention_bias": True, "tie_word_embeddings": True}),
+}
+CASES = {
+    **{name: (methods, {}) for group in (SINGLE, VARIANTS, COMPOSITIONS) for name, methods in group.items()},
+    **SHAPES,
+}
+
+
+@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("case", CASES)
+def test_contract(case, check):
+    methods, changes = CASES[case]
+    check(contract.config_of(methods, **changes))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_save_and_load(case, tmp_path):
+    methods, changes = CASES[case]
+    contract.save_and_load_are_bit_equal(contract.config_of(methods, **changes), tmp_path)
+
+
+@pytest.mark.parametrize("case", ["uniattn", "resformer", "attnres + svformer"])
+def test_compiled(case):
+    contract.compiled_equals_eager(contract.config_of(*CASES[case][:1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*SINGLE, *COMPOSITIONS])
+def test_every_case_compiles_without_a_graph_break(case):
+    contract.compiled_equals_eager(contract.config_of(CASES[case][0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["cla", "resformer", "attnres"])
+def test_inductor(case):
+    contract.compiled_equals_eager(contract.config_of(CASES[case][0]), backend="inductor")
+
+
+OWN = '''
+"""Scaled values: a user's own method.
+
+    V'_n = s V_n
+
+Flows: nothing. Reads: nothing. Cache: unchanged. Source: this test.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from crosslayer.method import HeadMixer, Method
+
+
+@dataclass(frozen=True)
+class Scaled(Method):
+    """Values times a trained number that begins at `by`."""
+
+    by: float = 2.0
+
+    def heads(self, config, layer):
+        return Scale(self.by) if config.plan.values[layer] == layer else None
+
+
+class Scale(HeadMixer):
+    def __init__(self, by):
+        super().__init__()
+        self.by, self.factor = by, nn.Parameter(torch.tensor(by))
+
+    def reset(self):
+        init.constant_(self.factor, self.by)
+
+    def before(self, q, k, v, carry):
+        return q, k, v * self.factor, carry
+'''
+
+
+@pytest.fixture
+def own_method(tmp_path, monkeypatch):
+    (tmp_path / "my_methods").mkdir()
+    (tmp_path / "my_methods" / "__init__.py").write_text("")
+    (tmp_path / "my_methods" / "scaled.py").write_text(textwrap.dedent(OWN).lstrip())
+    monkeypatch.syspath_prepend(tmp_path)
+    yield {"name": "my_methods.scaled", "by": 0.5}
+    for name in [n for n in sys.modules if n.startswith("my_methods")]:
+        del sys.modules[name]
+
+
+def test_a_method_of_the_users_own(own_method, tmp_path):
+    for methods in ([own_method], [own_method, "cla"], ["attnres", own_method]):
+        config = contract.config_of(methods)
+        for check in contract.CHECKS:
+            check(config)
+    contract.save_and_load_are_bit_equal(config, tmp_path / "saved")

@@ -1,6 +1,7 @@
 """The command line: one function a verb; each parses, calls and prints."""
 
 import json
+import re
 import shlex
 import sys
 import time
@@ -134,7 +135,7 @@ def _public_name(model: str) -> str:
 
 def _command() -> str:
     """Return the command as typed, with absolute paths cut to their last part."""
-    words = [Path(w).name if w.startswith(("/", "~")) else w for w in sys.argv[1:]]
+    words = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]
     return shlex.join(["crosslayer", *words])
 
 
@@ -151,7 +152,7 @@ def main() -> None:
         status = _fail(str(error)) if str(error) else 2  # without words: the help was shown
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if debug:
             traceback.print_exc()
         status = _fail(" ".join(str(error).split()) or type(error).__name__)

@@ -8,9 +8,15 @@ import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -69,9 +75,20 @@ def load_model(
     wanted = resolve_dtype(dtype, target)
     with _one_line_errors(name):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if config.is_encoder_decoder:
+            raise ValueError("it is an encoder-decoder; decoders and encoders are supported")
         auto = AutoModelForCausalLM if _is_causal(config) else AutoModel
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model = auto.from_pretrained(folder, config=config, dtype=wanted, use_safetensors=True, trust_remote_code=False)
+        loaded: Any = auto.from_pretrained(
+            folder,
+            config=config,
+            dtype=wanted,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    model, info = loaded
+    _check_complete(name, info)
     broken = [key for key, weight in model.named_parameters() if not torch.isfinite(weight).all()]
     if broken:
         raise ValueError(
@@ -130,22 +147,44 @@ def _alternatives() -> str:
     return f"use a hub name, a local folder or an embedded model ({', '.join(EMBEDDED)})"
 
 
+def _check_complete(name: str, info: dict) -> None:
+    """Refuse a model of which a part was not in the checkpoint: it would be random. A missing pooler is harmless."""
+    missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)
+    missing += sorted(str(key[0]) for key in info["mismatched_keys"])
+    if missing:
+        raise ValueError(
+            f"{name!r}: {len(missing)} weights are missing or misshapen in the checkpoint, such as {missing[0]}"
+        )
+
+
 @contextmanager
 def _one_line_errors(name: str):
-    """Turn what transformers raises about a source into one line."""
+    """Turn whatever a loader raises about a source into one line."""
     try:
         with quiet_transformers():
             yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        text = " ".join(str(error).split())
+    except Exception as error:
+        text = " ".join(str(error).split()) or type(error).__name__
         local = Path(name).expanduser().is_dir() or name in EMBEDDED
+        if not local and _unreachable(error):
+            raise ValueError(
+                f"model {name!r} is not on the Hugging Face hub, or the hub cannot be reached; {_alternatives()}"
+            ) from error
         if "safetensors" in text and "does not appear to have a file" in text:
-            raise ValueError(f"{name!r} has no safetensors weights on the hub; pickled weights are refused") from error
-        if local:
-            raise ValueError(f"{name!r} cannot be loaded: {text[:300]}") from error
-        raise ValueError(
-            f"model {name!r} is not on the Hugging Face hub, or the hub cannot be reached; {_alternatives()}"
-        ) from error
+            text = "it has no safetensors weights; pickled weights are refused"
+        raise ValueError(f"{name!r} cannot be loaded: {text[:300]}") from error
+
+
+def _unreachable(error: BaseException) -> bool:
+    """Return whether an error, or what caused it, says that a repository or the network was not there."""
+    kinds = (RepositoryNotFoundError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    words = ("is not a local folder", "couldn't connect", "Can't load")
+    return any(isinstance(one, kinds) for one in chain) or any(word in str(error) for word in words)
 
 
 def cache_folder() -> Path:

@@ -30,7 +30,7 @@ class TextSource:
         """Return a short name for reports, without any folder."""
         if self.name is None:
             return "embedded corpus (Moby Dick, Opticks, two Austen novels, State of the Union)"
-        path = Path(self.name)
+        path = Path(self.name).expanduser()
         return path.name if path.exists() else "/".join(filter(None, (self.name, self.config, self.split)))
 
 
@@ -215,7 +215,8 @@ def _dataset_documents(source: TextSource, seed: int) -> Iterator[str]:
         for row in rows:
             if source.column not in row:
                 raise KeyError(f"column {source.column!r} is not there; it has {', '.join(row)}")
-            yield row[source.column]
+            if isinstance(row[source.column], str):
+                yield row[source.column]
     except Exception as error:  # datasets raises many kinds; all mean that this source cannot be read
         reason = " ".join(str(error).split())[:200]
         raise ValueError(

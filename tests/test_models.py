@@ -1,5 +1,6 @@
 """Loading by name, and what is refused."""
 
+import json
 import time
 
 import pytest
@@ -69,6 +70,22 @@ def test_nan_in_the_weights_is_named(folder):
         ValueError, match=r"1 weights hold NaN or infinity, the first is model.layers.1.mlp.up_proj.weight"
     ):
         crosslayer.load_model(str(folder))
+
+
+def test_missing_weights_are_not_made_up(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 weights are missing .* model.layers.1.mlp.up_proj.weight"):
+        crosslayer.load_model(str(folder))
+
+
+def test_a_bad_config_is_one_line(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "abc"}))
+    with pytest.raises(ValueError, match="cannot be loaded") as error:
+        crosslayer.load_model(str(folder))
+    assert "\n" not in str(error.value)
 
 
 def test_damaged_weights_are_one_line(folder):

@@ -51,7 +51,7 @@ CAUSAL: dict[str, dict] = {
         **GQA, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 16, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
         "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
 }  # fmt: skip
 ENCODERS: dict[str, dict] = {

@@ -23,8 +23,8 @@ SHARED = (
 # say nothing of what the model computes
 IGNORED = {
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "pretraining_tp", "_name_or_path",
-    "id2label", "label2id", "problem_type", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
-    "is_encoder_decoder", "max_window_layers", "use_sliding_window", "_attn_implementation",
+    "id2label", "label2id", "problem_type", "output_attentions", "output_hidden_states", "return_dict",
+    "chunk_size_feed_forward", "is_encoder_decoder", "max_window_layers", "use_sliding_window", "_attn_implementation",
 }  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
     family = FAMILIES.get(source.model_type)
     if family is None:
         raise ValueError(
-            f"{source.model_type!r} cannot be converted; {', '.join(FAMILIES)} can (diagnose works on other families too)"
+            f"{source.model_type!r} cannot be converted; {', '.join(FAMILIES)} can; diagnose works on others too"
         )
     values = source.to_dict()
     values["head_dim"] = values.get("head_dim") or source.hidden_size // source.num_attention_heads
@@ -62,9 +62,7 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
     defaults = type(source)().to_dict()
     for key, value in values.items():
         if key not in known and key not in IGNORED and value != defaults.get(key, value if value is None else object()):
-            raise ValueError(
-                f"{source.model_type}: config attribute {key} = {value!r} is not known, so it is not converted"
-            )
+            raise ValueError(f"{source.model_type}: config attribute {key} = {value!r} is not known; refused")
     kept = {key: values[key] for key in (*SHARED, *family.reads) if key in values}
     return CrossLayerConfig(**{**kept, **(family.fixes or {})}, cross_layer=cross_layer)
 

@@ -54,9 +54,8 @@ def show(module: str, layers: int = 8) -> None:
     print(f"\n{method}\n\n{config.plan.diagram()}")
     assert config.num_key_value_heads is not None and config.head_dim is not None
     stored, read = config.plan.bytes_per_token(2 * config.num_key_value_heads * config.head_dim)
-    print(
-        f"KV bytes per token in bf16 ({config.num_key_value_heads} heads of {config.head_dim}): {stored} stored, {read} read"
-    )
+    heads = f"{config.num_key_value_heads} heads of {config.head_dim}"
+    print(f"KV bytes per token in bf16 ({heads}): {stored} stored, {read} read")
 
 
 def _field(text: str, name: str) -> str:

@@ -165,6 +165,8 @@ def is_causal(call: AttentionCall) -> bool:
     """Return whether no row sees a later key, looking at the mask itself where there is one."""
     if call.mask is None:
         return call.causal
+    if not isinstance(call.mask, Tensor):
+        raise ValueError("masks of flex attention cannot be read; load the model with sdpa or eager attention")
     mask, step = call.mask[0], 256
     for start in range(0, mask.shape[1], step):
         block = mask[:, start : start + step, start:]

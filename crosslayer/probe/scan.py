@@ -20,9 +20,9 @@ from crosslayer.environment import environment
 from crosslayer.probe import measures as m
 from crosslayer.probe.maps import is_causal, map_sums
 from crosslayer.probe.stream import LayerStream, streams
-from crosslayer.probe.tokens import position_table, top_tokens
+from crosslayer.probe.tokens import position_limit, position_table, top_tokens
 from crosslayer.probe.verdict import LayerShape, verdict
-from crosslayer.probe.visit import AttentionCall, attention_layers, layer_stack, visited
+from crosslayer.probe.visit import AttentionCall, attention_layers, layer_stack, stored_states, visited
 from crosslayer.text import pack
 
 SINK_THRESHOLD = 0.3  # of a head's mean attention to token 0, for the sink rate
@@ -92,7 +92,9 @@ def diagnose(
     """
     ids = _as_ids(ids_or_texts, tokenizer, packing)
     _check_ids(model, ids)
-    started, training = time.perf_counter(), model.training
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("prompt-learning adapters add tokens outside the layers; diagnose the base model instead")
+    started, modes = time.perf_counter(), {module: module.training for module in model.modules()}
     model.eval()
     try:
         found = []
@@ -101,7 +103,8 @@ def diagnose(
             if progress is not None:
                 progress(number + 1, len(ids))
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
     samples = {name: np.stack([one.values[name] for one in found]) for name in found[0].values}
     shares = np.stack([one.shares for one in found])
     return Diagnosis(
@@ -133,10 +136,14 @@ class _Sequence:
         with visited(self.model, self._see_attention), streams(self.model, self._see_stream):
             body(input_ids=sequence[None].to(device), **_no_cache(self.model))
         causal: dict[int, bool] = {}
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or [None] * self.layers
         for call in self.calls:
             if id(call.mask) not in causal or call.mask is None:
                 causal[id(call.mask)] = is_causal(call)
-            self.shapes[call.layer] = LayerShape.of(call, causal[id(call.mask)])
+            self.shapes[call.layer] = LayerShape.of(
+                call, causal[id(call.mask)], kinds[call.layer], stored_states(config, call.layer)
+            )
         self._maps(all_causal=all(causal.values()))
         for name, by_layer in self.scalars.items():
             self.values[name] = self._spread(by_layer)
@@ -151,11 +158,13 @@ class _Sequence:
         value = call.value[0]
         self._keep("value_norm_ratio", call.layer, m.first_over_median(m.value_norms(value)))
         self._keep("value_spectrum", call.layer, m.value_spectrum(value))
-        self.shapes[call.layer] = None
         self.calls.append(_without_value(call))
 
     def _see_stream(self, stream: LayerStream) -> None:
         norms = m.hidden_norms(stream.before)
+        if not stream.after.isfinite().all():
+            kind = str(stream.after.dtype).removeprefix("torch.")
+            raise ValueError(f"layer {stream.layer} produces hidden states that are not finite in {kind}; try float32")
         self._keep("hidden_norm_ratio", stream.layer, m.first_over_median(norms))
         self._keep("stream_norm", stream.layer, norms.mean())
         self._keep("token_similarity", stream.layer, m.token_similarity(stream.before))
@@ -252,9 +261,9 @@ def describe(model: PreTrainedModel, one: "_Sequence") -> dict[str, Any]:
 
 
 def _plain(values: np.ndarray) -> Any:
-    """Turn an array into nested lists with None for NaN."""
+    """Turn an array into nested lists with None for what is undefined (NaN, or a ratio to zero)."""
     plain = values.astype(object)
-    plain[np.isnan(values)] = None
+    plain[~np.isfinite(values)] = None
     return plain.tolist()
 
 
@@ -271,8 +280,7 @@ def _as_ids(given: Tensor | Iterable[str], tokenizer: PreTrainedTokenizerBase | 
 def _check_ids(model: PreTrainedModel, ids: Tensor) -> None:
     if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2 or ids.is_floating_point():
         raise ValueError(f"ids are {ids.dtype} of shape {tuple(ids.shape)}; needed are integers (B ≥ 1, T ≥ 2)")
-    config = model.config.get_text_config()
-    limit = config.to_dict().get("max_position_embeddings")
+    config, limit = model.config.get_text_config(), position_limit(model)
     if limit is not None and ids.shape[1] > limit:
         raise ValueError(f"length {ids.shape[1]} is above the model's {limit} positions")
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:

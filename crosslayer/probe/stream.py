@@ -44,11 +44,10 @@ class _LayerWatch:
 
     def __init__(self, index: int, layer: nn.Module, has_attention: bool, see: Callable[[LayerStream], None]):
         self.index, self.layer, self.see = index, layer, see
-        children = [child for child in layer.children()]
+        children = list(layer.children())
         self.attention = next((c for c in children if has_attention and _is_attention(c)), None)
-        blocks = [c for c in children if c is not self.attention and _matrices(c)]
-        self.attention_out = _producer(self.attention)
-        self.mlp_out = _producer(blocks[-1]) if blocks else None
+        self.attention_out = None if self.attention is None else _producer(self.attention)
+        self.blocks = {c: _last_linear(c) for c in children if c is not self.attention and _matrices(c)}
         self._clear()
 
     def hook(self, hooks: ExitStack) -> None:
@@ -59,10 +58,12 @@ class _LayerWatch:
         ]
         for child in self.layer.children():
             handles.append(child.register_forward_pre_hook(self._child_in, with_kwargs=True))
-            handles.append(child.register_forward_hook(self._child_out))
-        for module, keep in ((self.attention_out, self._keep_attention), (self.mlp_out, self._keep_mlp)):
-            if module is not None:
-                handles.append(module.register_forward_hook(keep))
+            handles.append(child.register_forward_hook(self._child_out, with_kwargs=True))
+        if self.attention_out is not None:
+            handles.append(self.attention_out.register_forward_hook(self._keep_attention))
+        for linear in self.blocks.values():
+            if linear is not None:
+                handles.append(linear.register_forward_hook(self._keep_linear))
         for handle in handles:
             hooks.callback(handle.remove)
 
@@ -70,8 +71,9 @@ class _LayerWatch:
         self.before: Tensor | None = None
         self.attention_update: Tensor | None = None
         self.after_attention: Tensor | None = None
-        self.mlp_update: Tensor | None = None
         self.known: list[Tensor] = []  # the layer's input and what its children produced
+        self.ran: list[tuple[nn.Module, Tensor, Tensor]] = []  # block, input, output, in the order of execution
+        self.linear: dict[nn.Module, Tensor] = {}  # outputs of the blocks' last linear layers
 
     def _enter(self, _, args, kwargs) -> None:
         self._clear()
@@ -91,34 +93,46 @@ class _LayerWatch:
         if not same and given.numel() == self.before.numel():
             self.after_attention = given
 
-    def _child_out(self, child, args, output) -> None:
-        produced = _tensor(output)
+    def _child_out(self, child, args, kwargs, output) -> None:
+        produced, given = _tensor(output), _first(args, kwargs)
         update = self.attention_update
-        if update is not None and _is_norm(child) and args and args[0].data_ptr() == update.data_ptr():
+        if update is not None and _is_norm(child) and given.data_ptr() == update.data_ptr():
             self.attention_update = produced  # a norm on the sublayer's output (Gemma 2, OLMo 2)
+        if child in self.blocks:
+            self.ran.append((child, given, produced))
         self.known.append(produced)
 
     def _keep_attention(self, _, args, output) -> None:
         self.attention_update = _tensor(output)
         self.known.append(self.attention_update)
 
-    def _keep_mlp(self, _, args, output) -> None:
-        self.mlp_update = _tensor(output)
+    def _keep_linear(self, module, args, output) -> None:
+        self.linear[module] = output
+
+    def _mlp_update(self, after: Tensor) -> Tensor | None:
+        """Return what the MLP produced: the block that ran last, or None where several shared its input.
+
+        A block whose output is the layer's own has added the residual (BERT): then its last linear layer counts.
+        """
+        if not self.ran:
+            return None
+        block, given, produced = self.ran[-1]
+        if any(other.data_ptr() == given.data_ptr() for _, other, _ in self.ran[:-1]):
+            return None
+        if produced.data_ptr() != after.data_ptr():
+            return produced
+        linear = self.blocks[block]
+        return None if linear is None else self.linear.get(linear)
 
     def _leave(self, _, args, output) -> None:
         assert self.before is not None
-        middle = self.after_attention
+        middle, after = self.after_attention, _tensor(output)
         if middle is None and self.attention_update is not None:
             middle = self.before + self.attention_update.view_as(self.before)
-        self.see(
-            LayerStream(
-                self.index,
-                _flat(self.before),
-                None if middle is None else _flat(middle),
-                None if self.mlp_update is None else _flat(self.mlp_update),
-                _flat(_tensor(output)),
-            )
-        )
+        update = self._mlp_update(after)
+        flat = [None if x is None else x.reshape(-1, x.shape[-1]) for x in (self.before, middle, update, after)]
+        assert flat[0] is not None and flat[3] is not None
+        self.see(LayerStream(self.index, flat[0], flat[1], flat[2], flat[3]))
         self._clear()
 
 
@@ -129,10 +143,6 @@ def _first(args: tuple, kwargs: dict) -> Tensor:
 
 def _tensor(output) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -147,12 +157,19 @@ def _is_norm(module: nn.Module) -> bool:
     return not _matrices(module) and any(True for _ in module.parameters())
 
 
-def _producer(block: nn.Module | None) -> nn.Module | None:
-    """Return the module whose output is the sublayer's update.
+def _producer(block: nn.Module) -> nn.Module:
+    """Return the module whose output is what attention adds to the stream.
 
     That is the block itself, unless it also adds the residual and normalises (BERT): then its last linear layer.
     """
-    if block is None or not any(isinstance(m, nn.LayerNorm) for m in block.modules()):
+    if not any(isinstance(m, nn.LayerNorm) for m in block.modules()):
         return block
-    linear = [m for m in block.modules() if isinstance(m, nn.Linear)]
-    return linear[-1] if linear else block
+    return _last_linear(block) or block
+
+
+def _last_linear(module: nn.Module) -> nn.Module | None:
+    """Return the last linear layer of a block; one that an adapter wraps (PEFT's `base_layer`) counts as a whole."""
+    if isinstance(module, nn.Linear) or "base_layer" in dict(module.named_children()):
+        return module
+    found = [linear for child in module.children() if (linear := _last_linear(child)) is not None]
+    return found[-1] if found else None

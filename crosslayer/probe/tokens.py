@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.probe.measures import working
+from crosslayer.probe.visit import text_model
 
 PER_SEQUENCE, SHOWN = 10, 5
 
@@ -63,10 +64,20 @@ def position_table(model: PreTrainedModel) -> dict[str, Any] | None:
     return {"name": name, "norms": norms.tolist(), "median": median, "outliers": outliers[:10]}
 
 
-def position_embedding(model: nn.Module) -> tuple[str, nn.Embedding] | None:
-    """Return name and module of the learned absolute position table, found by its name (BERT, GPT-2, OPT)."""
-    for name, module in model.named_modules():
+def position_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding] | None:
+    """Return name and module of the text model's learned position table, found by its name (BERT, GPT-2, OPT)."""
+    for name, module in text_model(model).named_modules():
         leaf = name.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):
             return name, module
     return None
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return how many positions a model has; rows of the table that stand for padding (RoBERTa) are none."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    found = position_embedding(model)
+    if found is None or found[1].padding_idx is None:
+        return limit
+    rows = found[1].num_embeddings - found[1].padding_idx - 1
+    return rows if limit is None else min(limit, rows)

@@ -3,7 +3,7 @@
 Everything here is a candidate that rests on a named measure; only a retrofit shows what it costs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from crosslayer.probe.visit import AttentionCall
 SINK_SHARE = 0.3  # of all attention, from which a layer is said to sink
 PEAK = 100.0  # hidden norm of token 0 over the median, from which it is a massive activation
 DRAIN = 0.5  # value norm of token 0 over the median, below which it is a drain
+GAP = 0.05  # between the two similarities, from which the first column is said to matter
 PAPER_SIZE = 4  # UniAttn's superblock
 
 Groups = list[list[int]]
@@ -20,41 +21,69 @@ Groups = list[list[int]]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Heads and mask of one attention layer; layers may share only where `mask` agrees."""
+    """Heads, mask and score function of one attention layer; layers may share only where all of it agrees.
+
+    `stored` says which of keys and values the layer keeps in the cache; it does not count in the comparison.
+    """
 
     heads: int
     kv_heads: int
     key_size: int
     value_size: int
-    mask: str  # "causal", "bidirectional", "sliding 4096", …
-    window: int | None
-    softcap: float | None
+    causal: bool
+    kind: str | None = None  # the config's layer type
+    window: int | None = None
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    stored: tuple[str, ...] = field(default=("keys", "values"), compare=False)
 
     @staticmethod
-    def of(call: AttentionCall, causal: bool) -> "LayerShape":
+    def of(call: AttentionCall, causal: bool, kind: str | None, stored: tuple[str, ...]) -> "LayerShape":
         """Read the shape off a visited call."""
-        size = call.key.shape[2]
-        window = call.window if call.window is not None and call.window < size else None
-        mask = "causal" if causal else "bidirectional"
         return LayerShape(
             heads=call.query.shape[1],
             kv_heads=call.key.shape[1],
             key_size=call.key.shape[3],
             value_size=call.value.shape[3],
-            mask=f"{mask}, window {window}" if window else mask,
-            window=window,
+            causal=causal,
+            kind=kind,
+            window=call.window,
+            scaling=call.scaling,
             softcap=call.softcap,
+            sinks=call.sinks is not None,
+            stored=stored,
         )
 
+    @property
+    def mask(self) -> str:
+        """The mask in words."""
+        words = "causal" if self.causal else "bidirectional"
+        if self.window is not None:
+            return f"{words}, window {self.window}"
+        return words if self.kind in (None, "full_attention") else f"{words}, {self.kind}"
+
     def cached(self, length: int) -> tuple[int, int]:
-        """Return the elements of keys and of values in the cache of one sequence of `length` tokens."""
-        tokens = length if self.window is None else min(length, self.window)
-        return self.kv_heads * self.key_size * tokens, self.kv_heads * self.value_size * tokens
+        """Return the elements of keys and of values that one sequence of `length` tokens leaves in the cache.
+
+        A sliding layer keeps what the next token can see beside itself: window − 1 tokens, as in transformers.
+        """
+        tokens = length if self.window is None else min(length, self.window - 1)
+        sizes = {"keys": self.key_size, "values": self.value_size}
+        keys, values = (self.kv_heads * size * tokens if s in self.stored else 0 for s, size in sizes.items())
+        return keys, values
+
+    def even_share(self, length: int) -> float:
+        """Return a'_0 if every row spread its attention evenly over what it may see."""
+        if not self.causal:
+            return 1 / length
+        rows = length if self.window is None else min(length, self.window)
+        return sum(1 / seen for seen in range(1, rows + 1)) / length
 
 
 def verdict(measures: dict[str, Any], shapes: list[LayerShape | None], length: int) -> dict[str, Any]:
     """Return the verdict with its sentences under "words"."""
-    sink = _sink(measures, length)
+    sink = _sink(measures, shapes, length)
     redundancy = {
         "attention": _ranked(measures["attention_io_similarity"]["mean"])
         if "attention_io_similarity" in measures
@@ -62,10 +91,9 @@ def verdict(measures: dict[str, Any], shapes: list[LayerShape | None], length: i
         "layers": _ranked(measures["layer_io_similarity"]["mean"]),
     }
     result: dict[str, Any] = {"sink": sink, "redundant": redundancy, "superblocks": None, "kv_share": None}
-    causal = all(shape is None or shape.mask.startswith("causal") for shape in shapes)
-    if causal:
+    if all(shape is None or shape.causal for shape in shapes):
         paper = paper_groups(shapes)
-        followers = sum(len(group) - 1 for group in paper)
+        followers = len(shapes) // 2 // PAPER_SIZE * (PAPER_SIZE - 1)  # the paper's number, whatever the masks allow
         similarity = np.array(measures["map_similarity_without_first"]["mean"], dtype=float)
         similar = similar_groups(similarity, shapes, followers)
         result["superblocks"] = {
@@ -75,7 +103,9 @@ def verdict(measures: dict[str, Any], shapes: list[LayerShape | None], length: i
         }
         dropped = [entry["layer"] for entry in redundancy["attention"]][:followers]
         result["kv_share"] = _shares(shapes, length, {"paper": paper, "similar": similar}, dropped)
-    result["words"] = _words(result, measures)
+    keys = ("map_similarity", "map_similarity_without_first")
+    result["neighbours"] = {key: neighbours(measures[key]["mean"]) for key in keys}
+    result["words"] = _words(result)
     return result
 
 
@@ -137,11 +167,12 @@ def _shares(shapes: list[LayerShape | None], length: int, groupings: dict[str, G
     return result
 
 
-def _sink(measures: dict[str, Any], length: int) -> dict[str, Any]:
+def _sink(measures: dict[str, Any], shapes: list[LayerShape | None], length: int) -> dict[str, Any]:
     share = np.array(measures["first_token_share"]["mean"], dtype=float)
     hidden = np.array(measures["hidden_norm_ratio"]["mean"], dtype=float)
     value = np.array(measures["value_norm_ratio"]["mean"], dtype=float)
-    layers = [int(i) for i in np.flatnonzero(share > SINK_SHARE)]
+    even = np.array([np.nan if shape is None else shape.even_share(length) for shape in shapes])
+    layers = [int(i) for i in np.flatnonzero((share > SINK_SHARE) & (share > 2 * even))]  # even: much in short texts
     peaks = [int(i) for i in np.flatnonzero(hidden > PEAK)]
     strongest = int(np.nanargmax(share))
     return {
@@ -149,7 +180,7 @@ def _sink(measures: dict[str, Any], length: int) -> dict[str, Any]:
         "begins": layers[0] if layers else None,
         "strongest": strongest,
         "strongest_share": float(share[strongest]),
-        "over_even": float(share[strongest] * length),
+        "over_even": float(share[strongest] / even[strongest]),
         "peaks": peaks,
         "drains": [int(i) for i in np.flatnonzero(value < DRAIN)],
     }
@@ -171,13 +202,15 @@ def ranges(layers: list[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _words(result: dict[str, Any], measures: dict[str, Any]) -> list[str]:
+def _words(result: dict[str, Any]) -> list[str]:
     sink = result["sink"]
     words = [_sink_words(sink)]
     if sink["peaks"]:
+        first = sink["peaks"][0]
+        origin = f"layer {first - 1} writes it" if first else "it is there from the embedding"
         words.append(
             f"Its hidden state towers over the others (norm above {PEAK:.0f} × their median) in the input of layers "
-            f"{ranges(sink['peaks'])}; layer {sink['peaks'][0] - 1} writes it."
+            f"{ranges(sink['peaks'])}; {origin}."
         )
     if sink["drains"]:
         words.append(f"Its value states are drained (norm below half the median) in layers {ranges(sink['drains'])}.")
@@ -190,15 +223,23 @@ def _words(result: dict[str, Any], measures: dict[str, Any]) -> list[str]:
     if result["superblocks"] is None:
         words.append("The model is bidirectional and keeps no KV cache, so no cache can be saved.")
         return words
-    words += _sharing_words(result, measures)
+    words += _sharing_words(result)
     return words
+
+
+def neighbours(matrix: list[list[float | None]]) -> float | None:
+    """Return the mean similarity of consecutive attention layers in the top half, None without such a pair."""
+    layers = [i for i in range(len(matrix)) if matrix[i][i] is not None]
+    pairs = [(a, b) for a, b in zip(layers, layers[1:], strict=False) if a >= len(matrix) // 2]
+    known = [value for a, b in pairs if (value := matrix[b][a]) is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _sink_words(sink: dict[str, Any]) -> str:
     if not sink["layers"]:
         return (
             f"No layer gives the first token more than {SINK_SHARE:.0%} of its attention; the most is "
-            f"{sink['strongest_share']:.1%}, in layer {sink['strongest']} ({sink['over_even']:.0f} × an even spread)."
+            f"{sink['strongest_share']:.1%}, in layer {sink['strongest']} ({sink['over_even']:.1f} × even attention)."
         )
     return (
         f"The first token is a sink: it takes more than {SINK_SHARE:.0%} of all attention in layers "
@@ -207,17 +248,15 @@ def _sink_words(sink: dict[str, Any]) -> str:
     )
 
 
-def _sharing_words(result: dict[str, Any], measures: dict[str, Any]) -> list[str]:
-    def adjacent(name: str) -> float:
-        matrix = np.array(measures[name]["mean"], dtype=float)
-        return float(np.nanmean(np.diag(matrix, 1)[len(matrix) // 2 :]))
-
+def _sharing_words(result: dict[str, Any]) -> list[str]:
     blocks, share = result["superblocks"], result["kv_share"]
     words = []
-    if len(measures["map_similarity"]["mean"]) > 2:
+    whole, rest = result["neighbours"].values()
+    if whole is not None and rest is not None:
+        link = "but" if rest < whole - GAP else "and"
         words.append(
-            f"Neighbouring maps in the top half have a cosine of {adjacent('map_similarity'):.2f}, but "
-            f"{adjacent('map_similarity_without_first'):.2f} without the first column."
+            f"Neighbouring maps in the top half have a cosine of {whole:.2f}, "
+            f"{link} {rest:.2f} without the first column."
         )
     for name, title in (
         ("paper", "UniAttn's rule (blocks of 4 in the top half)"),
@@ -230,7 +269,7 @@ def _sharing_words(result: dict[str, Any], measures: dict[str, Any]) -> list[str
                 f"{share[name]['uniattn']:.2%} with UniAttn and {share[name]['cla']:.2%} with CLA."
             )
     if not blocks["paper"] and not blocks["similar"]:
-        words.append("No group of neighbouring layers may share its maps (too few layers, or their masks differ).")
+        words.append("No neighbouring layers may share maps: there are too few of them, or their masks differ.")
     if share["llmdrop"]["layers"]:
         words.append(
             f"Dropping the attention of layers {ranges(share['llmdrop']['layers'])} (LLMDrop's measure) would leave "

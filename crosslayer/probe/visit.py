@@ -78,12 +78,23 @@ _handlers: dict[str, list[Handler]] = {}  # registered name -> handlers, outermo
 def attention_layers(config: PreTrainedConfig) -> list[int]:
     """Return the indices of the layers that have softmax attention, from the config alone."""
     text = config.get_text_config()
-    values = text.to_dict()
-    kinds = values.get("layer_types") or values.get("layers_block_type")
+    plan = getattr(text, "plan", None)  # of our own models
+    if plan is not None:
+        return [i for i in range(plan.layers) if plan.attends(i)]
+    kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None)
     if not kinds:
         return list(range(text.num_hidden_layers))
     kinds = kinds[: text.num_hidden_layers]
     return [i for i, kind in enumerate(kinds) if "attention" in kind and "linear" not in kind or kind == "hybrid"]
+
+
+def stored_states(config: PreTrainedConfig, layer: int) -> tuple[str, ...]:
+    """Return which of keys and values a layer keeps in the cache; a layer that reuses another's keeps none."""
+    plan = getattr(config, "plan", None)
+    if plan is not None:
+        return plan.stored(layer)
+    modes = getattr(config, "kv_sharing_modes", None)
+    return () if modes and modes[layer] not in (None, "store") else ("keys", "values")
 
 
 def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
@@ -97,10 +108,16 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoders and encoders can be probed")
     count = config.num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    lists = [m for m in text_model(model).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not lists:
         raise ValueError(f"{type(model).__name__} holds no list of {count} layers, so its layers cannot be probed")
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+
+
+def text_model(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a model that its text config describes: not the vision tower of a multimodal one."""
+    config = model.config.get_text_config()
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config), model)
 
 
 @contextmanager
@@ -162,6 +179,8 @@ def visited(model: PreTrainedModel, see: Callable[[AttentionCall], None]) -> Ite
         see(call)
         return call
 
+    if not attention_layers(model.config):
+        raise ValueError(f"{type(model).__name__} ({model.config.model_type}) has no softmax attention to look at")
     with intercepted(model, handler):
         yield
     missing = [layer for layer in attention_layers(model.config) if layer not in seen]

@@ -38,8 +38,7 @@ def panels(record: DiagnosisRecord) -> list[Panel]:
 def cards(record: DiagnosisRecord) -> list[tuple[str, str, str]]:
     """Return the headline cards: title, figure, explanation."""
     sink, share = record.verdict["sink"], record.verdict["kv_share"]
-    hidden = _known(record.measures["hidden_norm_ratio"].mean)
-    layer, peak = max(hidden, key=lambda pair: pair[1])
+    _, (layer, peak) = _extremes(record.measures["hidden_norm_ratio"])
     result = [
         (
             "Strongest sink",
@@ -128,7 +127,7 @@ def _known(values: list[Any]) -> list[tuple[int, float]]:
 
 
 def _extremes(measure: Measure) -> tuple[tuple[int, float], tuple[int, float]]:
-    known = _known(measure.mean)
+    known = _known(measure.mean) or [(0, math.nan)]
     return min(known, key=lambda pair: pair[1]), max(known, key=lambda pair: pair[1])
 
 
@@ -150,8 +149,8 @@ def _sink_share(record: DiagnosisRecord) -> Panel:
     share, rate = record.measures["first_token_share"], record.measures["sink_rate"]
     _, (layer, top) = _extremes(share)
     sentence = (
-        f"The first token's share of all attention, at most {top:.1%} (layer {layer}); an even spread would give "
-        f"{1 / record.settings['length']:.2%}. The sink rate is the share of heads that give it more than 0.3 on average."
+        f"The first token's share of all attention, at most {top:.1%} in layer {layer}: {record.verdict['sink']['over_even']:.1f} "
+        "times what even attention would give. The sink rate is the share of heads that give it more than 0.3 on average."
     )
     lines = [_by_layer(share, "first token's share a′₀"), _by_layer(rate, "sink rate")]
     return Panel("first_token_share", "Attention on the first token", sentence, LAYER, "share", lines)
@@ -219,17 +218,14 @@ def _adjacent(record: DiagnosisRecord) -> Panel:
     sentence = "Cosine of each layer's map with the one below it."
     if whole is not None and rest is not None:
         sentence += (
-            f" In the top half the mean is {whole:.2f}, and {rest:.2f} without the first column: the gap is what a common sink "
-            "adds to an apparent redundancy."
+            f" In the top half the mean is {whole:.2f}, and {rest:.2f} without the first column. A gap between the two is "
+            "what a common sink adds to an apparent redundancy."
         )
     return Panel("adjacent_map_similarity", "Neighbouring layers", sentence, LAYER, "cosine", lines, wide=True)
 
 
 def _top_half(record: DiagnosisRecord, key: str) -> float | None:
-    matrix = record.measures[key].mean
-    values = [matrix[i + 1][i] for i in range(len(matrix) // 2, len(matrix) - 1)]
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    return record.verdict["neighbours"][key]
 
 
 def _io(record: DiagnosisRecord) -> Panel:

@@ -149,7 +149,7 @@ def save_svg(panel: Panel, folder: Path) -> Path:
         axes.set_aspect("equal" if heat.square else "auto")
     if panel.log_x:
         axes.set_xscale("log")
-    if panel.log_y:
+    if panel.log_y and any(y is not None and y > 0 for line in panel.lines for y in line.y):
         axes.set_yscale("log")
     axes.set(title=panel.title, xlabel=panel.x_title, ylabel=panel.y_title)
     if len(panel.lines) > 1:

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+WRITTEN = {"record.json", "report.html", "figures"}  # what a folder of results may hold
+
 
 class Measure(BaseModel):
     """A measure by layer: mean over n sequences and 95 % Student-t interval, a pair [low, high] for each entry."""
@@ -49,15 +51,16 @@ def whole_folder(target: Path, force: bool = False) -> Iterator[Path]:
         ValueError: `target` exists and `force` is not set, or it cannot be written.
 
     """
-    target = target.expanduser()
+    target = target.expanduser().resolve()
     check_target(target, force)
+    target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield partial
         partial.chmod(0o755)
         if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-            target.rename(old / "old")
+            old = partial.with_name(f"{partial.name}-old")
+            target.rename(old)
             partial.rename(target)
             shutil.rmtree(old, ignore_errors=True)
         else:
@@ -68,16 +71,30 @@ def whole_folder(target: Path, force: bool = False) -> Iterator[Path]:
 
 def check_target(target: Path, force: bool) -> None:
     """Refuse an output folder early, before any computation."""
-    target = target.expanduser()
+    target = target.expanduser().resolve()
     if target.exists() and not target.is_dir():
-        raise ValueError(f"--out {str(target)!r} is a file; name a folder")
+        raise ValueError(f"--out {target.name!r} is a file; name a folder")
     if target.exists() and not force:
-        raise ValueError(f"--out {str(target)!r} exists; give another name, or --force to replace it")
-    if target.exists() and any(target.iterdir()) and not (target / "record.json").is_file():
-        raise ValueError(f"--out {str(target)!r} was not written by crosslayer, so --force does not replace it")
+        raise ValueError(f"--out {target.name!r} exists; give another name, or --force to replace it")
+    if target.exists() and not _is_ours(target):
+        raise ValueError(f"--out {target.name!r} holds more than crosslayer wrote, so --force does not replace it")
+    parent = next(folder for folder in target.parents if folder.exists())
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".crosslayer-", dir=target.parent):
+        with tempfile.TemporaryDirectory(prefix=".crosslayer-", dir=parent):
             pass
     except OSError as error:
-        raise ValueError(f"--out {str(target)!r} cannot be written: {error.strerror or error}") from None
+        raise ValueError(f"--out {target.name!r} cannot be written: {error.strerror or error}") from None
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return whether a folder holds a result of ours and nothing else."""
+    names = {entry.name for entry in folder.iterdir()}
+    if not names:
+        return True
+    if "record.json" not in names or not names <= WRITTEN:
+        return False
+    try:
+        record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(record, dict) and str(record.get("schema", "")).startswith("crosslayer/")

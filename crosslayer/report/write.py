@@ -39,9 +39,14 @@ def write_diagnosis(record: dict[str, Any], out: Path, force: bool = False) -> t
         "model": name,
         "sink_layers": sink["layers"],
         "strongest_sink": {"layer": sink["strongest"], "share": round(sink["strongest_share"], 4)},
-        "hidden_norm_ratio_max": round(max(v for v in checked.measures["hidden_norm_ratio"].mean if v is not None), 2),
+        "hidden_norm_ratio_max": _largest(checked.measures["hidden_norm_ratio"].mean),
         "kv_share_uniattn": None if share is None else round(share["paper"]["uniattn"], 4),
         "seconds": round(checked.seconds, 2),
         "report": str(out / "report.html"),
     }
     return out / "report.html", headline
+
+
+def _largest(values: list[Any]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(max(known), 2) if known else None

@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 import crosslayer
+from crosslayer.probe.stream import streams
 from crosslayer.probe.visit import attention_layers, layer_stack, visited
+from crosslayer.report.write import write_diagnosis
+from tests import contract
 from tests.tiny import BASE, CAUSAL, ENCODERS, tiny, tokens
 
 FAMILIES = [*CAUSAL, *ENCODERS]
@@ -121,3 +125,97 @@ def test_nested_visits_both_see_and_restore():
         model(ids)
     assert seen == ["outer", "inner"] * 3
     assert model.config._attn_implementation == "sdpa"
+
+
+MLPS = {
+    "llama": lambda layer: layer.mlp,
+    "gpt2": lambda layer: layer.mlp,
+    "gpt_neox": lambda layer: layer.mlp,
+    "cohere": lambda layer: layer.mlp,
+    "mixtral": lambda layer: layer.mlp,
+    "opt": lambda layer: layer.fc2,
+    "bert": lambda layer: layer.output.dense,
+    "roberta-prelayernorm": lambda layer: layer.output.dense,
+    "distilbert": lambda layer: layer.ffn,
+    "falcon_h1": lambda layer: layer.feed_forward,
+}
+
+
+@pytest.mark.parametrize("family", MLPS)
+def test_the_mlp_is_the_right_one(family):
+    changes = {"num_key_value_heads": 4} if family == "falcon_h1" else {}
+    model, ids, seen, expected = tiny(family, dtype=torch.float32, **changes), tokens(batch=1), [], []
+    hooks = [
+        MLPS[family](layer).register_forward_hook(
+            lambda _, args, out: expected.append((out[0] if isinstance(out, tuple) else out).reshape(-1, 32))
+        )
+        for layer in layer_stack(model)
+    ]
+    with torch.no_grad(), streams(model, seen.append):
+        model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    assert all(torch.equal(one.mlp_update, two) for one, two in zip(seen, expected, strict=True))
+
+
+def test_adapters_do_not_hide_the_linear_layer():
+    class Wrapped(nn.Module):  # the shape of a PEFT layer
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer, self.lora_B = base, nn.Linear(2, 32)
+
+        def forward(self, x):
+            return self.base_layer(x)
+
+    model, ids = tiny("bert", dtype=torch.float32), tokens()
+    plain = crosslayer.diagnose(model, ids).record()["measures"]
+    for layer in model.encoder.layer:
+        layer.attention.output.dense = Wrapped(layer.attention.output.dense)
+        layer.output.dense = Wrapped(layer.output.dense)
+    assert crosslayer.diagnose(model, ids).record()["measures"] == plain
+
+
+def test_learned_positions_bound_the_length():
+    model = tiny("gpt2", dtype=torch.float32)
+    with pytest.raises(ValueError, match="length 65 is above the model's 64 positions"):
+        crosslayer.diagnose(model, tokens(length=65))
+    roberta = tiny("roberta", dtype=torch.float32, pad_token_id=1)
+    with pytest.raises(ValueError, match="length 64 is above the model's 62 positions"):
+        crosslayer.diagnose(roberta, tokens(length=64))
+
+
+def test_broken_activations_are_one_clear_error():
+    model = tiny("llama", dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="layer 0 produces hidden states that are not finite in float32"):
+        crosslayer.diagnose(model, tokens())
+
+
+def test_undefined_ratios_are_none_and_the_report_is_still_written(tmp_path):
+    model = tiny("llama", dtype=torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight.zero_()
+    record = crosslayer.diagnose(model, tokens()).record()
+    assert record["measures"]["value_norm_ratio"]["mean"] == [None] * 3
+    write_diagnosis(record, tmp_path / "out")
+
+
+def test_each_module_keeps_its_training_flag():
+    model = tiny("llama", dtype=torch.float32).train()
+    model.model.layers[1].eval()
+    crosslayer.diagnose(model, tokens())
+    assert model.training and not model.model.layers[1].training and model.model.layers[2].training
+
+
+@pytest.mark.parametrize(
+    "methods", [["cla"], ["svformer"], [{"name": "drop", "attention": (0, 2), "mlp": (1,)}], ["resformer"]]
+)
+def test_cross_layer_models_can_be_diagnosed(methods):
+    model = contract.build(contract.config_of(methods))
+    record = crosslayer.diagnose(model, tokens()).record()
+    plan = model.config.plan
+    entropy = record["measures"]["entropy"]["mean"]
+    assert [value is not None for value in entropy] == [plan.attends(i) for i in range(6)]
+    assert record["verdict"]["kv_share"]["elements"] == contract.predicted(model.config, 1, 24)

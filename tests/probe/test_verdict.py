@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,8 +10,33 @@ import crosslayer
 from crosslayer.probe.verdict import LayerShape, may_share, paper_groups, ranges, similar_groups, verdict
 from tests.tiny import tiny, tokens
 
-FULL = LayerShape(9, 3, 64, 64, "causal", None, None)
-SLIDING = LayerShape(9, 3, 64, 64, "causal, window 8", 8, None)
+FULL = LayerShape(9, 3, 64, 64, causal=True)
+SLIDING = LayerShape(9, 3, 64, 64, causal=True, window=8)
+
+
+def test_windows_longer_than_the_text_still_differ():
+    record = crosslayer.diagnose(tiny("gemma2", sliding_window=4096), tokens()).record()
+    assert record["verdict"]["superblocks"] == {
+        "paper": [],
+        "similar": [],
+        "resting_on": "map_similarity_without_first",
+    }
+
+
+def test_even_attention_is_no_sink():
+    model = tiny("llama", dtype=torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.zero_()
+    for length in (2, 3, 5, 24):
+        sink = crosslayer.diagnose(model, tokens(length=length)).record()["verdict"]["sink"]
+        assert sink["layers"] == [] and sink["over_even"] == pytest.approx(1, abs=1e-5)
+
+
+def test_layers_that_store_nothing_do_not_count():
+    stored = [LayerShape(2, 2, 8, 8, causal=True, stored=s) for s in (("keys", "values"), ("values",), ())]
+    assert [shape.cached(10) for shape in stored] == [(160, 160), (0, 160), (0, 0)]
+    assert may_share(stored[0], stored[2])
 
 
 def measures(layers, similarity=None):
@@ -47,7 +73,10 @@ def test_layers_with_different_masks_are_never_grouped():
 
 
 def test_a_window_bounds_the_cache():
-    assert SLIDING.cached(512) == (3 * 64 * 8, 3 * 64 * 8) and FULL.cached(512) == (3 * 64 * 512, 3 * 64 * 512)
+    assert SLIDING.cached(512) == (
+        3 * 64 * 7,
+        3 * 64 * 7,
+    )  # as transformers keeps them and FULL.cached(512) == (3 * 64 * 512, 3 * 64 * 512)
 
 
 def test_similar_groups_join_the_most_similar():

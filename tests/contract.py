@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.method import load_method
+from crosslayer.probe.visit import visited
 from tests.tiny import VOCABULARY, tokens
 
 TOLERANCE = 1e-10
@@ -138,6 +139,23 @@ def left_padding_equals_single_runs(config):
 
 
 @torch.no_grad()
+def wiring_is_the_plans(config):
+    """Readers attend with the very tensors of their sources; borrowed projections do not exist."""
+    plan, model, calls = config.plan, build(config), {}
+    with visited(model, lambda call: calls.update({call.layer: call})):
+        model(tokens(length=8))
+    fields = {"queries": "query", "keys": "key", "values": "value"}
+    names = {name for name, _ in model.named_parameters()}
+    for state, field in fields.items():
+        for layer, source in enumerate(getattr(plan, state)):
+            owned = f"model.layers.{layer}.self_attn.{state[0]}_proj.weight" in names
+            assert owned == (source == layer), f"layer {layer}: {state[0]}_proj exists: {owned}"
+            for other in calls if source is not None else ():
+                same = torch.equal(getattr(calls[layer], field), getattr(calls[other], field))
+                assert same == (getattr(plan, state)[other] == source), f"layer {layer}: {state} are layer {other}'s"
+
+
+@torch.no_grad()
 def causal(config):
     model, ids = build(config), tokens(length=10)
     other = ids.clone()
@@ -209,6 +227,7 @@ CHECKS: list[Check] = [
     cropping_and_reordering,
     beam_search_equals_uncached,
     left_padding_equals_single_runs,
+    wiring_is_the_plans,
     causal,
     gradients_equal_under_checkpointing,
     reentrant_is_refused,

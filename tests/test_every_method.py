@@ -78,6 +78,7 @@ def test_every_case_compiles_without_a_graph_break(case):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules, on first use
 @pytest.mark.parametrize("case", ["cla", "resformer", "attnres"])
 def test_inductor(case):
     contract.compiled_equals_eager(contract.config_of(CASES[case][0]), backend="inductor")

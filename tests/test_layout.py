@@ -9,6 +9,10 @@ PACKAGE = Path(__file__).parent.parent / "crosslayer"
 # part of the package -> other parts that it may import
 ALLOWED = {
     "environment": set(),
+    "plan": set(),
+    "method": {"plan", "decoder", "methods"},  # the decoder's config for type checks; the folder of methods, to list it
+    "methods": {"method", "plan", "decoder"},  # the decoder's config for type checks; its diagram when run as a script
+    "decoder": {"method", "plan"},
     "text": {"environment"},
     "models": {"environment"},
     "probe": {"environment", "text"},
@@ -39,6 +43,13 @@ def test_imports_go_one_way():
             assert not extra, f"{path.name} imports {extra}"
 
 
+def test_methods_never_import_one_another():
+    names = {path.stem for path in (PACKAGE / "methods").glob("*.py")}
+    for path in (PACKAGE / "methods").glob("*.py"):
+        text = path.read_text()
+        assert not [name for name in names if f"crosslayer.methods.{name} " in text or f"methods import {name}" in text]
+
+
 def test_files_and_functions_are_small():
     for path in PACKAGE.rglob("*.py"):
         assert path.read_text().count("\n") <= 400, path.name
@@ -55,3 +66,10 @@ def test_import_changes_nothing_in_transformers():
         "assert before == (u.AttentionInterface._global_mapping, k.AttentionMaskInterface._global_mapping)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_table_of_methods_in_the_documents_is_the_generated_one():
+    from crosslayer.decoder.show import markdown
+
+    text = (PACKAGE.parent / "docs" / "METHODS.md").read_text()
+    assert markdown() in text, "run `python -m crosslayer.decoder.show` and paste its table into docs/METHODS.md"

@@ -35,11 +35,19 @@ class CrossLayerConfig(LlamaConfig):
         if self.layer_types is None:
             kind = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [kind] * self.num_hidden_layers
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
+                f"{self.num_attention_heads}; set head_dim"
+            )
         given = self.cross_layer if isinstance(self.cross_layer, list) else [self.cross_layer]
         self.cross_layer = [to_entry(load_method(entry)) for entry in given if entry is not None]
         super().__post_init__(**kwargs)
         self._check_shapes()
         self._check_wiring()
+
+    def validate_architecture(self) -> None:
+        """Allow any head size that is given: Llama's config insists on hidden_size / num_attention_heads."""
 
     @property
     def methods(self) -> list[Method]:

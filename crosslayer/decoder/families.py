@@ -20,11 +20,11 @@ SHARED = (
     "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "pad_token_id",
     "bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters", "attention_dropout", "head_dim",
 )  # fmt: skip
-# say nothing of what the model computes
+# say nothing of what the model computes, nor do names that begin with an underscore
 IGNORED = {
-    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "pretraining_tp", "_name_or_path",
+    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "pretraining_tp",
     "id2label", "label2id", "problem_type", "output_attentions", "output_hidden_states", "return_dict",
-    "chunk_size_feed_forward", "is_encoder_decoder", "max_window_layers", "use_sliding_window", "_attn_implementation",
+    "chunk_size_feed_forward", "is_encoder_decoder", "max_window_layers", "use_sliding_window",
 }  # fmt: skip
 
 
@@ -61,7 +61,12 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
     known = {*SHARED, *family.reads}
     defaults = type(source)().to_dict()
     for key, value in values.items():
-        if key not in known and key not in IGNORED and value != defaults.get(key, value if value is None else object()):
+        if (
+            key not in known
+            and key not in IGNORED
+            and not key.startswith("_")
+            and value != defaults.get(key, value if value is None else object())
+        ):
             raise ValueError(f"{source.model_type}: config attribute {key} = {value!r} is not known; refused")
     kept = {key: values[key] for key in (*SHARED, *family.reads) if key in values}
     return CrossLayerConfig(**{**kept, **(family.fixes or {})}, cross_layer=cross_layer)

@@ -60,4 +60,8 @@ def show(module: str, layers: int = 8) -> None:
 
 def _field(text: str, name: str) -> str:
     found = re.search(rf"{name}: (.+?)(?:\.\s+[A-Z][a-z]+:|\.?\s*\Z|\n\n)", text, re.S)
-    return " ".join(found.group(1).split()).split(". ")[0].rstrip(".") if found else ""
+    return " ".join(found.group(1).split()).rstrip(".") if found else ""
+
+
+if __name__ == "__main__":
+    print(markdown())

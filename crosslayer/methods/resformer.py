@@ -2,10 +2,12 @@
 
     V'_n = λ₁ V_1 + λ₂ V_n,  n ≥ 2
 
+What is added is always raw, never mixed. The depth-weighted start of the paper's "learnable-plus" is left out, since
+its exact form is not in the text at hand.
+
 Flows: raw values (or queries, keys) of the new tokens. Reads: every layer that owns that state. Cache: unchanged, V' is
-what is cached. Source: ResFormer (arXiv 2410.17897), Eq. 7 (first), Eq. 5 (all, their mean), Fig. 9 (queries, keys),
-Fig. 11 (previous). Mixing reads raw states, never mixed ones. The depth-weighted initialisation of the paper's
-"learnable-plus" is left out: its exact form is not given in the text at hand.
+what is cached. Source: ResFormer (arXiv 2410.17897), Eq. 7 (first), Eq. 5 (all, as their mean), Fig. 9 (queries, keys),
+Fig. 11 (previous).
 """
 
 from dataclasses import dataclass
@@ -98,9 +100,12 @@ class _Mixer(HeadMixer):
                 total = total + weight * state
             return total
         added = below[0] if len(below) == 1 else torch.stack(below).mean(dim=0)
-        if self.weights is None and self.initial == (0.0, 1.0):  # sparse, below its last third: like Llama, bit for bit
+        if self.weights is not None:
+            return weights[0] * added + weights[1] * raw
+        first, own = self.initial
+        if first == 0:  # sparse, below its last third: like Llama, bit for bit
             return raw
-        return weights[0] * added + weights[1] * raw
+        return torch.add(raw if own == 1 else raw * own, added, alpha=first)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,159 @@
+"""Each method's equation against loops that do not use the plan, the carry or the cache.
+
+1e-6, not 1e-10: the model's norms compute in float32 whatever the dtype, so that a rounding of 1e-16 before a norm can
+become 6e-8 after it (SDPA and the loops sum in another order). A wrong wiring moves the logits by more than 1e-2.
+"""
+
+import pytest
+import torch
+
+from tests.contract import build, config_of
+from tests.methods.naive import Naive, check
+
+
+def test_the_plain_decoder():
+    check(build(config_of([])), Naive)
+
+
+@pytest.mark.parametrize(("group", "start", "end"), [(2, 0, None), (3, 0, None), (4, 1, 6), (2, 2, 5)])
+def test_cla(group, start, end):
+    class Loops(Naive):
+        def states(self, layer, normed):
+            last = 6 if end is None else end
+            inside = start <= layer < last
+            leader = start + (layer - start) // group * group if inside else layer
+            q = self.raw_state(layer, normed, "q")
+            if leader == layer:
+                return q, self.raw_state(layer, normed, "k"), self.raw_state(layer, normed, "v")
+            return q, self.used["k"][leader], self.used["v"][leader]
+
+    check(build(config_of([{"name": "cla", "group": group, "start": start, "end": end}])), Loops)
+
+
+@pytest.mark.parametrize(
+    ("share", "letters"), [("values", "v"), ("queries", "q"), ("keys", "k"), (("keys", "values"), "kv")]
+)
+@pytest.mark.parametrize("anchors", [(0,), (0, 2, 5)])
+def test_svformer(share, letters, anchors):
+    class Loops(Naive):
+        def states(self, layer, normed):
+            anchor = max(a for a in anchors if a <= layer)
+            return tuple(
+                self.used[name][anchor]
+                if name in letters and layer not in anchors
+                else self.raw_state(layer, normed, name)
+                for name in "qkv"
+            )
+
+    check(build(config_of([{"name": "svformer", "share": share, "anchors": anchors}])), Loops)
+
+
+@pytest.mark.parametrize("compensation", ["attention", None])
+def test_uniattn(compensation):
+    blocks = ((1, 2, 3), (4, 5))
+
+    class Loops(Naive):
+        def leader(self, layer):
+            return next((b[0] for b in blocks if layer in b), layer)
+
+        def states(self, layer, normed):
+            leader, v = self.leader(layer), self.raw_state(layer, normed, "v")
+            if leader == layer:
+                return self.raw_state(layer, normed, "q"), self.raw_state(layer, normed, "k"), v
+            return self.used["q"][leader], self.used["k"][leader], v
+
+        def added(self, layer, normed):
+            if compensation is None or self.leader(layer) == layer:
+                return 0
+            return normed @ self.layers[layer].compensation.weight.T
+
+    check(build(config_of([{"name": "uniattn", "superblocks": blocks, "compensation": compensation}])), Loops)
+
+
+def test_drop():
+    model = build(config_of([{"name": "drop", "attention": (0, 3), "mlp": (2,), "layers": (4,)}]))
+    existing = [(layer.self_attn is not None, layer.mlp is not None) for layer in model.model.layers]
+    assert existing == [(False, True), (True, True), (True, False), (False, True), (False, False), (True, True)]
+    check(model, Naive)
+
+
+RESFORMERS = [
+    {"mode": "identity"},
+    {"mode": "constant"},
+    {"mode": "sparse"},
+    {"mode": "learnable"},
+    {"mode": "learnable", "source": "previous"},
+    {"mode": "learnable", "source": "all"},
+    {"mode": "dense", "source": "all"},
+    {"mode": "identity", "of": "queries"},
+    {"mode": "learnable", "of": "keys", "source": "all"},
+]
+
+
+@pytest.mark.parametrize("options", RESFORMERS, ids=str)
+def test_resformer(options):
+    name = options.get("of", "values")[0]
+    source, mode = options.get("source", "first"), options["mode"]
+
+    class Loops(Naive):
+        def states(self, layer, normed):
+            states = dict(zip("qkv", super().states(layer, normed), strict=True))
+            raw = self.raw[name]
+            if layer:
+                if mode in ("learnable", "dense"):
+                    weights = self.layers[layer].self_attn.mixers[0].weights
+                else:
+                    weights = {"identity": (0.5, 0.5), "constant": (2, 1), "sparse": (5, 1) if layer >= 4 else (0, 1)}[
+                        mode
+                    ]
+                if mode == "dense":
+                    states[name] = sum(weights[i] * raw[i] for i in range(layer + 1))
+                else:
+                    below = {"first": [0], "previous": [layer - 1], "all": range(layer)}[source]
+                    added = sum(raw[i] for i in below) / len(below)
+                    states[name] = weights[0] * added + weights[1] * raw[layer]
+            return states["q"], states["k"], states["v"]
+
+    check(build(config_of([{"name": "resformer", **options}])), Loops)
+
+
+@pytest.mark.parametrize("block", [None, 1, 2, 5, 12])
+def test_attnres(block):
+    size = block or 1
+
+    class Loops(Naive):
+        def run(self, ids):
+            outputs = [self.model.model.embed_tokens(ids)]  # v_0, then every sublayer's output
+            sublayers = [(i, site) for i in range(6) for site in ("attn", "mlp")]
+            for number, (i, site) in enumerate(sublayers):
+                layer = self.layers[i]
+                x = self.depth(outputs, number, getattr(layer, f"{site}_residual"))
+                if site == "attn":
+                    q, k, v = self.states(i, layer.input_layernorm(x))
+                    from tests.methods.naive import attend
+
+                    outputs.append(layer.self_attn.o_proj(attend(self.model, i, q, k, v)))
+                else:
+                    outputs.append(layer.mlp(layer.post_attention_layernorm(x)))
+            x = self.depth(outputs, 12, self.model.model.final_residual, final=True)
+            return self.model.lm_head(self.model.model.norm(x))
+
+        def depth(self, outputs, number, residual, final=False):
+            sources = [outputs[0]]
+            blocks = [outputs[1 + s : 1 + min(s + size, number)] for s in range(0, number, size)]
+            sources += [sum(block) for block in blocks if block]
+            expected = -(-12 // size) + 1 if final else number // size + 1 + (number % size > 0)
+            assert len(sources) == expected  # ⌊l/S⌋ + 1 + [l mod S > 0]; at the output ⌈L/S⌉ + 1
+            if len(sources) == 1:
+                return sources[0]
+            result = torch.zeros_like(sources[0])
+            for t in range(len(result)):
+                logits = []
+                for v in (s[t] for s in sources):
+                    normed = v / torch.sqrt((v * v).mean() + 1e-6) * residual.gain
+                    logits.append(float(residual.query @ normed))
+                shares = torch.softmax(torch.tensor(logits, dtype=torch.float64), 0)
+                result[t] = sum(share * s[t] for share, s in zip(shares, sources, strict=True))
+            return result
+
+    check(build(config_of([{"name": "attnres", "block": block}])), Loops)

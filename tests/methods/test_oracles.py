@@ -1,0 +1,167 @@
+"""What a method must become at its edges: the base, another method, or a closed form."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from crosslayer.decoder.families import FAMILIES, from_model, to_config, to_model
+from crosslayer.methods.attnres import depth_attention
+from tests.contract import build, close, config_of
+from tests.tiny import tiny, tokens
+
+
+def same_weights(config, model):
+    """Build a model of `config` with the weights of another, as far as they exist in both."""
+    other = build(config)
+    found = other.state_dict() | {k: v for k, v in model.state_dict().items() if k in other.state_dict()}
+    other.load_state_dict(found)
+    return other
+
+
+@pytest.fixture(scope="module")
+def base():
+    return build(config_of([]))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(tokens(length=10), use_cache=False).logits
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [[{"name": "cla", "group": 1}], [{"name": "uniattn", "superblocks": ((2,), (3,))}], [{"name": "drop"}], []],
+    ids=str,
+)
+def test_trivial_options_are_the_base_bit_for_bit(base, methods):
+    assert torch.equal(logits(same_weights(config_of(methods), base)), logits(base))
+
+
+def test_resformer_between_base_and_svformer(base):
+    mixed = same_weights(config_of(["resformer"]), base)
+    for weights, expected in (((0.0, 1.0), base), ((1.0, 0.0), same_weights(config_of(["svformer"]), base))):
+        with torch.no_grad():
+            for layer in list(mixed.model.layers)[1:]:
+                layer.self_attn.mixers[0].weights.copy_(torch.tensor(weights))
+        assert torch.equal(logits(mixed), logits(expected))
+
+
+def test_svformer_has_one_value_projection():
+    names = [name for name in build(config_of(["svformer"])).state_dict() if "v_proj" in name]
+    assert names == ["model.layers.0.self_attn.v_proj.weight"]
+
+
+def test_a_dropped_layer_with_zero_output_changes_nothing(base):
+    quiet = build(config_of([]))
+    quiet.load_state_dict(base.state_dict())
+    with torch.no_grad():
+        quiet.model.layers[3].self_attn.o_proj.weight.zero_()
+    dropped = same_weights(config_of([{"name": "drop", "attention": (3,)}]), quiet)
+    close(logits(dropped), logits(quiet), "dropped")
+    without_first = build(config_of([{"name": "drop", "attention": (0,)}]))
+    assert without_first.generate(tokens(batch=1, length=4), max_new_tokens=3, do_sample=False).shape == (1, 7)
+
+
+def test_attention_residuals_with_uniform_attention_are_the_prenorm_transformer(base):
+    """With w = 0 a sublayer reads the stream over the number of its sources; a norm without eps undoes that."""
+    config = config_of(["attnres"], rms_norm_eps=0.0)
+    uniform, plain = same_weights(config, base), same_weights(config_of([], rms_norm_eps=0.0), base)
+    with torch.no_grad():
+        for name, parameter in uniform.named_parameters():
+            if name.endswith("residual.query"):
+                parameter.zero_()
+    # 1e-6: the norms compute in float32 and see other magnitudes
+    assert (logits(uniform) - logits(plain)).abs().max() < 1e-5
+    full, blocks_of_one = config_of(["attnres"]), config_of([{"name": "attnres", "block": 1}])
+    assert torch.equal(logits(build(full)), logits(build(blocks_of_one)))
+
+
+def test_depth_attention_ignores_scale_and_survives_large_logits():
+    generator = torch.Generator().manual_seed(0)
+    sources = tuple(torch.randn(1, 3, 8, dtype=torch.float64, generator=generator) for _ in range(4))
+    query, gain = torch.randn(8, dtype=torch.float64, generator=generator), torch.ones(8, dtype=torch.float64)
+    scaled = (sources[0], sources[1] * 1e3, *sources[2:])
+    one = depth_attention(sources, query, gain, 0.0)
+    two = depth_attention(scaled, query, gain, 0.0)
+    # the weights are the same, so only the scaled source's part grows: solve for its weight in both
+    normed = [s / s.square().mean(-1, keepdim=True).sqrt() for s in sources]
+    shares = torch.stack([s @ query for s in normed]).softmax(0)
+    assert torch.allclose(two - one, shares[1].unsqueeze(-1) * sources[1] * 999, atol=1e-9)
+    assert depth_attention(sources, query * 1e4, gain, 0.0).isfinite().all()
+
+
+def test_zero_inits_survive_construction_and_loading(tmp_path):
+    from crosslayer.decoder import CrossLayerForCausalLM
+
+    config = config_of([{"name": "uniattn", "superblocks": ((2, 3),)}, "attnres", "resformer"])
+    fresh = CrossLayerForCausalLM(config)
+    fresh.save_pretrained(tmp_path)
+    assert fresh.model.layers[3].compensation.weight.abs().max() == 0
+    assert fresh.model.layers[3].attn_residual.query.abs().max() == 0
+    assert fresh.model.layers[3].self_attn.mixers[0].weights.tolist() == [0.5, 0.5]
+    plain = CrossLayerForCausalLM(config_of([]))
+    plain.save_pretrained(tmp_path / "plain")
+    grown = CrossLayerForCausalLM.from_pretrained(tmp_path / "plain", config=config)
+    assert grown.model.layers[3].compensation.weight.abs().max() == 0
+    assert grown.model.layers[5].mlp_residual.gain.min() == grown.model.layers[5].mlp_residual.gain.max() == 1
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+ROPES = [
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32},
+    LLAMA3,
+]
+SOURCES = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    *(("llama", {"rope_parameters": rope}) for rope in ROPES),
+    ("mistral", {}),
+    ("mistral", {"sliding_window": None, "head_dim": 16}),
+    ("qwen2", {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ("qwen3", {}),
+    ("qwen3", {"attention_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), SOURCES, ids=str)
+def test_families_convert_exactly_and_back(family, changes):
+    source = tiny(family, **changes)
+    ours = to_model(source)
+    assert set(ours.state_dict()) == set(source.state_dict())
+    ids = tokens()
+    with torch.no_grad():
+        close(source(ids).logits, ours(ids).logits, "logits")
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(source.generate(ids, **options), ours.generate(ids, **options))
+    back = from_model(ours, family)
+    assert all(torch.equal(value, back.state_dict()[name]) for name, value in source.state_dict().items())
+    one, two = source.config.to_dict(), back.config.to_dict()
+    assert {k for k in one if one[k] != two.get(k)} <= {"max_window_layers"}  # written out as layer_types
+
+
+def test_smollm2_converts_exactly():
+    import crosslayer
+
+    source, tokenizer = crosslayer.load_model("smollm2", device="cpu")
+    ours, ids = to_model(source), tokenizer("The whale, said Ahab,", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert (source(ids).logits - ours(ids).logits).abs().max() < 1e-4
+
+
+def test_unknown_families_and_attributes_are_refused():
+    with pytest.raises(ValueError, match="'gemma2' cannot be converted; llama, mistral, qwen2, qwen3 can"):
+        to_config(tiny("gemma2").config)
+    strange = AutoConfig.for_model("llama", logit_cap=30.0)
+    with pytest.raises(ValueError, match=r"attribute logit_cap = 30.0 is not known"):
+        to_config(strange)
+    with pytest.raises(ValueError, match="llama cannot express qk_norm = True"):
+        from_model(to_model(tiny("qwen3")), "llama")
+    with pytest.raises(ValueError, match="cla: llama has no cross-layer methods"):
+        from_model(build(config_of(["cla"])), "llama")
+    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3"}

@@ -1,0 +1,114 @@
+"""The contract itself is tested: six bugs that shipped elsewhere, planted here, must each make it fail."""
+
+import contextlib
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from crosslayer.decoder import modeling
+from crosslayer.decoder.configuration import CrossLayerConfig
+from crosslayer.plan import DepthPlan
+from tests import contract
+
+UNIATTN = [{"name": "uniattn", "superblocks": ((1, 2, 3), (4, 5))}]
+CLA = [{"name": "cla", "group": 2, "start": 1, "end": 5}]
+
+
+def values_slot(monkeypatch):
+    """A layer that stores values alone puts them in the values slot."""
+
+    def cached(self, states, cache):
+        q, k, v = states
+        if len(self.stored) == 2:
+            return [q, *cache.update(k, v, self.layer_idx)]
+        return [q, None, cache.update(v[..., :0], v, self.layer_idx)[1]]
+
+    monkeypatch.setattr(modeling.CrossLayerAttention, "_cached", cached)
+
+
+def mutated_carry(monkeypatch):
+    """Layers write into one carry, where each leader overwrites the last one's states."""
+    plain = modeling.CrossLayerDecoderLayer.forward.__wrapped__
+
+    class Mutating(modeling.CrossLayerDecoderLayer):
+        def forward(self, stream, carry, *args, **kwargs):
+            stream, new = plain(self, stream, carry, *args, **kwargs)
+            carry.update(new)
+            return stream, carry
+
+    monkeypatch.setattr(modeling, "CrossLayerDecoderLayer", Mutating)
+
+
+def no_mask(monkeypatch):
+    """No mask function is registered, so that every layer gets None."""
+    monkeypatch.setattr(modeling.CrossLayerModel, "_masks", lambda self, *args: dict.fromkeys(modeling.MASKS))
+
+
+def reentrant(monkeypatch):
+    """Reentrant checkpointing is let through."""
+
+    def enable(self, options=None, *args, **kwargs):
+        PreTrainedModel.activation_checkpointing_enable(self, {"use_reentrant": True})
+
+    monkeypatch.setattr(modeling.CrossLayerPreTrainedModel, "activation_checkpointing_enable", enable)
+
+
+def off_by_one(monkeypatch):
+    """The model is built with lenders one layer too low."""
+    true, building = CrossLayerConfig.plan.fget, []
+
+    def plan(self):
+        found = true(self)
+        if not building:
+            return found
+        shifted = tuple(
+            max(0, s - 1) if s != i else (i if i not in set(found.keys[i + 1 :]) else i)
+            for i, s in enumerate(found.keys)
+        )
+        shifted = tuple(s if shifted[s] == s else shifted[s] for s in shifted)
+        return DepthPlan(found.queries, shifted, shifted, found.mlps)
+
+    init = modeling.CrossLayerForCausalLM.__init__
+
+    def build(self, config):
+        building.append(True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(building.clear)
+            init(self, config)
+
+    monkeypatch.setattr(CrossLayerConfig, "plan", property(plan))
+    monkeypatch.setattr(modeling.CrossLayerForCausalLM, "__init__", build)
+
+
+def through_the_cache(monkeypatch):
+    """Followers find the leader's states only where there is a cache."""
+    plain = modeling.CrossLayerAttention.forward
+
+    def forward(self, hidden_states, carry, rotary, attention_mask, past_key_values, **kwargs):
+        if past_key_values is None:
+            carry = {**carry, **{name: torch.zeros_like(carry[name]) for name in self.borrows.values()}}
+        return plain(self, hidden_states, carry, rotary, attention_mask, past_key_values, **kwargs)
+
+    monkeypatch.setattr(modeling.CrossLayerAttention, "forward", forward)
+
+
+BUGS = {
+    values_slot: (UNIATTN, contract.beam_search_equals_uncached),
+    mutated_carry: (UNIATTN, contract.gradients_equal_under_checkpointing),
+    no_mask: (UNIATTN, contract.left_padding_equals_single_runs),
+    reentrant: (UNIATTN, contract.reentrant_is_refused),
+    off_by_one: (CLA, contract.wiring_is_the_plans),
+    through_the_cache: (UNIATTN, contract.cached_equals_full),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+@pytest.mark.filterwarnings("ignore")
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    methods, check = BUGS[bug]
+    config = contract.config_of(methods)
+    check(config)  # right before the bug
+    bug(monkeypatch)
+    with pytest.raises((AssertionError, torch.utils.checkpoint.CheckpointError)):
+        check(config)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers.modeling_utils import AttentionInterface
 
+from crosslayer.decoder import CrossLayerForCausalLM
 from crosslayer.method import Method, load_method, merge_plans, method_names
 from crosslayer.plan import STATES, DepthPlan
 from tests import contract
@@ -204,6 +206,15 @@ def test_impossible_shapes_are_refused():
         contract.config_of(["cla"], sliding_window=4, layer_types=kinds)
     with pytest.raises(ValueError, match="sliding_window is not set"):
         contract.config_of([], layer_types=kinds)
+
+
+def test_attention_that_would_ignore_the_mask_is_refused():
+    AttentionInterface.register("maskless", lambda *args, **kwargs: None)
+    try:
+        with pytest.raises(ValueError, match="'maskless' has no mask function registered"):
+            CrossLayerForCausalLM._from_config(contract.config_of([]), attn_implementation="maskless")
+    finally:
+        del AttentionInterface._global_mapping["maskless"]
 
 
 def test_the_folder_is_the_list():

@@ -60,10 +60,13 @@ def test_two_ranks_equal_one(case, mixed, checkpointing, tmp_path):
     mp.spawn(worker, (free_port(), CASES[case], mixed, checkpointing, path), nprocs=2)
     found = load_file(path)
     model = contract.build(contract.config_of(CASES[case])).float()
+    if mixed:  # the same arithmetic in one process: parameters in bfloat16, tables of the rotary embedding not
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
     expected = gradients(model, contract.tokens(length=8))
     assert set(found) == set(expected)
     for name, grad in expected.items():
         scale = grad.abs().max().item()
-        gap = (grad - found[name]).abs().max().item()
-        # float32: the order of sums; bfloat16: 8 bits of mantissa through six layers
-        assert gap <= (0.3 if mixed else 1e-4) * scale + 1e-7, f"{name}: {gap / scale:.2e}"
+        gap = (grad.float() - found[name]).abs().max().item()
+        # both ranks hold the same batch, so only the order of sums and one rounding of the mean remain
+        assert gap <= (1e-2 if mixed else 1e-4) * scale + 1e-7, f"{name}: {gap / scale:.2e}"

@@ -22,9 +22,9 @@ SHARED = (
 )  # fmt: skip
 # say nothing of what the model computes, nor do names that begin with an underscore
 IGNORED = {
-    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "pretraining_tp",
-    "id2label", "label2id", "problem_type", "output_attentions", "output_hidden_states", "return_dict",
-    "chunk_size_feed_forward", "is_encoder_decoder", "unk_token_id", "sep_token_id", "cls_token_id", "max_window_layers", "use_sliding_window",
+    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "pretraining_tp", "id2label",
+    "label2id", "problem_type", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
+    "is_encoder_decoder", "unk_token_id", "sep_token_id", "cls_token_id", "max_window_layers", "use_sliding_window",
 }  # fmt: skip
 
 

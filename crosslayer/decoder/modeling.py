@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -199,6 +203,9 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
 
     def __init__(self, config: CrossLayerConfig):
         super().__init__(config)
+        kind = config._attn_implementation or "eager"
+        if kind not in ALL_MASK_ATTENTION_FUNCTIONS:
+            raise ValueError(f"attention {kind!r} has no mask function registered, so it would ignore the causal mask")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([CrossLayerDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)

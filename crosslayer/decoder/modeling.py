@@ -73,7 +73,8 @@ class CrossLayerAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
         """Return the update (B, T, C) and the carry with what this layer lends."""
-        states = [self._project(hidden_states, name) for name in "qkv"]  # (B, H or H_kv, T, D)
+        pairs = ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, None))
+        states = [self._project(hidden_states, linear, norm) for linear, norm in pairs]  # (B, H or H_kv, T, D)
         states = _rotate(states, rotary)
         mixer: HeadMixer
         for mixer in self.mixers:
@@ -96,8 +97,7 @@ class CrossLayerAttention(nn.Module):
             out = out + compensation(hidden_states)
         return self.o_proj(out), carry
 
-    def _project(self, hidden_states: Tensor, name: str) -> Tensor | None:
-        linear, norm = getattr(self, f"{name}_proj"), getattr(self, f"{name}_norm", None)
+    def _project(self, hidden_states: Tensor, linear: Any, norm: Any) -> Tensor | None:
         if linear is None:
             return None
         split = linear(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim)

@@ -135,16 +135,13 @@ class _Sequence:
         device = next(self.model.parameters()).device
         with visited(self.model, self._see_attention), streams(self.model, self._see_stream):
             body(input_ids=sequence[None].to(device), **_no_cache(self.model))
-        causal: dict[int, bool] = {}
+        causal = {id(call.mask): is_causal(call) for call in {id(c.mask): c for c in self.calls}.values()}
         config = self.model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or [None] * self.layers
         for call in self.calls:
-            if id(call.mask) not in causal or call.mask is None:
-                causal[id(call.mask)] = is_causal(call)
-            self.shapes[call.layer] = LayerShape.of(
-                call, causal[id(call.mask)], kinds[call.layer], stored_states(config, call.layer)
-            )
-        self._maps(all_causal=all(causal.values()))
+            one = call.causal if call.mask is None else causal[id(call.mask)]
+            self.shapes[call.layer] = LayerShape.of(call, one, kinds[call.layer], stored_states(config, call.layer))
+        self._maps()
         for name, by_layer in self.scalars.items():
             self.values[name] = self._spread(by_layer)
         self.calls.clear()
@@ -180,7 +177,7 @@ class _Sequence:
     def _keep(self, name: str, layer: int, value: Tensor) -> None:
         self.scalars.setdefault(name, {})[layer] = value
 
-    def _maps(self, all_causal: bool) -> None:
+    def _maps(self) -> None:
         self.calls.sort(key=lambda call: call.layer)
         layers, size = [call.layer for call in self.calls], self.calls[0].key.shape[2]
         sums = map_sums(self.calls)

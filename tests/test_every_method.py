@@ -4,9 +4,11 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from crosslayer.method import method_names
 from tests import contract
+from tests.tiny import tokens
 
 BLOCKS = ((2, 3), (4, 5))
 # one config that does something, for methods whose defaults do nothing or too little at six layers
@@ -82,6 +84,21 @@ def test_every_case_compiles_without_a_graph_break(case):
 @pytest.mark.parametrize("case", ["cla", "resformer", "attnres"])
 def test_inductor(case):
     contract.compiled_equals_eager(contract.config_of(CASES[case][0]), backend="inductor")
+
+
+@pytest.mark.slow  # the first call compiles the kernel
+@pytest.mark.parametrize("case", ["cla", "svformer", "attnres", "uniattn, sliding windows"])
+def test_flex_attention_equals_sdpa(case):
+    methods, changes = CASES[case]
+    model, ids = contract.build(contract.config_of(methods, **changes)).float(), tokens(length=12)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0  # left padding
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        model.set_attn_implementation("flex_attention")
+        found = model(ids, attention_mask=mask, use_cache=False).logits
+    # float32 sums of 12 terms in another order, on logits up to about 10
+    assert (expected - found)[mask.bool()].abs().max() < 1e-4
 
 
 OWN = '''

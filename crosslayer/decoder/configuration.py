@@ -67,6 +67,11 @@ class CrossLayerConfig(LlamaConfig):
         exist = {"attn": plan.keys, "mlp": plan.mlps}
         return [(i, site) for i in range(self.num_hidden_layers) for site in exist if exist[site][i] is not None]
 
+    def reads_input(self, layer: int) -> bool:
+        """Return whether attention of a layer reads its own input: it owns a state, or something compensates it."""
+        owns = any(getattr(self.plan, state)[layer] == layer for state in STATES)
+        return owns or any(method.compensate(self, layer) is not None for method in self.methods)
+
     @property
     def kv_sharing_modes(self) -> list[str | None]:
         """What transformers' caches read: "reuse" for layers that store nothing, "store" for lenders."""
@@ -111,4 +116,5 @@ class CrossLayerConfig(LlamaConfig):
             for layer in range(self.num_hidden_layers):
                 if plan.attends(layer):
                     method.heads(self, layer)
+                    method.residual(self, layer, "attn")
             method.final(self)

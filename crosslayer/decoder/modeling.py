@@ -129,7 +129,7 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
             raise ValueError(f"layer {layer_idx}: two methods compensate it; only one may")
         if made and self.self_attn is not None:
             self.compensation = made[0]
-        reads = self.self_attn is not None and (any(self.self_attn.owns) or bool(made))
+        reads = self.self_attn is not None and config.reads_input(layer_idx)
         self.input_layernorm = LlamaRMSNorm(**norm) if reads else None  # none where all states are borrowed
         self.attn_residual = _residual(config, layer_idx, "attn") if self.self_attn is not None else None
         self.mlp_residual = _residual(config, layer_idx, "mlp") if self.mlp is not None else None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.contract import build, config_of
-from tests.methods.naive import Naive, check
+from tests.methods.naive import Naive, attend, check
 
 
 def test_the_plain_decoder():
@@ -48,8 +48,8 @@ def test_svformer(share, letters, anchors):
     check(build(config_of([{"name": "svformer", "share": share, "anchors": anchors}])), Loops)
 
 
-@pytest.mark.parametrize("compensation", ["attention", None])
-def test_uniattn(compensation):
+@pytest.mark.parametrize("target", ["attention", "heads", "mlp", None])
+def test_uniattn(target):
     blocks = ((1, 2, 3), (4, 5))
 
     class Loops(Naive):
@@ -63,11 +63,26 @@ def test_uniattn(compensation):
             return self.used["q"][leader], self.used["k"][leader], v
 
         def added(self, layer, normed):
-            if compensation is None or self.leader(layer) == layer:
+            if target is None or self.leader(layer) == layer:
                 return 0
-            return normed @ self.layers[layer].compensation.weight.T
+            weight = self.layers[layer].compensation.weight
+            update = torch.stack([sum(weight[:, c] * row[c] for c in range(len(row))) for row in normed])
+            # W_o is linear and has no bias here, so what is added before it is added after it
+            return self.layers[layer].self_attn.o_proj(update) if target == "heads" else update
 
-    check(build(config_of([{"name": "uniattn", "superblocks": blocks, "compensation": compensation}])), Loops)
+        def run(self, ids):
+            if target != "mlp":
+                return super().run(ids)
+            x = self.model.model.embed_tokens(ids)
+            for number, layer in enumerate(self.layers):
+                normed = layer.input_layernorm(x)
+                q, k, v = self.states(number, normed)
+                self.used["q"][number], self.used["k"][number] = q, k
+                x = x + layer.self_attn.o_proj(attend(self.model, number, q, k, v))  # W_c must not reach the MLP's norm
+                x = x + layer.mlp(layer.post_attention_layernorm(x)) + self.added(number, normed)
+            return self.model.lm_head(self.model.model.norm(x))
+
+    check(build(config_of([{"name": "uniattn", "superblocks": blocks, "compensation": target}])), Loops)
 
 
 def test_drop():
@@ -127,18 +142,19 @@ def test_attnres(block):
             sublayers = [(i, site) for i in range(6) for site in ("attn", "mlp")]
             for number, (i, site) in enumerate(sublayers):
                 layer = self.layers[i]
-                x = self.depth(outputs, number, getattr(layer, f"{site}_residual"))
+                opening = sublayers[number // size * size]
+                owner = getattr(self.layers[opening[0]], f"{opening[1]}_residual")
+                row = number % size - (number < size)  # the very first sublayer has no query
+                x = self.depth(outputs, number, owner, row)
                 if site == "attn":
                     q, k, v = self.states(i, layer.input_layernorm(x))
-                    from tests.methods.naive import attend
-
                     outputs.append(layer.self_attn.o_proj(attend(self.model, i, q, k, v)))
                 else:
                     outputs.append(layer.mlp(layer.post_attention_layernorm(x)))
-            x = self.depth(outputs, 12, self.model.model.final_residual, final=True)
+            x = self.depth(outputs, 12, self.model.model.final_residual, 0, final=True)
             return self.model.lm_head(self.model.model.norm(x))
 
-        def depth(self, outputs, number, residual, final=False):
+        def depth(self, outputs, number, residual, row, final=False):
             sources = [outputs[0]]
             blocks = [outputs[1 + s : 1 + min(s + size, number)] for s in range(0, number, size)]
             sources += [sum(block) for block in blocks if block]
@@ -150,8 +166,8 @@ def test_attnres(block):
             for t in range(len(result)):
                 logits = []
                 for v in (s[t] for s in sources):
-                    normed = v / torch.sqrt((v * v).mean() + 1e-6) * residual.gain
-                    logits.append(float(residual.query @ normed))
+                    normed = v / torch.sqrt((v * v).mean() + 1e-6) * residual.gain[row]
+                    logits.append(float(residual.query[row] @ normed))
                 shares = torch.softmax(torch.tensor(logits, dtype=torch.float64), 0)
                 result[t] = sum(share * s[t] for share, s in zip(shares, sources, strict=True))
             return result

@@ -21,6 +21,7 @@ from crosslayer.plan import DepthPlan
 if TYPE_CHECKING:
     from crosslayer.decoder.configuration import CrossLayerConfig
 
+TARGETS = ("attention", "heads", "mlp")  # W_c adds after W_o, before W_o, or to the MLP's update
 Carry = dict[str, Any]  # what layers hand upward: replaced, never mutated
 
 
@@ -58,14 +59,13 @@ class Residual(Mixing):
 
 
 class Compensation(Mixing):
-    """The linear map W_c: adds `normed @ W_c` to an update; begins at zero.
+    """The linear map W_c: adds `normed @ W_c` to an update, where `target` (one of `TARGETS`) says; begins at zero."""
 
-    `target` says where: "attention" (after W_o), "heads" (before W_o) or "mlp" (on the MLP's update).
-    """
-
-    def __init__(self, inputs: int, outputs: int, target: str):
+    def __init__(self, config: "CrossLayerConfig", target: str):
         super().__init__()
-        self.target = target
+        assert config.head_dim is not None
+        self.target, inputs = target, config.hidden_size
+        outputs = config.num_attention_heads * config.head_dim if target == "heads" else inputs
         self.weight = nn.Parameter(nn.Linear(inputs, outputs, bias=False).weight.detach().clone())
 
     def reset(self) -> None:
@@ -96,8 +96,8 @@ class Method:
         """Answer what the final norm reads."""
         return None
 
-    def compensate(self, config: "CrossLayerConfig", layer: int) -> Compensation | None:
-        """Answer what is added for what a layer lost."""
+    def compensate(self, layers: int, layer: int) -> str | None:
+        """Answer where W_c makes up for what a layer lost (one of `TARGETS`), if it does."""
         return None
 
     @classmethod
@@ -178,6 +178,18 @@ def check_layers(name: str, option: str, layers: Sequence[int], count: int) -> N
             raise ValueError(f"{name}: {option} holds {layer!r}; layers go from 0 to {count - 1}")
     if len(set(layers)) != len(layers):
         raise ValueError(f"{name}: {option} names a layer twice: {list(layers)}")
+
+
+def leaders(name: str, option: str, groups: Sequence[Sequence[int]], layers: int) -> tuple[int, ...]:
+    """Return the first layer of each layer's group; groups are runs of consecutive layers, the rest stand alone."""
+    check_layers(name, option, [layer for group in groups for layer in group], layers)
+    source = list(range(layers))
+    for group in groups:
+        if not group or list(group) != list(range(group[0], group[0] + len(group))):
+            raise ValueError(f"{name}: {option} holds {list(group)}, which is not a run of consecutive layers")
+        for layer in group:
+            source[layer] = group[0]
+    return tuple(source)
 
 
 def check_choice(name: str, option: str, value: Any, choices: Sequence[Any]) -> None:

@@ -29,6 +29,9 @@ VARIANTS = {
     "uniattn heads": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "heads"}],
     "uniattn mlp": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "mlp"}],
     "uniattn none": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": None}],
+    "cla groups, compensated": [{"name": "cla", "groups": ((1, 2, 3), (4, 5)), "compensation": "attention"}],
+    "svformer compensated": [{"name": "svformer", "anchors": (0, 3), "compensation": "heads"}],
+    "drop compensated": [{"name": "drop", "attention": (0, 3), "compensation": "attention"}],
     "attnres blocks": [{"name": "attnres", "block": 5}],
 }
 COMPOSITIONS = {
@@ -37,6 +40,7 @@ COMPOSITIONS = {
     "resformer + cla": ["resformer", "cla"],
     "uniattn + drop of followers": [{"name": "uniattn", "superblocks": BLOCKS}, {"name": "drop", "attention": (3,)}],
     "uniattn + resformer": [{"name": "uniattn", "superblocks": BLOCKS}, "resformer"],
+    "attnres + drop compensated": ["attnres", {"name": "drop", "attention": (2,), "compensation": "attention"}],
     "attnres + cla": [{"name": "attnres", "block": 3}, "cla"],
     "attnres + drop": ["attnres", {"name": "drop", "attention": (0,), "mlp": (5,)}],
     "svformer + uniattn": ["svformer", {"name": "uniattn", "superblocks": BLOCKS}],
@@ -87,6 +91,7 @@ def test_inductor(case):
 
 
 @pytest.mark.slow  # the first call compiles the kernel
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's and transformers' own calls
 @pytest.mark.parametrize("case", ["cla", "svformer", "attnres", "uniattn, sliding windows"])
 def test_flex_attention_equals_sdpa(case):
     methods, changes = CASES[case]

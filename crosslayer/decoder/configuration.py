@@ -62,15 +62,37 @@ class CrossLayerConfig(LlamaConfig):
 
     @property
     def sublayers(self) -> list[tuple[int, str]]:
-        """The sublayers that exist, in order: (layer, "attn" or "mlp")."""
-        plan = self.plan
-        exist = {"attn": plan.keys, "mlp": plan.mlps}
-        return [(i, site) for i in range(self.num_hidden_layers) for site in exist if exist[site][i] is not None]
+        """The sublayers that exist, in order: (layer, "attn" or "mlp"); W_c alone is an "attn" too."""
+        plan, found = self.plan, []
+        for i in range(self.num_hidden_layers):
+            found += [(i, "attn")] if plan.attends(i) or self.compensation(i) is not None else []
+            found += [(i, "mlp")] if plan.mlps[i] is not None else []
+        return found
+
+    def compensation(self, layer: int) -> str | None:
+        """Return where W_c of a layer writes, None if it has none.
+
+        What compensates for borrowing goes with an attention that another method drops.
+        """
+        plan, count = self.plan, self.num_hidden_layers
+        made = [
+            (m.name(), m.compensate(count, layer))
+            for m in self.methods
+            if m.plan(count).attends(layer) == plan.attends(layer)
+        ]
+        found = [(name, target) for name, target in made if target is not None]
+        if len(found) > 1:
+            raise ValueError(f"layer {layer}: {' and '.join(n for n, _ in found)} both compensate it; only one may")
+        if not found:
+            return None
+        if found[0][1] == "mlp" and plan.mlps[layer] is None:
+            raise ValueError(f"layer {layer}: {found[0][0]} compensates on the MLP's update, but the MLP is dropped")
+        return found[0][1]
 
     def reads_input(self, layer: int) -> bool:
         """Return whether attention of a layer reads its own input: it owns a state, or something compensates it."""
         owns = any(getattr(self.plan, state)[layer] == layer for state in STATES)
-        return owns or any(method.compensate(self, layer) is not None for method in self.methods)
+        return owns or self.compensation(layer) is not None
 
     @property
     def kv_sharing_modes(self) -> list[str | None]:
@@ -114,6 +136,7 @@ class CrossLayerConfig(LlamaConfig):
             raise ValueError(f"cross_layer names a method twice: {', '.join(names)}")
         for method in methods:  # a mixer that acts nowhere, a block that is too large: said now, not in the model
             for layer in range(self.num_hidden_layers):
+                self.compensation(layer)
                 if plan.attends(layer):
                     method.heads(self, layer)
                     method.residual(self, layer, "attn")

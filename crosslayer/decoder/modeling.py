@@ -124,14 +124,13 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         self.mlp = LlamaMLP(config) if plan.mlps[layer_idx] is not None else None
         norm = {"hidden_size": config.hidden_size, "eps": config.rms_norm_eps}
         self.post_attention_layernorm = LlamaRMSNorm(**norm) if self.mlp is not None else None
-        made = [c for method in config.methods if (c := method.compensate(config, layer_idx)) is not None]
-        if len(made) > 1:
-            raise ValueError(f"layer {layer_idx}: two methods compensate it; only one may")
-        if made and self.self_attn is not None:
-            self.compensation = made[0]
-        reads = self.self_attn is not None and config.reads_input(layer_idx)
-        self.input_layernorm = LlamaRMSNorm(**norm) if reads else None  # none where all states are borrowed
-        self.attn_residual = _residual(config, layer_idx, "attn") if self.self_attn is not None else None
+        target = config.compensation(layer_idx)
+        if target is not None:
+            self.compensation = Compensation(config, target)
+        self.attends = self.self_attn is not None or target is not None
+        # none where all states are borrowed
+        self.input_layernorm = LlamaRMSNorm(**norm) if config.reads_input(layer_idx) else None
+        self.attn_residual = _residual(config, layer_idx, "attn") if self.attends else None
         self.mlp_residual = _residual(config, layer_idx, "mlp") if self.mlp is not None else None
 
     def forward(
@@ -147,19 +146,21 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         wc = self._modules.get("compensation")
         target = wc.target if isinstance(wc, Compensation) else None
         read, normed = stream, None
-        if self.self_attn is not None:
+        if self.attends:
             read, carry = self.attn_residual.read(stream, carry) if self.attn_residual is not None else (stream, carry)
             normed = read if self.input_layernorm is None else self.input_layernorm(read)
-            inside = wc if target == "heads" else None
-            update, carry = self.self_attn(
-                normed, carry, rotary, attention_mask, past_key_values, compensation=inside, **kwargs
-            )
+            update: Any = 0
+            if self.self_attn is not None:
+                inside = wc if target == "heads" else None
+                update, carry = self.self_attn(
+                    normed, carry, rotary, attention_mask, past_key_values, compensation=inside, **kwargs
+                )
             if target == "attention":
                 update = update + wc(normed)  # type: ignore[misc]
             stream, carry = _write(self.attn_residual, stream, update, carry)
         if self.mlp is not None:
             x, carry = self.mlp_residual.read(stream, carry) if self.mlp_residual is not None else (stream, carry)
-            read = x if self.self_attn is None else read
+            read = read if self.attends else x
             update = self.mlp(self.post_attention_layernorm(x))  # type: ignore[misc]
             if target == "mlp":
                 update = update + wc(normed)  # type: ignore[misc]

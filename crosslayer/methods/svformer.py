@@ -8,20 +8,25 @@ Source: ResFormer (arXiv 2410.17897), Eq. 10; anchors Fig. 17, other states Fig.
 
 from dataclasses import dataclass
 
-from crosslayer.method import Method, check_choice, check_layers
+from crosslayer.method import TARGETS, Method, check_choice, check_layers
 from crosslayer.plan import STATES, DepthPlan
 
 
 @dataclass(frozen=True)
 class SVFormer(Method):
-    """`anchors` own what is shared; `share` names the states; with `every` = n each n-th layer is an anchor too."""
+    """`anchors` own what is shared; `share` names the states; with `every` = n each n-th layer is an anchor too.
+
+    `compensation` is where a W_c of the other layers writes, as in UniAttn: an extension that the paper does not have.
+    """
 
     anchors: tuple[int, ...] = (0,)
     share: tuple[str, ...] | str = "values"
     every: int | None = None
+    compensation: str | None = None
 
     def plan(self, layers: int) -> DepthPlan:
         """Give each layer the shared states of its latest anchor."""
+        check_choice("svformer", "compensation", self.compensation, (*TARGETS, None))
         check_layers("svformer", "anchors", self.anchors, layers)
         if self.every is not None and not 1 <= self.every <= layers:
             raise ValueError(f"svformer: every is {self.every}; it must be between 1 and the {layers} layers")
@@ -36,6 +41,12 @@ class SVFormer(Method):
         own = tuple(range(layers))
         latest = tuple(max(a for a in anchors if a <= i) for i in own)
         return DepthPlan(**{state: latest if state in shared else own for state in STATES}, mlps=own)
+
+    def compensate(self, layers: int, layer: int) -> str | None:
+        """Give every layer that borrows a W_c."""
+        plan = self.plan(layers)
+        borrows = any(getattr(plan, state)[layer] != layer for state in STATES)
+        return self.compensation if borrows else None
 
 
 if __name__ == "__main__":

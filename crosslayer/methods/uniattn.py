@@ -8,15 +8,9 @@ the normalised input.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from crosslayer.method import Compensation, Method, check_choice, check_layers
+from crosslayer.method import TARGETS, Method, check_choice, leaders
 from crosslayer.plan import DepthPlan
-
-if TYPE_CHECKING:
-    from crosslayer.decoder.configuration import CrossLayerConfig
-
-TARGETS = ("attention", "heads", "mlp", None)
 
 
 @dataclass(frozen=True)
@@ -31,25 +25,13 @@ class UniAttn(Method):
 
     def plan(self, layers: int) -> DepthPlan:
         """Give followers the leader's queries and keys."""
-        check_choice("uniattn", "compensation", self.compensation, TARGETS)
-        check_layers("uniattn", "superblocks", [i for block in self.superblocks for i in block], layers)
-        source = list(range(layers))
-        for block in self.superblocks:
-            if not block or list(block) != list(range(block[0], block[0] + len(block))):
-                raise ValueError(f"uniattn: superblock {list(block)} is not a run of consecutive layers")
-            for layer in block:
-                source[layer] = block[0]
-        own, shared = tuple(range(layers)), tuple(source)
+        check_choice("uniattn", "compensation", self.compensation, (*TARGETS, None))
+        shared, own = leaders("uniattn", "superblocks", self.superblocks, layers), tuple(range(layers))
         return DepthPlan(shared, shared, own, own)
 
-    def compensate(self, config: "CrossLayerConfig", layer: int) -> Compensation | None:
+    def compensate(self, layers: int, layer: int) -> str | None:
         """Give every follower a W_c."""
-        follower = any(layer in block[1:] for block in self.superblocks)
-        if not follower or self.compensation is None:
-            return None
-        assert config.head_dim is not None
-        width = config.num_attention_heads * config.head_dim if self.compensation == "heads" else config.hidden_size
-        return Compensation(config.hidden_size, width, self.compensation)
+        return self.compensation if self.plan(layers).keys[layer] != layer else None
 
 
 if __name__ == "__main__":

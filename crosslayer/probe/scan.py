@@ -18,11 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.environment import environment
 from crosslayer.probe import measures as m
-from crosslayer.probe.maps import is_causal, map_sums
+from crosslayer.probe.cross_layer import CrossLayerCosines
+from crosslayer.probe.maps import map_sums
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.tokens import position_limit, position_table, top_tokens
 from crosslayer.probe.verdict import LayerShape, verdict
-from crosslayer.probe.visit import AttentionCall, attention_layers, layer_stack, stored_states, visited
+from crosslayer.probe.visit import AttentionCall, attention_layers, layer_stack, no_cache, visited
 from crosslayer.text import pack
 
 SINK_THRESHOLD = 0.3  # of a head's mean attention to token 0, for the sink rate
@@ -74,6 +75,7 @@ def diagnose(
     *,
     settings: dict[str, Any] | None = None,
     progress: Progress | None = None,
+    cross_layer: bool = False,
     **packing: Any,
 ) -> Diagnosis:
     """Measure sinks, value drains, peaks, concentration and redundancy of every layer; the model is left unchanged.
@@ -84,6 +86,8 @@ def diagnose(
         tokenizer: needed for texts, and to show tokens as text.
         settings: what the record should say about the run, beside what is known here.
         progress: called after each sequence.
+        cross_layer: also compare the value residual with true cross-layer attention (Fig. 4 of ResFormer), at the cost
+            of about six more attention calls a layer.
         packing: sequences, length, seed and bos, for texts.
 
     Raises:
@@ -99,7 +103,7 @@ def diagnose(
     try:
         found = []
         for number, sequence in enumerate(ids):
-            found.append(_Sequence(model).measure(sequence))
+            found.append(_Sequence(model, CrossLayerCosines() if cross_layer else None).measure(sequence))
             if progress is not None:
                 progress(number + 1, len(ids))
     finally:
@@ -122,8 +126,8 @@ def diagnose(
 class _Sequence:
     """Measures of one sequence; `values` holds float64 arrays, L the number of layers in the stack."""
 
-    def __init__(self, model: PreTrainedModel):
-        self.model, self.layers = model, len(layer_stack(model))
+    def __init__(self, model: PreTrainedModel, cross_layer: CrossLayerCosines | None):
+        self.model, self.layers, self.cross_layer = model, len(layer_stack(model)), cross_layer
         self.calls: list[AttentionCall] = []
         self.values: dict[str, np.ndarray] = {}
         self.scalars: dict[str, dict[int, Tensor]] = {}
@@ -134,14 +138,11 @@ class _Sequence:
         body = self.model.base_model  # the logits are not needed
         device = next(self.model.parameters()).device
         with visited(self.model, self._see_attention), streams(self.model, self._see_stream):
-            body(input_ids=sequence[None].to(device), **_no_cache(self.model))
-        causal = {id(call.mask): is_causal(call) for call in {id(c.mask): c for c in self.calls}.values()}
-        config = self.model.config.get_text_config()
-        kinds = getattr(config, "layer_types", None) or [None] * self.layers
-        for call in self.calls:
-            one = call.causal if call.mask is None else causal[id(call.mask)]
-            self.shapes[call.layer] = LayerShape.of(call, one, kinds[call.layer], stored_states(config, call.layer))
+            body(input_ids=sequence[None].to(device), **no_cache(self.model))
+        self.shapes = LayerShape.read(self.calls, self.model.config.get_text_config(), self.layers)
         self._maps()
+        if self.cross_layer is not None:
+            self.scalars |= self.cross_layer.found
         for name, by_layer in self.scalars.items():
             self.values[name] = self._spread(by_layer)
         self.calls.clear()
@@ -155,6 +156,8 @@ class _Sequence:
         value = call.value[0]
         self._keep("value_norm_ratio", call.layer, m.first_over_median(m.value_norms(value)))
         self._keep("value_spectrum", call.layer, m.value_spectrum(value))
+        if self.cross_layer is not None:
+            self.cross_layer.see(call)
         self.calls.append(_without_value(call))
 
     def _see_stream(self, stream: LayerStream) -> None:
@@ -284,11 +287,6 @@ def _check_ids(model: PreTrainedModel, ids: Tensor) -> None:
         raise ValueError(
             f"token ids reach from {int(ids.min())} to {int(ids.max())}; the vocabulary has {config.vocab_size}"
         )
-
-
-def _no_cache(model: PreTrainedModel) -> dict[str, bool]:
-    """Return use_cache=False where the model knows it: packed positions and less memory."""
-    return {"use_cache": False} if "use_cache" in model.config.get_text_config().to_dict() else {}
 
 
 def _without_value(call: AttentionCall) -> AttentionCall:

@@ -20,13 +20,18 @@ from crosslayer.probe.visit import attention_layers, layer_stack
 
 @dataclass(frozen=True)
 class LayerStream:
-    """The residual stream around one layer; each (T, C), None where the layer has no such sublayer."""
+    """The residual stream around one layer; each (T, C), None where the layer has no such sublayer.
+
+    `attention` and `mlp` are the modules whose outputs the layer adds to the stream.
+    """
 
     layer: int
     before: Tensor
     after_attention: Tensor | None
     mlp_update: Tensor | None
     after: Tensor
+    attention: nn.Module | None
+    mlp: nn.Module | None
 
 
 @contextmanager
@@ -109,30 +114,30 @@ class _LayerWatch:
     def _keep_linear(self, module, args, output) -> None:
         self.linear[module] = output
 
-    def _mlp_update(self, after: Tensor) -> Tensor | None:
-        """Return what the MLP produced: the block that ran last, or None where several shared its input.
+    def _mlp_update(self, after: Tensor) -> tuple[nn.Module | None, Tensor | None]:
+        """Return the MLP and what it produced: the block that ran last, or None where several shared its input.
 
         A block whose output is the layer's own has added the residual (BERT): then its last linear layer counts.
         """
         if not self.ran:
-            return None
+            return None, None
         block, given, produced = self.ran[-1]
         if any(other.data_ptr() == given.data_ptr() for _, other, _ in self.ran[:-1]):
-            return None
+            return None, None
         if produced.data_ptr() != after.data_ptr():
-            return produced
+            return block, produced
         linear = self.blocks[block]
-        return None if linear is None else self.linear.get(linear)
+        return linear, None if linear is None else self.linear.get(linear)
 
     def _leave(self, _, args, output) -> None:
         assert self.before is not None
         middle, after = self.after_attention, _tensor(output)
         if middle is None and self.attention_update is not None:
             middle = self.before + self.attention_update.view_as(self.before)
-        update = self._mlp_update(after)
+        mlp, update = self._mlp_update(after)
         flat = [None if x is None else x.reshape(-1, x.shape[-1]) for x in (self.before, middle, update, after)]
         assert flat[0] is not None and flat[3] is not None
-        self.see(LayerStream(self.index, flat[0], flat[1], flat[2], flat[3]))
+        self.see(LayerStream(self.index, flat[0], flat[1], flat[2], flat[3], self.attention_out, mlp))
         self._clear()
 
 

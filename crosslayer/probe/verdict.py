@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedConfig
 
-from crosslayer.probe.visit import AttentionCall
+from crosslayer.probe.maps import is_causal
+from crosslayer.probe.visit import AttentionCall, stored_states
 
 SINK_SHARE = 0.3  # of all attention, from which a layer is said to sink
 PEAK = 100.0  # hidden norm of token 0 over the median, from which it is a massive activation
@@ -54,6 +56,17 @@ class LayerShape:
             sinks=call.sinks is not None,
             stored=stored,
         )
+
+    @staticmethod
+    def read(calls: list[AttentionCall], config: PreTrainedConfig, layers: int) -> list["LayerShape | None"]:
+        """Return the shape of each layer of a stack, None for one that was not visited."""
+        causal = {id(call.mask): is_causal(call) for call in {id(c.mask): c for c in calls}.values()}
+        kinds = getattr(config, "layer_types", None) or [None] * layers
+        found: list[LayerShape | None] = [None] * layers
+        for call in calls:
+            one = call.causal if call.mask is None else causal[id(call.mask)]
+            found[call.layer] = LayerShape.of(call, one, kinds[call.layer], stored_states(config, call.layer))
+        return found
 
     @property
     def mask(self) -> str:

@@ -114,6 +114,11 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
 
+def no_cache(model: PreTrainedModel) -> dict[str, bool]:
+    """Return use_cache=False where the model knows it: packed positions and less memory."""
+    return {"use_cache": False} if "use_cache" in model.config.get_text_config().to_dict() else {}
+
+
 def text_model(model: PreTrainedModel) -> nn.Module:
     """Return the part of a model that its text config describes: not the vision tower of a multimodal one."""
     config = model.config.get_text_config()

@@ -30,6 +30,8 @@ def panels(record: DiagnosisRecord) -> list[Panel]:
         _stream(record),
         _spectrum(record),
     ]
+    if "cross_layer_current_previous" in record.measures:
+        made.append(_cross_layer(record))
     if record.position_table is not None:
         made.append(_position_table(record.position_table))
     return made
@@ -226,6 +228,24 @@ def _adjacent(record: DiagnosisRecord) -> Panel:
 
 def _top_half(record: DiagnosisRecord, key: str) -> float | None:
     return record.verdict["neighbours"][key]
+
+
+def _cross_layer(record: DiagnosisRecord) -> Panel:
+    names = {
+        "cross_layer_current_previous": "½A(V + V_prev)",
+        "cross_layer_current_first": "½A(V + V_1)",
+        "cross_layer_identity_previous": "AV + V_prev",
+        "cross_layer_identity_first": "AV + V_1",
+    }
+    return Panel(
+        "cross_layer",
+        "Short forms of cross-layer attention",
+        "Cosine with attention over the keys and values of two layers (ResFormer, Fig. 4): the higher, the better the "
+        "value residual stands for it.",
+        LAYER,
+        "cosine, mean over tokens",
+        [_by_layer(record.measures[key], name) for key, name in names.items()],
+    )
 
 
 def _io(record: DiagnosisRecord) -> Panel:

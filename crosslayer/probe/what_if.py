@@ -1,0 +1,139 @@
+"""Pretend to share: what a wiring would do to a model that is left as it is.
+
+Borrowed queries, keys and values are put into the attention calls of the unmodified model, and dropped sublayers add
+nothing. Weights that a retrofit merges or adds (SVD-merged keys, W_c) are outside of it.
+
+Flows: states of the lenders, within one forward pass. Reads: every borrower. Cache: unchanged, nothing is saved.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from crosslayer.plan import STATES, DepthPlan
+from crosslayer.probe.stream import LayerStream, streams
+from crosslayer.probe.verdict import LayerShape, may_share
+from crosslayer.probe.visit import AttentionCall, intercepted, layer_stack, no_cache, visited
+
+FIELDS = {"queries": "query", "keys": "key", "values": "value"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wiring:
+    """What a model's layers look like: the shape of each attention and the modules that write to the stream."""
+
+    shapes: list[LayerShape | None]
+    attention: list[nn.Module | None]
+    mlps: list[nn.Module | None]
+
+    def check(self, plan: DepthPlan) -> None:
+        """Refuse a plan that these layers cannot follow.
+
+        Raises:
+            ValueError: other number of layers, sharing across different shapes or masks, or a sublayer to drop that
+                is not there.
+
+        """
+        if plan.layers != len(self.shapes):
+            raise ValueError(f"the plan has {plan.layers} layers and the model {len(self.shapes)}")
+        for state in STATES:
+            for reader, source in enumerate(getattr(plan, state)):
+                one, other = self.shapes[reader], self.shapes[reader if source is None else source]
+                if source is not None and source != reader and not may_share(one, other):
+                    words = [("no attention" if s is None else s.mask) for s in (one, other)]
+                    raise ValueError(
+                        f"layer {reader} ({words[0]}) cannot read {state} of layer {source} ({words[1]}): layers share "
+                        "only where heads, sizes, masks and soft-caps agree"
+                    )
+        for name, vector, modules in (("attention", plan.keys, self.attention), ("MLP", plan.mlps, self.mlps)):
+            lost = [i for i, source in enumerate(vector) if source is None and modules[i] is None]
+            if lost:
+                raise ValueError(f"layers {lost} have no separate {name} that could be dropped")
+
+
+@torch.no_grad()
+def look(model: PreTrainedModel) -> Wiring:
+    """Find the layers' shapes and modules by one forward pass over two tokens.
+
+    Raises:
+        ValueError: the model cannot be probed, or its layers share or drop already.
+
+    """
+    plan = getattr(model.config.get_text_config(), "plan", None)
+    if plan is not None and plan != DepthPlan.identity(plan.layers):
+        raise ValueError("what-if needs a model without cross-layer methods; this one has some already")
+    calls: list[AttentionCall] = []
+    seen: list[LayerStream] = []
+    ids = torch.tensor([[0, 1]], device=next(model.parameters()).device)
+    with visited(model, calls.append), streams(model, seen.append):
+        model.base_model(input_ids=ids, **no_cache(model))
+    layers = len(layer_stack(model))
+    by_layer: dict[int, Any] = {stream.layer: stream for stream in seen}
+    return Wiring(
+        LayerShape.read(calls, model.config.get_text_config(), layers),
+        [by_layer[i].attention for i in range(layers)],
+        [by_layer[i].mlp for i in range(layers)],
+    )
+
+
+@contextmanager
+def what_if(model: PreTrainedModel, plan: DepthPlan, wiring: Wiring | None = None) -> Iterator[None]:
+    """Run `model` as if its layers were wired by `plan`; everything is restored on exit.
+
+    Forward passes, cached or not, and `generate` then give what the retrofitted model would give before any training.
+    `wiring` saves the look at the model when many plans are tried.
+
+    Raises:
+        ValueError: the model cannot be probed, or cannot follow the plan.
+
+    """
+    wiring = wiring or look(model)
+    wiring.check(plan)
+    with ExitStack() as stack:
+        if any(plan.lends(state, i) for state in STATES for i in range(plan.layers)):
+            stack.enter_context(intercepted(model, _Loans(plan)))
+        for vector, modules in ((plan.keys, wiring.attention), (plan.mlps, wiring.mlps)):
+            for source, module in zip(vector, modules, strict=True):
+                if source is None and module is not None:
+                    stack.callback(module.register_forward_hook(_silence).remove)
+        yield
+
+
+class _Loans:
+    """Puts lent states into the calls of their borrowers; a loan is kept until its last reader is past."""
+
+    def __init__(self, plan: DepthPlan):
+        self.plan = plan
+        self.held: dict[tuple[str, int], Tensor] = {}
+        self.last = {
+            (state, source): reader
+            for state in STATES
+            for reader, source in enumerate(getattr(plan, state))
+            if source is not None and source != reader
+        }
+
+    def __call__(self, call: AttentionCall) -> AttentionCall:
+        changed = {}
+        for state, name in FIELDS.items():
+            source = getattr(self.plan, state)[call.layer]
+            if source is None:
+                continue
+            if source != call.layer:
+                changed[name] = self.held[state, source]
+                if self.last[state, source] == call.layer:
+                    del self.held[state, source]
+            elif (state, source) in self.last:
+                self.held[state, source] = getattr(call, name)
+        return dataclasses.replace(call, **changed) if changed else call
+
+
+def _silence(module: nn.Module, args: Any, output: Any) -> Any:
+    """Let a sublayer add nothing."""
+    if isinstance(output, tuple):
+        return (torch.zeros_like(output[0]), *output[1:])
+    return torch.zeros_like(output)

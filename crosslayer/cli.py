@@ -17,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attention across depth: what one Transformer layer takes from another.",
 )
+QUIET = 5  # seconds between two lines of progress
 INTERRUPTED = 130
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on an error.")]
 
@@ -38,6 +39,7 @@ def diagnose(
     length: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the choice of text.")] = 0,
     bos: Annotated[str, typer.Option(help="First token: auto (as the tokenizer has it), yes or no.")] = "auto",
+    cross_layer: Annotated[bool, typer.Option("--cross-layer", help="Also compare with two-layer attention.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder of results.")] = False,
@@ -64,13 +66,167 @@ def diagnose(
         "command": _command(),
     }
     with _Progress("diagnosing", sequences) as bar:
-        found = run(loaded, ids, tokenizer, settings=settings, progress=bar.step)
+        found = run(loaded, ids, tokenizer, settings=settings, progress=bar.step, cross_layer=cross_layer)
     record = found.record()
     page, headline = write_diagnosis(record, out, force)
     for word in record["verdict"]["words"]:
         _print(word)
     _print(f"report: {page}")
     _print(json.dumps(headline, ensure_ascii=False))
+
+
+@app.command()
+def retrofit(
+    model: Annotated[str, typer.Argument(help="Hub name, local folder, or smollm2 (embedded).")],
+    out: Annotated[Path, typer.Option(help="Folder for the model, its manifest and its receipt.")],
+    method: Annotated[str | None, typer.Option(help="uniattn, cla, svformer or drop.")] = None,
+    layers: Annotated[str, typer.Option(help="Groups such as 18-21,22-25 (0-based), top-half or auto.")] = "top-half",
+    kv_budget: Annotated[float | None, typer.Option(help="Instead of a method: search for this cached share.")] = None,
+    kl_budget: Annotated[float | None, typer.Option(help="Or search within this KL, in nats a token.")] = None,
+    compensation: Annotated[str, typer.Option(help="none, zero, mean, lstsq or ridge: how W_c is fitted.")] = "ridge",
+    target: Annotated[str, typer.Option(help="Where W_c writes: attention, heads or mlp.")] = "attention",
+    merge: Annotated[str, typer.Option(help="Keys and values of a CLA group: first, mean or svd.")] = "first",
+    drop: Annotated[str, typer.Option(help="What drop takes away: attention, mlp or layer.")] = "attention",
+    select: Annotated[str, typer.Option(help="How drop ranks with auto: similarity or greedy.")] = "similarity",
+    size: Annotated[int, typer.Option(help="Layers of a superblock of top-half.")] = 4,
+    count: Annotated[int | None, typer.Option(min=1, help="Followers or dropped layers of auto.")] = None,
+    text: Annotated[str | None, typer.Option(help=".txt, .jsonl or .parquet, or a datasets name.")] = None,
+    config: Annotated[str | None, typer.Option(help="Configuration of a dataset.")] = None,
+    split: Annotated[str, typer.Option(help="Split of a dataset.")] = "train",
+    column: Annotated[str, typer.Option(help="Text column of a table or dataset.")] = "text",
+    windows: Annotated[int, typer.Option(help="Windows on which the damage is measured; at least 32.")] = 64,
+    calibration: Annotated[int, typer.Option(min=1, help="Windows to which W_c is fitted.")] = 128,
+    length: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of text and of the intervals.")] = 0,
+    bos: Annotated[str, typer.Option(help="First token: auto (as the tokenizer has it), yes or no.")] = "auto",
+    remote_code_shim: Annotated[bool, typer.Option("--remote-code-shim", help="Add an auto_map file.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder of results.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Share or drop layers of a pretrained model, make up for it, and print what it costs and saves."""
+    from crosslayer import load_model
+    from crosslayer import text as texts
+    from crosslayer.report.record import check_target
+    from crosslayer.retrofit.folder import write_retrofit
+    from crosslayer.retrofit.job import Job, Request
+
+    check_target(out, force)
+    given = {key: value for key, value in locals().items() if key in Request.__dataclass_fields__}
+    request, source = Request(**given), texts.TextSource(text, config, split, column)
+    documents = texts.load_documents(source, seed)
+    _say(f"loading {model}")
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+    outcome = Job(loaded, tokenizer, request, _Progress).run(documents)
+    about = {"model": _public_name(model), "text": source.describe(), "command": _command()}
+    outcome.record["settings"] |= about
+    sentences, found = write_retrofit(outcome, tokenizer, out, force=force, shim=remote_code_shim)
+    for sentence in sentences:
+        _print(sentence)
+    _print(f"report: {out / 'report.html'}")
+    _print(json.dumps(found, ensure_ascii=False))
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Argument(help="The candidate: hub name, local folder, or smollm2 (embedded).")],
+    baseline: Annotated[str, typer.Option(help="What it is compared with: a model, named in the same way.")],
+    context: Annotated[str, typer.Option(help="Lengths of the prompt in tokens, with commas between.")] = "512,2048",
+    batch: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1",
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the prompt.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs; intervals need three.")] = 5,
+    attention: Annotated[str, typer.Option(help="Attention of both: sdpa (flash on a GPU) or eager.")] = "sdpa",
+    seed: Annotated[int, typer.Option(help="Seed of the random tokens.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.html, record.json and the figures.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder of results.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure cache, time to first token, time per token and memory of a model beside a baseline, in turns."""
+    from crosslayer import load_model
+    from crosslayer.report.bench import headline, sentences, show, write_bench
+    from crosslayer.report.record import BenchRecord, check_target
+    from crosslayer.runtime.bench import Settings
+    from crosslayer.runtime.bench import bench as run
+
+    if out is not None:
+        check_target(out, force)
+    contexts, batches = _numbers("--context", context), _numbers("--batch", batch)
+    settings = Settings(contexts, batches, new_tokens, repeats, attention, seed)
+    loaded = []
+    for name in (model, baseline):
+        _say(f"loading {name}")
+        loaded.append(load_model(name, dtype=dtype, device=device)[0])
+    with _Progress("benchmarking", len(contexts) * len(batches) * (repeats + 1)) as bar:
+        record = run(loaded[0], loaded[1], settings, bar.step)
+    names = {"candidate": _public_name(model), "baseline": _public_name(baseline)}
+    record["settings"] |= {**names, "command": _command()}
+    checked = BenchRecord.model_validate(record)
+    show(checked)
+    for sentence in sentences(checked):
+        _print(sentence)
+    if out is not None:
+        _print(f"report: {write_bench(record, out, force)}")
+    _print(json.dumps({**names, "results": headline(checked)}, ensure_ascii=False))
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(help="Hub name, local folder, or smollm2 (embedded).")],
+    out: Annotated[Path | None, typer.Option(help="Folder for record.json.")] = None,
+    dtypes: Annotated[str, typer.Option(help="Dtypes to check, with commas between.")] = "float32,bfloat16",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder of results.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Prove that a causal language model is right: its files, and every way to run it."""
+    from crosslayer.report.record import check_target
+    from crosslayer.runtime.verify import FAIL, NOT_APPLICABLE, PASS, check_count, verify_source, write_record
+
+    if out is not None:
+        check_target(out, force)
+    names, started = [name.strip() for name in dtypes.split(",")], time.monotonic()
+    _say(f"checking and loading {model}")
+    with _Progress("verifying", check_count(names)) as bar:
+        rows = verify_source(model, dtypes=names, device=device, progress=bar.step)
+    seconds = round(time.monotonic() - started, 1)
+    _print_checks(rows)
+    about = {"model": _public_name(model), "command": _command(), "seconds": seconds}
+    if out is not None:
+        write_record(rows, about, out, force)
+    kinds = {"passed": PASS, "failed": FAIL, "not_applicable": NOT_APPLICABLE}
+    counts = {key: sum(row.status == kind for row in rows) for key, kind in kinds.items()}
+    _print(json.dumps({"model": about["model"], **counts, "seconds": seconds}, ensure_ascii=False))
+    if counts["failed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Hub name, local folder, or smollm2 (embedded).")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put the prompt into the chat template.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Continue a prompt, token by token."""
+    from crosslayer import load_model
+    from crosslayer.runtime.generate import Sampling
+    from crosslayer.runtime.generate import generate as run
+
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give some text to continue")
+    _say(f"loading {model}")
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+    sampling = Sampling(max_new_tokens, temperature, seed)
+    found = run(loaded, tokenizer, prompt, sampling=sampling, chat=chat)
+    _print(json.dumps({"model": _public_name(model), **found}, ensure_ascii=False))
 
 
 @app.command()
@@ -92,11 +248,30 @@ def methods(
     _print(json.dumps({row["method"]: row["cache"] for row in rows}))
 
 
+def _print_checks(rows: list) -> None:
+    """Print the rows of a verification; differences are in standard deviations of the logits."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    colours, table = {"PASS": "green", "FAIL": "red"}, Table(box=SIMPLE, pad_edge=False)
+    for column in ("check", "dtype", "result", "difference", "tolerance"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("")
+    for row in rows:
+        figures = ["" if x is None else f"{x:.2g}" for x in (row.difference, row.tolerance)]
+        result = f"[{colours.get(row.status, 'yellow')}]{row.status}[/]"
+        table.add_row(row.name, row.dtype or "", result, *figures, escape(row.reason))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
 class _Progress:
     """Progress on stderr: a bar with the time that is left on a terminal, plain lines otherwise."""
 
     def __init__(self, what: str, total: int):
         self.what, self.total, self.started, self.bar = what, total, time.monotonic(), None
+        self.said = self.started
 
     def __enter__(self) -> "_Progress":
         if sys.stderr.isatty():
@@ -106,6 +281,8 @@ class _Progress:
             self.bar = Progress(console=Console(stderr=True))
             self.bar.start()
             self.task = self.bar.add_task(self.what, total=self.total)
+        else:
+            _say(f"{self.what}: 0 of {self.total}")
         return self
 
     def __exit__(self, *_) -> None:
@@ -116,6 +293,10 @@ class _Progress:
         if self.bar is not None:
             self.bar.update(self.task, completed=done)
             return
+        now = time.monotonic()
+        if done < total and now - self.said < QUIET:
+            return
+        self.said = now
         left = (time.monotonic() - self.started) / done * (total - done)
         _say(f"{self.what}: {done} of {total}, about {left:.0f} s left")
 
@@ -126,6 +307,14 @@ def _say(text: str) -> None:
 
 def _print(text: str) -> None:
     print(text, flush=True)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Return whole numbers of at least 1 with commas between them, in their order and without repetitions."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) >= 1 for word in words):
+        raise ValueError(f"{option} is {text!r}; it takes whole numbers of at least 1 with commas between, as 512,2048")
+    return tuple(dict.fromkeys(int(word) for word in words))
 
 
 def _public_name(model: str) -> str:

@@ -1,5 +1,6 @@
 """Text from a file, a dataset or the embedded corpus, packed into token sequences without padding."""
 
+import itertools
 import json
 import random
 import tarfile
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 DEFAULT_CORPUS = Path(__file__).parent / "data" / "default_corpus.tar.xz"
 DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
+STREAMED = 4096  # documents of a stream that `split` takes
 CHARACTERS_PER_TOKEN = 6  # an upper estimate for text, so that one piece fills one sequence
 
 
@@ -104,6 +106,66 @@ def pack(
     return torch.tensor([[*first, *window, *last] for window in windows])
 
 
+@dataclass(frozen=True)
+class Windows:
+    """Token sequences (N, T) and the number of the document that each is cut from; -1: joined from short ones."""
+
+    ids: Tensor
+    documents: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def split(
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    parts: dict[str, int],
+    length: int = 512,
+    seed: int = 0,
+    bos: str = "auto",
+) -> dict[str, Windows]:
+    """Cut documents into disjoint parts of so many windows each, such as {"evaluation": 64, "calibration": 128}.
+
+    Windows are drawn with `seed` from everywhere in the documents (at most 4,096 of a stream); no token is used twice.
+
+    Raises:
+        ValueError: there is too little text; the message says how many tokens there are.
+
+    """
+    first, last = special_tokens(tokenizer, bos)
+    body, wanted = length - len(first) - len(last), sum(parts.values())
+    if min(parts.values()) < 1 or body < 1:
+        raise ValueError(f"windows {parts} of {length} tokens leave no room for text; both must be larger")
+    held = list(itertools.islice(documents, None if isinstance(documents, list) else STREAMED))
+    found: list[tuple[list[int], int]] = []
+    rest: list[int] = []
+    for number, piece in _numbered_pieces(held, CHARACTERS_PER_TOKEN * body, seed):
+        if len(found) == wanted:
+            break
+        tokens = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(tokens) >= body:
+            found.append((tokens[:body], number))
+            continue
+        rest += tokens  # a short document or the end of one: joined with others
+        if len(rest) >= body:
+            found.append((rest[:body], -1))
+            rest = rest[body:]
+    if len(found) < wanted:
+        needs = ", ".join(f"{count} for {name}" for name, count in parts.items())
+        raise ValueError(
+            f"the text gives {len(found)} windows of {length} tokens ({len(found) * length} tokens); {wanted} are "
+            f"needed ({needs}): use fewer or shorter windows, or more text"
+        )
+    result, start = {}, 0
+    for name, count in parts.items():
+        chosen = found[start : start + count]
+        ids = torch.tensor([[*first, *tokens, *last] for tokens, _ in chosen])
+        result[name], start = Windows(ids, tuple(number for _, number in chosen)), start + count
+    return result
+
+
 def special_tokens(tokenizer: PreTrainedTokenizerBase, bos: str = "auto") -> tuple[list[Any], list[Any]]:
     """Return the tokens that a sequence begins and ends with."""
     if bos not in ("auto", "yes", "no"):
@@ -124,13 +186,18 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, bos: str = "auto") -> tup
     return [], []
 
 
+def _numbered_pieces(documents: list[str], characters: int, seed: int) -> Iterator[tuple[int, str]]:
+    """Yield contiguous pieces of about `characters`, shuffled, with the number of their document."""
+    places = [(d, start) for d, text in enumerate(documents) for start in range(0, len(text), characters)]
+    random.Random(seed).shuffle(places)
+    for d, start in places:
+        yield d, _from_word(documents[d], start, start + characters)
+
+
 def _pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[str]:
     """Yield contiguous pieces of about `characters`; shuffled if all documents are at hand, else in their order."""
     if isinstance(documents, list):
-        places = [(d, start) for d, text in enumerate(documents) for start in range(0, len(text), characters)]
-        random.Random(seed).shuffle(places)
-        for d, start in places:
-            yield _from_word(documents[d], start, start + characters)
+        yield from (piece for _, piece in _numbered_pieces(documents, characters, seed))
     else:
         for text in documents:
             for start in range(0, len(text), characters):

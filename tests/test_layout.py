@@ -17,6 +17,7 @@ ALLOWED = {
     "models": {"environment"},
     "probe": {"environment", "text"},
     "report": set(),
+    "runtime": {"plan", "method", "methods", "decoder", "models", "text", "report", "environment", "probe"},
 }
 
 

@@ -38,6 +38,63 @@ class DiagnosisRecord(BaseModel):
     environment: dict[str, Any]
 
 
+class RetrofitRecord(BaseModel):
+    """What `record.json` of a retrofit holds."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    schema_: str = Field(alias="schema", pattern="^crosslayer/retrofit/1$")
+    model: dict[str, Any]
+    methods: list[dict[str, Any]]
+    plan: dict[str, list[int | None]]
+    choice: dict[str, Any]
+    weights: dict[str, list[str]]
+    calibration: dict[str, Any]
+    cache: dict[str, float]
+    damage: dict[str, Any]
+    settings: dict[str, Any]
+    seconds: dict[str, float]
+    environment: dict[str, Any]
+
+
+class BenchRecord(BaseModel):
+    """What `record.json` of a bench holds: times in seconds, sizes in bytes, a row for each context and batch size."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    schema_: str = Field(alias="schema", pattern="^crosslayer/bench/1$")
+    models: dict[str, dict[str, Any]] = Field(description="candidate and baseline")
+    settings: dict[str, Any]
+    rows: list[dict[str, Any]] = Field(min_length=1)
+    skipped: list[dict[str, Any]] = Field(description="settings that did not fit, with the reason")
+    no_prediction: str | None = Field(description="why nothing is predicted")
+    interval_coverage: float = Field(ge=0, le=0.95, description="what an interval of the median can cover at most")
+    seconds: float
+    environment: dict[str, Any]
+
+
+class CheckRow(BaseModel):
+    """One row of a verification; `difference` is None where none was measured."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    dtype: str | None
+    status: str = Field(pattern="^(PASS|FAIL|NOT APPLICABLE)$")
+    difference: float | None
+    tolerance: float | None
+    reason: str
+
+
+class VerifyRecord(BaseModel):
+    """What `record.json` of a verification holds."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    schema_: str = Field(alias="schema", pattern="^crosslayer/verify/1$")
+    model: str
+    command: str
+    checks: list[CheckRow]
+    seconds: float
+    environment: dict[str, Any]
+
+
 def dumps(record: dict[str, Any]) -> str:
     """Write a record as JSON; a NaN or an infinity is an error, never a value."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
@@ -86,12 +143,21 @@ def check_target(target: Path, force: bool) -> None:
         raise ValueError(f"--out {target.name!r} cannot be written: {error.strerror or error}") from None
 
 
+def _listed(folder: Path) -> set[str]:
+    """Return what the manifest of a model's folder lists at its top level, and the manifest itself."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        return {"manifest.json", *(name.split("/")[0] for name in manifest["files"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
 def _is_ours(folder: Path) -> bool:
     """Return whether a folder holds a result of ours and nothing else."""
     names = {entry.name for entry in folder.iterdir()}
     if not names:
         return True
-    if "record.json" not in names or not names <= WRITTEN:
+    if "record.json" not in names or not names <= WRITTEN | _listed(folder):
         return False
     try:
         record = json.loads((folder / "record.json").read_text(encoding="utf-8"))

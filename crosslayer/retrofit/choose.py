@@ -1,0 +1,199 @@
+"""Which layers share or go: named by the user, the paper's superblocks, by map similarity, or searched by damage.
+
+The search is greedy over layers and methods: at each step it takes the move with the least measured KL to the original
+for each cached state that it saves. Every move is ranked once; a move is measured again before it is taken, for as long
+as another looks better then (lazy greedy).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from crosslayer.method import Method, merge_plans
+from crosslayer.methods.cla import CLA
+from crosslayer.methods.drop import Drop
+from crosslayer.methods.svformer import SVFormer
+from crosslayer.methods.uniattn import UniAttn
+from crosslayer.plan import DepthPlan
+from crosslayer.probe.verdict import Groups, LayerShape, may_share, paper_groups
+
+PASSES = 300  # over the search text, at most
+AGAIN = 6  # moves that are measured again for one pick, at most
+SAVES = {"uniattn": 1, "cla": 2, "drop": 2}  # cached states of a layer that a move saves
+OWN = "own"
+
+
+def parse_layers(text: str, layers: int) -> Groups:
+    """Read "18-21,22-25": commas separate groups of 0-based layers, a dash is a range.
+
+    Raises:
+        ValueError: the text is not such a list, or names a layer that does not exist or twice.
+
+    """
+    groups = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None:
+            raise ValueError(f"layers {text!r}: {part!r} is neither a layer nor a range; write 18-21,22-25 or top-half")
+        first = int(match[1])
+        last = first if match[2] is None else int(match[2])
+        if not first <= last < layers:
+            raise ValueError(f"layers {text!r}: {part!r} is out of range; layers go from 0 to {layers - 1}")
+        groups.append(list(range(first, last + 1)))
+    named = [layer for group in groups for layer in group]
+    if len(set(named)) != len(named):
+        raise ValueError(f"layers {text!r}: a layer is named twice")
+    return groups
+
+
+def entries(
+    method: str, groups: Groups, layers: int, compensation: str | None, drop: str = "attention"
+) -> list[Method]:
+    """Return a method on groups of layers; for "drop" every named layer loses its `drop`: attention, mlp or layer.
+
+    Raises:
+        ValueError: the groups do nothing, or the method knows no such compensation.
+
+    """
+    frozen = tuple(tuple(group) for group in groups)
+    followers = [layer for group in groups for layer in group[1:]]
+    if method == "drop":
+        named = tuple(layer for group in groups for layer in group)
+        option = {"attention": "attention", "mlp": "mlp", "layer": "layers"}[drop]
+        if compensation is not None and drop != "attention":
+            raise ValueError(f"--compensation makes up for dropped attention, not for a dropped {drop}; use none")
+        return [Drop(**{option: named}, compensation=compensation)]
+    if not followers:
+        raise ValueError(f"{method}: no group has a second layer, so nothing would be shared; write for example 18-21")
+    if method == "uniattn":
+        return [UniAttn(frozen, compensation)]
+    if method == "cla":
+        return [CLA(groups=frozen, compensation=compensation)]
+    return [SVFormer(tuple(i for i in range(layers) if i not in followers), compensation=compensation)]
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What each layer's attention does: "own", "uniattn" (borrows the map), "cla" (borrows K and V) or "drop"."""
+
+    kinds: tuple[str, ...]
+
+    def leader(self, layer: int) -> int | None:
+        """Return the layer that a borrower reads: the next own layer below, past borrowers of its kind and drops."""
+        below = layer - 1
+        while below >= 0 and self.kinds[below] in (self.kinds[layer], "drop"):
+            below -= 1
+        return below if below >= 0 and self.kinds[below] == OWN else None
+
+    def valid(self, shapes: Sequence[LayerShape | None]) -> bool:
+        """Return whether every borrower has a leader of its shape, and some attention stays."""
+        borrowers = [i for i, kind in enumerate(self.kinds) if kind in ("uniattn", "cla")]
+        found = [(i, self.leader(i)) for i in borrowers]
+        fits = all(j is not None and may_share(shapes[i], shapes[j]) for i, j in found)
+        return fits and any(kind == OWN and shape for kind, shape in zip(self.kinds, shapes, strict=True))
+
+    def take(self, kind: str, layer: int) -> "Wires":
+        """Return the wires with one layer changed."""
+        return Wires((*self.kinds[:layer], kind, *self.kinds[layer + 1 :]))
+
+    def methods(self, compensation: str | None = None) -> list[Method]:
+        """Return the methods that make these wires."""
+        made: list[Method] = []
+        blocks = {kind: self._groups(kind) for kind in ("uniattn", "cla")}
+        if blocks["uniattn"]:
+            made.append(UniAttn(blocks["uniattn"], compensation))
+        if blocks["cla"]:
+            made.append(CLA(groups=blocks["cla"], compensation=compensation))
+        dropped = tuple(i for i, kind in enumerate(self.kinds) if kind == "drop")
+        if dropped:
+            made.append(Drop(attention=dropped, compensation=compensation))
+        return made
+
+    def _groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
+        last = {self.leader(i): i for i, found in enumerate(self.kinds) if found == kind}
+        return tuple(tuple(range(leader, layer + 1)) for leader, layer in last.items() if leader is not None)
+
+    @property
+    def plan(self) -> DepthPlan:
+        """The wiring."""
+        return merge_plans(self.methods(), len(self.kinds))
+
+
+@dataclass
+class Search:
+    """A greedy search; `curve` holds, from the whole model on, the wires after each pick and their search damage."""
+
+    measure: Callable[[DepthPlan], float]  # KL to the original on the search text
+    shapes: Sequence[LayerShape | None]
+    kinds: tuple[str, ...] = ("uniattn", "cla", "drop")
+    passes: int = 0
+    curve: list[tuple[Wires, float]] = field(default_factory=list)
+
+    def run(self, share: float | None = None, kl: float | None = None) -> Wires:
+        """Pick moves until the cached share is at most `share`, or as long as the damage stays within `kl`.
+
+        Raises:
+            ValueError: the share cannot be reached; the message names the nearest.
+
+        """
+        count = len(self.shapes)
+        if (share is None) == (kl is None):
+            raise ValueError("give either a share of the cache or a damage, not both")
+        if share is not None and not 1 / count <= share < 1:
+            raise ValueError(
+                f"a KV budget of {share:g} cannot be met; with {count} layers it lies from {1 / count:.4f} to 1"
+            )
+        wires, damage = Wires((OWN,) * count), 0.0
+        self.curve = [(wires, damage)]
+        stale = {move: self._cost(wires, move, 0.0) for move in self._moves(wires)}
+        while share is None or wires.plan.cached_fraction() > share + 1e-9:
+            move = self._best(wires, damage, stale)
+            if move is None:
+                break
+            wires = wires.take(*move)
+            damage += stale.pop(move) * SAVES[move[0]]
+            if kl is not None and damage > kl:
+                break
+            self.curve.append((wires, damage))
+        chosen = self.curve[-1][0]
+        if share is not None and chosen.plan.cached_fraction() > share + 1e-9:
+            raise ValueError(
+                f"a KV budget of {share:g} cannot be met within {PASSES} passes; the nearest found is "
+                f"{chosen.plan.cached_fraction():.4f}"
+            )
+        return chosen
+
+    def _moves(self, wires: Wires) -> list[tuple[str, int]]:
+        free = [i for i, kind in enumerate(wires.kinds) if kind == OWN and self.shapes[i] is not None]
+        return [(kind, i) for i in free for kind in self.kinds if wires.take(kind, i).valid(self.shapes)]
+
+    def _cost(self, wires: Wires, move: tuple[str, int], damage: float) -> float:
+        """Return the damage that a move adds, for each state that it saves."""
+        self.passes += 1
+        return (self.measure(wires.take(*move).plan) - damage) / SAVES[move[0]]
+
+    def _best(self, wires: Wires, damage: float, stale: dict[tuple[str, int], float]) -> tuple[str, int] | None:
+        """Measure the most promising moves again until the best of them stands; its cost in `stale` is then fresh."""
+        moves = [move for move in self._moves(wires) if move in stale]
+        fresh: set[tuple[str, int]] = set()
+        while moves and self.passes < PASSES:
+            best = min(moves, key=stale.__getitem__)
+            if best in fresh or len(fresh) >= AGAIN:
+                return min(fresh, key=stale.__getitem__)
+            stale[best] = self._cost(wires, best, damage)
+            fresh.add(best)
+        return None
+
+
+def fixed_superblocks(shapes: list[LayerShape | None], share: float) -> tuple[Groups, float]:
+    """Return the paper's superblocks in the top half, of the size whose cached share is nearest to `share`."""
+    tried = []
+    for size in range(2, max(3, len(shapes) // 2 + 1)):
+        groups = paper_groups(shapes, size)
+        if groups:
+            plan = UniAttn(tuple(map(tuple, groups))).plan(len(shapes))
+            tried.append((abs(plan.cached_fraction() - share), size != 4, groups, plan.cached_fraction()))
+    if not tried:
+        raise ValueError("no two layers of the top half may share, so there are no superblocks")
+    _, _, groups, found = min(tried)
+    return groups, found

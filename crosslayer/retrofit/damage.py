@@ -1,0 +1,139 @@
+"""What a change costs on text that it has not seen: perplexity and KL, paired by window, with bootstrap intervals.
+
+    ratio = exp(mean(nll_after − nll_before)),  KL = mean over tokens of Σ p_before (log p_before − log p_after)
+
+Intervals are percentiles of windows drawn again within each document: conditional on this corpus.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from crosslayer.plan import DepthPlan
+from crosslayer.probe.what_if import Wiring, what_if
+from crosslayer.text import Windows
+
+FEWEST = 32  # windows, below which no interval is given
+DRAWS = 4000
+ROWS = 128  # of logits at a time, so that no second copy of a window's logits is made
+Run = Callable[[Tensor], Tensor]  # ids (1, T) → logits (1, T, V)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Means over each window's tokens: negative log-likelihood (nats) before and after, and KL (nats); (N,)."""
+
+    before: np.ndarray
+    after: np.ndarray
+    kl: np.ndarray
+    documents: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Perplexities, their ratio and the KL to the original, with 95 % intervals over `windows` windows."""
+
+    perplexity_before: float
+    perplexity_after: float
+    ratio: float
+    ratio_ci95: tuple[float, float]
+    kl: float
+    kl_ci95: tuple[float, float]
+    windows: int
+    documents: int
+
+
+def logits_of(model: PreTrainedModel) -> Run:
+    """Return the forward pass of a model."""
+    return lambda ids: model(input_ids=ids, use_cache=False).logits
+
+
+def logits_if(model: PreTrainedModel, plan: DepthPlan, wiring: Wiring) -> Run:
+    """Return the forward pass of a model that pretends to be wired by `plan`."""
+
+    def run(ids: Tensor) -> Tensor:
+        with what_if(model, plan, wiring):
+            return model(input_ids=ids, use_cache=False).logits
+
+    return run
+
+
+@torch.no_grad()
+def losses(before: Run, after: dict[str, Run], windows: Windows, progress: Any = None) -> dict[str, Losses]:
+    """Compare changed models with the original, window by window; the original runs once for all of them."""
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in after}
+    for number, ids in enumerate(windows.ids):
+        original = before(ids[None])[0]
+        for name, run in after.items():
+            found[name].append(compare(original, run(ids[None])[0], ids))
+        if progress is not None:
+            progress(number + 1, len(windows))
+    result = {}
+    for name, rows in found.items():
+        nll, changed, kl = np.array(rows).T
+        result[name] = Losses(nll, changed, kl, windows.documents)
+    return result
+
+
+def compare(before: Tensor, after: Tensor, ids: Tensor) -> tuple[float, float, float]:
+    """Return mean losses before and after and mean KL of one window; logits (T, V), whose last row predicts nothing."""
+    targets, sums = ids[1:].to(before.device), torch.zeros(3, dtype=torch.float64)
+    for start in range(0, len(targets), ROWS):
+        rows = slice(start, min(start + ROWS, len(targets)))
+        one, two = before[rows].float().log_softmax(-1), after[rows].float().log_softmax(-1)
+        picked = targets[rows, None]
+        sums[0] -= one.gather(1, picked).double().sum().cpu()
+        sums[1] -= two.gather(1, picked).double().sum().cpu()
+        sums[2] += functional.kl_div(two, one, reduction="sum", log_target=True).double().cpu()
+    first, second, divergence = (sums / len(targets)).tolist()
+    return first, second, divergence
+
+
+def damage(found: Losses, seed: int = 0) -> Damage:
+    """Summarise losses with paired bootstrap intervals, stratified by document.
+
+    Raises:
+        ValueError: there are fewer than 32 windows.
+
+    """
+    if len(found.before) < FEWEST:
+        raise ValueError(f"{len(found.before)} windows are too few for an interval; use at least {FEWEST}")
+    change = found.after - found.before
+    drawn = list(_draws(found.documents, seed))
+    ratios = np.exp([change[rows].mean() for rows in drawn])
+    kls = np.array([found.kl[rows].mean() for rows in drawn])
+    return Damage(
+        float(np.exp(found.before.mean())),
+        float(np.exp(found.after.mean())),
+        float(np.exp(change.mean())),
+        _interval(ratios),
+        float(found.kl.mean()),
+        _interval(kls),
+        len(found.before),
+        len(set(found.documents)),
+    )
+
+
+def difference(one: Losses, other: Losses, seed: int = 0) -> tuple[float, tuple[float, float]]:
+    """Return the mean of one's KL minus the other's, paired by window, and its 95 % interval."""
+    gap = one.kl - other.kl
+    return float(gap.mean()), _interval(np.array([gap[rows].mean() for rows in _draws(one.documents, seed)]))
+
+
+def _draws(documents: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
+    """Yield windows drawn with replacement within each document."""
+    generator, names = np.random.default_rng(seed), np.array(documents)
+    strata = [np.flatnonzero(names == name) for name in sorted(set(documents))]
+    for _ in range(DRAWS):
+        yield np.concatenate([generator.choice(rows, len(rows)) for rows in strata])
+
+
+def _interval(values: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)

@@ -1,0 +1,257 @@
+"""A whole retrofit: choose layers, rewire, calibrate, measure the damage, and put everything into one record."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from crosslayer.decoder.families import to_config
+from crosslayer.environment import environment
+from crosslayer.method import Method, check_choice, merge_plans, to_entry
+from crosslayer.plan import DepthPlan
+from crosslayer.probe import measures as m
+from crosslayer.probe.scan import diagnose
+from crosslayer.probe.stream import LayerStream, streams
+from crosslayer.probe.verdict import PAPER_SIZE, Groups, paper_groups, similar_groups
+from crosslayer.probe.visit import no_cache
+from crosslayer.probe.what_if import Wiring, look, what_if
+from crosslayer.retrofit.calibrate import FITS
+from crosslayer.retrofit.choose import entries, parse_layers
+from crosslayer.retrofit.convert import MERGES
+from crosslayer.retrofit.damage import FEWEST, damage, logits_of, losses
+from crosslayer.retrofit.run import Retrofit, retrofit
+from crosslayer.retrofit.search import plan_by_damage
+from crosslayer.runtime.bench import cache_bytes
+from crosslayer.text import Windows, split
+
+METHODS = ("uniattn", "cla", "svformer", "drop")
+DROPS = ("attention", "mlp", "layer")
+SELECTS = ("similarity", "greedy")
+CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 32
+STEP = 64  # tokens of the forward pass that shows what a cache allocates
+
+Meter = Callable[[str, int], Any]  # what is done and how many steps → a context with `step(done, all)`
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to do; see `crosslayer retrofit --help`. `method` None leaves it to a budget."""
+
+    method: str | None = None
+    layers: str = "top-half"
+    compensation: str = "ridge"
+    kv_budget: float | None = None
+    kl_budget: float | None = None
+    drop: str = "attention"
+    select: str = "similarity"
+    size: int = PAPER_SIZE
+    count: int | None = None
+    merge: str = "first"
+    target: str = "attention"
+    windows: int = 64
+    calibration: int = 128
+    length: int = 512
+    seed: int = 0
+    bos: str = "auto"
+
+    def __post_init__(self):
+        budgets = [budget for budget in (self.kv_budget, self.kl_budget) if budget is not None]
+        if len(budgets) + (self.method is not None) != 1:
+            raise ValueError("give --method, or --kv-budget or --kl-budget, which choose methods and layers themselves")
+        for name, value, known in (
+            ("method", self.method, (*METHODS, None)),
+            ("compensation", self.compensation, ("none", *FITS)),
+            ("drop", self.drop, DROPS),
+            ("select", self.select, SELECTS),
+            ("merge", self.merge, MERGES),
+        ):
+            check_choice("retrofit", name, value, known)
+        if self.windows < FEWEST:
+            raise ValueError(f"--windows {self.windows} is too few for an interval; use at least {FEWEST}")
+        if self.size < 2:
+            raise ValueError(f"--size {self.size}: a superblock has at least 2 layers")
+
+    @property
+    def writes(self) -> str | None:
+        """Where W_c writes, None without it."""
+        return None if self.compensation == "none" else self.target
+
+    @property
+    def fits(self) -> bool:
+        """Whether W_c is fitted to calibration text."""
+        return self.compensation not in ("none", "zero")
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The windows that are needed, by purpose; no token is used for two."""
+        found = {"evaluation": self.windows}
+        if self.fits:
+            found["calibration"] = self.calibration
+        if self.layers == "auto":
+            found["choice"] = CHOICE_WINDOWS
+        if self.method is None:
+            found |= {"search": SEARCH_WINDOWS, "trade-off": CURVE_WINDOWS}
+        return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The retrofit and what `record.json` holds of it."""
+
+    made: Retrofit
+    record: dict[str, Any]
+
+
+class Job:
+    """Runs a request on a model; `meter` shows progress."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: Request, meter: Meter):
+        self.model, self.tokenizer, self.request, self.meter = model, tokenizer, request, meter
+        self.layers = to_config(model.config).num_hidden_layers  # says which families can be converted
+        self.seconds: dict[str, float] = {}
+        self.choice: dict[str, Any] = {}
+
+    def run(self, documents: Iterable[str]) -> Outcome:
+        """Do everything but writing."""
+        request, started = self.request, time.perf_counter()
+        given = split(
+            documents, self.tokenizer, parts=request.parts, length=request.length, seed=request.seed, bos=request.bos
+        )
+        methods = self._timed("choose", lambda: self._choose(given))
+        made = self._timed("convert and calibrate", lambda: self._convert(methods, given))
+        found = self._timed("damage", lambda: self._damage(made, given["evaluation"]))
+        self.seconds["all"] = time.perf_counter() - started
+        return Outcome(made, self._record(made, found))
+
+    def _timed(self, name: str, work: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        result = work()
+        self.seconds[name] = time.perf_counter() - started
+        return result
+
+    def _choose(self, given: dict[str, Windows]) -> list[Method]:
+        request = self.request
+        if request.method is None:
+            methods, self.choice = plan_by_damage(self.model, given, request, self.meter)
+            return methods
+        if request.layers == "auto":
+            groups = self._auto(given["choice"].ids)
+        elif request.layers == "top-half":
+            groups = paper_groups(look(self.model).shapes, request.size)
+            if not groups:
+                raise ValueError(f"the top half has no {request.size} neighbouring layers of one mask; name the layers")
+            groups = [[i] for group in groups for i in group[1:]] if request.method == "drop" else groups
+        else:
+            groups = parse_layers(request.layers, self.layers)
+        self.choice = {"how": request.layers, "groups": groups}
+        methods = entries(request.method, groups, self.layers, request.writes, request.drop)
+        look(self.model).check(merge_plans(methods, self.layers))  # says which layers may not share, and why
+        return methods
+
+    def _auto(self, ids: Tensor) -> Groups:
+        """Choose by similarity: of maps without the first column for sharing, of input and output for dropping."""
+        request = self.request
+        count = request.count or self.layers // 2 // PAPER_SIZE * (PAPER_SIZE - 1)
+        if request.method == "drop" and request.drop == "mlp":
+            raise ValueError("--layers auto ranks attention and whole layers; name the layers whose MLP goes")
+        if request.method == "drop" and request.select == "greedy":
+            return [[layer] for layer in sorted(_greedy(self.model, ids, count, request.drop))]
+        with self.meter("choosing layers", len(ids)) as bar:
+            found = diagnose(self.model, ids, progress=bar.step)
+        if request.method == "drop":
+            name = "attention_io_similarity" if request.drop == "attention" else "layer_io_similarity"
+            ranked = np.argsort(-found.samples[name].mean(axis=0), kind="stable")
+            return [[int(layer)] for layer in sorted(ranked[:count])]
+        similarity = found.samples["map_similarity_without_first"].mean(axis=0)
+        return similar_groups(similarity, found.shapes, count)
+
+    def _convert(self, methods: list[Method], given: dict[str, Windows]) -> Retrofit:
+        request = self.request
+        with self.meter("calibrating", self.layers) as bar:
+            return retrofit(
+                self.model,
+                methods,
+                calibration=given["calibration"].ids if request.fits else None,
+                fit=request.compensation if request.fits else "zero",
+                merge=request.merge,
+                progress=bar.step,
+                share_weights=True,
+            )
+
+    def _damage(self, made: Retrofit, windows: Windows) -> dict[str, Any]:
+        with self.meter("measuring the damage", len(windows)) as bar:
+            found = losses(logits_of(self.model), {"after": logits_of(made.model)}, windows, bar.step)["after"]
+        return dataclasses.asdict(damage(found, self.request.seed))
+
+    def _record(self, made: Retrofit, found: dict[str, Any]) -> dict[str, Any]:
+        request = self.request
+        before, after = (allocated(model) for model in (self.model, made.model))
+        return {
+            "schema": "crosslayer/retrofit/1",
+            "model": {
+                "class": type(self.model).__name__,
+                "retrofit_class": type(made.model).__name__,
+                "layers": self.layers,
+                "parameters_before": sum(p.numel() for p in self.model.parameters()),
+                "parameters_after": sum(p.numel() for p in made.model.parameters()),
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+            },
+            "methods": [to_entry(method) for method in made.methods],
+            "plan": dataclasses.asdict(merge_plans(made.methods, self.layers)),
+            "choice": self.choice,
+            "weights": {"dropped": made.dropped, "merged": made.merged, "new": made.new},
+            "calibration": {
+                "fit": request.compensation,
+                "windows": request.calibration if request.fits else 0,
+                "layers": [dataclasses.asdict(fit) for fit in made.fits],
+            },
+            "cache": {"bytes_per_token_before": before, "bytes_per_token_after": after, "share": after / before},
+            "damage": found,
+            "settings": dataclasses.asdict(request),
+            "seconds": self.seconds,
+            "environment": environment(),
+        }
+
+
+@torch.no_grad()
+def allocated(model: PreTrainedModel) -> float:
+    """Return the bytes that a dynamic cache allocates for each token of a short prompt."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.arange(STEP, device=model.device)[None] % model.config.vocab_size
+    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache_bytes(cache) / STEP
+
+
+@torch.no_grad()
+def _greedy(model: PreTrainedModel, ids: Tensor, count: int, drop: str) -> list[int]:
+    """Drop one at a time whatever turns the stream least, measured with those before it already gone."""
+    wiring, dropped = look(model), []
+    while len(dropped) < count:
+        found = _turns(model, ids, drop, _without(dropped, drop, wiring), wiring)
+        dropped.append(max((i for i in found if i not in dropped), key=found.__getitem__))
+    return dropped
+
+
+def _turns(model: PreTrainedModel, ids: Tensor, drop: str, plan: DepthPlan, wiring: Wiring) -> dict[int, float]:
+    """Return by layer the mean cosine of the stream before and after what would be dropped."""
+    found: dict[int, list[float]] = {}
+
+    def see(stream: LayerStream) -> None:
+        after = stream.after_attention if drop == "attention" else stream.after
+        if after is not None:
+            found.setdefault(stream.layer, []).append(float(m.mean_cosine(stream.before, after)))
+
+    with what_if(model, plan, wiring), streams(model, see):
+        for sequence in ids:
+            model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
+    return {layer: float(np.mean(values)) for layer, values in found.items()}
+
+
+def _without(layers: list[int], drop: str, wiring: Wiring) -> DepthPlan:
+    return merge_plans(entries("drop", [[i] for i in layers], len(wiring.shapes), None, drop), len(wiring.shapes))

@@ -1,0 +1,67 @@
+"""Rewire a pretrained model and make up for what it loses: the Python call behind `crosslayer retrofit`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from crosslayer.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.method import Compensation, Method, load_method
+from crosslayer.retrofit.calibrate import Fit, calibrate
+from crosslayer.retrofit.convert import convert
+
+
+@dataclass(frozen=True)
+class Retrofit:
+    """The rewired model, its methods, what became of the weights (names), and what W_c does in each layer."""
+
+    model: PreTrainedModel
+    methods: list[Method]
+    dropped: list[str]
+    merged: list[str]
+    new: list[str]
+    fits: list[Fit]
+
+
+@torch.no_grad()
+def retrofit(
+    model: PreTrainedModel,
+    methods: str | Mapping[str, Any] | Method | Sequence[str | Mapping[str, Any] | Method],
+    *,
+    calibration: Tensor | None = None,
+    fit: str = "ridge",
+    merge: str = "first",
+    progress: Callable[[int, int], None] | None = None,
+    share_weights: bool = False,
+) -> Retrofit:
+    """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 model another wiring; the original is left as it is.
+
+    Args:
+        model: the pretrained model.
+        methods: one method or a list: names, {"name": …, option: …}, or `Method` objects.
+        calibration: token ids (N, T) without padding, to fit W_c where a method has a compensation.
+        fit: "zero", "mean" (Theorem 3.1 of UniAttn), "lstsq" or "ridge".
+        merge: keys and values of a CLA group: "first", "mean" or "svd".
+        progress: called after each calibrated layer with (done, all).
+        share_weights: leave what stays as the very tensors of `model`; training one then changes both.
+
+    Raises:
+        ValueError: the family, the wiring or the options are not possible, or the calibration text is too short.
+
+    """
+    given = [methods] if isinstance(methods, str | Mapping | Method) else list(methods)
+    chosen = [load_method(entry) for entry in given]
+    made, fits = convert(model, chosen, merge), []
+    if any(isinstance(module, Compensation) for module in made.model.modules()) and fit != "zero":
+        if calibration is None:
+            raise ValueError(f"fit {fit!r} needs calibration=… (token ids); without text use fit='zero'")
+        plain = convert(model, []).model
+        assert isinstance(plain, CrossLayerForCausalLM) and isinstance(made.model, CrossLayerForCausalLM)
+        fits = calibrate(plain, made.model, calibration, fit, progress=progress)
+    if not share_weights:
+        for parameter in made.model.parameters():
+            parameter.data = parameter.data.clone()
+    return Retrofit(made.model, chosen, made.dropped, made.merged, made.new, fits)

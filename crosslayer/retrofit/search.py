@@ -1,0 +1,97 @@
+"""Meet a budget by measured damage: the greedy search, and its trade-off curve on text that was not searched."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from crosslayer.method import Method, merge_plans
+from crosslayer.methods.uniattn import UniAttn
+from crosslayer.plan import DepthPlan
+from crosslayer.probe.what_if import Wiring, look
+from crosslayer.retrofit.choose import PASSES, SAVES, Search, Wires, fixed_superblocks
+from crosslayer.retrofit.damage import Losses, compare, difference, logits_if, logits_of, losses
+from crosslayer.text import Windows
+
+if TYPE_CHECKING:
+    from crosslayer.retrofit.job import Meter, Request
+
+POINTS = 8  # of the curve, at most
+
+
+@torch.no_grad()
+def plan_by_damage(
+    model: PreTrainedModel, given: dict[str, Windows], request: "Request", meter: "Meter"
+) -> tuple[list[Method], dict[str, Any]]:
+    """Return the methods that meet the request's budget, and what the record says of the choice.
+
+    Raises:
+        ValueError: the budget cannot be met; the message names the nearest.
+
+    """
+    wiring = look(model)
+    measure = _Measure(model, wiring, given["search"])
+    search = Search(measure, wiring.shapes)
+    expected = len(wiring.shapes) * len(SAVES) * 3 // 2
+    what = f"searching, about {expected} of at most {PASSES} forward passes, {expected * measure.seconds:.0f} s"
+    with meter(what, expected) as bar:
+        measure.step = lambda done: bar.step(min(done, expected), expected)
+        chosen = search.run(request.kv_budget, request.kl_budget)
+    curve, beside = _curve(model, wiring, search, given["trade-off"], meter)
+    methods = chosen.methods(request.writes)
+    if not methods:
+        raise ValueError(f"a damage of {request.kl_budget} nats allows no change; the least found costs more")
+    return methods, {"how": "search", "passes": search.passes, "kinds": chosen.kinds, "curve": curve, **beside}
+
+
+class _Measure:
+    """KL to the original over the search text, whose log-probabilities are kept."""
+
+    def __init__(self, model: PreTrainedModel, wiring: Wiring, windows: Windows):
+        self.model, self.wiring, self.windows, self.passes = model, wiring, windows, 0
+        started = time.perf_counter()
+        self.original: list[Tensor] = [logits_of(model)(ids[None].to(model.device))[0] for ids in windows.ids]
+        self.seconds = time.perf_counter() - started  # of one pass
+        self.step = lambda done: None
+
+    def __call__(self, plan: DepthPlan) -> float:
+        run = logits_if(self.model, plan, self.wiring)
+        pairs = zip(self.windows.ids, self.original, strict=True)
+        found = [compare(original, run(ids[None].to(self.model.device))[0], ids)[2] for ids, original in pairs]
+        self.passes += 1
+        self.step(self.passes)
+        return sum(found) / len(found)
+
+
+def _curve(
+    model: PreTrainedModel, wiring: Wiring, search: Search, windows: Windows, meter: "Meter"
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Measure the picks, and the paper's fixed superblocks beside them, on the unsearched windows."""
+    picks = search.curve[1:]
+    step = max(1, -(-len(picks) // POINTS))
+    points = list(reversed(picks[::-1][::step]))  # the last is always there
+    groups, share = fixed_superblocks(wiring.shapes, points[-1][0].plan.cached_fraction()) if points else ([], 1.0)
+    fixed = merge_plans([UniAttn(tuple(map(tuple, groups)))], len(wiring.shapes))
+    runs = {str(i): logits_if(model, wires.plan, wiring) for i, (wires, _) in enumerate(points)}
+    runs["paper"] = logits_if(model, fixed, wiring)
+    with meter("measuring the trade-off on unseen text", len(windows)) as bar:
+        found = losses(logits_of(model), runs, windows, bar.step)
+    curve = [_point(wires, kl, found[str(i)]) for i, (wires, kl) in enumerate(points)]
+    if not points:
+        return [], {}
+    gap, interval = difference(found[str(len(points) - 1)], found["paper"])
+    paper = {
+        "superblocks": groups,
+        "share": share,
+        "kl": float(found["paper"].kl.mean()),
+        "search_minus_paper": gap,
+        "ci95": interval,
+    }
+    return curve, {"paper": paper}
+
+
+def _point(wires: Wires, kl: float, found: Losses) -> dict[str, Any]:
+    counts = {kind: wires.kinds.count(kind) for kind in SAVES}
+    return {"share": wires.plan.cached_fraction(), "kl_search": kl, "kl": float(found.kl.mean()), **counts}

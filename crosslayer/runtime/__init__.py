@@ -1,0 +1,1 @@
+"""Run a model and measure it: what it computes, what it costs."""

@@ -1,0 +1,100 @@
+"""The search against exhaustive choice on toy damages, and the paper's groups."""
+
+import pytest
+
+from crosslayer.probe.verdict import LayerShape
+from crosslayer.retrofit.choose import PASSES, SAVES, Search, Wires, fixed_superblocks
+
+SHAPE = LayerShape(4, 2, 8, 8, True)
+
+
+def additive(costs):
+    """A damage that is a sum over layers: `costs[kind][layer]`, read off the plan."""
+
+    def measure(plan):
+        total = 0.0
+        for layer in range(plan.layers):
+            if plan.keys[layer] is None:
+                total += costs["drop"][layer]
+            elif plan.values[layer] != layer:
+                total += costs["cla"][layer]
+            elif plan.keys[layer] != layer:
+                total += costs["uniattn"][layer]
+        return total
+
+    return measure
+
+
+def costs(seed, layers):
+    import random
+
+    generator = random.Random(seed)
+    return {kind: [generator.random() * SAVES[kind] for _ in range(layers)] for kind in SAVES}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_additive_damage_the_search_takes_the_cheapest_states(seed):
+    layers, given = 12, costs(seed, 12)
+    search = Search(additive(given), [SHAPE] * layers)
+    chosen = search.run(share=0.75)
+    assert chosen.plan.cached_fraction() <= 0.75 and search.passes <= PASSES
+    assert search.curve[-1][1] == pytest.approx(additive(given)(chosen.plan))
+    shares = [wires.plan.cached_fraction() for wires, _ in search.curve]
+    assert shares == sorted(shares, reverse=True) and shares[0] == 1.0
+    # the first pick is the cheapest possible move for each state that it saves
+    singles = [Wires(("own",) * layers).take(kind, i) for kind in SAVES for i in range(layers)]
+    cheapest = min(
+        additive(given)(w.plan) / sum(SAVES[k] for k in w.kinds if k != "own")
+        for w in singles
+        if w.valid([SHAPE] * layers)
+    )
+    first = search.curve[1]
+    assert first[1] / sum(SAVES[k] for k in first[0].kinds if k != "own") == pytest.approx(cheapest)
+
+
+def test_a_move_that_became_dear_is_measured_again():
+    """Dropping both 3 and 4 ruins the toy model, each alone is free: a search that never looks again takes both."""
+
+    def measure(plan):
+        gone = [i for i, source in enumerate(plan.keys) if source is None]
+        shared = sum(plan.values[i] not in (i, None) or plan.keys[i] not in (i, None) for i in range(8))
+        return 100.0 * ({3, 4} <= set(gone)) + 0.1 * len(set(gone) - {3, 4}) + shared
+
+    chosen = Search(measure, [SHAPE] * 8, kinds=("drop",)).run(share=0.75)
+    assert {i for i, kind in enumerate(chosen.kinds) if kind == "drop"} & {3, 4} != {3, 4}
+    assert chosen.plan.cached_fraction() == 0.75
+
+
+def test_a_damage_budget_stops_before_it_is_crossed():
+    given = costs(1, 8)
+    search = Search(additive(given), [SHAPE] * 8)
+    chosen = search.run(kl=0.4)
+    assert additive(given)(chosen.plan) <= 0.4
+    assert search.run(kl=1e-9).methods() == []
+
+
+def test_budgets_that_cannot_be_met_name_the_nearest():
+    with pytest.raises(ValueError, match=r"a KV budget of 0.05 cannot be met; with 8 layers it lies from 0.1250 to 1"):
+        Search(additive(costs(0, 8)), [SHAPE] * 8).run(share=0.05)
+    with pytest.raises(ValueError, match=r"the nearest found is 0.6250"):  # three keys of eight states
+        Search(lambda plan: 0.0, [SHAPE] * 4, kinds=("uniattn",)).run(share=0.5)
+
+
+def test_wires_follow_the_rules_of_plans():
+    own = Wires(("own",) * 6)
+    assert not own.take("cla", 0).valid([SHAPE] * 6)  # nothing below
+    chain = own.take("cla", 2).take("cla", 3)
+    assert [chain.leader(2), chain.leader(3)] == [1, 1]
+    assert chain.plan.keys == (0, 1, 1, 1, 4, 5)
+    passed = chain.take("drop", 2)  # a borrower past a dropped layer still reads its leader
+    assert passed.valid([SHAPE] * 6) and passed.plan.keys == (0, 1, None, 1, 4, 5)
+    assert not own.take("cla", 2).take("uniattn", 3).valid([SHAPE] * 6)  # layer 2 owns no keys
+    assert not own.take("cla", 2).valid([SHAPE, SHAPE, LayerShape(4, 2, 8, 8, True, window=8)] + [SHAPE] * 3)
+    assert not Wires(("drop",) * 6).valid([SHAPE] * 6)
+
+
+def test_fixed_superblocks():
+    groups, share = fixed_superblocks([SHAPE] * 30, 0.85)
+    assert (groups, share) == ([[18, 19, 20, 21], [22, 23, 24, 25], [26, 27, 28, 29]], 0.85)
+    groups, share = fixed_superblocks([SHAPE] * 30, 0.88)
+    assert share == pytest.approx(53 / 60) and len(groups) == 7

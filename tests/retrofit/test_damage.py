@@ -1,0 +1,85 @@
+"""Perplexity, KL and intervals against loops over tokens and windows."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from crosslayer.retrofit.damage import Losses, damage, difference, logits_of, losses
+from crosslayer.text import Windows, split
+from tests.test_text import tokenizer, words
+from tests.tiny import tiny
+
+
+def test_losses_are_what_a_loop_over_tokens_gives():
+    one, two = tiny("llama"), tiny("llama", num_hidden_layers=2)
+    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+    found = losses(logits_of(one), {"b": logits_of(two)}, Windows(ids, (0, 0, 1)))["b"]
+    for window in range(3):
+        with torch.no_grad():
+            p, q = (m(ids[window : window + 1]).logits[0].softmax(-1) for m in (one, two))
+        before = after = kl = 0.0
+        for t in range(8):
+            token = int(ids[window, t + 1])
+            before -= math.log(float(p[t, token]))
+            after -= math.log(float(q[t, token]))
+            kl += sum(float(a) * (math.log(float(a)) - math.log(float(b))) for a, b in zip(p[t], q[t], strict=True))
+        # 1e-5: log-softmax is taken in float32
+        assert found.before[window] == pytest.approx(before / 8, rel=1e-5)
+        assert found.after[window] == pytest.approx(after / 8, rel=1e-5)
+        assert found.kl[window] == pytest.approx(kl / 8, rel=1e-4)
+
+
+def planted(gain, spread, count=64, documents=4, seed=0):
+    generator = np.random.default_rng(seed)
+    level = generator.normal(3, 1, count)  # windows differ far more than the change does
+    change = gain + spread * generator.normal(size=count)
+    return Losses(level, level + change, np.abs(change), tuple(i % documents for i in range(count)))
+
+
+def test_intervals_are_paired_and_cover():
+    found = damage(planted(0.1, 0.05))
+    low, high = found.ratio_ci95
+    assert low < math.exp(0.1) < high and high - low < 0.05  # unpaired, the spread of 1 would give ± 0.25
+    assert (found.windows, found.documents) == (64, 4)
+    hits = 0
+    for seed in range(60):
+        low, high = damage(planted(0.1, 0.05, seed=seed)).ratio_ci95
+        hits += low < math.exp(0.1) < high
+    assert hits >= 50  # of 60; 95 % would be 57, and fewer than 50 has a chance below 1e-4
+    gap, (low, high) = difference(planted(0.3, 0.05), planted(0.1, 0.05))
+    assert low < gap < high and low > 0
+
+
+def test_strata_are_documents():
+    """Two documents of constant, different change: drawn within documents, the mean cannot move."""
+    change = np.array([0.0] * 20 + [1.0] * 20)
+    found = damage(Losses(np.zeros(40), change, change, (0,) * 20 + (1,) * 20))
+    assert found.ratio_ci95 == pytest.approx((math.exp(0.5),) * 2)
+
+
+def test_few_windows_are_refused():
+    with pytest.raises(ValueError, match="31 windows are too few for an interval; use at least 32"):
+        damage(planted(0.1, 0.1, count=31))
+
+
+def test_parts_of_a_text_are_disjoint():
+    documents = [words(start, start + 160) for start in (0, 160, 320)]
+    parts = split(documents, tokenizer(), parts={"evaluation": 4, "calibration": 6}, length=10, seed=3)
+    assert [len(parts[name]) for name in ("evaluation", "calibration")] == [4, 6]
+    seen = torch.cat([part.ids for part in parts.values()]).flatten().tolist()
+    assert len(seen) == len(set(seen)) == 100  # each word occurs once in the text
+    for part in parts.values():
+        for ids, document in zip(part.ids, part.documents, strict=True):
+            first = tokenizer()(documents[document]).input_ids
+            assert ids[0] in first and ids[-1] in first
+    again = split(documents, tokenizer(), parts={"evaluation": 4, "calibration": 6}, length=10, seed=3)
+    assert torch.equal(again["evaluation"].ids, parts["evaluation"].ids)
+    with pytest.raises(ValueError, match=r"the text gives \d+ windows of 10 tokens .* 900 are needed \(900 for all\)"):
+        split(documents, tokenizer(), parts={"all": 900}, length=10)
+
+
+def test_short_documents_are_joined():
+    parts = split([words(8 * i, 8 * i + 8) for i in range(60)], tokenizer(), parts={"all": 8}, length=50)
+    assert set(parts["all"].documents) == {-1}

@@ -1,0 +1,182 @@
+"""`crosslayer retrofit` as a user meets it: a folder that opens, a receipt, one-line errors, no half folders."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from crosslayer.report.record import RetrofitRecord
+from crosslayer.runtime.manifest import check_files
+from tests.test_cli import run
+from tests.test_text import WORDS, tokenizer
+from tests.tiny import tiny
+
+QUICK = ("--windows", 32, "--length", 16, "--calibration", 16)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A tiny Llama of 8 layers with a tokenizer, and a text with enough windows."""
+    folder = tmp_path_factory.mktemp("inputs")
+    model = tiny("llama", dtype=torch.float32, vocab_size=len(WORDS), num_hidden_layers=8)
+    model.save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    generator = random.Random(0)
+    documents = [" ".join(f"w{generator.randrange(500)}" for _ in range(900)) for _ in range(4)]
+    (folder / "text.txt").write_text("\n<|doc|>\n".join(documents))
+    return folder
+
+
+def retrofit(monkeypatch, inputs, out, *words):
+    return run(
+        monkeypatch, "retrofit", inputs / "model", "--text", inputs / "text.txt", "--out", out, *QUICK, *map(str, words)
+    )
+
+
+def test_the_folder_opens_with_automodel_and_tells_its_story(monkeypatch, inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert retrofit(monkeypatch, inputs, out, "--method", "uniattn", "--layers", "4-5,6-7", "--remote-code-shim") == 0
+    captured = capsys.readouterr()
+    line = json.loads(captured.out.strip().splitlines()[-1])
+    keys = "method layers kv_share perplexity_before perplexity_after perplexity_ratio_ci95 kl seconds"
+    assert list(line) == keys.split()
+    assert (line["method"], line["layers"], line["kv_share"]) == ("uniattn", [5, 7], 0.875)
+    assert "conditional on this corpus" in captured.out
+    text = (out / "record.json").read_text()
+    record = RetrofitRecord.model_validate(json.loads(text))
+    assert [fit["layer"] for fit in record.calibration["layers"]] == [5, 7] and str(tmp_path) not in text
+    assert record.damage["windows"] == 32 and record.damage["documents"] == 4
+    assert {p.name for p in out.iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "manifest.json",
+        "README.md",
+        "report.html",
+        "record.json",
+        "figures",
+        "modeling_shim.py",
+    }
+    assert check_files(out) == []
+    code = (
+        "import crosslayer, torch; from transformers import AutoModelForCausalLM as A; "
+        f"m = A.from_pretrained({str(out)!r}); print(type(m).__name__, m.config.plan.keys)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "CrossLayerForCausalLM (0, 1, 2, 3, 4, 4, 6, 6)"
+    card = (out / "README.md").read_text()
+    assert "crosslayer retrofit model --text text.txt" in card and "conditional on this corpus" in card
+
+
+def test_whole_layers_need_no_package(monkeypatch, inputs, tmp_path):
+    out = tmp_path / "out"
+    options = ("--method", "drop", "--drop", "layer", "--layers", "auto", "--count", 2, "--compensation", "none")
+    assert retrofit(monkeypatch, inputs, out, *options) == 0
+    code = (
+        f"import sys; from transformers import AutoModelForCausalLM as A; m = A.from_pretrained({str(out)!r})\n"
+        "print(type(m).__name__, len(m.model.layers), 'crosslayer' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "LlamaForCausalLM 6 False"
+
+
+WAYS = [
+    ("--method", "cla", "--layers", "auto", "--merge", "mean"),
+    ("--method", "drop", "--layers", "auto", "--select", "greedy", "--count", 2),
+    ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
+    ("--method", "drop", "--layers", "2,5", "--drop", "mlp", "--compensation", "none"),
+]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_other_ways(monkeypatch, inputs, tmp_path, options):
+    assert retrofit(monkeypatch, inputs, tmp_path / "out", *options) == 0
+    AutoTokenizer.from_pretrained(tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(torch.tensor([[5, 6]]), max_new_tokens=3)
+
+
+def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert retrofit(monkeypatch, inputs, out, "--kv-budget", 0.7, "--compensation", "none", "--length", 8) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out.strip().splitlines()[-1])["kv_share"] <= 0.7
+    assert "searching, about 36 of at most 300 forward passes" in output.err
+    choice = json.loads((out / "record.json").read_text())["choice"]
+    assert choice["passes"] <= 300 and choice["curve"][-1]["share"] <= 0.7 and len(choice["paper"]["ci95"]) == 2
+    assert (out / "figures" / "trade_off.svg").is_file()
+
+
+BAD = [
+    (("--method", "uniattn", "--layers", "6-9"), "'6-9' is out of range; layers go from 0 to 7"),
+    (("--method", "uniatn"), "method is 'uniatn'; it must be one of 'uniattn', 'cla'"),
+    (("--method", "cla", "--kv-budget", 0.8), "give --method, or --kv-budget or --kl-budget"),
+    ((), "give --method, or --kv-budget or --kl-budget"),
+    (("--kv-budget", 0.01), "a KV budget of 0.01 cannot be met; with 8 layers it lies from 0.1250 to 1"),
+    (("--method", "cla", "--windows", 31), "--windows 31 is too few for an interval; use at least 32"),
+    (("--method", "uniattn", "--calibration", 2), "calibration text has 32 tokens; ridge needs at least 128"),
+    (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
+    (("--method", "drop", "--drop", "mlp", "--layers", "1"), "not for a dropped mlp; use none"),
+    (("--method", "drop", "--drop", "layer", "--layers", "1", "--compensation", "none", "--remote-code-shim"),
+     "this one is a stock LlamaForCausalLM and needs none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=str)
+def test_bad_input_is_one_line(monkeypatch, inputs, tmp_path, capsys, options, message):
+    assert retrofit(monkeypatch, inputs, tmp_path / "out", *options) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(lines) == 1 and lines[0].startswith("crosslayer: error: ") and message in lines[0]
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out-*"))
+
+
+def test_an_existing_folder_is_kept_and_force_replaces_only_ours(monkeypatch, inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ("--method", "cla", "--layers", "6-7", "--compensation", "none")
+    assert retrofit(monkeypatch, inputs, out, *options) == 0
+    assert retrofit(monkeypatch, inputs, out, *options) == 2
+    assert "exists; give another name, or --force" in capsys.readouterr().err
+    assert retrofit(monkeypatch, inputs, out, *options, "--force") == 0
+    (out / "notes.txt").write_text("mine")
+    assert retrofit(monkeypatch, inputs, out, *options, "--force") == 2
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_families_that_cannot_be_converted_say_which_can(monkeypatch, inputs, tmp_path, capsys):
+    tiny("gpt2", dtype=torch.float32, vocab_size=len(WORDS)).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    options = ("--method", "cla", "--text", inputs / "text.txt", *QUICK)
+    assert run(monkeypatch, "retrofit", tmp_path / "model", "--out", tmp_path / "out", *options) == 2
+    assert "'gpt2' cannot be converted; llama, mistral, qwen2, qwen3 can; diagnose" in capsys.readouterr().err
+
+
+def test_killing_it_at_random_moments_never_leaves_a_wrong_folder(inputs, tmp_path):
+    """Twenty runs, each killed at a random moment while it writes; what is there is whole or does not exist."""
+    code = (
+        "import sys, os, signal, threading\n"
+        "from crosslayer.retrofit import folder\n"
+        "whole = folder.whole_folder\n"
+        "def killer(*a, **k):\n"
+        "    wait = float(sys.argv.pop())\n"
+        "    threading.Timer(wait, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()\n"
+        "    return whole(*a, **k)\n"
+        "folder.whole_folder = killer\n"
+        "from crosslayer.cli import main\n"
+        "main()\n"
+    )
+    generator, found = random.Random(0), []
+    base = [sys.executable, "-c", code, "retrofit", str(inputs / "model"), "--text", str(inputs / "text.txt")]
+    base += ["--method", "cla", "--layers", "6-7", "--compensation", "none", *map(str, QUICK)]
+    for number in range(20):
+        out = tmp_path / f"out{number}"
+        command = [*base, "--out", str(out), str(generator.uniform(0, 0.6))]
+        subprocess.run(command, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+        found.append(out.exists())
+        if out.exists():
+            assert check_files(out) == []
+            AutoModelForCausalLM.from_pretrained(out)
+    assert not all(found)  # some died in time

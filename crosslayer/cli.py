@@ -85,6 +85,7 @@ def retrofit(
     kl_budget: Annotated[float | None, typer.Option(help="Or search within this KL, in nats a token.")] = None,
     compensation: Annotated[str, typer.Option(help="none, zero, mean, lstsq or ridge: how W_c is fitted.")] = "ridge",
     target: Annotated[str, typer.Option(help="Where W_c writes: attention, heads or mlp.")] = "attention",
+    groups: Annotated[int, typer.Option(min=1, help="v: groups of windows with a mean of their own, for mean.")] = 1,
     merge: Annotated[str, typer.Option(help="Keys and values of a CLA group: first, mean or svd.")] = "first",
     drop: Annotated[str, typer.Option(help="What drop takes away: attention, mlp or layer.")] = "attention",
     select: Annotated[str, typer.Option(help="How drop ranks with auto: similarity or greedy.")] = "similarity",

@@ -54,6 +54,7 @@ class Request:
     count: int | None = None
     merge: str = "first"
     target: str = "attention"
+    groups: int = 1
     windows: int = 64
     calibration: int = 128
     length: int = 512
@@ -179,6 +180,7 @@ class Job:
                 methods,
                 calibration=given["calibration"].ids if request.fits else None,
                 fit=request.compensation if request.fits else "zero",
+                groups=request.groups,
                 merge=request.merge,
                 progress=bar.step,
                 share_weights=True,

@@ -33,6 +33,7 @@ def retrofit(
     *,
     calibration: Tensor | None = None,
     fit: str = "ridge",
+    groups: int = 1,
     merge: str = "first",
     progress: Callable[[int, int], None] | None = None,
     share_weights: bool = False,
@@ -44,6 +45,7 @@ def retrofit(
         methods: one method or a list: names, {"name": …, option: …}, or `Method` objects.
         calibration: token ids (N, T) without padding, to fit W_c where a method has a compensation.
         fit: "zero", "mean" (Theorem 3.1 of UniAttn), "lstsq" or "ridge".
+        groups: v of Theorem 3.1: how many groups of sequences have a mean of their own, for fit "mean".
         merge: keys and values of a CLA group: "first", "mean" or "svd".
         progress: called after each calibrated layer with (done, all).
         share_weights: leave what stays as the very tensors of `model`; training one then changes both.
@@ -60,7 +62,7 @@ def retrofit(
             raise ValueError(f"fit {fit!r} needs calibration=… (token ids); without text use fit='zero'")
         plain = convert(model, []).model
         assert isinstance(plain, CrossLayerForCausalLM) and isinstance(made.model, CrossLayerForCausalLM)
-        fits = calibrate(plain, made.model, calibration, fit, progress=progress)
+        fits = calibrate(plain, made.model, calibration, fit, groups, progress)
     if not share_weights:
         for parameter in made.model.parameters():
             parameter.data = parameter.data.clone()

@@ -1,0 +1,115 @@
+"""What retrofits of one model cost and save, with each way to fit W_c side by side: the table of docs/RETROFIT.md.
+
+    python benchmarks/retrofit.py                        # damage: all wirings, about an hour on two cores
+    python benchmarks/retrofit.py --only uniattn-4       # one wiring; results are merged into the JSON
+    python benchmarks/retrofit.py --times                # then: cache bytes and times against the original
+
+The original runs once for all variants of a wiring; damage is on windows that calibration has not seen.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import crosslayer
+from crosslayer.environment import environment
+from crosslayer.method import to_entry
+from crosslayer.retrofit.choose import entries, parse_layers
+from crosslayer.retrofit.damage import damage, logits_of, losses
+from crosslayer.retrofit.job import allocated
+from crosslayer.retrofit.run import retrofit
+from crosslayer.runtime.bench import Settings, bench
+from crosslayer.text import TextSource, load_documents, split
+
+RESULTS = Path(__file__).parent / "results" / "retrofit.json"
+FOURS, PAIRS = "18-21,22-25,26-29", "16-17,18-19,20-21,22-23,24-25,26-27,28-29"
+WIRINGS = {
+    "uniattn-4": ("uniattn", FOURS),
+    "uniattn-2": ("uniattn", PAIRS),
+    "uniattn-top6": ("uniattn", "24-29"),
+    "cla-4": ("cla", FOURS),
+    "cla-2": ("cla", PAIRS),
+    "cla-top6": ("cla", "24-29"),
+    "svformer": ("svformer", "0-29"),
+    "drop-9": ("drop", "19-21,23-25,27-29"),
+}
+VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "none": (None, {"fit": "zero"}),
+    "mean": ("attention", {"fit": "mean"}),
+    "mean, v = 16": ("attention", {"fit": "mean", "groups": 16}),
+    "lstsq": ("attention", {"fit": "lstsq"}),
+    "ridge": ("attention", {"fit": "ridge"}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--only", nargs="*", choices=list(WIRINGS), default=list(WIRINGS))
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--calibration", type=int, default=32)
+    parser.add_argument("--times", action="store_true")
+    args = parser.parse_args()
+    model, tokenizer = crosslayer.load_model(args.model)
+    if args.times:
+        for name in args.only:
+            save(name, {"times": times(model, name)})
+        return
+    parts = {"evaluation": args.windows, "calibration": args.calibration}
+    texts = split(load_documents(TextSource()), tokenizer, parts=parts)
+    for name in args.only:
+        save(name, measured(model, name, texts))
+
+
+def measured(model, name, texts) -> dict[str, Any]:
+    """Return the damage of every variant of a wiring."""
+    method, groups = WIRINGS[name]
+    layers = model.config.num_hidden_layers
+    made, fits, seconds = {}, {}, {}
+    for variant, (target, options) in VARIANTS.items():
+        started = time.perf_counter()
+        chosen = entries(method, parse_layers(groups, layers), layers, target)
+        done = retrofit(model, chosen, calibration=texts["calibration"].ids, share_weights=True, **options)
+        made[variant], fits[variant] = done, [dataclasses.asdict(fit) for fit in done.fits]
+        seconds[variant] = time.perf_counter() - started
+    runs = {variant: logits_of(done.model) for variant, done in made.items()}
+    found = losses(logits_of(model), runs, texts["evaluation"])
+    rows = {variant: dataclasses.asdict(damage(one)) for variant, one in found.items()}
+    for variant, row in rows.items():
+        low, high = row["ratio_ci95"]
+        print(
+            f"{name:>13} {variant:<13} ratio {row['ratio']:.4g} ({low:.4g} to {high:.4g})  KL {row['kl']:.4f}",
+            flush=True,
+        )
+    return {
+        "methods": [to_entry(m) for m in made["none"].methods],
+        "kv_share": allocated(made["none"].model) / allocated(model),
+        "damage": rows,
+        "fits": fits,
+        "calibration_seconds": seconds,
+        "settings": {name: len(part) for name, part in texts.items()},
+        "environment": environment(),
+    }
+
+
+def times(model, name) -> dict[str, Any]:
+    """Return the bench of a wiring with W_c, as it would be used."""
+    method, groups = WIRINGS[name]
+    layers = model.config.num_hidden_layers
+    chosen = entries(method, parse_layers(groups, layers), layers, "attention")
+    settings = Settings(contexts=(2048,), batches=(1,), new_tokens=16, repeats=5)
+    return bench(retrofit(model, chosen, fit="zero", share_weights=True).model, model, settings)
+
+
+def save(name: str, found: dict[str, Any]) -> None:
+    """Merge one wiring's results into the file."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results[name] = {**results.get(name, {}), **found}
+    RESULTS.write_text(json.dumps({key: results[key] for key in WIRINGS if key in results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

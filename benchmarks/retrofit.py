@@ -3,6 +3,7 @@
     python benchmarks/retrofit.py                        # damage: all wirings, about an hour on two cores
     python benchmarks/retrofit.py --only uniattn-4       # one wiring; results are merged into the JSON
     python benchmarks/retrofit.py --times                # then: cache bytes and times against the original
+    python benchmarks/retrofit.py --table                # print the table from the JSON
 
 The original runs once for all variants of a wiring; damage is on windows that calibration has not seen.
 """
@@ -52,7 +53,11 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--calibration", type=int, default=32)
     parser.add_argument("--times", action="store_true")
+    parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(RESULTS.read_text())))
+        return
     model, tokenizer = crosslayer.load_model(args.model)
     if args.times:
         for name in args.only:
@@ -70,6 +75,8 @@ def measured(model, name, texts) -> dict[str, Any]:
     layers = model.config.num_hidden_layers
     made, fits, seconds = {}, {}, {}
     for variant, (target, options) in VARIANTS.items():
+        if "groups" in options and method != "uniattn":
+            continue  # Theorem 3.1 is UniAttn's
         started = time.perf_counter()
         chosen = entries(method, parse_layers(groups, layers), layers, target)
         done = retrofit(model, chosen, calibration=texts["calibration"].ids, share_weights=True, **options)
@@ -102,6 +109,41 @@ def times(model, name) -> dict[str, Any]:
     chosen = entries(method, parse_layers(groups, layers), layers, "attention")
     settings = Settings(contexts=(2048,), batches=(1,), new_tokens=16, repeats=5)
     return bench(retrofit(model, chosen, fit="zero", share_weights=True).model, model, settings)
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
+    variants = list(VARIANTS)
+    lines = [
+        f"| wiring | KV share | {' | '.join(variants)} | time to first token | time per token |",
+        "|" + "---|" * (len(variants) + 4),
+    ]
+    for name, found in results.items():
+        cells = []
+        for variant in variants:
+            row = found["damage"].get(variant)
+            if row is None:
+                cells.append("")
+                continue
+            low, high = row["ratio_ci95"]
+            cells.append(f"{_short(row['ratio'])} ({_short(low)}-{_short(high)}); KL {_short(row['kl'])}")
+        lines.append(f"| {name} | {found['kv_share']:.2%} | {' | '.join(cells)} | {' | '.join(_ratios(found))} |")
+    return "\n".join(lines)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.1e}"
+
+
+def _ratios(found: dict[str, Any]) -> list[str]:
+    if "times" not in found:
+        return ["", ""]
+    row = found["times"]["rows"][0]
+    result = []
+    for key in ("time_to_first_token", "time_per_token_dynamic"):
+        low, high = row[key]["ratio_ci95"]
+        result.append(f"{row[key]['ratio']:.3f} ({low:.3f}-{high:.3f})")
+    return result
 
 
 def save(name: str, found: dict[str, Any]) -> None:

@@ -149,19 +149,20 @@ def bench(
     from crosslayer import load_model
     from crosslayer.report.bench import headline, sentences, show, write_bench
     from crosslayer.report.record import BenchRecord, check_target
-    from crosslayer.runtime.bench import Settings
+    from crosslayer.runtime.bench import Settings, check
     from crosslayer.runtime.bench import bench as run
 
     if out is not None:
         check_target(out, force)
     contexts, batches = _numbers("--context", context), _numbers("--batch", batch)
     settings = Settings(contexts, batches, new_tokens, repeats, attention, seed)
-    loaded = []
-    for name in (model, baseline):
+    loaded = {}
+    for side, name in {"candidate": model, "baseline": baseline}.items():
         _say(f"loading {name}")
-        loaded.append(load_model(name, dtype=dtype, device=device)[0])
+        loaded[side] = load_model(name, dtype=dtype, device=device)[0]
+    check(loaded, settings)
     with _Progress("benchmarking", len(contexts) * len(batches) * (repeats + 1)) as bar:
-        record = run(loaded[0], loaded[1], settings, bar.step)
+        record = run(**loaded, settings=settings, progress=bar.step)
     names = {"candidate": _public_name(model), "baseline": _public_name(baseline)}
     record["settings"] |= {**names, "command": _command()}
     checked = BenchRecord.model_validate(record)

@@ -15,8 +15,9 @@ ALLOWED = {
     "decoder": {"method", "plan"},
     "text": {"environment"},
     "models": {"environment"},
-    "probe": {"environment", "text"},
+    "probe": {"environment", "text", "plan"},
     "report": set(),
+    "retrofit": {"plan", "method", "methods", "decoder", "text", "report", "environment", "probe", "runtime"},
     "runtime": {"plan", "method", "methods", "decoder", "models", "text", "report", "environment", "probe"},
 }
 

@@ -250,7 +250,8 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         assert kinds is not None
         for layer, kind in zip(self.layers, kinds, strict=True):
             stream, carry = layer(stream, carry, rotary, masks[kind], past_key_values, **kwargs)
-            reads.append(carry["read"])
+            if wanted:
+                reads.append(carry["read"])
         if self.final_residual is not None:
             stream, carry = self.final_residual.read(stream, carry)
         last = self.norm(stream)

@@ -63,6 +63,10 @@ def sentences(record: BenchRecord) -> list[str]:
             f"({size(cache['candidate'])}, baseline {size(cache['baseline'])}){read}."
         )
         found += [f"{_setting(row)}: {name_of}: {_verdict(row[name])}." for name, name_of in TIMES.items()]
+        memory = row["peak_memory"]
+        if memory["reason"] is None and memory["baseline"]:
+            ratio = memory["candidate"] / memory["baseline"]
+            found.append(f"{_setting(row)}: peak memory above the weights: {ratio:.2f}x of the baseline.")
         found += [f"{_setting(row)}: {TIMES[name]}: {note}." for name in TIMES for note in row[name]["notes"]]
     found += [f"{_setting(skip)}: skipped, {skip['reason']}." for skip in record.skipped]
     if record.no_prediction:
@@ -77,11 +81,11 @@ def sentences(record: BenchRecord) -> list[str]:
 
 def _verdict(time: dict[str, Any]) -> str:
     interval = time["ci95"]
-    span = "no interval" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
+    span = "no interval" if interval is None else f"{interval[0]:.3f}-{interval[1]:.3f}"
     holds = time["verdict"] == "undecided" and interval is not None
     word = "undecided: the interval holds 1" if holds else time["verdict"]
     predicted = "" if time["predicted_ratio"] is None else f"; predicted {time['predicted_ratio']:.2f}x"
-    return f"{time['ratio']:.2f}x ({span}) of the baseline, {word}{predicted}"
+    return f"{time['ratio']:.3f}x ({span}) of the baseline, {word}{predicted}"
 
 
 def table(record: BenchRecord) -> list[list[str]]:
@@ -129,7 +133,7 @@ def _time_row(time: dict[str, Any], name: str) -> list[str]:
     if time.get("predicted_ratio") is None:
         return [*cells, ""]
     seconds = [duration(time[side]["predicted"]["seconds"]) for side in ("candidate", "baseline")]
-    far = " (off by over 20 %, see above)" if time["notes"] else ""
+    far = " (off by over 20 %: see the words)" if time["notes"] else ""
     return [*cells, f"{time['predicted_ratio']:.3f}x; {' and '.join(seconds)}{far}"]
 
 

@@ -63,7 +63,7 @@ def page(
         "<section class='words'>" + "".join(f"<p>{_text(word)}</p>" for word in words) + "</section>",
         "<section class='grid'>" + "".join(_panel(panel) for panel in panels) + "</section>",
         "".join(_table(*table) for table in tables),
-        "<footer>Made by crosslayer. Bands are 95 % intervals (Student t) over sequences.</footer></main>",
+        "<footer>Made by crosslayer.</footer></main>",
         f"<script>{get_plotlyjs()}</script><script>const FIGURES = {data};{DRAW}</script>",
     ]
     head = (

@@ -107,14 +107,13 @@ def tables(record: RetrofitRecord) -> list[Table]:
         [name, str(len(found)), [*found[:6], *(["…"] if len(found) > 6 else [])]]
         for name, found in record.weights.items()
     ]
-    plan = [
-        [str(i), *(_source(record.plan[state][i], i) for state in ("queries", "keys", "values", "mlps"))]
-        for i in range(record.model["layers"])
-    ]
+    states = ("queries", "keys", "values", "mlps")
+    changed = [i for i in range(record.model["layers"]) if any(record.plan[state][i] != i for state in states)]
+    plan = [[str(i), *(_source(record.plan[state][i], i) for state in states)] for i in changed]
     made = [[key, str(value)] for key, value in {**record.settings, **record.seconds}.items() if value is not None]
     return [
         ("Weights", ["", "count", "names"], rows),
-        ("Who reads from whom", ["layer", "queries", "keys", "values", "MLP"], plan),  # type: ignore[list-item]
+        ("Who reads from whom (all other layers own everything)", ["layer", "queries", "keys", "values", "MLP"], plan),  # type: ignore[list-item]
         ("Made with", ["setting", "value"], [*made, *map(list, record.environment["versions"].items())]),  # type: ignore[list-item]
     ]
 
@@ -145,9 +144,9 @@ def model_card(record: RetrofitRecord, name: str, command: str) -> str:
         f"```sh\n{command}\n```",
         f"Seed {record.settings['seed']}. {versions}.",
         "## Limits",
-        "- The figures hold for the text they were measured on; other text, tasks and lengths can suffer more.",
-        "- Storing less is not reading less: a layer that borrows keys or values reads its lender's at every step.",
-        "- `crosslayer verify FOLDER` checks the files, the plan and that cached, padded and compiled runs agree.",
+        "- The figures hold for the text they were measured on; other text, tasks and lengths can suffer more.\n"
+        "- Storing less is not reading less: a layer that borrows keys or values reads its lender's at every step.\n"
+        "- `crosslayer verify FOLDER` checks the files, the plan and that cached, padded and compiled runs agree.\n"
         "- The licence is that of the original model.",
     ]
     return "\n".join(meta) + "\n\n" + "\n\n".join(body) + "\n"

@@ -16,7 +16,8 @@ def write_diagnosis(record: dict[str, Any], out: Path, force: bool = False) -> t
     name = settings.get("model") or model["class"]
     subtitle = (
         f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers · "
-        f"{settings['sequences']} sequences of {settings['length']} tokens · {settings.get('text', 'own tokens')}"
+        f"{settings['sequences']} sequences of {settings['length']} tokens · {settings.get('text', 'own tokens')} · "
+        "bands are 95 % intervals (Student t) over sequences"
     )
     panels = diagnosis.panels(checked)
     with whole_folder(out, force) as folder:

@@ -9,7 +9,7 @@ Shapes: B batch, T tokens of the prompt, S tokens in the cache.
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -70,7 +70,7 @@ def bench(
     """
     settings = settings or Settings()
     models: dict[str, PreTrainedModel] = {"candidate": candidate, "baseline": baseline}
-    _check(models, settings)
+    check(models, settings)
     started, done = time.perf_counter(), itertools.count(1)
     loads = [Load(c, b, settings.new_tokens) for b in settings.batches for c in settings.contexts]
     total = len(loads) * (settings.repeats + 1)
@@ -105,7 +105,8 @@ def bench(
     }
 
 
-def _check(models: dict[str, PreTrainedModel], settings: Settings) -> None:
+def check(models: Mapping[str, PreTrainedModel], settings: Settings) -> None:
+    """Refuse what cannot be measured, before anything runs; see `bench`."""
     for model in models.values():
         name, config = type(model).__name__, model.config.get_text_config()
         if not model.can_generate():

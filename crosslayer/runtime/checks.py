@@ -149,7 +149,8 @@ def _checkpointed(subject: Subject) -> Found:
     finally:
         model.activation_checkpointing_disable()
         model.eval()
-    gaps = {name: _gap(name, plain[name], again[name], 1e-6 * _largest(plain)) for name in plain}
+    least = 1e-6 * max(gradient.abs().max().item() for gradient in plain.values() if gradient is not None)
+    gaps = {name: _gap(name, plain[name], again[name], least) for name in plain}
     worst = max(gaps, key=lambda name: (math.isnan(gaps[name]), gaps[name]))
     reason = f"of the largest gradient of {worst}; {len(gaps)} parameters"
     return Found(gaps[worst], reason, 1e-3 if subject.exact else 0.05)
@@ -266,10 +267,6 @@ def _gradients(subject: Subject) -> dict[str, Tensor | None]:
         loss = subject.model(ids, labels=ids, use_cache=False).loss
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return dict(zip(named, found, strict=True))
-
-
-def _largest(gradients: dict[str, Tensor | None]) -> float:
-    return max(gradient.abs().max().item() for gradient in gradients.values() if gradient is not None)
 
 
 def _gap(name: str, one: Tensor | None, two: Tensor | None, least: float) -> float:

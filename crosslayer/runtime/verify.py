@@ -1,6 +1,7 @@
 """Proof that a causal LM is right: its files are its manifest's, and every way to run it gives the same logits."""
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,9 +22,10 @@ TOKENS, FEWEST, SEED = 33, 16, 0
 # Measured over 33 tokens of SmolLM2 and of tiny models of 25 families: at most 3e-5 in float32. More layers and other
 # kernels need room; the mildest fault planted, positions off by one behind the cache, makes 0.75.
 EXACT = {"float64": 1e-8, "float32": 1e-3}
-# Lower precisions have no one number: rounding alone moves SmolLM2's logits by 0.31 in bfloat16, those of tiny models
-# by 0.02 to 0.3. Two roundings differ by about twice at most what the plain pass is off float32 (1.9 times measured).
-ROUNDINGS, FLOOR, CEILING = 3, 0.02, 2.0  # unrelated logits differ by 6 and more
+# Lower precisions have no one number: bfloat16's rounding alone moves the logits of SmolLM2 by 0.31, of tiny models by
+# 0.02 to 0.3, of SmolLM2 ruined by SVFormer by 2.3. Two roundings were up to 1.9 times as far from one another as the
+# plain pass is from float32's. Unrelated logits differ by 6 and more.
+ROUNDINGS, FLOOR, WEAK = 3, 0.02, 2.0
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,10 @@ def verify(
         for dtype in dtypes:
             subject = _subject(model, ids, dtype, compile_backend)
             rounding = subject.difference(reference)
-            tolerance = EXACT.get(dtype) or min(CEILING, max(FLOOR, ROUNDINGS * rounding))
+            tolerance = EXACT.get(dtype) or max(FLOOR, ROUNDINGS * rounding)
+            note = f"weak: rounding alone moves logits by {rounding:.1f}" if tolerance > WEAK else ""
             for name, check in CHECKS.items():
-                rows.append(_row(name, dtype, tolerance, partial(check, subject)))
+                rows.append(_row(name, dtype, tolerance, partial(check, subject), note))
                 done += 1
                 if progress is not None:
                     progress(done, check_count(dtypes))
@@ -124,19 +127,19 @@ def check_count(dtypes: Sequence[str]) -> int:
     return len(CHECKS) * len(dtypes)
 
 
-def _row(name: str, dtype: str | None, tolerance: float, check: Callable[[], Found]) -> Check:
-    """Run a check; whatever it raises is a row too."""
+def _row(name: str, dtype: str | None, tolerance: float, check: Callable[[], Found], note: str = "") -> Check:
+    """Run a check; whatever it raises is a row too. `note` is a word on `tolerance`, where the check has none itself."""
     try:
         found = check()
     except NotApplicable as reason:
         return Check(name, dtype, NOT_APPLICABLE, reason=str(reason))
     except Exception as error:
         return Check(name, dtype, FAIL, reason=f"{type(error).__name__}: {_line(error)}")
-    tolerance = tolerance if found.tolerance is None else found.tolerance
-    if not torch.isfinite(torch.tensor(found.difference)):
-        return Check(name, dtype, FAIL, None, tolerance, f"the difference is {found.difference}; {found.reason}")
-    status = PASS if found.difference <= tolerance else FAIL
-    return Check(name, dtype, status, found.difference, tolerance, found.reason)
+    limit, note = (tolerance, note) if found.tolerance is None else (found.tolerance, "")
+    reason = "; ".join(words for words in (found.reason, note) if words)
+    if not math.isfinite(found.difference) or not math.isfinite(limit):
+        return Check(name, dtype, FAIL, reason=f"the difference is {found.difference}, the tolerance {limit}")
+    return Check(name, dtype, PASS if found.difference <= limit else FAIL, found.difference, limit, reason)
 
 
 def _files(folder: Path | None) -> Check:
@@ -171,7 +174,7 @@ def _manifest_rows(model: PreTrainedModel, folder: Path | None) -> list[Check]:
         return Found(gap.abs().max().item() / given.fingerprint.std)
 
     # a model that was loaded in a lower precision than it was saved in is that far off
-    tolerance = EXACT["float32"] if model.dtype in (torch.float32, torch.float64) else CEILING
+    tolerance = EXACT["float32"] if model.dtype in (torch.float32, torch.float64) else WEAK
     return [files, plan, _row("manifest: fingerprint", "float32", tolerance, compare)]
 
 

@@ -198,10 +198,12 @@ def test_losses_are_said_as_plainly_as_gains(found):
     rows[0]["ttft"] |= {"ratio": 1.25, "ci95": [1.2, 1.3], "verdict": "slower", "predicted_ratio": 1.1, "notes": ["x"]}
     rows[0]["tpot_static"] |= {"ratio": 0.9, "ci95": [0.8, 1.1], "verdict": "undecided"}
     words = report.sentences(BenchRecord.model_validate({**found, "rows": rows}))
-    assert words[1].endswith("time to first token: 1.25x (1.20-1.30) of the baseline, slower; predicted 1.10x.")
-    assert "0.90x (0.80-1.10) of the baseline, undecided: the interval holds 1" in words[3]
+    assert words[1].endswith("time to first token: 1.250x (1.200-1.300) of the baseline, slower; predicted 1.10x.")
+    assert "0.900x (0.800-1.100) of the baseline, undecided: the interval holds 1" in words[3]
     table = report.table(BenchRecord.model_validate({**found, "rows": rows}))
-    assert next(row for row in table if row[1] == "time to first token")[5].endswith("(off by over 20 %, see above)")
+    assert next(row for row in table if row[1] == "time to first token")[5].endswith(
+        "(off by over 20 %: see the words)"
+    )
 
 
 def test_sides_take_turns_and_the_order_alternates():

@@ -1,0 +1,95 @@
+"""How long a retrofit with calibration takes, against running the original over the same tokens, and its peak memory.
+
+    python benchmarks/calibration.py [--sequences 128] [--repeats 3]
+
+Each side runs in a process of its own, in turns. "original": forward passes with logits. "retrofit": conversion and
+calibration of W_c by ridge. "job": that with the choice of layers and the damage on 64 windows, as on the command line.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results" / "calibration.json"
+GROUPS = ((18, 19, 20, 21), (22, 23, 24, 25), (26, 27, 28, 29))
+
+
+class Quiet:
+    """No progress."""
+
+    def __init__(self, what: str, total: int):
+        self.what, self.total = what, total
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def step(self, done: int, total: int) -> None:
+        """Show nothing."""
+
+
+def side(name: str, sequences: int) -> None:
+    """Run one side and print its seconds, its peak resident memory and the model's bytes."""
+    import torch
+
+    import crosslayer
+    from crosslayer.retrofit.job import Job, Request
+    from crosslayer.text import TextSource, load_documents, split
+
+    model, tokenizer = crosslayer.load_model("smollm2")
+    documents = load_documents(TextSource())
+    ids = split(documents, tokenizer, parts={"calibration": sequences})["calibration"].ids
+    started = time.perf_counter()
+    if name == "original":
+        with torch.no_grad():
+            for batch in ids.split(4):
+                model(input_ids=batch, use_cache=False)
+    elif name == "retrofit":
+        crosslayer.retrofit(model, {"name": "uniattn", "superblocks": GROUPS}, calibration=ids, share_weights=True)
+    else:
+        Job(model, tokenizer, Request(method="uniattn", calibration=sequences), Quiet).run(documents)
+    seconds = time.perf_counter() - started
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    print(json.dumps({"seconds": seconds, "peak": int(peak.split()[1]) * 1024, "model": size}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--side", choices=("original", "retrofit", "job"))
+    args = parser.parse_args()
+    if args.side:
+        side(args.side, args.sequences)
+        return
+    found: dict[str, list[dict]] = {"original": [], "retrofit": [], "job": []}
+    for repeat in range(args.repeats):
+        for name in list(found) if repeat % 2 == 0 else list(found)[::-1]:
+            command = [sys.executable, __file__, "--side", name, "--sequences", str(args.sequences)]
+            found[name].append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+            print(repeat, name, f"{found[name][-1]['seconds']:.1f} s", flush=True)
+    ratios = {
+        name: [one["seconds"] / other["seconds"] for one, other in zip(found[name], found["original"], strict=True)]
+        for name in ("retrofit", "job")
+    }
+    limit = 2 * found["original"][0]["model"] + 1e9
+    for name, values in ratios.items():
+        peak = max(one["peak"] for one in found[name])
+        print(
+            f"{name}: {statistics.median(values):.2f} × the original ({min(values):.2f}-{max(values):.2f}), "
+            f"peak {peak / 1e6:.0f} MB (2 × model + 1 GB = {limit / 1e6:.0f} MB)"
+        )
+    from crosslayer.environment import environment
+
+    RESULTS.write_text(json.dumps({"runs": found, "ratios": ratios, "environment": environment()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -140,8 +140,8 @@ def _ratios(found: dict[str, Any]) -> list[str]:
         return ["", ""]
     row = found["times"]["rows"][0]
     result = []
-    for key in ("time_to_first_token", "time_per_token_dynamic"):
-        low, high = row[key]["ratio_ci95"]
+    for key in ("ttft", "tpot_dynamic"):
+        low, high = row[key]["ci95"]
         result.append(f"{row[key]['ratio']:.3f} ({low:.3f}-{high:.3f})")
     return result
 

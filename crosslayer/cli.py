@@ -251,13 +251,15 @@ def methods(
 
 
 def _print_checks(rows: list) -> None:
-    """Print the rows of a verification; differences are in standard deviations of the logits."""
+    """Print the rows of a verification."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    colours, table = {"PASS": "green", "FAIL": "red"}, Table(box=SIMPLE, pad_edge=False)
+    from crosslayer.runtime.verify import UNITS
+
+    colours, table = {"PASS": "green", "FAIL": "red"}, Table(box=SIMPLE, pad_edge=False, caption=UNITS)
     for column in ("check", "dtype", "result", "difference", "tolerance"):
         table.add_column(column, no_wrap=True)
     table.add_column("")

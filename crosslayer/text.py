@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 DEFAULT_CORPUS = Path(__file__).parent / "data" / "default_corpus.tar.xz"
 DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
 STREAMED = 4096  # documents of a stream that `split` takes
+WORD = 1000  # characters, within which a text that has spaces shows one
 CHARACTERS_PER_TOKEN = 6  # an upper estimate for text, so that one piece fills one sequence
 
 
@@ -145,10 +146,12 @@ def split(
         if len(found) == wanted:
             break
         tokens = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(tokens) >= body:
+        while len(tokens) >= body and len(found) < wanted:
             found.append((tokens[:body], number))
+            tokens = tokens[body:]
+        if len(held[number]) >= CHARACTERS_PER_TOKEN * body:
             continue
-        rest += tokens  # a short document or the end of one: joined with others
+        rest += tokens  # a short document: joined with others
         if len(rest) >= body:
             found.append((rest[:body], -1))
             rest = rest[body:]
@@ -212,8 +215,8 @@ def _from_word(text: str, start: int, stop: int) -> str:
 def _next_word(text: str, at: int) -> int:
     if at == 0 or at >= len(text):
         return min(at, len(text))
-    space = text.find(" ", at - 1)
-    return space if space >= 0 else len(text)
+    space = text.find(" ", at - 1, at + WORD)
+    return space if space >= 0 else at
 
 
 def _embedded_documents() -> list[str]:

@@ -28,6 +28,8 @@ class Drop(Method):
     def plan(self, layers: int) -> DepthPlan:
         """Write None where a sublayer goes."""
         check_choice("drop", "compensation", self.compensation, ("attention", None))
+        if self.compensation is not None and not set(self.attention) - set(self.layers):
+            raise ValueError("drop: compensation makes up for dropped attention, and no layer loses attention alone")
         for option in ("attention", "mlp", "layers"):
             check_layers("drop", option, getattr(self, option), layers)
         gone, mlps = {*self.attention, *self.layers}, {*self.mlp, *self.layers}

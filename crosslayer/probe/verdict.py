@@ -61,7 +61,9 @@ class LayerShape:
     def read(calls: list[AttentionCall], config: PreTrainedConfig, layers: int) -> list["LayerShape | None"]:
         """Return the shape of each layer of a stack, None for one that was not visited."""
         causal = {id(call.mask): is_causal(call) for call in {id(c.mask): c for c in calls}.values()}
-        kinds = getattr(config, "layer_types", None) or [None] * layers
+        kinds: list[str | None] = list(getattr(config, "layer_types", None) or [None] * layers)
+        for layer, rotated in enumerate(getattr(config, "no_rope_layers", None) or []):  # 1: rotary, 0: none
+            kinds[layer] = kinds[layer] if rotated else f"{kinds[layer] or 'attention'} without rope"
         found: list[LayerShape | None] = [None] * layers
         for call in calls:
             one = call.causal if call.mask is None else causal[id(call.mask)]

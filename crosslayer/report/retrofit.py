@@ -26,8 +26,9 @@ def words(record: RetrofitRecord) -> list[str]:
         low, high = paper["ci95"]
         verdict = "better than" if high < 0 else "worse than" if low > 0 else "not told apart from"
         made.append(
-            f"On text that was not searched, before compensation, the search's wiring is {verdict} fixed superblocks "
-            f"at {paper['share']:.2%} of the cache: KL {paper['search_minus_paper']:+.4f} ({low:+.4f} to {high:+.4f})."
+            "On text that was not searched, before compensation, the search's wiring "
+            f"({record.cache['share']:.2%} of the cache) is {verdict} fixed superblocks "
+            f"({paper['share']:.2%}): KL {paper['search_minus_paper']:+.4f} ({low:+.4f} to {high:+.4f})."
         )
     return made
 
@@ -94,8 +95,9 @@ def panels(record: RetrofitRecord) -> list[Panel]:
     if curve:
         x = [point["share"] for point in curve]
         lines = [Line("search", x, [point["kl"] for point in curve])]
-        paper = record.choice["paper"]
-        lines.append(Line("fixed superblocks", [paper["share"]], [paper["kl"]]))
+        paper = record.choice.get("paper")
+        if paper is not None:
+            lines.append(Line("fixed superblocks", [paper["share"]], [paper["kl"]]))
         sentence = "KL to the original on text that was not searched, without compensation, as states are taken away."
         made.append(Panel("trade_off", "Cache against damage", sentence, "cached share", "KL (nats a token)", lines))
     return made

@@ -56,14 +56,15 @@ def calibrate(
 
     """
     _check(model, ids, fit, groups)
-    run = _Streams(original, model, ids)
-    made = []
-    for layer in range(len(model.model.layers)):
-        if isinstance(model.model.layers[layer]._modules.get("compensation"), Compensation):
+    run, made = _Streams(original, model, ids), []
+    compensated = [i for i, layer in enumerate(run.two) if "compensation" in layer._modules]
+    for layer in range(compensated[-1] + 1):
+        if layer in compensated:
             made.append(run.fit(layer, fit, groups))
-        run.step(layer)
+        if layer < compensated[-1]:
+            run.step(layer)
         if progress is not None:
-            progress(layer + 1, len(model.model.layers))
+            progress(layer + 1, compensated[-1] + 1)
     return made
 
 
@@ -71,6 +72,9 @@ def _check(model: CrossLayerForCausalLM, ids: Tensor, fit: str, groups: int) -> 
     check_choice("calibrate", "fit", fit, FITS)
     if not any(isinstance(module, Compensation) for module in model.modules()):
         raise ValueError("no layer has a W_c to fit; give the method compensation='attention'")
+    if any(residual in layer._modules for layer in _layers(model) for residual in ("attn_residual", "mlp_residual")):
+        names = ", ".join(method.name() for method in model.config.methods)
+        raise ValueError(f"{names}: W_c is fitted between plain residual streams; train it instead (fit 'zero')")
     if not 1 <= groups <= len(ids):
         raise ValueError(f"groups is {groups}; it must be between 1 and the {len(ids)} calibration sequences")
     held = len(ids) // HELD_OUT if fit == "ridge" else 0
@@ -96,7 +100,8 @@ class _Streams:
         self.carries: list[Carry] = [{} for _ in self.batches]
         position = torch.arange(ids.shape[1], device=ids.device)[None]
         self.rotary = self.model.rotary_emb(self.theirs[0], position_ids=position)
-        self.masks = [self.model._masks(stream, None, None, position) for stream in self.theirs]
+        sizes = {len(stream): stream for stream in self.theirs}  # the last batch may be smaller
+        self.masks = {size: self.model._masks(stream, None, None, position) for size, stream in sizes.items()}
         kinds = model.config.layer_types
         assert kinds is not None
         self.kinds, self.ahead = kinds, -1  # the last layer that the original has already passed
@@ -136,14 +141,16 @@ class _Streams:
         written = weight.T
         if compensation.target == "heads":
             assert two.self_attn is not None
-            written = torch.linalg.pinv(two.self_attn.o_proj.weight.double()) @ written
+            projection = two.self_attn.o_proj.weight.double()
+            written = torch.linalg.pinv(projection) @ written
+            weight = (projection @ written).T  # what W_o lets through
         compensation.weight.copy_(written)
         return sums.report(layer, weight, penalty)
 
     def _run(
         self, layer: CrossLayerDecoderLayer, number: int, index: int, streams: list[Tensor], carry: Carry
     ) -> tuple[Tensor, Carry]:
-        return layer(streams[number], carry, self.rotary, self.masks[number][self.kinds[index]])
+        return layer(streams[number], carry, self.rotary, self.masks[len(streams[number])][self.kinds[index]])
 
     def _part(self, one: CrossLayerDecoderLayer, two: CrossLayerDecoderLayer) -> None:
         if not self.parted and not _same(one, two):
@@ -156,7 +163,7 @@ def _layers(model: CrossLayerForCausalLM) -> list[CrossLayerDecoderLayer]:
 
 def _same(one: CrossLayerDecoderLayer, two: CrossLayerDecoderLayer) -> bool:
     """Return whether two layers have the very same weights and the second borrows nothing."""
-    if two.self_attn is None or two.self_attn.borrows:
+    if two.self_attn is None or two.self_attn.borrows or len(two.self_attn.mixers):
         return False
     weights, others = dict(one.named_parameters()), dict(two.named_parameters())
     return set(weights) == set(others) and all(weights[n].data_ptr() == others[n].data_ptr() for n in weights)
@@ -218,14 +225,13 @@ class _Sums:
 
     def add(self, x: Tensor, error: Tensor, first: int, count: int) -> None:
         """Add a batch (B, T, C) whose first sequence has the number `first`."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x, error = x.to(wide), error.to(wide)
+        x, error = x.double(), error.double()  # least squares invert what float32 products leave of dependent inputs
         for row in range(count):
             number = first + row
             part, group = int(number % HELD_OUT == HELD_OUT - 1), number * self.groups // self.sequences
             self.gram[part] += x[row].T @ x[row]
             self.cross[part] += x[row].T @ error[row]
-            self.energy[part] += error[row].double().square().sum()
+            self.energy[part] += error[row].square().sum()
             self.inputs[group] += x[row]
             self.errors[group] += error[row]
             self.members[group] += 1
@@ -241,13 +247,13 @@ class _Sums:
         if fit == "mean":
             x, error = self.means()
             return torch.linalg.pinv(x) @ error, None
+        everything, cross = _spectrum(self.gram.sum(0)), self.cross.sum(0)
         if fit == "lstsq":
-            return _solve(self.gram.sum(0), self.cross.sum(0), 0.0), None
-        scale = self.gram[0].diagonal().mean()
-        tried = [(self._error(_solve(self.gram[0], self.cross[0], float(p * scale)), [1]), p) for p in PENALTIES]
+            return _solve(everything, cross, 0.0), None
+        fitted, scale = _spectrum(self.gram[0]), self.gram[0].diagonal().mean()
+        tried = [(self._error(_solve(fitted, self.cross[0], float(p * scale)), [1]), p) for p in PENALTIES]
         penalty = min(tried)[1]
-        scale = self.gram.sum(0).diagonal().mean()
-        return _solve(self.gram.sum(0), self.cross.sum(0), float(penalty * scale)), penalty
+        return _solve(everything, cross, float(penalty * self.gram.sum(0).diagonal().mean())), penalty
 
     def _error(self, weight: Tensor, parts: list[int]) -> float:
         """Return ‖E − X W‖² from the moments alone."""
@@ -269,9 +275,14 @@ class _Sums:
         )
 
 
-def _solve(gram: Tensor, cross: Tensor, penalty: float) -> Tensor:
-    """Return (G + penalty)⁻¹ XᵀE; directions of no weight in G are left alone."""
+def _spectrum(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues, with 0 for directions of no weight, and eigenvectors of XᵀX."""
     values, vectors = torch.linalg.eigh(gram)
-    kept = values > values[-1] * 1e-13
-    inverse = torch.where(kept, 1 / torch.where(kept, values + penalty, 1), 0)
+    return torch.where(values > values[-1] * 1e-13, values, 0), vectors
+
+
+def _solve(spectrum: tuple[Tensor, Tensor], cross: Tensor, penalty: float) -> Tensor:
+    """Return (XᵀX + penalty)⁻¹ XᵀE; directions of no weight are left alone."""
+    values, vectors = spectrum
+    inverse = torch.where(values > 0, 1 / torch.where(values > 0, values + penalty, 1), 0)
     return vectors @ (inverse[:, None] * (vectors.T @ cross))

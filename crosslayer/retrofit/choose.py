@@ -1,10 +1,11 @@
 """Which layers share or go: named by the user, the paper's superblocks, by map similarity, or searched by damage.
 
 The search is greedy over layers and methods: at each step it takes the move with the least measured KL to the original
-for each cached state that it saves. Every move is ranked once; a move is measured again before it is taken, for as long
-as another looks better then (lazy greedy).
+for each cached state that it saves. Every move is ranked once (of deep models every n-th layer's, for its neighbours);
+a move is measured again before it is taken, for as long as another looks better then (lazy greedy).
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from crosslayer.plan import DepthPlan
 from crosslayer.probe.verdict import Groups, LayerShape, may_share, paper_groups
 
 PASSES = 300  # over the search text, at most
+RANKED = 200  # passes for the first ranking, at most
 AGAIN = 6  # moves that are measured again for one pick, at most
 SAVES = {"uniattn": 1, "cla": 2, "drop": 2}  # cached states of a layer that a move saves
 OWN = "own"
@@ -63,8 +65,11 @@ def entries(
         if compensation is not None and drop != "attention":
             raise ValueError(f"--compensation makes up for dropped attention, not for a dropped {drop}; use none")
         return [Drop(**{option: named}, compensation=compensation)]
-    if not followers:
-        raise ValueError(f"{method}: no group has a second layer, so nothing would be shared; write for example 18-21")
+    alone = [group[0] for group in groups if len(group) < 2]
+    if alone or not followers:
+        raise ValueError(
+            f"{method}: groups {alone} have no second layer, so nothing would be shared there; write for example 18-21"
+        )
     if method == "uniattn":
         return [UniAttn(frozen, compensation)]
     if method == "cla":
@@ -103,10 +108,10 @@ class Wires:
         if blocks["uniattn"]:
             made.append(UniAttn(blocks["uniattn"], compensation))
         if blocks["cla"]:
-            made.append(CLA(groups=blocks["cla"], compensation=compensation))
+            made.append(CLA(groups=blocks["cla"], compensation=compensation))  # W_c writes where the caller says
         dropped = tuple(i for i, kind in enumerate(self.kinds) if kind == "drop")
         if dropped:
-            made.append(Drop(attention=dropped, compensation=compensation))
+            made.append(Drop(attention=dropped, compensation=compensation and "attention"))  # nowhere else is possible
         return made
 
     def _groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
@@ -145,15 +150,19 @@ class Search:
             )
         wires, damage = Wires((OWN,) * count), 0.0
         self.curve = [(wires, damage)]
-        stale = {move: self._cost(wires, move, 0.0) for move in self._moves(wires)}
+        moves = self._moves(wires)
+        step = -(-len(moves) // RANKED)
+        stale = {move: self._cost(wires, move, 0.0) for move in moves if move[1] % step == 0}
+        refused: set[tuple[str, int]] = set()
         while share is None or wires.plan.cached_fraction() > share + 1e-9:
-            move = self._best(wires, damage, stale)
+            move = self._best(wires, damage, stale, refused)
             if move is None:
                 break
-            wires = wires.take(*move)
-            damage += stale.pop(move) * SAVES[move[0]]
-            if kl is not None and damage > kl:
-                break
+            after = damage + stale.pop(move) * SAVES[move[0]]
+            if kl is not None and after > kl:
+                refused.add(move)
+                continue
+            wires, damage = wires.take(*move), after
             self.curve.append((wires, damage))
         chosen = self.curve[-1][0]
         if share is not None and chosen.plan.cached_fraction() > share + 1e-9:
@@ -172,9 +181,16 @@ class Search:
         self.passes += 1
         return (self.measure(wires.take(*move).plan) - damage) / SAVES[move[0]]
 
-    def _best(self, wires: Wires, damage: float, stale: dict[tuple[str, int], float]) -> tuple[str, int] | None:
+    def _best(
+        self, wires: Wires, damage: float, stale: dict[tuple[str, int], float], refused: set[tuple[str, int]]
+    ) -> tuple[str, int] | None:
         """Measure the most promising moves again until the best of them stands; its cost in `stale` is then fresh."""
-        moves = [move for move in self._moves(wires) if move in stale]
+        moves = [move for move in self._moves(wires) if move not in refused]
+        for kind, layer in moves:
+            if (kind, layer) not in stale:  # not ranked, or not possible before: as its nearest neighbour, if any
+                known = [other for other in stale if other[0] == kind]
+                near = min(known, key=lambda other: abs(other[1] - layer), default=None)
+                stale[kind, layer] = -math.inf if near is None else stale[near]
         fresh: set[tuple[str, int]] = set()
         while moves and self.passes < PASSES:
             best = min(moves, key=stale.__getitem__)
@@ -185,8 +201,8 @@ class Search:
         return None
 
 
-def fixed_superblocks(shapes: list[LayerShape | None], share: float) -> tuple[Groups, float]:
-    """Return the paper's superblocks in the top half, of the size whose cached share is nearest to `share`."""
+def fixed_superblocks(shapes: list[LayerShape | None], share: float) -> tuple[Groups, float] | None:
+    """Return the paper's superblocks in the top half, of the size whose cached share is nearest to `share`, if any."""
     tried = []
     for size in range(2, max(3, len(shapes) // 2 + 1)):
         groups = paper_groups(shapes, size)
@@ -194,6 +210,6 @@ def fixed_superblocks(shapes: list[LayerShape | None], share: float) -> tuple[Gr
             plan = UniAttn(tuple(map(tuple, groups))).plan(len(shapes))
             tried.append((abs(plan.cached_fraction() - share), size != 4, groups, plan.cached_fraction()))
     if not tried:
-        raise ValueError("no two layers of the top half may share, so there are no superblocks")
+        return None
     _, _, groups, found = min(tried)
     return groups, found

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.families import FAMILIES, to_config
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.method import Compensation, Method, check_choice, to_entry
+from crosslayer.method import Method, Mixing, check_choice, to_entry
 from crosslayer.methods.cla import CLA
 from crosslayer.methods.drop import Drop
 
@@ -51,10 +51,10 @@ def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first"
     broken = [name for name, weight in source.named_parameters() if not torch.isfinite(weight).all()]
     if broken:
         raise ValueError(f"{len(broken)} weights hold NaN or infinity, the first is {broken[0]}; they must be finite")
-    if len(methods) == 1 and _only_whole_layers(methods[0]):
-        return _without_layers(source, methods[0])  # type: ignore[arg-type]
     config = to_config(source.config, [to_entry(method) for method in methods])
-    groups = [g for method in methods if isinstance(method, CLA) for g in _groups(method, config.num_hidden_layers)]
+    groups = _groups(methods, config)
+    if len(methods) == 1 and _only_whole_layers(methods[0]) and merge == "first":
+        return _without_layers(source, methods[0])  # type: ignore[arg-type]
     if merge != "first" and not groups:
         raise ValueError(f"merge {merge!r} merges keys and values of CLA groups, and there are none; use first")
     weights = dict(source.state_dict())
@@ -64,8 +64,12 @@ def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first"
     model.load_state_dict({name: weights[name] for name in names if name in weights}, strict=False, assign=True)
     model.tie_weights()
     for module in model.modules():
-        if isinstance(module, Compensation):
-            module.to_empty(device=source.device).to(source.dtype).reset()
+        if isinstance(module, Mixing) and any(p.is_meta for p in module.parameters(recurse=False)):
+            module.to_empty(device=source.device, recurse=False).to(source.dtype)
+            module.reset()
+    lost = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if lost:
+        raise ValueError(f"{type(source).__name__} has no weight {lost[0]}; unload adapters before a retrofit")
     model.generation_config = copy.deepcopy(source.generation_config)
     return Conversion(
         model.eval(),
@@ -85,12 +89,13 @@ def _empty(config: CrossLayerConfig, source: PreTrainedModel) -> CrossLayerForCa
     return model
 
 
-def _groups(method: CLA, layers: int) -> list[list[int]]:
-    """Return the groups of a CLA that have followers."""
-    source = method.plan(layers).keys
-    found = [
-        [i for i in range(layers) if source[i] == leader] for leader in sorted({s for s in source if s is not None})
-    ]
+def _groups(methods: list[Method], config: CrossLayerConfig) -> list[list[int]]:
+    """Return the groups of CLA that have followers, without the layers that another method drops."""
+    layers, found = range(config.num_hidden_layers), []
+    for method in methods:
+        source = method.plan(len(layers)).keys if isinstance(method, CLA) else ()
+        for leader in dict.fromkeys(source):
+            found.append([i for i in layers if source[i] == leader and config.plan.attends(i)])
     return [group for group in found if len(group) > 1]
 
 
@@ -132,6 +137,11 @@ def _without_layers(source: PreTrainedModel, method: Drop) -> Conversion:
 
 def _merge(weights: dict[str, Tensor], config: CrossLayerConfig, groups: list[list[int]], merge: str) -> list[str]:
     """Change the weights of each group in place of the source's; return the names of those that changed."""
+    assert config.head_dim is not None
+    if merge == "svd" and config.head_dim > config.hidden_size:
+        raise ValueError(
+            f"merge 'svd' needs heads (size {config.head_dim}) within {config.hidden_size}; use first or mean"
+        )
     if config.qk_norm and merge == "svd":
         raise ValueError(
             "merge 'svd' folds factors of the keys into W_q, which a qk-norm would undo; use first or mean"

@@ -16,9 +16,15 @@ from crosslayer.runtime.manifest import write_manifest
 
 SHIM = """\"\"\"Lets `trust_remote_code=True` find the installed package: pip install crosslayer.\"\"\"
 
-from crosslayer import CrossLayerConfig, CrossLayerForCausalLM
+import crosslayer
 
-__all__ = ["CrossLayerConfig", "CrossLayerForCausalLM"]
+
+class CrossLayerConfig(crosslayer.CrossLayerConfig):
+    pass
+
+
+class CrossLayerForCausalLM(crosslayer.CrossLayerForCausalLM):
+    config_class = CrossLayerConfig
 """
 
 

@@ -1,6 +1,7 @@
 """A whole retrofit: choose layers, rewire, calibrate, measure the damage, and put everything into one record."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.decoder.families import to_config
 from crosslayer.environment import environment
-from crosslayer.method import Method, check_choice, merge_plans, to_entry
+from crosslayer.method import TARGETS, Method, check_choice, merge_plans, to_entry
 from crosslayer.plan import DepthPlan
 from crosslayer.probe import measures as m
 from crosslayer.probe.scan import diagnose
@@ -75,8 +76,30 @@ class Request:
             check_choice("retrofit", name, value, known)
         if self.windows < FEWEST:
             raise ValueError(f"--windows {self.windows} is too few for an interval; use at least {FEWEST}")
-        if self.size < 2:
-            raise ValueError(f"--size {self.size}: a superblock has at least 2 layers")
+        for name, budget in (("kv", self.kv_budget), ("kl", self.kl_budget)):
+            if budget is not None and not (math.isfinite(budget) and budget > 0):
+                raise ValueError(f"--{name}-budget {budget} is no budget; it must be a number above 0")
+        if self.size < 2 or self.seed < 0 or self.groups < 1:
+            raise ValueError("--size must be at least 2, --groups at least 1, --seed at least 0")
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Refuse an option that would do nothing beside the others."""
+        dropping, named = self.method == "drop", self.method is not None
+        acts = {
+            "layers": named,
+            "drop": dropping,
+            "select": dropping and self.layers == "auto",
+            "size": named and self.layers == "top-half",
+            "count": named and self.layers == "auto",
+            "merge": self.method == "cla",
+            "groups": self.compensation == "mean",
+            "target": self.compensation != "none" and not dropping,
+        }
+        for option, does in acts.items():
+            if not does and getattr(self, option) != Request.__dataclass_fields__[option].default:
+                raise ValueError(f"--{option} {getattr(self, option)} does nothing with these options; leave it out")
+        check_choice("retrofit", "target", self.target, TARGETS)
 
     @property
     def writes(self) -> str | None:
@@ -158,7 +181,9 @@ class Job:
     def _auto(self, ids: Tensor) -> Groups:
         """Choose by similarity: of maps without the first column for sharing, of input and output for dropping."""
         request = self.request
-        count = request.count or self.layers // 2 // PAPER_SIZE * (PAPER_SIZE - 1)
+        count = request.count or max(1, self.layers // 2 // PAPER_SIZE * (PAPER_SIZE - 1))
+        if count >= self.layers:
+            raise ValueError(f"--count {count}: the model has {self.layers} layers, and one must stay")
         if request.method == "drop" and request.drop == "mlp":
             raise ValueError("--layers auto ranks attention and whole layers; name the layers whose MLP goes")
         if request.method == "drop" and request.select == "greedy":
@@ -170,7 +195,11 @@ class Job:
             ranked = np.argsort(-found.samples[name].mean(axis=0), kind="stable")
             return [[int(layer)] for layer in sorted(ranked[:count])]
         similarity = found.samples["map_similarity_without_first"].mean(axis=0)
-        return similar_groups(similarity, found.shapes, count)
+        groups = similar_groups(similarity, found.shapes, count)
+        reached = sum(len(group) - 1 for group in groups)
+        if reached < count:
+            raise ValueError(f"--count {count}: masks allow at most {reached} layers to follow another")
+        return groups
 
     def _convert(self, methods: list[Method], given: dict[str, Windows]) -> Retrofit:
         request = self.request

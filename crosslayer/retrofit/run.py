@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.method import Compensation, Method, load_method
-from crosslayer.retrofit.calibrate import Fit, calibrate
+from crosslayer.method import Compensation, Method, check_choice, load_method, merge_plans
+from crosslayer.plan import DepthPlan
+from crosslayer.retrofit.calibrate import FITS, Fit, calibrate
 from crosslayer.retrofit.convert import convert
 
 
@@ -56,6 +57,10 @@ def retrofit(
     """
     given = [methods] if isinstance(methods, str | Mapping | Method) else list(methods)
     chosen = [load_method(entry) for entry in given]
+    check_choice("retrofit", "fit", fit, FITS)
+    layers = model.config.num_hidden_layers
+    if merge_plans(chosen, layers) == DepthPlan.identity(layers) and all(_only_plans(method) for method in chosen):
+        raise ValueError(f"{', '.join(m.name() for m in chosen) or 'no method'} as given changes nothing; name layers")
     made, fits = convert(model, chosen, merge), []
     if any(isinstance(module, Compensation) for module in made.model.modules()) and fit != "zero":
         if calibration is None:
@@ -67,3 +72,9 @@ def retrofit(
         for parameter in made.model.parameters():
             parameter.data = parameter.data.clone()
     return Retrofit(made.model, chosen, made.dropped, made.merged, made.new, fits)
+
+
+def _only_plans(method: Method) -> bool:
+    """Return whether a method has no modules of its own that mix."""
+    kind = type(method)
+    return all(getattr(kind, name) is getattr(Method, name) for name in ("heads", "residual", "final"))

@@ -39,15 +39,15 @@ def plan_by_damage(
     with meter(what, expected) as bar:
         measure.step = lambda done: bar.step(min(done, expected), expected)
         chosen = search.run(request.kv_budget, request.kl_budget)
-    curve, beside = _curve(model, wiring, search, given["trade-off"], meter)
     methods = chosen.methods(request.writes)
     if not methods:
-        raise ValueError(f"a damage of {request.kl_budget} nats allows no change; the least found costs more")
+        raise ValueError(f"a damage of {request.kl_budget} nats allows no change: every single move costs more")
+    curve, beside = _curve(model, wiring, search, given["trade-off"], meter)
     return methods, {"how": "search", "passes": search.passes, "kinds": chosen.kinds, "curve": curve, **beside}
 
 
 class _Measure:
-    """KL to the original over the search text, whose log-probabilities are kept."""
+    """KL to the original over the search text, whose logits are kept."""
 
     def __init__(self, model: PreTrainedModel, wiring: Wiring, windows: Windows):
         self.model, self.wiring, self.windows, self.passes = model, wiring, windows, 0
@@ -72,19 +72,22 @@ def _curve(
     picks = search.curve[1:]
     step = max(1, -(-len(picks) // POINTS))
     points = list(reversed(picks[::-1][::step]))  # the last is always there
-    groups, share = fixed_superblocks(wiring.shapes, points[-1][0].plan.cached_fraction()) if points else ([], 1.0)
-    fixed = merge_plans([UniAttn(tuple(map(tuple, groups)))], len(wiring.shapes))
+    if not points:
+        return [], {}
     runs = {str(i): logits_if(model, wires.plan, wiring) for i, (wires, _) in enumerate(points)}
-    runs["paper"] = logits_if(model, fixed, wiring)
+    fixed = fixed_superblocks(wiring.shapes, points[-1][0].plan.cached_fraction())
+    if fixed is not None:
+        plan = merge_plans([UniAttn(tuple(map(tuple, fixed[0])))], len(wiring.shapes))
+        runs["paper"] = logits_if(model, plan, wiring)
     with meter("measuring the trade-off on unseen text", len(windows)) as bar:
         found = losses(logits_of(model), runs, windows, bar.step)
     curve = [_point(wires, kl, found[str(i)]) for i, (wires, kl) in enumerate(points)]
-    if not points:
-        return [], {}
+    if fixed is None:  # no two layers of the top half may share
+        return curve, {}
     gap, interval = difference(found[str(len(points) - 1)], found["paper"])
     paper = {
-        "superblocks": groups,
-        "share": share,
+        "superblocks": fixed[0],
+        "share": fixed[1],
         "kl": float(found["paper"].kl.mean()),
         "search_minus_paper": gap,
         "ci95": interval,

@@ -110,7 +110,25 @@ def test_the_original_and_everything_but_wc_stay(source):
     assert all(found[name].abs().max() > 0 for name in made.new)
 
 
+def test_a_mixer_below_parts_the_streams(source):
+    """Layers that mix have the same weights and another output: the original must not be led through them."""
+    below = [{"name": "resformer", "mode": "identity"}, {"name": "uniattn", "superblocks": ((3, 4),)}]
+    model = retrofit(source, below, fit="zero").model
+    fit = retrofit(source, below, calibration=text(), fit="lstsq").fits[0]
+    seen = []
+    for one in (source, model):
+        hook = one.model.layers[4].post_attention_layernorm.register_forward_pre_hook(
+            lambda _, args: seen.append(args[0])
+        )
+        with torch.no_grad():
+            one(text())
+        hook.remove()
+    assert fit.token_before == pytest.approx((seen[0] - seen[1]).square().sum(-1).mean().sqrt().item(), rel=1e-6)
+
+
 def test_bad_calibrations(source):
+    with pytest.raises(ValueError, match="uniattn, attnres: W_c is fitted between plain residual streams"):
+        retrofit(source, [METHODS["uniattn"], "attnres"], calibration=text())
     with pytest.raises(ValueError, match="fit 'ridge' needs calibration=…"):
         retrofit(source, METHODS["uniattn"])
     with pytest.raises(ValueError, match=r"calibration text has 24 tokens; lstsq needs at least 64"):

@@ -73,6 +73,27 @@ def test_a_damage_budget_stops_before_it_is_crossed():
     assert search.run(kl=1e-9).methods() == []
 
 
+def test_a_dear_move_does_not_hide_a_cheap_one_within_the_budget():
+    """Cheaper for each state, but two states at once: 0.10 does not fit into 0.08, 0.06 does."""
+    given = {"drop": [0.10] * 4, "cla": [9.0] * 4, "uniattn": [0.06] * 4}
+    search = Search(additive(given), [SHAPE] * 4)
+    assert sorted(search.run(kl=0.08).kinds) == ["own", "own", "own", "uniattn"]
+
+
+def test_moves_that_become_possible_are_tried():
+    """Layer 2 can read layer 0 only once layer 1, of another mask, has no attention."""
+    windowed = LayerShape(4, 2, 8, 8, True, window=8)
+    given = {"drop": [9.0, 0.1, 9.0], "cla": [9.0, 9.0, 0.1]}
+    chosen = Search(additive(given), [SHAPE, windowed, SHAPE], kinds=("cla", "drop")).run(share=0.34)
+    assert chosen.kinds == ("own", "drop", "cla")
+
+
+def test_deep_models_are_searched_within_the_passes():
+    search = Search(additive(costs(0, 126)), [SHAPE] * 126)
+    chosen = search.run(share=0.95)
+    assert chosen.plan.cached_fraction() <= 0.95 and search.passes <= PASSES
+
+
 def test_budgets_that_cannot_be_met_name_the_nearest():
     with pytest.raises(ValueError, match=r"a KV budget of 0.05 cannot be met; with 8 layers it lies from 0.1250 to 1"):
         Search(additive(costs(0, 8)), [SHAPE] * 8).run(share=0.05)

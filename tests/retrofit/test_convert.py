@@ -159,12 +159,31 @@ def test_the_cache_allocates_the_share_that_the_paper_counts(name, layers, group
     assert elements == each * sum(len(made.config.plan.stored(i)) for i in range(layers))
 
 
+def test_mixing_modules_begin_as_they_should():
+    made = retrofit(tiny("llama"), ["resformer", "attnres"])
+    assert {"weights", "query", "gain"} == {name.rsplit(".")[-1] for name in made.new}
+    ids = tokens()
+    assert torch.equal(made.model(ids).logits, made.model(ids).logits)
+    assert made.model.model.layers[1].self_attn.mixers[0].weights.tolist() == [0.5, 0.5]
+
+
+def test_dropped_layers_are_not_merged():
+    source, ids = tiny("llama", num_hidden_layers=4), tokens()
+    methods = [load_method({"name": "cla", "groups": ((1, 2, 3),)}), load_method({"name": "drop", "attention": (2,)})]
+    before = convert(source, methods, "mean").model(ids).logits
+    with torch.no_grad():
+        source.model.layers[2].self_attn.k_proj.weight.mul_(100)
+        assert torch.equal(convert(source, methods, "mean").model(ids).logits, before)
+
+
 def test_bad_conversions():
     source = tiny("llama")
     with pytest.raises(ValueError, match="merge 'svd' merges keys and values of CLA groups, and there are none"):
         convert(source, [load_method({"name": "uniattn", "superblocks": ((1, 2),)})], "svd")
     with pytest.raises(ValueError, match="which a qk-norm would undo"):
         convert(tiny("qwen3"), [load_method("cla")], "svd")
+    with pytest.raises(ValueError, match="uniattn as given changes nothing; name layers"):
+        retrofit(source, "uniattn")
     with torch.no_grad():
         source.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"1 weights hold NaN or infinity, the first is model.layers.0.mlp.up_proj"):
@@ -177,5 +196,5 @@ def test_bad_conversions():
     ):
         with pytest.raises(ValueError, match=words):
             parse_layers(text, 30)
-    with pytest.raises(ValueError, match="no group has a second layer"):
+    with pytest.raises(ValueError, match=r"groups \[1, 2\] have no second layer"):
         entries("cla", [[1], [2]], 3, None)

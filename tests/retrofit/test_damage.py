@@ -43,13 +43,18 @@ def test_intervals_are_paired_and_cover():
     low, high = found.ratio_ci95
     assert low < math.exp(0.1) < high and high - low < 0.05  # unpaired, the spread of 1 would give ± 0.25
     assert (found.windows, found.documents) == (64, 4)
-    hits = 0
-    for seed in range(60):
-        low, high = damage(planted(0.1, 0.05, seed=seed)).ratio_ci95
-        hits += low < math.exp(0.1) < high
-    assert hits >= 50  # of 60; 95 % would be 57, and fewer than 50 has a chance below 1e-4
     gap, (low, high) = difference(planted(0.3, 0.05), planted(0.1, 0.05))
     assert low < gap < high and low > 0
+
+
+@pytest.mark.parametrize("documents", [1, 4, 32, 64])
+def test_intervals_cover_however_many_windows_a_document_has(documents):
+    """A document of one window must not make the interval a point: 120 draws of 95 %, at least 104 hits."""
+    hits = 0
+    for seed in range(120):
+        low, high = damage(planted(0.1, 0.05, documents=documents, seed=seed)).ratio_ci95
+        hits += low < math.exp(0.1) < high
+    assert hits >= 104  # 114 expected; fewer than 104 has a chance of 1e-4
 
 
 def test_strata_are_documents():

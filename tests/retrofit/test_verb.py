@@ -121,6 +121,13 @@ BAD = [
     (("--method", "uniattn", "--calibration", 2), "calibration text has 32 tokens; ridge needs at least 128"),
     (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
     (("--method", "drop", "--drop", "mlp", "--layers", "1"), "not for a dropped mlp; use none"),
+    (("--method", "cla", "--layers", "4-5", "--select", "greedy"), "--select greedy does nothing with these options"),
+    (("--method", "uniattn", "--merge", "svd"), "--merge svd does nothing with these options"),
+    (("--method", "uniattn", "--layers", "1,2,4-5"), "groups [1, 2] have no second layer"),
+    (("--method", "drop", "--layers", "auto", "--count", 8), "--count 8: the model has 8 layers, and one must stay"),
+    (("--method", "cla", "--target", "head"), "target is 'head'; it must be one of 'attention', 'heads', 'mlp'"),
+    (("--kv-budget", "nan"), "--kv-budget nan is no budget"),
+    (("--kl-budget", "1e-9", "--compensation", "none"), "every single move costs more"),
     (("--method", "drop", "--drop", "layer", "--layers", "1", "--compensation", "none", "--remote-code-shim"),
      "this one is a stock LlamaForCausalLM and needs none"),
 ]  # fmt: skip

@@ -285,8 +285,6 @@ class _Progress:
             self.bar = Progress(console=Console(stderr=True))
             self.bar.start()
             self.task = self.bar.add_task(self.what, total=self.total)
-        else:
-            _say(f"{self.what}: 0 of {self.total}")
         return self
 
     def __exit__(self, *_) -> None:
@@ -298,6 +296,8 @@ class _Progress:
             self.bar.update(self.task, completed=done)
             return
         now = time.monotonic()
+        if done == 0:
+            return _say(f"{self.what}: 0 of {total}")
         if done < total and now - self.said < QUIET:
             return
         self.said = now

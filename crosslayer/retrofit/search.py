@@ -37,6 +37,7 @@ def plan_by_damage(
     expected = len(wiring.shapes) * len(SAVES) * 3 // 2
     what = f"searching, about {expected} of at most {PASSES} forward passes, {expected * measure.seconds:.0f} s"
     with meter(what, expected) as bar:
+        bar.step(0, expected)
         measure.step = lambda done: bar.step(min(done, expected), expected)
         chosen = search.run(request.kv_budget, request.kl_budget)
     methods = chosen.methods(request.writes)

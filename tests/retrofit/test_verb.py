@@ -73,6 +73,22 @@ def test_the_folder_opens_with_automodel_and_tells_its_story(monkeypatch, inputs
     assert "crosslayer retrofit model --text text.txt" in card and "conditional on this corpus" in card
 
 
+def test_the_shim_loads_and_saves_again(monkeypatch, inputs, tmp_path):
+    out = tmp_path / "out"
+    assert retrofit(monkeypatch, inputs, out, "--method", "cla", "--layers", "6-7", "--remote-code-shim") == 0
+    code = (
+        "import sys, torch; from transformers import AutoModelForCausalLM as A\n"
+        "for source, target in zip(sys.argv[1:], sys.argv[2:]):\n"
+        "    m = A.from_pretrained(source, trust_remote_code=True); m.save_pretrained(target)\n"
+        "    print(m(torch.tensor([[5, 6, 7]])).logits.sum().item(), m.config.plan.keys[7])\n"
+    )
+    folders = [str(out), str(tmp_path / "again"), str(tmp_path / "third")]
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    found = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, env=environment)
+    lines = found.stdout.split("\n")
+    assert found.returncode == 0 and lines[0] == lines[1] and lines[0].endswith(" 6"), found.stderr[-500:]
+
+
 def test_whole_layers_need_no_package(monkeypatch, inputs, tmp_path):
     out = tmp_path / "out"
     options = ("--method", "drop", "--drop", "layer", "--layers", "auto", "--count", 2, "--compensation", "none")

@@ -95,6 +95,11 @@ def measured(model, name, texts) -> dict[str, Any]:
         "methods": [to_entry(m) for m in made["none"].methods],
         "kv_share": allocated(made["none"].model) / allocated(model),
         "damage": rows,
+        "windows": {
+            variant: {key: [round(float(x), 6) for x in getattr(one, key)] for key in ("before", "after", "kl")}
+            for variant, one in found.items()
+        },
+        "documents": texts["evaluation"].documents,
         "fits": fits,
         "calibration_seconds": seconds,
         "settings": {name: len(part) for name, part in texts.items()},

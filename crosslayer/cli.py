@@ -19,6 +19,14 @@ app = typer.Typer(
 )
 QUIET = 5  # seconds between two lines of progress
 INTERRUPTED = 130
+Text = Annotated[str | None, typer.Option(help=".txt, .jsonl or .parquet, or a datasets name.")]
+Config = Annotated[str | None, typer.Option(help="Configuration of a dataset.")]
+Split = Annotated[str, typer.Option(help="Split of a dataset.")]
+Column = Annotated[str, typer.Option(help="Text column of a table or dataset.")]
+Bos = Annotated[str, typer.Option(help="First token: auto (as the tokenizer has it), yes or no.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing folder of results.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on an error.")]
 
 
@@ -31,18 +39,18 @@ def _root(debug: Debug = False) -> None:
 def diagnose(
     model: Annotated[str, typer.Argument(help="Hub name, local folder, or smollm2 or minilm (embedded).")],
     out: Annotated[Path, typer.Option(help="Folder for report.html, record.json and the figures.")] = Path("diagnosis"),
-    text: Annotated[str | None, typer.Option(help=".txt, .jsonl or .parquet, or a datasets name.")] = None,
-    config: Annotated[str | None, typer.Option(help="Configuration of a dataset.")] = None,
-    split: Annotated[str, typer.Option(help="Split of a dataset.")] = "train",
-    column: Annotated[str, typer.Option(help="Text column of a table or dataset.")] = "text",
+    text: Text = None,
+    config: Config = None,
+    split: Split = "train",
+    column: Column = "text",
     sequences: Annotated[int, typer.Option(min=1, help="Sequences to measure; intervals need two.")] = 8,
     length: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the choice of text.")] = 0,
-    bos: Annotated[str, typer.Option(help="First token: auto (as the tokenizer has it), yes or no.")] = "auto",
+    bos: Bos = "auto",
     cross_layer: Annotated[bool, typer.Option("--cross-layer", help="Also compare with two-layer attention.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder of results.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    force: Force = False,
     debug: Debug = False,
 ) -> None:
     """Show sinks, value drains, peaks, concentration and redundancy of every layer of a pretrained model."""
@@ -91,19 +99,19 @@ def retrofit(
     select: Annotated[str, typer.Option(help="How drop ranks with auto: similarity or greedy.")] = "similarity",
     size: Annotated[int, typer.Option(help="Layers of a superblock of top-half.")] = 4,
     count: Annotated[int | None, typer.Option(min=1, help="Followers or dropped layers of auto.")] = None,
-    text: Annotated[str | None, typer.Option(help=".txt, .jsonl or .parquet, or a datasets name.")] = None,
-    config: Annotated[str | None, typer.Option(help="Configuration of a dataset.")] = None,
-    split: Annotated[str, typer.Option(help="Split of a dataset.")] = "train",
-    column: Annotated[str, typer.Option(help="Text column of a table or dataset.")] = "text",
+    text: Text = None,
+    config: Config = None,
+    split: Split = "train",
+    column: Column = "text",
     windows: Annotated[int, typer.Option(help="Windows on which the damage is measured; at least 32.")] = 64,
     calibration: Annotated[int, typer.Option(min=1, help="Windows to which W_c is fitted.")] = 128,
     length: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the choice of text and of the intervals.")] = 0,
-    bos: Annotated[str, typer.Option(help="First token: auto (as the tokenizer has it), yes or no.")] = "auto",
+    bos: Bos = "auto",
     remote_code_shim: Annotated[bool, typer.Option("--remote-code-shim", help="Add an auto_map file.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder of results.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    force: Force = False,
     debug: Debug = False,
 ) -> None:
     """Share or drop layers of a pretrained model, make up for it, and print what it costs and saves."""
@@ -140,9 +148,9 @@ def bench(
     attention: Annotated[str, typer.Option(help="Attention of both: sdpa (flash on a GPU) or eager.")] = "sdpa",
     seed: Annotated[int, typer.Option(help="Seed of the random tokens.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.html, record.json and the figures.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder of results.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    force: Force = False,
     debug: Debug = False,
 ) -> None:
     """Measure cache, time to first token, time per token and memory of a model beside a baseline, in turns."""
@@ -179,8 +187,8 @@ def verify(
     model: Annotated[str, typer.Argument(help="Hub name, local folder, or smollm2 (embedded).")],
     out: Annotated[Path | None, typer.Option(help="Folder for record.json.")] = None,
     dtypes: Annotated[str, typer.Option(help="Dtypes to check, with commas between.")] = "float32,bfloat16",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder of results.")] = False,
+    device: Device = None,
+    force: Force = False,
     debug: Debug = False,
 ) -> None:
     """Prove that a causal language model is right: its files, and every way to run it."""
@@ -213,8 +221,8 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put the prompt into the chat template.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     debug: Debug = False,
 ) -> None:
     """Continue a prompt, token by token."""

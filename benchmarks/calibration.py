@@ -39,7 +39,8 @@ def side(name: str, sequences: int) -> None:
     import torch
 
     import crosslayer
-    from crosslayer.retrofit.job import Job, Request
+    from crosslayer.retrofit.job import Job
+    from crosslayer.retrofit.request import Request
     from crosslayer.text import TextSource, load_documents, split
 
     model, tokenizer = crosslayer.load_model("smollm2")

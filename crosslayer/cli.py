@@ -119,7 +119,8 @@ def retrofit(
     from crosslayer import text as texts
     from crosslayer.report.record import check_target
     from crosslayer.retrofit.folder import write_retrofit
-    from crosslayer.retrofit.job import Job, Request
+    from crosslayer.retrofit.job import Job
+    from crosslayer.retrofit.request import Request
 
     check_target(out, force)
     given = {key: value for key, value in locals().items() if key in Request.__dataclass_fields__}

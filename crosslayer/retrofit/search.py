@@ -1,7 +1,7 @@
 """Meet a budget by measured damage: the greedy search, and its trade-off curve on text that was not searched."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +13,15 @@ from crosslayer.plan import DepthPlan
 from crosslayer.probe.what_if import Wiring, look
 from crosslayer.retrofit.choose import PASSES, SAVES, Search, Wires, fixed_superblocks
 from crosslayer.retrofit.damage import Losses, compare, difference, logits_if, logits_of, losses
+from crosslayer.retrofit.request import Meter, Request
 from crosslayer.text import Windows
-
-if TYPE_CHECKING:
-    from crosslayer.retrofit.job import Meter, Request
 
 POINTS = 8  # of the curve, at most
 
 
 @torch.no_grad()
 def plan_by_damage(
-    model: PreTrainedModel, given: dict[str, Windows], request: "Request", meter: "Meter"
+    model: PreTrainedModel, given: dict[str, Windows], request: Request, meter: Meter
 ) -> tuple[list[Method], dict[str, Any]]:
     """Return the methods that meet the request's budget, and what the record says of the choice.
 
@@ -67,7 +65,7 @@ class _Measure:
 
 
 def _curve(
-    model: PreTrainedModel, wiring: Wiring, search: Search, windows: Windows, meter: "Meter"
+    model: PreTrainedModel, wiring: Wiring, search: Search, windows: Windows, meter: Meter
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Measure the picks, and the paper's fixed superblocks beside them, on the unsearched windows."""
     picks = search.curve[1:]

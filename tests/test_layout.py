@@ -17,6 +17,7 @@ ALLOWED = {
     "models": {"environment"},
     "probe": {"environment", "text", "plan"},
     "report": set(),
+    "intervene": {"probe"},
     "retrofit": {"plan", "method", "methods", "decoder", "text", "report", "environment", "probe", "runtime"},
     "runtime": {"plan", "method", "methods", "decoder", "models", "text", "report", "environment", "probe"},
 }

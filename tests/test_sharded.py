@@ -48,6 +48,7 @@ def worker(rank, port, methods, mixed, checkpointing, path):
         dist.barrier()
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may still run when the interpreter takes its modules down, which aborts
 
 
 @pytest.mark.slow

@@ -1,0 +1,180 @@
+"""Interventions against the isolation theorem, decoding, padding, and exact restoration."""
+
+import json
+
+import pytest
+import torch
+
+from crosslayer.intervene import (
+    Ablate,
+    Forbid,
+    PositionSwap,
+    ScaleValues,
+    TokenSwap,
+    Waiver,
+    intervene,
+    load_intervention,
+    to_entry,
+    waiver,
+)
+from tests.tiny import tiny, tokens
+
+FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gpt2")
+K = 7
+
+
+def states(model, ids, **inputs):
+    with torch.no_grad():
+        return model(ids, output_hidden_states=True, use_cache=False, **inputs).hidden_states
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_isolated_token_is_the_token_alone_at_every_layer(family, implementation):
+    if family == "gemma2" and implementation == "sdpa":
+        pytest.skip("SDPA cannot cap")
+    model, ids = tiny(family, implementation), tokens()
+    before = states(model, ids)
+    with intervene(model, waiver(K)):
+        isolated = states(model, ids)
+    alone = states(model, ids[:, K : K + 1], position_ids=torch.tensor([[K]]))
+    for one, two, three in zip(isolated, alone, before, strict=True):
+        # 1e-6 where norms compute in float32: two shapes of one product may round a bit apart
+        assert (one[:, K] - two[:, 0]).abs().max() < (1e-12 if family == "gpt2" else 1e-6)
+        assert (one[:, :K] - three[:, :K]).abs().max() < (1e-12 if family == "gpt2" else 1e-6)
+    assert (isolated[-1][:, K:] - before[-1][:, K:]).abs().max() > 1e-3
+    assert all(torch.equal(one, two) for one, two in zip(states(model, ids), before, strict=True))
+
+
+EACH = [
+    waiver(K, 3),
+    Waiver((K,), (1, 2)),
+    Forbid((0, 4)),
+    ScaleValues((0, 5), 0.25),
+    TokenSwap(0, "bos"),
+    TokenSwap(6, "random", 3),
+    Ablate(1, 5),
+]
+
+
+@pytest.mark.parametrize("one", EACH, ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_decoding_with_a_cache_is_the_full_pass(family, one):
+    model, ids = tiny(family), tokens(length=16)
+    with torch.no_grad(), intervene(model, one):
+        full = model(ids, use_cache=False).logits
+        cache, steps = None, []
+        for part in (ids[:, :5], *ids[:, 5:].split(1, dim=1)):
+            out = model(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+    assert (torch.cat(steps, dim=1) - full).abs().max() < 1e-9
+    with torch.no_grad():
+        assert (model(ids, use_cache=False).logits - full).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("one", EACH, ids=str)
+def test_positions_do_not_count_left_padding(one):
+    model, ids = tiny("llama"), tokens(batch=1, length=12)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
+    mask = torch.cat([torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 12, dtype=torch.long)], dim=1)
+    both, masks = torch.cat([padded, tokens(batch=1, length=16, seed=5)]), torch.cat([mask, torch.ones_like(mask)])
+    positions = (masks.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad(), intervene(model, one):
+        single = model(ids, use_cache=False).logits[0]
+        batch = model(both, attention_mask=masks, position_ids=positions, use_cache=False).logits[0, 4:]
+        texts = [model.generate(i, attention_mask=m, max_new_tokens=4, do_sample=False)[0, -4:]
+                 for i, m in ((ids, torch.ones_like(ids)), (both, masks))]  # fmt: skip
+    assert (single - batch).abs().max() < 1e-9
+    assert torch.equal(*texts)
+
+
+def test_a_forbidden_column_gets_nothing_and_a_scaled_value_is_scaled():
+    model, ids = tiny("llama", "eager"), tokens()
+    with torch.no_grad(), intervene(model, Forbid((4,))):
+        maps = model(ids, output_attentions=True, use_cache=False).attentions
+    for one in maps or ():
+        column = one[:, :, :, 4].clone()
+        assert column[:, :, 4].min() > 0
+        column[:, :, 4] = 0
+        assert column.abs().max() == 0
+    with torch.no_grad(), intervene(model, ScaleValues(tuple(range(24)), 0.0)):
+        quiet = model(ids, use_cache=False).logits
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+        assert (model(ids, use_cache=False).logits - quiet).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "opt"])
+def test_position_swaps_reach_the_right_row(family):
+    """Swapping in the row of q equals running with the position id of q there, where the model takes position ids."""
+    model, ids = tiny(family), tokens(length=10)
+    weights = {name: w.clone() for name, w in model.state_dict().items()}
+    before = model(ids).last_hidden_state if family in ("bert", "roberta") else model(ids).logits
+    with torch.no_grad(), intervene(model, PositionSwap(4, 8)):
+        swapped = model(ids)
+    found = swapped.last_hidden_state if family in ("bert", "roberta") else swapped.logits
+    assert (found - before).abs().max() > 1e-4
+    if family in ("bert", "gpt2"):
+        positions = torch.arange(10)[None].clone()
+        positions[0, 4] = 8
+        out = model(ids, position_ids=positions)
+        expected = out.last_hidden_state if family == "bert" else out.logits
+        assert (found - expected).abs().max() < 1e-10
+    assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
+
+
+def test_everything_composes_and_is_restored_after_an_exception():
+    model, ids = tiny("gpt2"), tokens()
+    states(model, ids)  # transformers adds hooks of its own on the first such call
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    before, weights = states(model, ids), {name: w.clone() for name, w in model.state_dict().items()}
+    everything = (
+        waiver(7),
+        Forbid((0,)),
+        ScaleValues((1,), 2.0),
+        PositionSwap(2, 9),
+        TokenSwap(3, 5),
+        Ablate(0, 4, "mean"),
+    )
+    with intervene(model, *everything):
+        assert (states(model, ids)[-1] - before[-1]).abs().max() > 1e-3
+    with pytest.raises(RuntimeError, match="inside"), intervene(model, *everything):
+        raise RuntimeError("inside")
+    assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
+    assert all(torch.equal(one, two) for one, two in zip(states(model, ids), before, strict=True))
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
+
+
+@pytest.mark.parametrize("one", [*EACH, PositionSwap(1, 2), PositionSwap(1, (0.5,) * 4)], ids=str)
+def test_round_trip_through_json(one):
+    assert load_intervention(json.loads(json.dumps(to_entry(one)))) == one
+
+
+def test_bad_interventions_are_one_clear_line():
+    model, ids = tiny("llama"), tokens()
+    with pytest.raises(ValueError, match="outside of every sequence that was run"), intervene(model, waiver(99)):
+        states(model, ids)
+    with (
+        pytest.raises(ValueError, match="layer 3 does not exist; layers go from 0 to 2"),
+        intervene(model, waiver(1, layers=[3])),
+    ):
+        pass
+    with pytest.raises(ValueError, match="no learned position table"), intervene(model, PositionSwap(0, 1)):
+        pass
+    with (
+        pytest.raises(ValueError, match="position 64 is not in the table"),
+        intervene(tiny("gpt2"), PositionSwap(64, 1)),
+    ):
+        pass
+    with pytest.raises(ValueError, match="'waver' is not known; use one of waiver, forbid"):
+        load_intervention({"kind": "waver"})
+    with pytest.raises(ValueError, match="waiver: "):
+        load_intervention({"kind": "waiver", "positions": [1], "layer": 3})
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with (
+        pytest.raises(ValueError, match="flash_attention_2 attention takes no edited mask"),
+        intervene(model, waiver(1)),
+    ):
+        pass

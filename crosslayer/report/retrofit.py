@@ -91,7 +91,9 @@ def panels(record: RetrofitRecord) -> list[Panel]:
             "Root mean square of what the rewired layer's stream lacks, without and with W_c, on calibration text."
         )
         lines = [Line(name, layers, [fit[key] for fit in fits]) for key, name in names.items()]
-        made.append(Panel("calibration", "What W_c makes up for", sentence, "layer", "error", lines, log_y=True))
+        made.append(
+            Panel("calibration", "What W_c makes up for", sentence, "layer", "error", lines, log_y=True, wide=True)
+        )
     if curve:
         x = [point["share"] for point in curve]
         lines = [Line("search", x, [point["kl"] for point in curve])]
@@ -99,7 +101,9 @@ def panels(record: RetrofitRecord) -> list[Panel]:
         if paper is not None:
             lines.append(Line("fixed superblocks", [paper["share"]], [paper["kl"]]))
         sentence = "KL to the original on text that was not searched, without compensation, as states are taken away."
-        made.append(Panel("trade_off", "Cache against damage", sentence, "cached share", "KL (nats a token)", lines))
+        made.append(
+            Panel("trade_off", "Cache against damage", sentence, "cached share", "KL (nats a token)", lines, wide=True)
+        )
     return made
 
 

@@ -112,10 +112,9 @@ class Forbid(Intervention):
         chosen = _chosen(model, self.layers)
 
         def handler(call: AttentionCall) -> AttentionCall:
-            columns = [p for k in self.positions for p in running.columns(k, call)]
-            if call.layer not in chosen or not columns:
+            columns = _columns(self, call, running) if call.layer in chosen else []
+            if not columns:
                 return call
-            running.acted.add(id(self))
             dropped = max(0, running.seen + call.query.shape[2] - call.key.shape[2])
             mask, blocked, open_ = _mask(call, running)
             for row, column in columns:
@@ -142,10 +141,9 @@ class ScaleValues(Intervention):
         chosen = _chosen(model, self.layers)
 
         def handler(call: AttentionCall) -> AttentionCall:
-            columns = [p for k in self.positions for p in running.columns(k, call)]
-            if call.layer not in chosen or not columns:
+            columns = _columns(self, call, running) if call.layer in chosen else []
+            if not columns:
                 return call
-            running.acted.add(id(self))
             value = call.value.clone()
             for row, column in columns:
                 value[row, :, column] *= self.factor
@@ -300,6 +298,13 @@ def _chosen(model: PreTrainedModel, layers: Layers) -> set[int]:
     if wrong:
         raise ValueError(f"layer {wrong[0]} does not exist; layers go from 0 to {count - 1}")
     return set(range(count)) if layers == "all" else {int(layer) for layer in layers}
+
+
+def _columns(one: Forbid | ScaleValues, call: AttentionCall, running: Running) -> list[tuple[int, int]]:
+    """Return the keys that an intervention is about, and note that it acts where there are any."""
+    columns = [place for position in one.positions for place in running.columns(position, call)]
+    running.acted |= {id(one)} if columns else set()
+    return columns
 
 
 def _mask(call: AttentionCall, running: Running) -> tuple[Tensor, Any, Any]:

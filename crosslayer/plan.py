@@ -31,14 +31,14 @@ class DepthPlan:
         if len({len(self.queries), len(self.keys), len(self.values), len(self.mlps)}) != 1:
             raise ValueError("queries, keys, values and mlps must have one entry for each layer")
         for state in STATES:
-            _check_vector(state, getattr(self, state))
+            _check_vector(state, self.sources(state))
         for layer, source in enumerate(self.mlps):
             if source not in (layer, None):
                 raise ValueError(
                     f"layer {layer}: mlps is {source}; an MLP is its layer's own ({layer}) or dropped (None)"
                 )
         for layer in range(self.layers):
-            sources = [getattr(self, state)[layer] for state in STATES]
+            sources = [self.sources(state)[layer] for state in STATES]
             if None in sources and sources != [None] * 3:
                 raise ValueError(
                     f"layer {layer}: queries, keys and values are {sources}; attention goes whole (all None) or stays"
@@ -51,18 +51,22 @@ class DepthPlan:
         """Number of layers L."""
         return len(self.keys)
 
+    def sources(self, state: str) -> Vector:
+        """Return the vector of one of "queries", "keys", "values" and "mlps"."""
+        return {"queries": self.queries, "keys": self.keys, "values": self.values, "mlps": self.mlps}[state]
+
     def attends(self, layer: int) -> bool:
         """Return whether a layer has attention."""
         return self.keys[layer] is not None
 
     def lends(self, state: str, layer: int) -> bool:
         """Return whether a later layer reads this layer's `state`."""
-        vector = getattr(self, state)
+        vector = self.sources(state)
         return any(source == layer for reader, source in enumerate(vector) if reader != layer)
 
     def stored(self, layer: int) -> tuple[str, ...]:
         """Return what the cache holds at a layer: owned keys and owned values (queries are never cached)."""
-        return tuple(state for state in ("keys", "values") if getattr(self, state)[layer] == layer)
+        return tuple(state for state in ("keys", "values") if self.sources(state)[layer] == layer)
 
     def cached_fraction(self) -> float:
         """Return the stored share of a full cache, with keys and values of one size."""
@@ -83,7 +87,7 @@ class DepthPlan:
 
         Slots are reused once the last reader is past, so that equal groups carry equal names.
         """
-        vector = getattr(self, state)
+        vector = self.sources(state)
         last = {source: reader for reader, source in enumerate(vector) if source is not None}
         busy: dict[int, int] = {}  # slot -> last reader
         result: list[Entry] = [None] * self.layers
@@ -115,7 +119,7 @@ class DepthPlan:
         if self.layers != other.layers:
             raise ValueError(f"{names[0]} has {self.layers} layers and {names[1]} {other.layers}")
         result: list[Entry] = []
-        for layer, (one, two) in enumerate(zip(getattr(self, state), getattr(other, state), strict=True)):
+        for layer, (one, two) in enumerate(zip(self.sources(state), other.sources(state), strict=True)):
             if one == two or two == layer:
                 result.append(one)
             elif one == layer:
@@ -133,7 +137,7 @@ class DepthPlan:
         """Draw who reads from whom, a line for each layer."""
         lines = ["layer  queries  keys     values   mlp   cache"]
         for layer in range(self.layers):
-            cells = [_cell(getattr(self, state)[layer], layer) for state in STATES]
+            cells = [_cell(self.sources(state)[layer], layer) for state in STATES]
             mlp = "own" if self.mlps[layer] is not None else "–"
             lines.append(
                 f"{layer:>5}  {''.join(f'{c:<9}' for c in cells)}{mlp:<6}{'+'.join(self.stored(layer)) or '–'}"

@@ -91,7 +91,7 @@ class CrossLayerConfig(LlamaConfig):
 
     def reads_input(self, layer: int) -> bool:
         """Return whether attention of a layer reads its own input: it owns a state, or something compensates it."""
-        owns = any(getattr(self.plan, state)[layer] == layer for state in STATES)
+        owns = any(self.plan.sources(state)[layer] == layer for state in STATES)
         return owns or self.compensation(layer) is not None
 
     @property
@@ -122,7 +122,7 @@ class CrossLayerConfig(LlamaConfig):
         plan, methods, kinds = self.plan, self.methods, self.layer_types
         assert kinds is not None
         for state in STATES:
-            for reader, source in enumerate(getattr(plan, state)):
+            for reader, source in enumerate(plan.sources(state)):
                 if source is not None and kinds[reader] != kinds[source]:
                     raise ValueError(
                         f"layer {reader} ({kinds[reader]}) reads {state} of layer {source} ({kinds[source]}); "

@@ -47,7 +47,7 @@ class CrossLayerAttention(nn.Module):
         self.attention_dropout = config.attention_dropout or 0.0
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         plan, bias = config.plan, config.attention_bias
-        self.owns = tuple(getattr(plan, state)[layer_idx] == layer_idx for state in STATES)
+        self.owns = tuple(plan.sources(state)[layer_idx] == layer_idx for state in STATES)
         self.stored = plan.stored(layer_idx)
         self.borrows, self.lends = _loans(config, layer_idx)
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
@@ -314,7 +314,7 @@ def _loans(config: CrossLayerConfig, layer: int) -> tuple[dict[int, str], dict[i
     plan = config.plan
     borrows, lends = {}, {}
     for number, state in enumerate(STATES):
-        source, slots = getattr(plan, state)[layer], plan.slots(state)
+        source, slots = plan.sources(state)[layer], plan.slots(state)
         if source is not None and source != layer:
             borrows[number] = f"{state}.{slots[source]}"
         elif slots[layer] is not None:

@@ -50,7 +50,7 @@ class ResFormer(Method):
 
     def heads(self, config: "CrossLayerConfig", layer: int) -> HeadMixer | None:
         """Mix in every layer that owns the state."""
-        owners = [i for i, source in enumerate(getattr(config.plan, self.of)) if source == i]
+        owners = [i for i, source in enumerate(config.plan.sources(self.of)) if source == i]
         if len(owners) < 2:
             raise ValueError(f"resformer: only layer {owners[0]} owns {self.of} here, so nothing would be mixed")
         if layer not in owners:

@@ -45,7 +45,7 @@ class SVFormer(Method):
     def compensate(self, layers: int, layer: int) -> str | None:
         """Give every layer that borrows a W_c."""
         plan = self.plan(layers)
-        borrows = any(getattr(plan, state)[layer] != layer for state in STATES)
+        borrows = any(plan.sources(state)[layer] != layer for state in STATES)
         return self.compensation if borrows else None
 
 

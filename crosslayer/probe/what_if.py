@@ -42,7 +42,7 @@ class Wiring:
         if plan.layers != len(self.shapes):
             raise ValueError(f"the plan has {plan.layers} layers and the model {len(self.shapes)}")
         for state in STATES:
-            for reader, source in enumerate(getattr(plan, state)):
+            for reader, source in enumerate(plan.sources(state)):
                 one, other = self.shapes[reader], self.shapes[reader if source is None else source]
                 if source is not None and source != reader and not may_share(one, other):
                     words = [("no attention" if s is None else s.mask) for s in (one, other)]
@@ -113,14 +113,14 @@ class _Loans:
         self.last = {
             (state, source): reader
             for state in STATES
-            for reader, source in enumerate(getattr(plan, state))
+            for reader, source in enumerate(plan.sources(state))
             if source is not None and source != reader
         }
 
     def __call__(self, call: AttentionCall) -> AttentionCall:
         changed = {}
         for state, name in FIELDS.items():
-            source = getattr(self.plan, state)[call.layer]
+            source = self.plan.sources(state)[call.layer]
             if source is None:
                 continue
             if source != call.layer:

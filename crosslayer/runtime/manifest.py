@@ -131,7 +131,7 @@ def plan_of(model: PreTrainedModel) -> dict[str, list[int | None]] | None:
     if not isinstance(model.config, CrossLayerConfig):
         return None
     plan = model.config.plan
-    return {vector: list(getattr(plan, vector)) for vector in (*STATES, "mlps")}
+    return {vector: list(plan.sources(vector)) for vector in (*STATES, "mlps")}
 
 
 def methods_of(model: PreTrainedModel) -> list[dict[str, Any]] | None:

@@ -18,7 +18,8 @@ from typing import Any
 import crosslayer
 from crosslayer.environment import environment
 from crosslayer.method import to_entry
-from crosslayer.retrofit.choose import entries, parse_layers
+from crosslayer.plan import parse_layers
+from crosslayer.retrofit.choose import entries
 from crosslayer.retrofit.damage import damage, logits_of, losses
 from crosslayer.retrofit.job import allocated
 from crosslayer.retrofit.run import retrofit

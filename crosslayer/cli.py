@@ -11,13 +11,14 @@ from typing import Annotated
 
 import typer
 
+from crosslayer.progress import Progress, say
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Attention across depth: what one Transformer layer takes from another.",
 )
-QUIET = 5  # seconds between two lines of progress
 INTERRUPTED = 130
 Text = Annotated[str | None, typer.Option(help=".txt, .jsonl or .parquet, or a datasets name.")]
 Config = Annotated[str | None, typer.Option(help="Configuration of a dataset.")]
@@ -26,6 +27,9 @@ Column = Annotated[str, typer.Option(help="Text column of a table or dataset.")]
 Bos = Annotated[str, typer.Option(help="First token: auto (as the tokenizer has it), yes or no.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")]
+Sequences = Annotated[int, typer.Option(min=1, help="Sequences to measure; intervals need two.")]
+Length = Annotated[int, typer.Option(min=2, help="Tokens a sequence.")]
+Words = Annotated[list[str] | None, typer.Option(help="Positions that attend only to themselves, as 255 or 255,300.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing folder of results.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on an error.")]
 
@@ -43,8 +47,8 @@ def diagnose(
     config: Config = None,
     split: Split = "train",
     column: Column = "text",
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences to measure; intervals need two.")] = 8,
-    length: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 512,
+    sequences: Sequences = 8,
+    length: Length = 512,
     seed: Annotated[int, typer.Option(help="Seed of the choice of text.")] = 0,
     bos: Bos = "auto",
     cross_layer: Annotated[bool, typer.Option("--cross-layer", help="Also compare with two-layer attention.")] = False,
@@ -62,7 +66,7 @@ def diagnose(
 
     check_target(out, force)
     source = texts.TextSource(text, config, split, column)
-    _say(f"loading {model}")
+    say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     documents = texts.load_documents(source, seed)
     ids = texts.pack(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
@@ -73,7 +77,7 @@ def diagnose(
         "bos": bos,
         "command": _command(),
     }
-    with _Progress("diagnosing", sequences) as bar:
+    with Progress("diagnosing", sequences) as bar:
         found = run(loaded, ids, tokenizer, settings=settings, progress=bar.step, cross_layer=cross_layer)
     record = found.record()
     page, headline = write_diagnosis(record, out, force)
@@ -81,6 +85,66 @@ def diagnose(
         _print(word)
     _print(f"report: {page}")
     _print(json.dumps(headline, ensure_ascii=False))
+
+
+@app.command()
+def intervene(
+    model: Annotated[str, typer.Argument(help="Hub name, local folder, or smollm2 or minilm (embedded).")],
+    out: Annotated[Path, typer.Option(help="Folder for the report, the record and the figures.")] = Path(
+        "intervention"
+    ),
+    waiver: Words = None,
+    forbid: Annotated[list[str] | None, typer.Option(help="Positions that no other token may attend to.")] = None,
+    scale_values: Annotated[list[str] | None, typer.Option(help="POSITIONS:FACTOR: scale value states.")] = None,
+    position_swap: Annotated[list[str] | None, typer.Option(help="POSITION:ROW of a learned position table.")] = None,
+    token_swap: Annotated[list[str] | None, typer.Option(help="POSITION:TOKEN: an id, bos or random.")] = None,
+    ablate: Annotated[list[str] | None, typer.Option(help="LAYER:POSITION[:zero|mean]: hidden states.")] = None,
+    file: Annotated[Path | None, typer.Option(help="More interventions, as JSON or YAML.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Where waiver, forbid and scale-values act, as 0-11.")] = None,
+    scan: Annotated[str, typer.Option(help="Ranges of layers to try alone, as 0-2,3-29; auto or none.")] = "auto",
+    controls: Annotated[int, typer.Option(min=0, help="How often to try the same elsewhere.")] = 2,
+    probes: Annotated[int, typer.Option(min=1, help="Sequences of scan and controls.")] = 2,
+    text: Text = None,
+    config: Config = None,
+    split: Split = "train",
+    column: Column = "text",
+    sequences: Sequences = 8,
+    length: Length = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of text and of the controls.")] = 0,
+    bos: Bos = "auto",
+    device: Device = None,
+    dtype: Dtype = None,
+    force: Force = False,
+    debug: Debug = False,
+) -> None:
+    """Move, make or remove an attention sink, and show what follows, layer by layer."""
+    from crosslayer import load_model
+    from crosslayer import text as texts
+    from crosslayer.effect import effect, scan_groups
+    from crosslayer.intervene import WORDS, parse_interventions
+    from crosslayer.report.intervention import headline, words, write_intervention
+    from crosslayer.report.record import InterventionRecord, check_target
+
+    given = {kind: values for kind, values in locals().items() if kind in WORDS}
+    check_target(out, force)
+    source = texts.TextSource(text, config, split, column)
+    say(f"loading {model}")
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+    depth = loaded.config.get_text_config().num_hidden_layers
+    chosen = parse_interventions(given, file, layers, depth)
+    ids = texts.pack(
+        texts.load_documents(source, seed), tokenizer, sequences=sequences, length=length, seed=seed, bos=bos
+    )
+    about = {"model": _public_name(model), "text": source.describe(), "bos": bos, "command": _command()}
+    options = {"scan": scan_groups(scan, depth), "controls": controls, "probes": probes, "seed": seed}
+    with Progress("running", 2 * sequences) as bar:
+        record = effect(loaded, ids, *chosen, **options, settings=about, progress=bar.step).record()
+    checked = InterventionRecord.model_validate(record)
+    page = write_intervention(record, out, force)
+    for sentence in words(checked):
+        _print(sentence)
+    _print(f"report: {page}")
+    _print(json.dumps({"model": about["model"], **headline(checked)}, ensure_ascii=False))
 
 
 @app.command()
@@ -126,9 +190,9 @@ def retrofit(
     given = {key: value for key, value in locals().items() if key in Request.__dataclass_fields__}
     request, source = Request(**given), texts.TextSource(text, config, split, column)
     documents = texts.load_documents(source, seed)
-    _say(f"loading {model}")
+    say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
-    outcome = Job(loaded, tokenizer, request, _Progress).run(documents)
+    outcome = Job(loaded, tokenizer, request, Progress).run(documents)
     about = {"model": _public_name(model), "text": source.describe(), "command": _command()}
     outcome.record["settings"] |= about
     sentences, found = write_retrofit(outcome, tokenizer, out, force=force, shim=remote_code_shim)
@@ -167,10 +231,10 @@ def bench(
     settings = Settings(contexts, batches, new_tokens, repeats, attention, seed)
     loaded = {}
     for side, name in {"candidate": model, "baseline": baseline}.items():
-        _say(f"loading {name}")
+        say(f"loading {name}")
         loaded[side] = load_model(name, dtype=dtype, device=device)[0]
     check(loaded, settings)
-    with _Progress("benchmarking", len(contexts) * len(batches) * (repeats + 1)) as bar:
+    with Progress("benchmarking", len(contexts) * len(batches) * (repeats + 1)) as bar:
         record = run(**loaded, settings=settings, progress=bar.step)
     names = {"candidate": _public_name(model), "baseline": _public_name(baseline)}
     record["settings"] |= {**names, "command": _command()}
@@ -199,8 +263,8 @@ def verify(
     if out is not None:
         check_target(out, force)
     names, started = [name.strip() for name in dtypes.split(",")], time.monotonic()
-    _say(f"checking and loading {model}")
-    with _Progress("verifying", check_count(names)) as bar:
+    say(f"checking and loading {model}")
+    with Progress("verifying", check_count(names)) as bar:
         rows = verify_source(model, dtypes=names, device=device, progress=bar.step)
     seconds = round(time.monotonic() - started, 1)
     _print_checks(rows)
@@ -233,7 +297,7 @@ def generate(
 
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text to continue")
-    _say(f"loading {model}")
+    say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     sampling = Sampling(max_new_tokens, temperature, seed)
     found = run(loaded, tokenizer, prompt, sampling=sampling, chat=chat)
@@ -279,45 +343,6 @@ def _print_checks(rows: list) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-class _Progress:
-    """Progress on stderr: a bar with the time that is left on a terminal, plain lines otherwise."""
-
-    def __init__(self, what: str, total: int):
-        self.what, self.total, self.started, self.bar = what, total, time.monotonic(), None
-        self.said = self.started
-
-    def __enter__(self) -> "_Progress":
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self.bar = Progress(console=Console(stderr=True))
-            self.bar.start()
-            self.task = self.bar.add_task(self.what, total=self.total)
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def step(self, done: int, total: int) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, completed=done)
-            return
-        now = time.monotonic()
-        if done == 0:
-            return _say(f"{self.what}: 0 of {total}")
-        if done < total and now - self.said < QUIET:
-            return
-        self.said = now
-        left = (time.monotonic() - self.started) / done * (total - done)
-        _say(f"{self.what}: {done} of {total}, about {left:.0f} s left")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _print(text: str) -> None:
     print(text, flush=True)
 
@@ -359,10 +384,10 @@ def main() -> None:
             traceback.print_exc()
         status = _fail(" ".join(str(error).split()) or type(error).__name__)
     if status == INTERRUPTED:
-        _say("crosslayer: interrupted, nothing was written")
+        say("crosslayer: interrupted, nothing was written")
     sys.exit(status or 0)
 
 
 def _fail(message: str) -> int:
-    _say(f"crosslayer: error: {message}")
+    say(f"crosslayer: error: {message}")
     return 2

@@ -1,248 +1,35 @@
-"""Interventions on a model that is left as it is: move, make and remove attention sinks, then put everything back.
+"""Intervene on a model that is left as it is, and put everything back; read and write interventions.
 
-    waiver: row k of the mask holds only k, −∞ before the softmax (Yan et al. 2024, Eq. 11)
+    with intervene(model, waiver(255), PositionSwap(0, 100)): …
 
-Token k is then not mixed with others and may become a sink. Masks are edited inside the attention calls, layer by
-layer, so that sliding windows stay and generate() can grow its cache. Positions count tokens: left padding is not.
-
-Source: "Unveiling and Controlling Anomalous Attention Distribution in Transformers".
-Shapes: B batch, T new tokens, S cached + new tokens, C hidden.
+The kinds are in `interventions.py`, and imported here.
 """
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
-import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
-from torch import Tensor
+import yaml
+from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel
 
-from crosslayer.probe.tokens import position_embedding, position_limit
-from crosslayer.probe.visit import AttentionCall, intercepted, layer_stack
+from crosslayer.interventions import (
+    Ablate,
+    Forbid,
+    Intervention,
+    PositionSwap,
+    Running,
+    ScaleValues,
+    TokenSwap,
+    Waiver,
+)
+from crosslayer.plan import parse_layers
 
-Layers = tuple[int, ...] | Literal["all"]
-STRICT = ConfigDict(extra="forbid")
-
-
-class Running:
-    """Where the tokens of the running forward pass stand; `acted` holds the interventions that found their token."""
-
-    def __init__(self):
-        self.seen, self.offsets, self.passes = 0, None, 0
-        self.acted: set[int] = set()
-
-    def begin(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Read from the body's arguments how many tokens are cached and how far each row is padded on the left."""
-        cache, mask, positions = (kwargs.get(k) for k in ("past_key_values", "attention_mask", "position_ids"))
-        self.seen = 0 if cache is None else int(cache.get_seq_length())
-        self.offsets, self.passes = None, self.passes + 1
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            self.offsets = (mask.cumsum(-1) == 0).sum(-1).tolist()
-        elif isinstance(positions, Tensor) and positions.dim() == 2:
-            self.offsets = (self.seen - positions[:, 0]).tolist()
-
-    def places(self, position: int, batch: int, new: int) -> list[tuple[int, int]]:
-        """Return (row of the batch, index among the new tokens) of each row that is running this position now."""
-        offsets = self.offsets or [0] * batch
-        offsets = offsets * batch if len(offsets) == 1 else offsets
-        found = [(row, position + offset - self.seen) for row, offset in enumerate(offsets)]
-        return [(row, index) for row, index in found if 0 <= index < new]
-
-    def columns(self, position: int, call: AttentionCall) -> list[tuple[int, int]]:
-        """Return (row of the batch, index among the keys) of a position; a sliding cache has dropped its oldest."""
-        batch, _, new, _ = call.query.shape
-        size = call.key.shape[2]
-        dropped = max(0, self.seen + new - size)
-        offsets = self.offsets or [0] * batch
-        offsets = offsets * batch if len(offsets) == 1 else offsets
-        found = [(row, position + offset - dropped) for row, offset in enumerate(offsets)]
-        return [(row, index) for row, index in found if 0 <= index < size and position + offsets[row] < self.seen + new]
-
-
-class Intervention:
-    """One change; entered on a model by `intervene`."""
-
-    def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
-        """Make the change; `stack` undoes it."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, config=STRICT)
-class Waiver(Intervention):
-    """These positions attend only to themselves, in `layers`."""
-
-    positions: tuple[int, ...]
-    layers: Layers = "all"
-    kind: Literal["waiver"] = "waiver"
-
-    def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
-        """Edit the rows of the mask."""
-        chosen = _chosen(model, self.layers)
-
-        def handler(call: AttentionCall) -> AttentionCall:
-            if call.layer not in chosen:
-                return call
-            places = [p for k in self.positions for p in running.places(k, call.query.shape[0], call.query.shape[2])]
-            if not places:
-                return call
-            running.acted.add(id(self))
-            dropped = max(0, running.seen + call.query.shape[2] - call.key.shape[2])
-            mask, blocked, open_ = _mask(call, running)
-            for row, index in places:
-                mask[row, :, index] = blocked
-                mask[row, :, index, index + running.seen - dropped] = open_
-            return dataclasses.replace(call, mask=mask)
-
-        stack.enter_context(intercepted(model, handler))
-
-
-@dataclass(frozen=True, config=STRICT)
-class Forbid(Intervention):
-    """No other token may attend to these positions, in `layers`: what stands there can be no sink."""
-
-    positions: tuple[int, ...]
-    layers: Layers = "all"
-    kind: Literal["forbid"] = "forbid"
-
-    def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
-        """Edit the columns of the mask; a token may still attend to itself."""
-        chosen = _chosen(model, self.layers)
-
-        def handler(call: AttentionCall) -> AttentionCall:
-            columns = _columns(self, call, running) if call.layer in chosen else []
-            if not columns:
-                return call
-            dropped = max(0, running.seen + call.query.shape[2] - call.key.shape[2])
-            mask, blocked, open_ = _mask(call, running)
-            for row, column in columns:
-                mask[row, :, :, column] = blocked
-                own = column + dropped - running.seen
-                if 0 <= own < call.query.shape[2]:
-                    mask[row, :, own, column] = open_
-            return dataclasses.replace(call, mask=mask)
-
-        stack.enter_context(intercepted(model, handler))
-
-
-@dataclass(frozen=True, config=STRICT)
-class ScaleValues(Intervention):
-    """The value states of these positions are multiplied by `factor`, in `layers`."""
-
-    positions: tuple[int, ...]
-    factor: float
-    layers: Layers = "all"
-    kind: Literal["scale_values"] = "scale_values"
-
-    def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
-        """Change what attention reads, never what the cache holds."""
-        chosen = _chosen(model, self.layers)
-
-        def handler(call: AttentionCall) -> AttentionCall:
-            columns = _columns(self, call, running) if call.layer in chosen else []
-            if not columns:
-                return call
-            value = call.value.clone()
-            for row, column in columns:
-                value[row, :, column] *= self.factor
-            return dataclasses.replace(call, value=value)
-
-        stack.enter_context(intercepted(model, handler))
-
-
-@dataclass(frozen=True, config=STRICT)
-class PositionSwap(Intervention):
-    """Position `position` gets row `source` of a learned position table (BERT, GPT-2), or the vector `source` (C)."""
-
-    position: int
-    source: int | tuple[float, ...]
-    kind: Literal["position_swap"] = "position_swap"
-
-    def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
-        """Overwrite one row of the table; the old one comes back bit for bit."""
-        found = position_embedding(model)
-        if found is None:
-            raise ValueError(f"{type(model).__name__} has no learned position table, so positions cannot be swapped")
-        table, limit = found[1], position_limit(model)
-        assert limit is not None
-        shift = table.num_embeddings - limit if table.padding_idx is None else table.padding_idx + 1
-        for position in (self.position, *((self.source,) if isinstance(self.source, int) else ())):
-            if not 0 <= position < limit:
-                raise ValueError(f"position {position} is not in the table; it has rows 0 to {limit - 1}")
-        weight = table.weight
-        if isinstance(self.source, int):
-            row = weight.detach()[self.source + shift].clone()
-        else:
-            row = torch.tensor(self.source, dtype=weight.dtype, device=weight.device)
-            if row.shape != weight.shape[1:]:
-                raise ValueError(f"the vector has {len(row)} entries; a row of the table has {weight.shape[1]}")
-        before = weight.detach()[self.position + shift].clone()
-        stack.callback(_write_row, weight, self.position + shift, before)
-        _write_row(weight, self.position + shift, row)
-        running.acted.add(id(self))
-
-
-@dataclass(frozen=True, config=STRICT)
-class TokenSwap(Intervention):
-    """The token at `position` becomes another: an id, "bos", or a random one drawn with `seed`."""
-
-    position: int
-    token: int | Literal["bos", "random"]
-    seed: int = 0
-    kind: Literal["token_swap"] = "token_swap"
-
-    def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
-        """Change what the embedding is asked for."""
-        config = model.config.get_text_config()
-        token: Any = self.token
-        if token == "random":
-            token = int(torch.randint(config.vocab_size, (), generator=torch.Generator().manual_seed(self.seed)))
-        elif token == "bos":
-            token = config.bos_token_id
-        if token is None or not 0 <= token < config.vocab_size:
-            raise ValueError(f"token {self.token!r} is not in the vocabulary of {config.vocab_size}; give another id")
-
-        def hook(module: Any, args: tuple) -> tuple:
-            ids = args[0].clone()
-            for row, index in running.places(self.position, *ids.shape):
-                ids[row, index] = token
-                running.acted.add(id(self))
-            return (ids, *args[1:])
-
-        stack.callback(model.get_input_embeddings().register_forward_pre_hook(hook).remove)
-
-
-@dataclass(frozen=True, config=STRICT)
-class Ablate(Intervention):
-    """The hidden state that leaves `layer` at `position` becomes zero, or the mean of the other new tokens.
-
-    The mean sees tokens behind the position too: it is for comparing full forward passes, not for decoding.
-    """
-
-    layer: int
-    position: int
-    value: Literal["zero", "mean"] = "zero"
-    kind: Literal["ablate"] = "ablate"
-
-    def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
-        """Change the output of one layer."""
-        _chosen(model, (self.layer,))
-
-        def hook(module: Any, args: Any, output: Any) -> Any:
-            hidden = (output[0] if isinstance(output, tuple) else output).clone()  # (B, T, C)
-            for row, index in running.places(self.position, *hidden.shape[:2]):
-                others = torch.cat([hidden[row, :index], hidden[row, index + 1 :]])
-                if self.value == "mean" and not len(others):
-                    raise ValueError("the mean of other tokens needs more than one new token; use zero when decoding")
-                hidden[row, index] = 0 if self.value == "zero" else others.mean(0)
-                running.acted.add(id(self))
-            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-        stack.callback(layer_stack(model)[self.layer].register_forward_hook(hook).remove)
-
-
+__all__ = ["Ablate", "Forbid", "PositionSwap", "ScaleValues", "TokenSwap", "Waiver", "intervene", "waiver"]
+FILE_LIMIT = 16_000_000  # bytes of a file of interventions; a record has some 100 kB
 KINDS = Waiver | Forbid | ScaleValues | PositionSwap | TokenSwap | Ablate
 
 
@@ -263,6 +50,81 @@ def load_intervention(entry: Mapping[str, Any]) -> KINDS:
         raise ValueError(f"{entry['kind']}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
+WORDS = {
+    "waiver": ("positions",),
+    "forbid": ("positions",),
+    "scale_values": ("positions", "factor"),
+    "position_swap": ("position", "source"),
+    "token_swap": ("position", "token"),
+    "ablate": ("layer", "position", "value"),
+}
+
+
+def parse_intervention(kind: str, text: str, layers: Sequence[int] | None = None) -> KINDS:
+    """Read an intervention from the command line: "255,300" or "0:0.5", what `WORDS` lists with colons between.
+
+    Raises:
+        ValueError: the text is not of that form, or a value is not known.
+
+    """
+    words, names = text.split(":"), WORDS[kind]
+    optional = kind == "ablate"  # its value
+    if not len(names) - optional <= len(words) <= len(names):
+        raise ValueError(f"{kind} {text!r}: write {':'.join(names)}, with commas between positions")
+    entry: dict[str, Any] = {"kind": kind, **dict(zip(names, words, strict=False))}
+    if "positions" in entry:
+        entry["positions"] = entry["positions"].split(",")
+        entry |= {} if layers is None else {"layers": list(layers)}
+    return load_intervention(entry)
+
+
+def parse_interventions(
+    given: Mapping[str, Sequence[str] | None], file: Path | None, layers: str | None, depth: int
+) -> list[KINDS]:
+    """Read the interventions of a command line: texts by kind, then those of a file; `layers` as "0-11,20".
+
+    Raises:
+        ValueError: there is none, one is wrong, or `layers` is given and none acts by layer.
+
+    """
+    chosen = None if layers is None else [layer for group in parse_layers(layers, depth) for layer in group]
+    found = [parse_intervention(kind, text, chosen) for kind, texts in given.items() for text in texts or ()]
+    if chosen is not None and not any(isinstance(one, Waiver | Forbid | ScaleValues) for one in found):
+        raise ValueError("--layers does nothing without --waiver, --forbid or --scale-values; leave it out")
+    found += [] if file is None else read_interventions(file)
+    if not found:
+        raise ValueError("there is nothing to do; give an intervention, such as --waiver 255")
+    return found
+
+
+def read_interventions(path: Path) -> list[KINDS]:
+    """Read a list of interventions from JSON or YAML; a record of `crosslayer intervene` holds one too.
+
+    Raises:
+        ValueError: the file is missing, larger than `FILE_LIMIT` bytes, or holds no such list.
+
+    """
+    if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
+        raise ValueError(f"interventions {path.name!r}: needed is a .json, .yaml or .yml file that exists")
+    if path.stat().st_size > FILE_LIMIT:
+        raise ValueError(f"interventions {path.name!r}: the file has over {FILE_LIMIT} bytes")
+    try:
+        found = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"interventions {path.name!r}: {str(error).splitlines()[0]}") from None
+    found = found.get("interventions") if isinstance(found, dict) else found
+    if not isinstance(found, list) or not found or not all(isinstance(entry, dict) for entry in found):
+        raise ValueError(
+            f'interventions {path.name!r}: write a list such as [{{"kind": "waiver", "positions": [255]}}]'
+        )
+    return [load_intervention(entry) for entry in found]
+
+
+def positions_of(one: KINDS) -> tuple[int, ...]:
+    """Return the positions that an intervention is about."""
+    return one.positions if isinstance(one, Waiver | Forbid | ScaleValues) else (one.position,)
+
+
 def to_entry(intervention: KINDS) -> dict[str, Any]:
     """Return plain data for JSON or YAML."""
     return dataclasses.asdict(intervention)
@@ -278,8 +140,8 @@ def intervene(model: PreTrainedModel, *interventions: Intervention) -> Iterator[
 
     """
     kind = model.config.get_text_config()._attn_implementation or "eager"
-    if "flash" in kind or "flex" in kind:
-        raise ValueError(f"{kind} attention takes no edited mask; load the model with sdpa or eager attention")
+    if "flash" in kind:
+        raise ValueError(f"{kind} takes no edited mask; load the model with sdpa, eager or flex attention")
     running = Running()
     with ExitStack() as stack:
         body = model.base_model
@@ -290,40 +152,6 @@ def intervene(model: PreTrainedModel, *interventions: Intervention) -> Iterator[
     idle = [one for one in interventions if id(one) not in running.acted]
     if running.passes and idle:
         raise ValueError(f"{idle[0]} did nothing: its position was outside of every sequence that was run")
-
-
-def _chosen(model: PreTrainedModel, layers: Layers) -> set[int]:
-    count = len(layer_stack(model))
-    wrong = [] if layers == "all" else [layer for layer in layers if not 0 <= int(layer) < count]
-    if wrong:
-        raise ValueError(f"layer {wrong[0]} does not exist; layers go from 0 to {count - 1}")
-    return set(range(count)) if layers == "all" else {int(layer) for layer in layers}
-
-
-def _columns(one: Forbid | ScaleValues, call: AttentionCall, running: Running) -> list[tuple[int, int]]:
-    """Return the keys that an intervention is about, and note that it acts where there are any."""
-    columns = [place for position in one.positions for place in running.columns(position, call)]
-    running.acted |= {id(one)} if columns else set()
-    return columns
-
-
-def _mask(call: AttentionCall, running: Running) -> tuple[Tensor, Any, Any]:
-    """Return a mask of the call's own (B, 1 or H, T, S) that may be edited, and what blocks and opens in it."""
-    batch, _, new, _ = call.query.shape
-    size = call.key.shape[2]
-    mask = call.mask
-    if mask is None:
-        mask = torch.ones(new, size, dtype=torch.bool, device=call.query.device)
-        if call.causal:
-            mask = mask.tril(max(0, min(running.seen, size - new)))
-        mask = mask[None, None]
-    mask = mask.expand(batch, *mask.shape[1:]).clone()
-    return (mask, False, True) if mask.dtype == torch.bool else (mask, torch.finfo(mask.dtype).min, 0.0)
-
-
-def _write_row(weight: Tensor, row: int, value: Tensor) -> None:
-    with torch.no_grad():
-        weight[row] = value
 
 
 def waiver(*positions: int, layers: Sequence[int] | None = None) -> Waiver:

@@ -4,6 +4,7 @@ A plan is index vectors. `keys[i]` is the layer whose keys layer i reads: i itse
 None (the sublayer does not exist). A softmax map is shared exactly where query and key sources agree.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -167,3 +168,26 @@ def _check_vector(state: str, vector: Sequence[Entry]) -> None:
             raise ValueError(
                 f"layer {layer}: {state} come from layer {source}, which owns none; a lender owns what it lends"
             )
+
+
+def parse_layers(text: str, layers: int) -> list[list[int]]:
+    """Read "18-21,22-25": commas separate groups of 0-based layers, a dash is a range.
+
+    Raises:
+        ValueError: the text is not such a list, or names a layer that does not exist or twice.
+
+    """
+    groups = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None:
+            raise ValueError(f"layers {text!r}: {part!r} is neither a layer nor a range; write for example 18-21,22-25")
+        first = int(match[1])
+        last = first if match[2] is None else int(match[2])
+        if not first <= last < layers:
+            raise ValueError(f"layers {text!r}: {part!r} is out of range; layers go from 0 to {layers - 1}")
+        groups.append(list(range(first, last + 1)))
+    named = [layer for group in groups for layer in group]
+    if len(set(named)) != len(named):
+        raise ValueError(f"layers {text!r}: a layer is named twice")
+    return groups

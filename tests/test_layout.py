@@ -17,7 +17,9 @@ ALLOWED = {
     "models": {"environment"},
     "probe": {"environment", "text", "plan"},
     "report": set(),
-    "intervene": {"probe"},
+    "interventions": {"probe"},
+    "intervene": {"interventions", "plan"},
+    "effect": {"intervene", "interventions", "probe", "plan", "environment"},
     "retrofit": {"plan", "method", "methods", "decoder", "text", "report", "environment", "probe", "runtime"},
     "runtime": {"plan", "method", "methods", "decoder", "models", "text", "report", "environment", "probe"},
 }

@@ -23,12 +23,13 @@ BUFFER_ELEMENTS = 8_000_000  # 32 MB in float32: large enough for full-speed pro
 class MapSums:
     """What the measures need of the maps of one sequence, for the L visited layers.
 
-    `columns` (L, S): sums over rows of the head-averaged map. `first_by_head` (L, H): sums of column 0, NaN where a
-    layer has fewer heads. `gram`, `gram_without_first` (L, L): inner products of head-averaged maps, flattened, with
-    and without column 0. `gram_by_head` (H, L, L): the same of single heads.
+    `columns` (L, S): sums over rows of the head-averaged map; `diagonal` (L, S): its diagonal. `first_by_head` (L, H):
+    sums of column 0, NaN where a layer has fewer heads. `gram`, `gram_without_first` (L, L): inner products of
+    head-averaged maps, flattened, with and without column 0. `gram_by_head` (H, L, L): the same of single heads.
     """
 
     columns: Tensor
+    diagonal: Tensor
     first_by_head: Tensor
     gram: Tensor
     gram_without_first: Tensor
@@ -57,6 +58,7 @@ class _Blocks:
         self.mean = like.new_empty(self.layers * self.rows * self.size)
         double = {"dtype": torch.float64, "device": like.device}
         self.columns = torch.zeros(self.layers, self.size, **double)
+        self.diagonal = torch.zeros(self.layers, self.size, **double)
         self.first = torch.zeros(self.layers, max(self.heads), **double)
         self.gram = torch.zeros(self.layers, self.layers, **double)
         self.rest = torch.zeros(self.layers, self.layers, **double)
@@ -68,7 +70,7 @@ class _Blocks:
         first = self.first.clone()
         for layer, heads in enumerate(self.heads):
             first[layer, heads:] = torch.nan
-        return MapSums(self.columns, first, self.gram, self.rest, self.by_head)
+        return MapSums(self.columns, self.diagonal, first, self.gram, self.rest, self.by_head)
 
     def _block(self, start: int, stop: int) -> None:
         width = self.masks.width(stop)
@@ -86,6 +88,7 @@ class _Blocks:
             else:
                 mean.add_(scores / torch.tensor(self.heads, device=scores.device).view(-1, 1, 1))
         self.columns[:, :width] += mean.sum(dim=1)
+        self.diagonal[:, start:stop] = mean.diagonal(offset=start, dim1=1, dim2=2)
         first = mean[:, :, 0].clone().double()  # (L, R)
         mean[:, :, 0] = 0
         rest = _inner_products(mean)
@@ -174,6 +177,19 @@ def is_causal(call: AttentionCall) -> bool:
         if seen.triu(1).any():
             return False
     return True
+
+
+def rows_that_see(call: AttentionCall) -> Tensor:
+    """Return how many rows other than its own may attend to each key, (S,); batch 1, as many queries as keys."""
+    size = call.key.shape[2]
+    if call.mask is not None:
+        mask = call.mask[0]
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        return (seen.sum(dim=1) - seen.diagonal(dim1=1, dim2=2).long()).double().mean(dim=0)
+    below = torch.arange(size - 1, -1, -1, device=call.key.device).double()
+    if not call.causal:
+        return torch.full_like(below, size - 1)
+    return below if call.window is None else below.clamp(max=call.window - 1)
 
 
 def _inner_products(rows: Tensor) -> Tensor:

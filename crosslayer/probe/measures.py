@@ -15,9 +15,10 @@ def working(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def first_over_median(x: Tensor) -> Tensor:
-    """Return token 0 over the median of the other tokens; `x` is (..., T) with T ≥ 2."""
-    return x[..., 0] / x[..., 1:].quantile(0.5, dim=-1)
+def over_median(x: Tensor, position: int = 0) -> Tensor:
+    """Return one token over the median of the other tokens; `x` is (..., T) with T ≥ 2."""
+    others = torch.cat([x[..., :position], x[..., position + 1 :]], dim=-1)
+    return x[..., position] / others.quantile(0.5, dim=-1)
 
 
 def hidden_norms(stream: Tensor) -> Tensor:

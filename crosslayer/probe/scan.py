@@ -6,7 +6,8 @@ The forward pass keeps queries and keys; the maps are computed from them afterwa
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,20 +96,15 @@ def diagnose(
 
     """
     ids = _as_ids(ids_or_texts, tokenizer, packing)
-    _check_ids(model, ids)
+    check_ids(model, ids)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("prompt-learning adapters add tokens outside the layers; diagnose the base model instead")
-    started, modes = time.perf_counter(), {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        found = []
+    started, found = time.perf_counter(), []
+    with evaluating(model):
         for number, sequence in enumerate(ids):
             found.append(_Sequence(model, CrossLayerCosines() if cross_layer else None).measure(sequence))
             if progress is not None:
                 progress(number + 1, len(ids))
-    finally:
-        for module, training in modes.items():
-            module.training = training
     samples = {name: np.stack([one.values[name] for one in found]) for name in found[0].values}
     shares = np.stack([one.shares for one in found])
     return Diagnosis(
@@ -121,6 +117,18 @@ def diagnose(
         shapes=found[0].shapes,
         seconds=time.perf_counter() - started,
     )
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Put a model into evaluation mode inside the block, and every module back into its own afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 class _Sequence:
@@ -154,7 +162,7 @@ class _Sequence:
                 f"layer {call.layer} attends twice (cross-attention?); only self-attention can be diagnosed"
             )
         value = call.value[0]
-        self._keep("value_norm_ratio", call.layer, m.first_over_median(m.value_norms(value)))
+        self._keep("value_norm_ratio", call.layer, m.over_median(m.value_norms(value)))
         self._keep("value_spectrum", call.layer, m.value_spectrum(value))
         if self.cross_layer is not None:
             self.cross_layer.see(call)
@@ -165,7 +173,7 @@ class _Sequence:
         if not stream.after.isfinite().all():
             kind = str(stream.after.dtype).removeprefix("torch.")
             raise ValueError(f"layer {stream.layer} produces hidden states that are not finite in {kind}; try float32")
-        self._keep("hidden_norm_ratio", stream.layer, m.first_over_median(norms))
+        self._keep("hidden_norm_ratio", stream.layer, m.over_median(norms))
         self._keep("stream_norm", stream.layer, norms.mean())
         self._keep("token_similarity", stream.layer, m.token_similarity(stream.before))
         self._keep("layer_io_similarity", stream.layer, m.mean_cosine(stream.before, stream.after))
@@ -228,14 +236,16 @@ def summarise(sample: np.ndarray) -> dict[str, Any]:
     return {"mean": _plain(mean), "ci95": _plain(np.stack([mean - half, mean + half], axis=-1)), "n": count}
 
 
-def by_position(shares: np.ndarray) -> dict[str, Any]:
+def by_position(shares: np.ndarray, single: Iterable[int] = ()) -> dict[str, Any]:
     """Return importance by position, averaged over sequences and bins that widen with the position.
 
-    `edges[i]` is the first position of bin i; `mean` is (L, bins), the mean a' of one position in the bin.
+    `edges[i]` is the first position of bin i; `mean` is (L, bins), the mean a' of one position in the bin. Positions in
+    `single` have bins of their own.
     """
     mean = shares.mean(axis=0)
     size = mean.shape[-1]
-    edges = np.unique(np.geomspace(1, size + 1, POSITION_BINS + 1).round().astype(int) - 1)[:-1]
+    edges = np.geomspace(1, size + 1, POSITION_BINS + 1).round().astype(int)[:-1] - 1
+    edges = np.unique([*edges, *(edge for p in single for edge in (p, p + 1) if edge < size)])
     widths = np.diff(np.append(edges, size))
     binned = np.add.reduceat(mean, edges, axis=-1) / widths
     return {"edges": edges.tolist(), "length": size, "mean": _plain(binned)}
@@ -262,7 +272,7 @@ def describe(model: PreTrainedModel, one: "_Sequence") -> dict[str, Any]:
 
 def _plain(values: np.ndarray) -> Any:
     """Turn an array into nested lists with None for what is undefined (NaN, or a ratio to zero)."""
-    plain = values.astype(object)
+    plain = np.asarray(values).astype(object)
     plain[~np.isfinite(values)] = None
     return plain.tolist()
 
@@ -277,7 +287,8 @@ def _as_ids(given: Tensor | Iterable[str], tokenizer: PreTrainedTokenizerBase | 
     return pack([given] if isinstance(given, str) else given, tokenizer, **packing)
 
 
-def _check_ids(model: PreTrainedModel, ids: Tensor) -> None:
+def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
+    """Refuse ids that are no integers (B ≥ 1, T ≥ 2), not in the vocabulary, or more than the model's positions."""
     if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2 or ids.is_floating_point():
         raise ValueError(f"ids are {ids.dtype} of shape {tuple(ids.shape)}; needed are integers (B ≥ 1, T ≥ 2)")
     config, limit = model.config.get_text_config(), position_limit(model)

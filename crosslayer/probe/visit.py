@@ -39,6 +39,12 @@ class AttentionCall:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def implementation(self) -> str:
+        """Name of the attention function; while it is intercepted, ours around the model's own."""
+        config: Any = self.module.config
+        return config._attn_implementation
+
+    @property
     def scaling(self) -> float:
         """Factor on the scores; 1/√D unless the model gives one."""
         given = self.options.get("scaling")

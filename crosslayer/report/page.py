@@ -74,6 +74,17 @@ def page(
     return head + "".join(body) + "</body></html>"
 
 
+def runs(numbers: list[int] | tuple[int, ...]) -> str:
+    """Return whole numbers with ranges for neighbours: 0-2, 7."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][-1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+
+
 def _text(value: Any) -> str:
     return html.escape(str(value))
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from crosslayer.report.page import Table
+from crosslayer.report.page import Table, runs
 from crosslayer.report.panel import Line, Panel
 from crosslayer.report.record import RetrofitRecord
 
@@ -51,17 +51,9 @@ def _layers(value: Any) -> str:
     """Write layers as 18-21, 22-25."""
     if not isinstance(value, list | tuple):
         return str(value)
-    runs: list[list[int]] = []
-    for item in value:
-        if isinstance(item, list | tuple):
-            runs.append([item[0], item[-1]])
-        elif isinstance(item, int) and runs and item == runs[-1][-1] + 1:
-            runs[-1][-1] = item
-        elif isinstance(item, int):
-            runs.append([item, item])
-        else:
-            return ", ".join(map(str, value))
-    return ", ".join(f"{low}-{high}" if low != high else str(low) for low, high in runs)
+    if all(isinstance(item, int) for item in value):
+        return runs(value)
+    return ", ".join(runs(item) if isinstance(item, list | tuple) else str(item) for item in value)
 
 
 def cards(record: RetrofitRecord) -> list[tuple[str, str, str]]:

@@ -6,7 +6,6 @@ a move is measured again before it is taken, for as long as another looks better
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,29 +22,6 @@ RANKED = 200  # passes for the first ranking, at most
 AGAIN = 6  # moves that are measured again for one pick, at most
 SAVES = {"uniattn": 1, "cla": 2, "drop": 2}  # cached states of a layer that a move saves
 OWN = "own"
-
-
-def parse_layers(text: str, layers: int) -> Groups:
-    """Read "18-21,22-25": commas separate groups of 0-based layers, a dash is a range.
-
-    Raises:
-        ValueError: the text is not such a list, or names a layer that does not exist or twice.
-
-    """
-    groups = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        if match is None:
-            raise ValueError(f"layers {text!r}: {part!r} is neither a layer nor a range; write 18-21,22-25 or top-half")
-        first = int(match[1])
-        last = first if match[2] is None else int(match[2])
-        if not first <= last < layers:
-            raise ValueError(f"layers {text!r}: {part!r} is out of range; layers go from 0 to {layers - 1}")
-        groups.append(list(range(first, last + 1)))
-    named = [layer for group in groups for layer in group]
-    if len(set(named)) != len(named):
-        raise ValueError(f"layers {text!r}: a layer is named twice")
-    return groups
 
 
 def entries(

@@ -14,14 +14,14 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.decoder.families import to_config
 from crosslayer.environment import environment
 from crosslayer.method import Method, merge_plans, to_entry
-from crosslayer.plan import DepthPlan
+from crosslayer.plan import DepthPlan, parse_layers
 from crosslayer.probe import measures as m
 from crosslayer.probe.scan import diagnose
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.verdict import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.probe.visit import no_cache
 from crosslayer.probe.what_if import Wiring, look, what_if
-from crosslayer.retrofit.choose import entries, parse_layers
+from crosslayer.retrofit.choose import entries
 from crosslayer.retrofit.damage import damage, logits_of, losses
 from crosslayer.retrofit.request import Meter, Request
 from crosslayer.retrofit.run import Retrofit, retrofit

@@ -7,8 +7,9 @@ import torch
 from transformers import DynamicCache
 
 from crosslayer.method import load_method
+from crosslayer.plan import parse_layers
 from crosslayer.probe.what_if import look, what_if
-from crosslayer.retrofit.choose import entries, parse_layers
+from crosslayer.retrofit.choose import entries
 from crosslayer.retrofit.convert import convert
 from crosslayer.retrofit.job import allocated
 from crosslayer.retrofit.run import retrofit

@@ -6,7 +6,8 @@ import torch
 import crosslayer
 from benchmarks.retrofit import WIRINGS
 from crosslayer.method import merge_plans
-from crosslayer.retrofit.choose import entries, parse_layers
+from crosslayer.plan import parse_layers
+from crosslayer.retrofit.choose import entries
 from crosslayer.retrofit.job import allocated
 from crosslayer.retrofit.run import retrofit
 from crosslayer.runtime.manifest import write_manifest

@@ -1,0 +1,257 @@
+"""The sentences, figures, cards and page of an intervention, from its record alone."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from crosslayer.report.page import Table, page, runs
+from crosslayer.report.panel import Heat, Line, Panel, save_svg
+from crosslayer.report.record import ByLayer, InterventionRecord, LossBehind, Measure, Place, dumps, whole_folder
+
+LAYER = "layer"
+SHARE = "attention received"
+LINES = 4  # of one figure
+
+
+def write_intervention(record: dict[str, Any], out: Path, force: bool = False) -> Path:
+    """Write an intervention to `out`, whole or not at all; return the page's path."""
+    checked = InterventionRecord.model_validate(record)
+    model, settings = checked.model, checked.settings
+    subtitle = (
+        f"{describe(checked.interventions)} · {settings['sequences']} sequences of {settings['length']} tokens · "
+        f"{settings.get('text', 'own tokens')} · bands are 95 % intervals (Student t) over sequences"
+    )
+    figures = panels(checked)
+    with whole_folder(out, force) as folder:
+        title = f"Intervention on {settings.get('model') or model['class']}"
+        text = page(title, subtitle, cards(checked), words(checked), figures, tables(checked))
+        (folder / "report.html").write_text(text, encoding="utf-8")
+        (folder / "record.json").write_text(dumps(record), encoding="utf-8")
+        (folder / "figures").mkdir()
+        for panel in figures:
+            save_svg(panel, folder / "figures")
+    return out / "report.html"
+
+
+def describe(interventions: list[dict[str, Any]]) -> str:
+    """Return interventions in words: waiver (positions 255) + token_swap (position 0, token bos)."""
+    return " + ".join(f"{one['kind']} ({_options(one)})" for one in interventions)
+
+
+def _options(one: dict[str, Any]) -> str:
+    shown = []
+    for key, value in one.items():
+        if key == "kind" or (key, value) == ("layers", "all"):
+            continue
+        if isinstance(value, list | tuple):
+            value = runs(value) if all(isinstance(x, int) for x in value) else f"a vector of {len(value)}"
+        shown.append(f"{key.replace('_', ' ')} {value}")
+    return ", ".join(shown)
+
+
+def words(record: InterventionRecord) -> list[str]:
+    """Return what was found, in sentences."""
+    rows = "later tokens'" if record.model["causal"] else "the other tokens'"
+    made = [_received(f"Position {record.position}", record, rows)]
+    peak, drain = record.hidden_norm_ratio, record.value_norm_ratio
+    top, low = _argmax(peak.after.mean), _argmax([None if v is None else -v for v in drain.after.mean])
+    made.append(
+        f"Its hidden norm is at most {peak.after.mean[top]:.3g} times the median of the others (entering layer "
+        f"{top}; {peak.before.mean[top]:.3g} before), its value norm as low as {drain.after.mean[low]:.2f} times "
+        f"(layer {low}; {drain.before.mean[low]:.2f} before)."
+    )
+    if record.loss_behind is not None:
+        made.append(f"Behind it the model's loss {_loss(record.loss_behind)}.")
+    for other in record.others:
+        if other.role != "left alone":
+            name = "The first token" if other.role == "first token" else f"Position {other.position}"
+            made.append(_received(name, other, rows))
+    alone = [other for other in record.others if other.role == "left alone"]
+    if alone:
+        most = max(_top(other.attention_received.after) for other in alone)
+        listed = " and ".join(str(other.position) for other in alone)
+        made.append(f"Left alone: position {listed} in no layer receives more than {most:.1%} under the intervention.")
+    for one in record.scan:
+        made.append(
+            f"Only in layers {runs(one['layers'])}: {_mean(one['attention_received']['mean']):.2%} on average, at most "
+            f"{_top(one['attention_received']):.1%} ({_short(record)})."
+        )
+    for one in record.controls:
+        before, after = (one[side]["attention_received"]["mean"] for side in ("before", "after"))
+        made.append(
+            f"{_kind(one)}, {describe(one['interventions'])}: position {one['position']} goes from {_mean(before):.2%} "
+            f"to {_mean(after):.2%} on average ({_short(record)})."
+        )
+    return made
+
+
+def _kind(control: dict[str, Any]) -> str:
+    swap = control["interventions"][0]["kind"] in ("position_swap", "token_swap")
+    return "Random content" if swap else "The same elsewhere"
+
+
+def _short(record: InterventionRecord) -> str:
+    behind = ", 64 tokens behind it" if record.model["causal"] else ""
+    return f"{record.settings['probes']} sequences{behind}"
+
+
+def _received(name: str, place: Place, rows: str) -> str:
+    found = place.attention_received
+    top = _argmax(found.after.mean)
+    return (
+        f"{name} receives {_mean(found.before.mean):.2%} of {rows} attention before and {_mean(found.after.mean):.2%} "
+        f"after, on average over layers; most in layer {top}: {found.after.mean[top]:.1%} "
+        f"({found.before.mean[top]:.1%} before)."
+    )
+
+
+def _loss(found: LossBehind) -> str:
+    change = found.difference
+    interval = "one sequence, no interval" if change.ci95 is None else f"{change.ci95[0]:+.4f} to {change.ci95[1]:+.4f}"
+    return f"goes from {found.before.mean:.4f} to {found.after.mean:.4f} nats a token: {change.mean:+.4f} ({interval})"
+
+
+def headline(record: InterventionRecord) -> dict[str, Any]:
+    """Return the figures that the last line of the output holds."""
+    received, peak, drain = record.attention_received, record.hidden_norm_ratio, record.value_norm_ratio
+    loss = record.loss_behind
+    return {
+        "interventions": record.interventions,
+        "position": record.position,
+        "attention_received": {k: round(_mean(getattr(received, k).mean), 5) for k in ("before", "after")},
+        "hidden_norm_ratio_max": {k: round(_top(getattr(peak, k)), 2) for k in ("before", "after")},
+        "value_norm_ratio_min": {k: round(min(_known(getattr(drain, k).mean)), 3) for k in ("before", "after")},
+        "loss_behind": None
+        if loss is None
+        else {k: round(getattr(loss, k).mean, 4) for k in ("before", "after", "difference")},
+        "seconds": round(record.seconds, 2),
+    }
+
+
+def cards(record: InterventionRecord) -> list[tuple[str, str, str]]:
+    """Return the headline cards: title, figure, explanation."""
+    received, peak = record.attention_received, record.hidden_norm_ratio
+    before, after = _mean(received.before.mean), _mean(received.after.mean)
+    made = [
+        (
+            f"Attention on {record.position}",
+            f"{before:.1%} → {after:.1%}",
+            "received from other tokens, mean over layers",
+        ),
+        (
+            f"Hidden norm of {record.position}",
+            f"{_top(peak.before):.3g} → {_top(peak.after):.3g}×",
+            "the median of the others, in its highest layer",
+        ),
+    ]
+    for other in record.others:
+        if other.role == "first token":
+            sides = [_mean(m.mean) for m in (other.attention_received.before, other.attention_received.after)]
+            made.append(("Attention on the first token", f"{sides[0]:.1%} → {sides[1]:.1%}", "mean over layers"))
+    if record.loss_behind is not None:
+        change = record.loss_behind.difference
+        span = "one sequence" if change.ci95 is None else f"95 %: {change.ci95[0]:+.3f} to {change.ci95[1]:+.3f}"
+        made.append(("Loss behind it", f"{change.mean:+.3f}", f"nats a token; {span}"))
+    return made
+
+
+def panels(record: InterventionRecord) -> list[Panel]:
+    """Return all figures of the page, in order."""
+    at, rows = f"position {record.position}", "later tokens" if record.model["causal"] else "the other tokens"
+    made = [_heat(record, side) for side in ("before", "after")]
+    sentence = f"Mean attention that {at} receives from {rows}; bands: 95 % over sequences."
+    made.append(_sides("attention_received", f"Attention on {at}", sentence, SHARE, record.attention_received))
+    for other in record.others:
+        if other.role == "first token":
+            words = f"The same for the first token: what it loses where {at} gains."
+            made.append(_sides("first_token", "Attention on the first token", words, SHARE, other.attention_received))
+    ratio = "norm over the median of the others"
+    words = f"Hidden state of {at}, entering each layer. A jump marks the layer before it as the one that makes a peak."
+    made.append(_sides("hidden_norm_ratio", "Hidden-state peak", words, ratio, record.hidden_norm_ratio))
+    words = f"Value states of {at}. Low where attention is high: attention parked where it does little."
+    made.append(_sides("value_norm_ratio", "Value drain", words, ratio, record.value_norm_ratio))
+    if record.mlp_l1_l2 is not None:
+        words = f"‖u‖₁ / ‖u‖₂ of what the MLP adds at {at}: near 1 for a single peak, high for a flat vector."
+        made.append(_sides("mlp_l1_l2", "Shape of the MLP's output", words, "L1 / L2", record.mlp_l1_l2))
+    entries = [(f"layers {runs(one['layers'])}", one["attention_received"]["mean"]) for one in record.scan]
+    words = f"The intervention in a range of layers only: attention on {at} ({_short(record)})."
+    made += _many("scan", "In which layers it matters", words, entries)
+    entries = [
+        (f"{side}, {one['position']}, control {i + 1}", one[side]["attention_received"]["mean"])
+        for i, one in enumerate(record.controls)
+        for side in ("before", "after")
+    ]
+    words = "; ".join(f"control {i + 1}: {describe(one['interventions'])}" for i, one in enumerate(record.controls))
+    made += _many(
+        "controls", "Controls", f"Attention on the position of each control. {words} ({_short(record)}).", entries
+    )
+    return made
+
+
+def _many(key: str, title: str, words: str, entries: list[tuple[str, list[Any]]]) -> list[Panel]:
+    """Return figures of at most `LINES` lines each, evenly filled."""
+    made, figures = [], math.ceil(len(entries) / LINES)
+    step = math.ceil(len(entries) / max(figures, 1))
+    for start in range(0, len(entries), max(step, 1)):
+        part = [Line(name, _numbers(mean), mean) for name, mean in entries[start : start + step]]
+        name = key if figures == 1 else f"{key}_{start // step + 1}"
+        made.append(Panel(name, title, words, LAYER, SHARE, part))
+    return made
+
+
+def _sides(key: str, title: str, words: str, axis: str, found: ByLayer) -> Panel:
+    lines = [_line("before", found.before), _line("after", found.after)]
+    return Panel(key, title, words, LAYER, axis, lines, log_y=key == "hidden_norm_ratio")
+
+
+def _line(name: str, found: Measure) -> Line:
+    if found.ci95 is None:
+        return Line(name, _numbers(found.mean), found.mean)
+    low, high = ([pair[end] for pair in found.ci95] for end in (0, 1))
+    known = zip(low, found.mean, strict=True)
+    kept = [None if a is None or b is None else max(a, b / 10) for a, b in known]  # inside a logarithmic axis
+    return Line(name, _numbers(found.mean), found.mean, kept, high)
+
+
+def _heat(record: InterventionRecord, side: str) -> Panel:
+    found = record.attention_by_position
+    z = [[None if v is None else math.log10(max(v, 1e-4)) for v in row] for row in found[side]]
+    edges = [float(edge + 1) for edge in (*found["edges"], found["length"])]
+    heat = Heat(edges, _numbers(z), z, "log₁₀ of the share", (-4.0, 0.0))
+    words = (
+        "Mean attention that a position receives from the tokens that may see it, positions on a logarithmic axis; "
+        f"position {record.position} is at {record.position + 1}. Bright columns are sinks."
+    )
+    title = f"Attention received by position, {side}"
+    axis = "position (1 = first token)"
+    return Panel(f"attention_{side}", title, words, axis, LAYER, heat=heat, wide=True, log_x=True)
+
+
+def tables(record: InterventionRecord) -> list[Table]:
+    """Return the table of settings and versions."""
+    versions = {f"{key} version": value for key, value in record.environment["versions"].items()}
+    settings = {**record.model, **record.settings, **versions, **record.environment["machine"]}
+    settings |= {"seconds": f"{record.seconds:.1f}"}
+    rows: list[list[str | list[str]]] = [[key.replace("_", " "), str(value)] for key, value in settings.items()]
+    return [("Settings and versions", ["setting", "value"], rows)]
+
+
+def _numbers(values: list[Any]) -> list[float]:
+    return [float(i) for i in range(len(values))]
+
+
+def _known(values: list[Any]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _mean(values: list[Any]) -> float:
+    known = _known(values)
+    return sum(known) / len(known)
+
+
+def _top(found: Measure | dict[str, Any]) -> float:
+    return max(_known(found["mean"] if isinstance(found, dict) else found.mean))
+
+
+def _argmax(values: list[Any]) -> int:
+    return max((i for i, value in enumerate(values) if value is not None), key=lambda i: values[i])

@@ -1,6 +1,8 @@
 """crosslayer: attention across depth."""
 
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.effect import Effect, effect
+from crosslayer.intervene import intervene, waiver
 from crosslayer.models import load_model
 from crosslayer.plan import DepthPlan
 from crosslayer.probe.scan import Diagnosis, diagnose
@@ -14,12 +16,16 @@ __all__ = [
     "CrossLayerForCausalLM",
     "DepthPlan",
     "Diagnosis",
+    "Effect",
     "Retrofit",
     "bench",
     "diagnose",
+    "effect",
+    "intervene",
     "load_model",
     "retrofit",
     "verify",
+    "waiver",
     "what_if",
 ]
 __version__ = "0.1.0"

@@ -244,7 +244,7 @@ def by_position(shares: np.ndarray, single: Iterable[int] = ()) -> dict[str, Any
     """
     mean = shares.mean(axis=0)
     size = mean.shape[-1]
-    edges = np.geomspace(1, size + 1, POSITION_BINS + 1).round().astype(int)[:-1] - 1
+    edges = np.unique(np.geomspace(1, size + 1, POSITION_BINS + 1).round().astype(int) - 1)[:-1]
     edges = np.unique([*edges, *(edge for p in single for edge in (p, p + 1) if edge < size)])
     widths = np.diff(np.append(edges, size))
     binned = np.add.reduceat(mean, edges, axis=-1) / widths

@@ -1,0 +1,211 @@
+"""The waiver paper's two experiments on the embedded models, and what `crosslayer intervene` costs beside a diagnosis.
+
+    python benchmarks/intervene.py             # both experiments on 32 sequences of 512 tokens
+    python benchmarks/intervene.py --cost      # whole commands in turns: intervene and diagnose on smollm2
+    python benchmarks/intervene.py --table     # print the tables of docs/EVIDENCE.md from the JSON
+
+Figure 3 of the paper: position 255 of a causal model, isolated or not, behind a special or a random first token.
+Figure 4: position 383 of a BERT-like encoder with the position row of 0, of 511 or a random one, between [CLS] and
+[SEP] or random tokens. Intervals are Student's t over sequences.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import crosslayer
+from crosslayer.effect import effect
+from crosslayer.environment import environment
+from crosslayer.intervene import PositionSwap, waiver
+from crosslayer.probe.scan import summarise
+from crosslayer.report.panel import Line, Panel, save_svg
+from crosslayer.text import TextSource, load_documents, pack
+
+HERE = Path(__file__).parent
+RESULTS, FIGURES = HERE / "results" / "intervene.json", HERE.parent / "docs" / "figures"
+LENGTH, CAUSAL, ENCODER = 512, 255, 383
+UPPER, LOWER = slice(12, 29), slice(1, 5)  # layers that the tables average over: SmolLM2's sink, MiniLM's
+RANDOM_ROWS = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args()
+    if args.table:
+        print(tables(json.loads(RESULTS.read_text())))
+    elif args.cost:
+        save({"cost": cost(args.repeats)})
+    else:
+        save({"smollm2": smollm2(args.sequences), "minilm": minilm(args.sequences), "environment": environment()})
+        draw(json.loads(RESULTS.read_text()))
+
+
+def smollm2(sequences: int) -> dict[str, Any]:
+    """Return, for a special and a random first token, what isolating position 255 does."""
+    model, tokenizer = crosslayer.load_model("smollm2")
+    plain = pack(load_documents(TextSource()), tokenizer, sequences=sequences, length=LENGTH, bos="no")
+    found = {}
+    for start, tokens in (("special", model.config.bos_token_id), ("random", random_tokens(model, sequences, 1))):
+        ids = plain.clone()
+        ids[:, 0] = torch.as_tensor(tokens)
+        done = effect(model, ids, waiver(CAUSAL), scan=[], controls=0, probes=1, progress=progress(f"smollm2 {start}"))
+        found[start] = entry(done, UPPER)
+    return found
+
+
+def minilm(sequences: int) -> dict[str, Any]:
+    """Return, for special and random first and last tokens, what another position row at 383 does."""
+    model, tokenizer = crosslayer.load_model("minilm")
+    plain = pack(load_documents(TextSource()), tokenizer, sequences=sequences, length=LENGTH)
+    rows = np.random.default_rng(0).choice(range(1, LENGTH - 1), RANDOM_ROWS, replace=False)
+    found = {}
+    for start in ("special", "random"):
+        ids = plain.clone()  # with [CLS] and [SEP]
+        if start == "random":
+            ids[:, 0], ids[:, -1] = random_tokens(model, sequences, 2), random_tokens(model, sequences, 3)
+        for row in (0, LENGTH - 1, *map(int, rows)):
+            swap = PositionSwap(ENCODER, row)
+            done = effect(model, ids, swap, controls=0, probes=1, progress=progress(f"minilm {start} row {row}"))
+            found[f"{start}, row {row}"] = entry(done, LOWER)
+    return found
+
+
+def random_tokens(model, sequences: int, seed: int) -> torch.Tensor:
+    return torch.randint(model.config.vocab_size, (sequences,), generator=torch.Generator().manual_seed(seed))
+
+
+def entry(done, layers: slice) -> dict[str, Any]:
+    """Return what is kept of an effect: by layer, and averaged over the named layers of each sequence."""
+    record = done.record()
+    first = next(one for one in record["others"] if one["position"] == 0)
+    kept = {
+        name: record[name] for name in ("attention_received", "hidden_norm_ratio", "value_norm_ratio", "loss_behind")
+    }
+    averages = {}
+    for index, name in ((0, "position"), (1, "first")):
+        for side, sample in (("before", done.before), ("after", done.after)):
+            averages[f"{name}_{side}"] = summarise(sample["attention_received"][:, layers, index].mean(axis=1))
+    for side, sample in (("before", done.before), ("after", done.after)):
+        averages[f"peak_{side}"] = summarise(sample["hidden_norm_ratio"][:, :, 0].max(axis=1))
+        averages[f"drain_{side}"] = summarise(np.nanmedian(sample["value_norm_ratio"][:, layers, 0], axis=1))
+    return {
+        **kept,
+        "first_token": first["attention_received"],
+        "averages": averages,
+        "sequences": len(done.before["received"]),
+    }
+
+
+def progress(name: str):
+    def show(done: int, total: int) -> None:
+        if done % 16 == 0:
+            print(f"{name}: {done} of {total}", flush=True)
+
+    return show
+
+
+def cost(repeats: int) -> dict[str, Any]:
+    """Return the seconds of whole commands, in turns, and the ratio of pairs."""
+    commands = {"diagnose": ["diagnose", "smollm2"], "intervene": ["intervene", "smollm2", "--waiver", "255"]}
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(repeats):
+            for name, words in commands.items():
+                started = time.perf_counter()
+                call = [sys.executable, "-m", "crosslayer", *words, "--out", f"{folder}/{name}", "--force"]
+                subprocess.run(call, check=True, capture_output=True)
+                seconds[name].append(time.perf_counter() - started)
+    ratios = [one / two for one, two in zip(seconds["intervene"], seconds["diagnose"], strict=True)]
+    print(f"intervene / diagnose: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+    return {"seconds": seconds, "ratios": ratios, "environment": environment()}
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Return the results as Markdown."""
+    lines = [
+        "| first token | position 255 | attention received, layers 12-28 | first token's | largest hidden norm "
+        "÷ median | value norm ÷ median | loss behind it |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for start, found in results["smollm2"].items():
+        for side in ("before", "after"):
+            made, loss = found["averages"], found["loss_behind"]
+            change = "" if side == "before" else f" ({signed(loss['difference'])})"
+            cells = [share(made[f"position_{side}"]), share(made[f"first_{side}"]), plain(made[f"peak_{side}"], 1)]
+            cells += [plain(made[f"drain_{side}"], 2), f"{loss[side]['mean']:.3f}{change}"]
+            state = "as it is" if side == "before" else "isolated"
+            lines.append(f"| {start} | {state} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| first and last token | row at position 383 | attention received, layers 1-4 | of position 0 |",
+        "|---|---|---|---|",
+    ]
+    for start in ("special", "random"):
+        group = {name: found for name, found in results["minilm"].items() if name.startswith(start)}
+        own = next(iter(group.values()))["averages"]
+        lines.append(f"| {start} | its own | {share(own['position_before'])} | {share(own['first_before'])} |")
+        for name, found in group.items():
+            row, made = name.split("row ")[1], found["averages"]
+            lines.append(f"| {start} | {row} | {share(made['position_after'])} | {share(made['first_after'])} |")
+    if "cost" in results:
+        ratios = results["cost"]["ratios"]
+        lines += ["", f"Cost: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) of {len(ratios)}"]
+    return "\n".join(lines)
+
+
+def share(found: dict[str, Any]) -> str:
+    return f"{found['mean']:.2%} ({found['ci95'][0]:.2%}-{found['ci95'][1]:.2%})"
+
+
+def plain(found: dict[str, Any], digits: int) -> str:
+    return f"{found['mean']:.{digits}f} ({found['ci95'][0]:.{digits}f}-{found['ci95'][1]:.{digits}f})"
+
+
+def signed(found: dict[str, Any]) -> str:
+    return f"{found['mean']:+.4f}; {found['ci95'][0]:+.4f} to {found['ci95'][1]:+.4f}"
+
+
+def draw(results: dict[str, Any]) -> None:
+    """Draw the two figures: attention received by layer."""
+    FIGURES.mkdir(exist_ok=True)
+    lines = [
+        line(f"{start} first token, {word}", found["attention_received"][side])
+        for start, found in results["smollm2"].items()
+        for side, word in (("before", "as it is"), ("after", "isolated"))
+    ]
+    title, axis = "SmolLM2: attention that position 255 receives", "share of later tokens' attention"
+    save_svg(Panel("waiver_smollm2", title, "", "layer", axis, lines), FIGURES)
+    found = results["minilm"]
+    lines = [line("its own row", found["special, row 0"]["attention_received"]["before"])]
+    lines += [
+        line(f"row {row}", found[f"special, row {row}"]["attention_received"]["after"]) for row in (0, LENGTH - 1)
+    ]
+    title, axis = "MiniLM: attention that position 383 receives", "share of the other tokens' attention"
+    save_svg(Panel("swap_minilm", title, "", "layer", axis, lines), FIGURES)
+
+
+def line(name: str, found: dict[str, Any]) -> Line:
+    low, high = ([pair[end] for pair in found["ci95"]] for end in (0, 1))
+    return Line(name, [float(i) for i in range(len(found["mean"]))], found["mean"], low, high)
+
+
+def save(found: dict[str, Any]) -> None:
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.write_text(json.dumps({**results, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,16 @@
 
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.effect import Effect, effect
-from crosslayer.intervene import intervene, waiver
+from crosslayer.intervene import (
+    Ablate,
+    Forbid,
+    PositionSwap,
+    ScaleValues,
+    TokenSwap,
+    Waiver,
+    intervene,
+    waiver,
+)
 from crosslayer.models import load_model
 from crosslayer.plan import DepthPlan
 from crosslayer.probe.scan import Diagnosis, diagnose
@@ -12,12 +21,18 @@ from crosslayer.runtime.bench import bench
 from crosslayer.runtime.verify import verify
 
 __all__ = [
+    "Ablate",
     "CrossLayerConfig",
     "CrossLayerForCausalLM",
     "DepthPlan",
     "Diagnosis",
     "Effect",
+    "Forbid",
+    "PositionSwap",
     "Retrofit",
+    "ScaleValues",
+    "TokenSwap",
+    "Waiver",
     "bench",
     "diagnose",
     "effect",

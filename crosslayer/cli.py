@@ -103,7 +103,7 @@ def intervene(
     layers: Annotated[str | None, typer.Option(help="Where waiver, forbid and scale-values act, as 0-11.")] = None,
     scan: Annotated[str, typer.Option(help="Ranges of layers to try alone, as 0-2,3-29; auto or none.")] = "auto",
     controls: Annotated[int, typer.Option(min=0, help="How often to try the same elsewhere.")] = 2,
-    probes: Annotated[int, typer.Option(min=1, help="Sequences of scan and controls.")] = 2,
+    probes: Annotated[int, typer.Option(min=1, help="Sequences of scan and controls.")] = 1,
     text: Text = None,
     config: Config = None,
     split: Split = "train",
@@ -117,7 +117,10 @@ def intervene(
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Move, make or remove an attention sink, and show what follows, layer by layer."""
+    """Move, make or remove an attention sink, and show what follows, layer by layer.
+
+    The report is about the first position that is named, in the order of the options below; --file comes last.
+    """
     from crosslayer import load_model
     from crosslayer import text as texts
     from crosslayer.effect import effect, scan_groups

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -42,10 +41,9 @@ from crosslayer.probe.maps import is_causal, map_sums, rows_that_see
 from crosslayer.probe.scan import by_position, check_ids, evaluating, summarise
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.tokens import position_limit
-from crosslayer.probe.visit import AttentionCall, layer_stack, no_cache, visited
+from crosslayer.probe.visit import AttentionCall, attention_layers, layer_stack, no_cache, visited
 
 MEASURES = ("attention_received", "hidden_norm_ratio", "value_norm_ratio", "mlp_l1_l2")
-BEHIND = 64  # tokens behind a position, over which scan and controls measure a causal model
 CUTS = (0.1, 0.25, 0.5)  # of the depth: the scan isolates below and above each
 LAYERED = (Waiver, Forbid, ScaleValues)
 Progress = Callable[[int, int], None]  # forward passes done, in all
@@ -107,7 +105,7 @@ def effect(
     *interventions: KINDS,
     scan: Sequence[Sequence[int]] | None = None,
     controls: int = 2,
-    probes: int = 2,
+    probes: int = 1,
     seed: int = 0,
     settings: dict[str, Any] | None = None,
     progress: Progress | None = None,
@@ -120,40 +118,45 @@ def effect(
         interventions: entered together; the record is about the first position of the first.
         scan: groups of layers; the interventions are tried in each group alone. Default: below and above a tenth, a
             quarter and half of the depth; [] for none. Only those that act by layer are scanned.
-        controls: how often the same is tried elsewhere (a swap: with a random row or token).
-        probes: sequences of scan and controls; a causal model runs them up to 64 tokens behind the position.
+        controls: how often the same is tried elsewhere, all positions shifted alike (a swap: random row or token).
+        probes: sequences of scan and controls; the first of all.
         seed: of the random positions and contents.
         settings: what the record should say about the run, beside what is known here.
         progress: called after each forward pass.
 
     Raises:
-        ValueError: a position has fewer than two tokens behind it, a layer does not exist, the model cannot be probed,
-            or `intervene` refuses.
+        ValueError: a position is outside of the sequences (of a causal model: has fewer than two tokens behind it), a
+            layer does not exist, the model cannot be probed, or `intervene` refuses.
 
     """
     started = time.perf_counter()
     check_ids(model, ids)
-    _check(ids, interventions, probes)
-    layers, positions = len(layer_stack(model)), [p for one in interventions for p in positions_of(one)]
-    draw = np.random.default_rng(seed)
-    alone = _others(positions, ids.shape[1], controls, draw)
+    _check(model, ids, interventions, probes)
+    positions = [p for one in interventions for p in positions_of(one)]
+    draw, few, main = np.random.default_rng(seed), ids[:probes], positions[0]
+    alone, tried = _controls(model, interventions, ids.shape[1], controls, draw)
     watched = {0: "first token"} | dict.fromkeys(alone, "left alone") | dict.fromkeys(positions, "intervened")
     watched = {p: watched[p] for p in (*positions, 0, *alone)}
-    scanned = _scan(interventions, scan, layers)
-    tried = [tuple(_elsewhere(model, one, p, draw) for one in interventions) for p in alone]
+    scanned = _scan(model, interventions, scan)
     with intervene(model, *interventions):
         pass  # what cannot be done is said before anything is measured
-    runs = _Runs(model, 2 * len(ids) + probes * (len(scanned) + 2 * len(tried)), progress)
+    runs = _Runs(model, 2 * len(ids) + probes * (len(scanned) + len(tried)), progress)
     with evaluating(model):
         before = runs.all(ids, list(watched), (), loss=True)
         after = runs.all(ids, list(watched), interventions, loss=True)
-        scans = [
-            {"layers": list(chosen), **runs.short(ids[:probes], positions[0], change)}
-            for chosen, change in scanned.items()
-        ]
-        found = [runs.control(ids[:probes], change) for change in tried]
+        at = {p: _at(before, i, probes) for i, p in enumerate(watched)}
+        scans = runs.scan(few, main, scanned)
+        if scans:
+            everywhere = sorted({layer for one in interventions for layer in _layers(model, one)})
+            scans = [{"layers": [], **at[main]}, *scans, {"layers": everywhere, **_at(after, 0, probes)}]
+        found = runs.controls(few, tried, at)
     return Effect(
-        model={"class": type(model).__name__, "type": model.config.model_type, "layers": layers, "causal": runs.causal},
+        model={
+            "class": type(model).__name__,
+            "type": model.config.model_type,
+            "layers": runs.layers,
+            "causal": runs.causal,
+        },
         settings={"sequences": len(ids), "length": ids.shape[1], "probes": probes, "seed": seed, **(settings or {})},
         interventions=interventions,
         watched=watched,
@@ -170,7 +173,7 @@ class _Runs:
 
     def __init__(self, model: PreTrainedModel, total: int, progress: Progress | None):
         self.model, self.total, self.progress, self.done = model, total, progress, 0
-        self.causal = False
+        self.causal, self.layers = False, len(layer_stack(model))
 
     def all(self, ids: Tensor, positions: list[int], change: Sequence[KINDS], loss: bool) -> dict[str, np.ndarray]:
         """Return every measure with the sequences in front, (N, …)."""
@@ -183,16 +186,26 @@ class _Runs:
                 self.progress(self.done, self.total)
         return {name: np.stack([one[name] for one in found]) for name in found[0]}
 
-    def short(self, ids: Tensor, position: int, change: Sequence[KINDS]) -> dict[str, Any]:
-        """Return the measures of one position; of a causal model, from the text up to `BEHIND` tokens behind it."""
-        found = self.all(ids[:, : position + 1 + BEHIND] if self.causal else ids, [position], change, loss=False)
-        return {name: summarise(found[name][..., 0]) for name in MEASURES if name in found}
+    def one(self, ids: Tensor, position: int, change: Sequence[KINDS]) -> dict[str, Any]:
+        """Return the measures of one position under a change."""
+        return _at(self.all(ids, [position], change, loss=False), 0, len(ids))
 
-    def control(self, ids: Tensor, change: tuple[KINDS, ...]) -> dict[str, Any]:
-        """Return the measures of a control, before and after."""
-        position = positions_of(change[0])[0]
-        sides = {"before": self.short(ids, position, ()), "after": self.short(ids, position, change)}
-        return {"interventions": [to_entry(one) for one in change], "position": position, **sides}
+    def scan(
+        self, ids: Tensor, position: int, changes: dict[tuple[int, ...], tuple[KINDS, ...]]
+    ) -> list[dict[str, Any]]:
+        """Return the measures of one position under the change in each group of layers."""
+        return [{"layers": list(group), **self.one(ids, position, change)} for group, change in changes.items()]
+
+    def controls(
+        self, ids: Tensor, changes: list[tuple[KINDS, ...]], before: dict[int, dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return what each control does to its own first position."""
+        found = []
+        for change in changes:
+            place, entries = positions_of(change[0])[0], [to_entry(one) for one in change]
+            sides = {"before": before[place], "after": self.one(ids, place, change)}
+            found.append({"interventions": entries, "position": place, **sides})
+        return found
 
 
 class _Look:
@@ -220,15 +233,9 @@ class _Look:
 
     def _loss(self, ids: Tensor) -> np.ndarray:
         """Return the mean cross-entropy of what the tokens behind each position predict, in nats, (P,)."""
-        first = min(self.positions) + 1
-        keep = (
-            {"logits_to_keep": ids.shape[1] - first}
-            if "logits_to_keep" in signature(self.model.forward).parameters
-            else {}
-        )
-        logits = self.model(input_ids=ids, **no_cache(self.model), **keep).logits[0, first - ids.shape[1] : -1].float()
-        nll = cross_entropy(logits, ids[0, first + 1 :], reduction="none").double()
-        return np.array([nll[p + 1 - first :].mean().item() for p in self.positions])
+        logits = self.model(input_ids=ids, **no_cache(self.model)).logits[0, 1:-1].float()
+        nll = cross_entropy(logits, ids[0, 2:], reduction="none").double()  # of what tokens 1 to T - 2 predict
+        return np.array([nll[p:].mean().item() for p in self.positions])
 
     def _see_rows(self, call: AttentionCall) -> None:
         self.rows[call.layer] = rows_that_see(call)
@@ -258,37 +265,73 @@ class _Look:
         return full
 
 
-def _check(ids: Tensor, interventions: Sequence[KINDS], probes: int) -> None:
-    positions = [p for one in interventions for p in positions_of(one)]
+def _check(model: PreTrainedModel, ids: Tensor, interventions: Sequence[KINDS], probes: int) -> None:
+    positions, size = [p for one in interventions for p in positions_of(one)], ids.shape[1]
     if not positions:
         raise ValueError("there is nothing to do; give an intervention, such as waiver(255)")
-    if max(positions) > ids.shape[1] - 3:
-        raise ValueError(f"position {max(positions)} needs two tokens behind it; sequences have {ids.shape[1]} tokens")
+    if max(positions) >= size:
+        raise ValueError(f"position {max(positions)} is outside of the sequences of {size} tokens")
+    if model.can_generate() and max(positions) > size - 3:
+        raise ValueError(f"position {max(positions)} needs two tokens behind it; sequences have {size} tokens")
     if not 1 <= probes <= len(ids):
         raise ValueError(f"probes = {probes}; use 1 to {len(ids)}, the number of sequences")
 
 
-def _others(positions: list[int], length: int, count: int, draw: np.random.Generator) -> list[int]:
-    """Draw positions that are left alone, away from both ends where there is room."""
-    free = [p for p in range(max(1, length // 8), length - max(2, length // 8)) if p not in positions]
-    return [int(p) for p in draw.choice(free, min(count, len(free)), replace=False)]
+def _controls(
+    model: PreTrainedModel, interventions: Sequence[KINDS], size: int, count: int, draw: np.random.Generator
+) -> tuple[list[int], list[tuple[KINDS, ...]]]:
+    """Return positions that are left alone, and the controls: all positions shifted to them, swaps at random."""
+    positions = [p for one in interventions for p in positions_of(one)]
+    room = range(1, size - 3)  # neither the first token nor the last ones
+    shifts = [s for s in room if not {_shifted(p, s, size) for p in positions} & set(positions)]
+    chosen = [int(s) for s in draw.choice(shifts, min(count, len(shifts)), replace=False)]
+    tried = [tuple(_elsewhere(model, one, shift, size, draw) for one in interventions) for shift in chosen]
+    return [_shifted(positions[0], shift, size) for shift in chosen], tried
+
+
+def _shifted(position: int, shift: int, size: int) -> int:
+    return 1 + (position - 1 + shift) % (size - 3)
+
+
+def _elsewhere(model: PreTrainedModel, one: KINDS, shift: int, size: int, draw: np.random.Generator) -> KINDS:
+    """Return an intervention at other positions; a swap at its own, with a random row or token."""
+    if isinstance(one, PositionSwap):
+        rows = [row for row in range(position_limit(model) or 0) if row not in (one.position, one.source)]
+        return PositionSwap(one.position, int(draw.choice(rows)))
+    if isinstance(one, TokenSwap):
+        return TokenSwap(one.position, "random", int(draw.integers(2**31)))
+    if isinstance(one, Ablate):
+        return dataclasses.replace(one, position=_shifted(one.position, shift, size))
+    return dataclasses.replace(one, positions=tuple(_shifted(p, shift, size) for p in one.positions))
+
+
+def _layers(model: PreTrainedModel, one: KINDS) -> Sequence[int]:
+    """Return the layers in which an intervention acts, none if it does not act by layer."""
+    if not isinstance(one, LAYERED):
+        return ()
+    return attention_layers(model.config) if one.layers == "all" else one.layers
 
 
 def _scan(
-    interventions: Sequence[KINDS], groups: Sequence[Sequence[int]] | None, layers: int
+    model: PreTrainedModel, interventions: Sequence[KINDS], groups: Sequence[Sequence[int]] | None
 ) -> dict[tuple[int, ...], tuple[KINDS, ...]]:
-    """Return what to run in each group of layers alone; nothing where no intervention acts by layer."""
-    if not any(isinstance(one, LAYERED) for one in interventions):
-        return {}
+    """Return what to run in each group of layers alone, without the groups in which nothing acts or all does."""
+    layers, own = len(layer_stack(model)), {layer for one in interventions for layer in _layers(model, one)}
+    wrong = [layer for group in groups or () for layer in group if not 0 <= layer < layers]
+    if wrong:
+        raise ValueError(f"scan: layer {wrong[0]} does not exist; layers go from 0 to {layers - 1}")
+    if groups and not own:
+        raise ValueError("scan: none of the interventions acts by layer, so there is nothing to scan; leave it out")
     if groups is None:
         cuts = sorted({max(1, round(layers * cut)) for cut in CUTS})
         groups = [range(cut) for cut in cuts] + [range(cut, layers) for cut in cuts]
-    wrong = [layer for group in groups for layer in group if not 0 <= layer < layers]
-    if wrong:
-        raise ValueError(f"scan: layer {wrong[0]} does not exist; layers go from 0 to {layers - 1}")
-    found = {tuple(group): tuple(_within(one, group, layers) for one in interventions) for group in groups}
-    acting = {group: tuple(one for one in change if not _idle(one)) for group, change in found.items()}
-    return {group: change for group, change in acting.items() if any(isinstance(one, LAYERED) for one in change)}
+    found = {}
+    for group in groups:
+        acting = tuple(layer for layer in group if layer in own)
+        if acting and set(acting) != own:
+            changes = [_within(model, one, acting) for one in interventions]
+            found[acting] = tuple(one for one in changes if one is not None)
+    return found
 
 
 def scan_groups(text: str, layers: int) -> list[list[int]] | None:
@@ -298,27 +341,17 @@ def scan_groups(text: str, layers: int) -> list[list[int]] | None:
     return [] if text == "none" else [parse_layers(part, layers)[0] for part in text.split(",")]
 
 
-def _within(one: KINDS, group: Sequence[int], layers: int) -> KINDS:
-    """Return an intervention in those of its layers that are in the group."""
+def _within(model: PreTrainedModel, one: KINDS, group: Sequence[int]) -> KINDS | None:
+    """Return an intervention in those of its layers that are in the group, None if there are none."""
     if not isinstance(one, LAYERED):
         return one
-    own = range(layers) if one.layers == "all" else one.layers
-    return dataclasses.replace(one, layers=tuple(layer for layer in group if layer in own))
+    own = tuple(layer for layer in group if layer in _layers(model, one))
+    return dataclasses.replace(one, layers=own) if own else None
 
 
-def _idle(one: KINDS) -> bool:
-    return isinstance(one, LAYERED) and one.layers == ()
-
-
-def _elsewhere(model: PreTrainedModel, one: KINDS, position: int, draw: np.random.Generator) -> KINDS:
-    """Return the control of an intervention: the same at another position, or a swap with random content."""
-    if isinstance(one, PositionSwap):
-        return PositionSwap(one.position, int(draw.integers(position_limit(model) or 1)))
-    if isinstance(one, TokenSwap):
-        return TokenSwap(one.position, "random", int(draw.integers(2**31)))
-    if isinstance(one, Ablate):
-        return dataclasses.replace(one, position=position)
-    return dataclasses.replace(one, positions=(position,))
+def _at(found: dict[str, np.ndarray], index: int, probes: int) -> dict[str, Any]:
+    """Summarise the measures of one watched position over the first sequences."""
+    return {name: summarise(found[name][:probes, :, index]) for name in MEASURES if name in found}
 
 
 def _pair(before: np.ndarray | None, after: np.ndarray | None) -> dict[str, Any] | None:

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from crosslayer.interventions import (
     Ablate,
     Forbid,
-    Intervention,
     PositionSwap,
     Running,
     ScaleValues,
@@ -27,6 +26,7 @@ from crosslayer.interventions import (
     Waiver,
 )
 from crosslayer.plan import parse_layers
+from crosslayer.probe.visit import layer_stack
 
 __all__ = ["Ablate", "Forbid", "PositionSwap", "ScaleValues", "TokenSwap", "Waiver", "intervene", "waiver"]
 FILE_LIMIT = 16_000_000  # bytes of a file of interventions; a record has some 100 kB
@@ -131,7 +131,7 @@ def to_entry(intervention: KINDS) -> dict[str, Any]:
 
 
 @contextmanager
-def intervene(model: PreTrainedModel, *interventions: Intervention) -> Iterator[None]:
+def intervene(model: PreTrainedModel, *interventions: KINDS) -> Iterator[None]:
     """Run `model` with all `interventions`, the first outermost; it is bit-equal again on exit, whatever happened.
 
     Raises:
@@ -144,16 +144,22 @@ def intervene(model: PreTrainedModel, *interventions: Intervention) -> Iterator[
         raise ValueError(f"{kind} takes no edited mask; load the model with sdpa, eager or flex attention")
     running = Running()
     with ExitStack() as stack:
-        body = model.base_model
-        stack.callback(body.register_forward_pre_hook(running.begin, with_kwargs=True).remove)
+        layers = layer_stack(model)
+        for module in model.modules():  # OPT's head skips the body and calls its decoder
+            if isinstance(module, PreTrainedModel) and layers in module.modules():
+                stack.callback(module.register_forward_pre_hook(running.begin, with_kwargs=True).remove)
         for one in interventions:
             one.enter(model, running, stack)
         yield
-    idle = [one for one in interventions if id(one) not in running.acted]
+    idle = [(one, p) for one in interventions for p in positions_of(one) if (id(one), p) not in running.acted]
     if running.passes and idle:
-        raise ValueError(f"{idle[0]} did nothing: its position was outside of every sequence that was run")
+        kind, position = idle[0][0].kind, idle[0][1]
+        raise ValueError(f"{kind} did nothing: position {position} was outside of every sequence that was run")
 
 
 def waiver(*positions: int, layers: Sequence[int] | None = None) -> Waiver:
     """Return the waiver of these positions, in all layers or in some."""
-    return Waiver(positions, "all" if layers is None else tuple(layers))
+    chosen = {} if layers is None else {"layers": tuple(layers)}
+    made = load_intervention({"kind": "waiver", "positions": positions, **chosen})
+    assert isinstance(made, Waiver)
+    return made

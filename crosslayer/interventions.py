@@ -11,57 +11,81 @@ Shapes: B batch, T new tokens, S cached + new tokens, C hidden.
 
 import dataclasses
 from contextlib import ExitStack
+from inspect import signature
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, FiniteFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from transformers import PreTrainedModel
 
 from crosslayer.probe.tokens import position_embedding, position_limit
-from crosslayer.probe.visit import AttentionCall, intercepted, layer_stack
+from crosslayer.probe.visit import AttentionCall, attention_layers, intercepted, layer_stack
 
 Position = Annotated[int, Field(ge=0)]
-Layers = tuple[int, ...] | Literal["all"]
+Positions = Annotated[tuple[Position, ...], Field(min_length=1)]
+Layers = Annotated[tuple[int, ...], Field(min_length=1)] | Literal["all"]
 STRICT = ConfigDict(extra="forbid")
 FLEX_BLOCK = 128
 
 
 class Running:
-    """Where the tokens of the running forward pass stand; `acted` holds the interventions that found their token."""
+    """Where the tokens of the running forward pass stand, and which interventions found their positions."""
 
     def __init__(self):
-        self.seen, self.offsets, self.passes = 0, None, 0
-        self.acted: set[int] = set()
+        self.seen, self.passes = 0, 0
+        self.mask: Tensor | None = None  # (B, S), 0 where a token is padding
+        self.offsets: list[int] = [0]  # tokens of padding on the left, one for each row or one for all
+        self.acted: set[tuple[int, int]] = set()  # identity of the intervention, position
+        self.rows: dict[int, Tensor] = {}  # of the position table, as they were
 
     def begin(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Read from the body's arguments how many tokens are cached and how far each row is padded on the left."""
-        cache, mask, positions = (kwargs.get(k) for k in ("past_key_values", "attention_mask", "position_ids"))
+        given = signature(module.forward).bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        cache, mask, positions = (given.get(k) for k in ("past_key_values", "attention_mask", "position_ids"))
         self.seen = 0 if cache is None else int(cache.get_seq_length())
-        self.offsets, self.passes = None, self.passes + 1
+        self.mask, self.offsets, self.passes = None, [0], self.passes + 1
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            self.offsets = (mask.cumsum(-1) == 0).sum(-1).tolist()
-        elif isinstance(positions, Tensor) and positions.dim() == 2:
-            self.offsets = (self.seen - positions[:, 0]).tolist()
+            self.mask, self.offsets = mask != 0, (mask.cumsum(-1) == 0).sum(-1).tolist()
+        elif isinstance(positions, Tensor) and positions.dim() == 2:  # padding clamps the first ones
+            self.offsets = (self.seen + positions.shape[1] - 1 - positions[:, -1]).tolist()
 
-    def places(self, position: int, batch: int, new: int) -> list[tuple[int, int]]:
+    def columns(self, position: int, batch: int) -> list[tuple[int, int]]:
+        """Return (row of the batch, index among cached and new tokens) of a position wherever it is a real token."""
+        if not self.passes:
+            raise ValueError("this model runs its layers without its body, so positions are not known; use the body")
+        offsets = self.offsets * batch if len(self.offsets) == 1 else self.offsets
+        found = [(row, position + offset) for row, offset in enumerate(offsets)]
+        if self.mask is not None:
+            found = [(row, i) for row, i in found if i < self.mask.shape[1] and self.mask[row % len(self.mask), i]]
+        return found
+
+    def places(self, one: "Intervention", position: int, batch: int, new: int) -> list[tuple[int, int]]:
         """Return (row of the batch, index among the new tokens) of each row that is running this position now."""
-        offsets = self.offsets or [0] * batch
-        offsets = offsets * batch if len(offsets) == 1 else offsets
-        found = [(row, position + offset - self.seen) for row, offset in enumerate(offsets)]
-        return [(row, index) for row, index in found if 0 <= index < new]
+        found = [(row, index - self.seen) for row, index in self.columns(position, batch)]
+        found = [(row, index) for row, index in found if 0 <= index < new]
+        self.acted |= {(id(one), position)} if found else set()
+        return found
 
-    def columns(self, position: int, call: AttentionCall) -> list[tuple[int, int]]:
-        """Return (row of the batch, index among the keys) of a position; a sliding cache has dropped its oldest."""
-        batch, _, new, _ = call.query.shape
-        size = call.key.shape[2]
-        dropped = max(0, self.seen + new - size)
-        offsets = self.offsets or [0] * batch
-        offsets = offsets * batch if len(offsets) == 1 else offsets
-        found = [(row, position + offset - dropped) for row, offset in enumerate(offsets)]
-        return [(row, index) for row, index in found if 0 <= index < size and position + offsets[row] < self.seen + new]
+    def keys(self, one: "Intervention", position: int, call: AttentionCall) -> list[tuple[int, int]]:
+        """Return (row of the batch, index among the call's keys) of a position."""
+        dropped, end = self.dropped(call), self.seen + call.query.shape[2]
+        found = [(row, i - dropped) for row, i in self.columns(position, call.query.shape[0]) if dropped <= i < end]
+        self.acted |= {(id(one), position)} if found else set()
+        return found
+
+    def dropped(self, call: AttentionCall) -> int:
+        """Return how many of the oldest keys a sliding cache has dropped."""
+        return max(0, self.seen + call.query.shape[2] - call.key.shape[2])
+
+    def real(self, row: int, new: int) -> Tensor:
+        """Return which of a row's new tokens are no padding, (T,)."""
+        if self.mask is None:
+            return torch.ones(new, dtype=torch.bool)
+        return self.mask[row % len(self.mask), self.seen : self.seen + new].cpu()
 
 
 class Intervention:
@@ -76,22 +100,27 @@ class Intervention:
 class Waiver(Intervention):
     """These positions attend only to themselves, in `layers`."""
 
-    positions: tuple[Position, ...]
+    positions: Positions
     layers: Layers = "all"
     kind: Literal["waiver"] = "waiver"
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
         """Edit the rows of the mask."""
         chosen = _chosen(model, self.layers)
+        if self.layers == "all" and mixes_otherwise(model):
+            raise ValueError(
+                f"layers {mixes_otherwise(model)} mix tokens without softmax attention, so no waiver isolates a token "
+                "there; name the layers"
+            )
 
         def handler(call: AttentionCall) -> AttentionCall:
             if call.layer not in chosen:
                 return call
-            places = [p for k in self.positions for p in running.places(k, call.query.shape[0], call.query.shape[2])]
+            batch, _, new, _ = call.query.shape
+            places = [place for k in self.positions for place in running.places(self, k, batch, new)]
             if not places:
                 return call
-            running.acted.add(id(self))
-            dropped = max(0, running.seen + call.query.shape[2] - call.key.shape[2])
+            dropped = running.dropped(call)
             mask = _mask(call, running)
             for row, index in places:
                 mask[row, :, index] = torch.finfo(mask.dtype).min
@@ -105,7 +134,7 @@ class Waiver(Intervention):
 class Forbid(Intervention):
     """No other token may attend to these positions, in `layers`: what stands there can be no sink."""
 
-    positions: tuple[Position, ...]
+    positions: Positions
     layers: Layers = "all"
     kind: Literal["forbid"] = "forbid"
 
@@ -114,10 +143,10 @@ class Forbid(Intervention):
         chosen = _chosen(model, self.layers)
 
         def handler(call: AttentionCall) -> AttentionCall:
-            columns = _columns(self, call, running) if call.layer in chosen else []
+            columns = _keys(self, call, running) if call.layer in chosen else []
             if not columns:
                 return call
-            dropped = max(0, running.seen + call.query.shape[2] - call.key.shape[2])
+            dropped = running.dropped(call)
             mask = _mask(call, running)
             for row, column in columns:
                 mask[row, :, :, column] = torch.finfo(mask.dtype).min
@@ -133,8 +162,8 @@ class Forbid(Intervention):
 class ScaleValues(Intervention):
     """The value states of these positions are multiplied by `factor`, in `layers`."""
 
-    positions: tuple[Position, ...]
-    factor: float
+    positions: Positions
+    factor: FiniteFloat
     layers: Layers = "all"
     kind: Literal["scale_values"] = "scale_values"
 
@@ -143,7 +172,7 @@ class ScaleValues(Intervention):
         chosen = _chosen(model, self.layers)
 
         def handler(call: AttentionCall) -> AttentionCall:
-            columns = _columns(self, call, running) if call.layer in chosen else []
+            columns = _keys(self, call, running) if call.layer in chosen else []
             if not columns:
                 return call
             value = call.value.clone()
@@ -174,16 +203,24 @@ class PositionSwap(Intervention):
             if not 0 <= position < limit:
                 raise ValueError(f"position {position} is not in the table; it has rows 0 to {limit - 1}")
         weight = table.weight
+        if self.source == self.position:
+            raise ValueError(f"position {self.position} has its own row already; name another")
+        index = self.position + shift
+        before = weight.detach()[index].clone()
+        running.rows.setdefault(index, before)
         if isinstance(self.source, int):
-            row = weight.detach()[self.source + shift].clone()
+            row = running.rows.get(self.source + shift, weight.detach()[self.source + shift]).clone()
         else:
             row = torch.tensor(self.source, dtype=weight.dtype, device=weight.device)
             if row.shape != weight.shape[1:]:
                 raise ValueError(f"the vector has {len(row)} entries; a row of the table has {weight.shape[1]}")
-        before = weight.detach()[self.position + shift].clone()
-        stack.callback(_write_row, weight, self.position + shift, before)
-        _write_row(weight, self.position + shift, row)
-        running.acted.add(id(self))
+        stack.callback(_write_row, weight, index, before)
+        _write_row(weight, index, row)
+
+        def watch(module: Any, args: tuple) -> None:
+            running.places(self, self.position, *args[0].shape[:2])
+
+        stack.callback(layer_stack(model)[0].register_forward_pre_hook(watch).remove)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -208,9 +245,8 @@ class TokenSwap(Intervention):
 
         def hook(module: Any, args: tuple) -> tuple:
             ids = args[0].clone()
-            for row, index in running.places(self.position, *ids.shape):
+            for row, index in running.places(self, self.position, *ids.shape):
                 ids[row, index] = token
-                running.acted.add(id(self))
             return (ids, *args[1:])
 
         stack.callback(model.get_input_embeddings().register_forward_pre_hook(hook).remove)
@@ -230,34 +266,50 @@ class Ablate(Intervention):
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
         """Change the output of one layer."""
-        _chosen(model, (self.layer,))
+        _check_layers(model, (self.layer,))
 
         def hook(module: Any, args: Any, output: Any) -> Any:
             hidden = (output[0] if isinstance(output, tuple) else output).clone()  # (B, T, C)
-            for row, index in running.places(self.position, *hidden.shape[:2]):
-                others = torch.cat([hidden[row, :index], hidden[row, index + 1 :]])
-                if self.value == "mean" and not len(others):
+            for row, index in running.places(self, self.position, *hidden.shape[:2]):
+                others = running.real(row, hidden.shape[1])
+                others[index] = False
+                if self.value == "mean" and not others.any():
                     raise ValueError("the mean of other tokens needs more than one new token; use zero when decoding")
-                hidden[row, index] = 0 if self.value == "zero" else others.mean(0)
-                running.acted.add(id(self))
+                hidden[row, index] = 0 if self.value == "zero" else hidden[row, others].mean(0)
             return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-        stack.callback(layer_stack(model)[self.layer].register_forward_hook(hook).remove)
+        # first of all hooks, so that whoever collects hidden states sees it
+        stack.callback(layer_stack(model)[self.layer].register_forward_hook(hook, prepend=True).remove)
+
+
+def mixes_otherwise(model: PreTrainedModel) -> list[int]:
+    """Return the layers that mix tokens without softmax attention (of hybrids); a plan's dropped attention is none."""
+    config = model.config.get_text_config()
+    own = getattr(config, "plan", None) is not None
+    return [] if own else sorted(set(range(len(layer_stack(model)))) - set(attention_layers(model.config)))
+
+
+def _check_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
+    count = len(layer_stack(model))
+    wrong = [layer for layer in layers if not 0 <= layer < count]
+    if wrong:
+        raise ValueError(f"layer {wrong[0]} does not exist; layers go from 0 to {count - 1}")
 
 
 def _chosen(model: PreTrainedModel, layers: Layers) -> set[int]:
-    count = len(layer_stack(model))
-    wrong = [] if layers == "all" else [layer for layer in layers if not 0 <= int(layer) < count]
-    if wrong:
-        raise ValueError(f"layer {wrong[0]} does not exist; layers go from 0 to {count - 1}")
-    return set(range(count)) if layers == "all" else {int(layer) for layer in layers}
+    """Return the layers whose attention is meant; all of them must have one."""
+    have = attention_layers(model.config)
+    if layers == "all":
+        return set(have)
+    _check_layers(model, layers)
+    without = [layer for layer in layers if layer not in have]
+    if without:
+        raise ValueError(f"layer {without[0]} has no softmax attention; layers {have} have")
+    return set(layers)
 
 
-def _columns(one: Forbid | ScaleValues, call: AttentionCall, running: Running) -> list[tuple[int, int]]:
-    """Return the keys that an intervention is about, and note that it acts where there are any."""
-    columns = [place for position in one.positions for place in running.columns(position, call)]
-    running.acted |= {id(one)} if columns else set()
-    return columns
+def _keys(one: Forbid | ScaleValues, call: AttentionCall, running: Running) -> list[tuple[int, int]]:
+    return [place for position in one.positions for place in running.keys(one, position, call)]
 
 
 def _mask(call: AttentionCall, running: Running) -> Tensor:

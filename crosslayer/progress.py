@@ -35,7 +35,7 @@ class Progress:
     def step(self, done: int, total: int) -> None:
         """Show how much is done."""
         if self.bar is not None:
-            self.bar.update(self.task, completed=done)
+            self.bar.update(self.task, completed=done, total=total)
             return
         now = time.monotonic()
         if done == 0:

@@ -107,9 +107,11 @@ def test_decoding_with_a_cache_is_the_full_pass(family, one):
         assert (model(ids, use_cache=False).logits - full).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("one", EACH, ids=str)
-def test_positions_do_not_count_left_padding(one):
-    model, ids = tiny("llama"), tokens(batch=1, length=12)
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("one", [*EACH, Ablate(1, 5, "mean")], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_positions_do_not_count_left_padding(family, one, cache):
+    model, ids = tiny(family), tokens(batch=1, length=12)
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
     mask = torch.cat([torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 12, dtype=torch.long)], dim=1)
     both, masks = torch.cat([padded, tokens(batch=1, length=16, seed=5)]), torch.cat([mask, torch.ones_like(mask)])
@@ -117,17 +119,56 @@ def test_positions_do_not_count_left_padding(one):
     with torch.no_grad(), intervene(model, one):
         single = model(ids, use_cache=False).logits[0]
         batch = model(both, attention_mask=masks, position_ids=positions, use_cache=False).logits[0, 4:]
-        texts = [model.generate(i, attention_mask=m, max_new_tokens=4, do_sample=False)[0, -4:]
+        if one == Ablate(1, 5, "mean"):
+            assert (single - batch).abs().max() < 1e-9
+            return  # the mean of other new tokens is not for decoding
+        options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        found = [model.generate(i, attention_mask=m, cache_implementation=cache, **options)
                  for i, m in ((ids, torch.ones_like(ids)), (both, masks))]  # fmt: skip
     assert (single - batch).abs().max() < 1e-9
-    assert torch.equal(*texts)
+    assert torch.equal(*(out.sequences[0, -4:] for out in found))
+    for alone, together in zip(found[0].logits, found[1].logits, strict=True):
+        assert (alone[0] - together[0]).abs().max() < 1e-5  # generate() hands out float32
+
+
+def test_padding_on_the_right_is_no_token():
+    model, ids = tiny("llama"), tokens(batch=2, length=12)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    with torch.no_grad(), intervene(model, waiver(8)):
+        found = model(ids, attention_mask=mask, use_cache=False).logits
+    with torch.no_grad():
+        plain = model(ids, attention_mask=mask, use_cache=False).logits
+    assert (found[0] - plain[0]).abs().max() > 1e-3 and torch.equal(found[1, :6], plain[1, :6])
+    with pytest.raises(ValueError, match="position 8 was outside"), intervene(model, waiver(8)), torch.no_grad():
+        model(ids[1:], attention_mask=mask[1:], use_cache=False)
+
+
+def test_beams_with_and_without_a_cache_agree():
+    model, ids = tiny("llama"), tokens(batch=2, length=12)
+    with torch.no_grad(), intervene(model, waiver(K), Forbid((0,))):
+        options = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False}
+        found = [model.generate(ids, use_cache=cached, **options) for cached in (True, False)]
+    assert torch.equal(*found)
+
+
+def test_inputs_by_position_are_read_too():
+    body, ids = tiny("llama").model, tokens(batch=1, length=12)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
+    mask = (torch.arange(16) >= 4).long()[None]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad(), intervene(body, waiver(5)):
+        named = body(padded, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
+        ordered = body(padded, mask, positions, use_cache=False).last_hidden_state
+    assert torch.equal(named, ordered)
 
 
 def test_a_forbidden_column_gets_nothing_and_a_scaled_value_is_scaled():
     model, ids = tiny("llama", "eager"), tokens()
     with torch.no_grad(), intervene(model, Forbid((4,))):
         maps = model(ids, output_attentions=True, use_cache=False).attentions
-    for one in maps or ():
+    assert len(maps) == 3
+    for one in maps:
         column = one[:, :, :, 4].clone()
         assert column[:, :, 4].min() > 0
         column[:, :, 4] = 0
@@ -150,13 +191,28 @@ def test_position_swaps_reach_the_right_row(family):
         swapped = model(ids)
     found = swapped.last_hidden_state if family in ("bert", "roberta") else swapped.logits
     assert (found - before).abs().max() > 1e-4
-    if family in ("bert", "gpt2"):
-        positions = torch.arange(10)[None].clone()
-        positions[0, 4] = 8
-        out = model(ids, position_ids=positions)
-        expected = out.last_hidden_state if family == "bert" else out.logits
-        assert (found - expected).abs().max() < 1e-10
+    positions = torch.arange(10)[None] + (1 if family == "roberta" else 0)  # row 0 of RoBERTa is padding here
+    positions[0, 4] += 4
+    out = model(ids, position_ids=positions)
+    expected = out.last_hidden_state if family in ("bert", "roberta") else out.logits
+    assert (found - expected).abs().max() < 1e-10
     assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
+
+
+def test_two_position_swaps_swap():
+    model, ids = tiny("gpt2"), tokens(length=10)
+    positions = torch.arange(10)[None].clone()
+    positions[0, 3], positions[0, 5] = 5, 3
+    with torch.no_grad(), intervene(model, PositionSwap(3, 5), PositionSwap(5, 3)):
+        found = model(ids).logits
+    assert (found - model(ids, position_ids=positions).logits).abs().max() < 1e-10
+
+
+def test_an_ablation_shows_in_collected_hidden_states():
+    model, ids = tiny("llama"), tokens()
+    states(model, ids)  # transformers registers its collectors now
+    with intervene(model, Ablate(0, 5)):
+        assert states(model, ids)[1][:, 5].abs().max() == 0
 
 
 def test_everything_composes_and_is_restored_after_an_exception():
@@ -188,8 +244,26 @@ def test_round_trip_through_json(one):
 
 def test_bad_interventions_are_one_clear_line():
     model, ids = tiny("llama"), tokens()
-    with pytest.raises(ValueError, match="outside of every sequence that was run"), intervene(model, waiver(99)):
-        states(model, ids)
+    for one, position in ((waiver(99), 99), (waiver(7, 99), 99), (Forbid((30,)), 30), (TokenSwap(24, 3), 24)):
+        text = f"position {position} was outside of every sequence that was run"
+        with pytest.raises(ValueError, match=text), intervene(model, one):
+            states(model, ids)
+    gpt2 = tiny("gpt2")
+    with pytest.raises(ValueError, match="position 40 was outside"), intervene(gpt2, PositionSwap(40, 2)):
+        states(gpt2, ids)
+    with pytest.raises(ValueError, match="has its own row already"), intervene(gpt2, PositionSwap(4, 4)):
+        pass
+    with pytest.raises(ValueError, match="waiver: positions.0: Input should be greater than or equal to 0"):
+        waiver(-1)
+    with pytest.raises(ValueError, match="waiver: layers"):
+        waiver(1, layers=[])
+    hybrid = tiny("qwen3_next")
+    mixing = r"layers \[0, 1\] mix tokens without softmax attention"
+    with pytest.raises(ValueError, match=mixing), intervene(hybrid, waiver(3)):
+        pass
+    without = r"layer 0 has no softmax attention; layers \[2\] have"
+    with pytest.raises(ValueError, match=without), intervene(hybrid, waiver(3, layers=[0])):
+        pass
     with (
         pytest.raises(ValueError, match="layer 3 does not exist; layers go from 0 to 2"),
         intervene(model, waiver(1, layers=[3])),

@@ -18,7 +18,7 @@ ALLOWED = {
     "probe": {"environment", "text", "plan"},
     "report": set(),
     "interventions": {"probe"},
-    "intervene": {"interventions", "plan"},
+    "intervene": {"interventions", "plan", "probe"},
     "effect": {"intervene", "interventions", "probe", "plan", "environment"},
     "retrofit": {"plan", "method", "methods", "decoder", "text", "report", "environment", "probe", "runtime"},
     "runtime": {"plan", "method", "methods", "decoder", "models", "text", "report", "environment", "probe"},

@@ -166,11 +166,10 @@ class _Masks:
 
 def is_causal(call: AttentionCall) -> bool:
     """Return whether no row sees a later key, looking at the mask itself where there is one."""
-    if call.mask is None:
+    given = _tensor_mask(call)
+    if given is None:
         return call.causal
-    if not isinstance(call.mask, Tensor):
-        raise ValueError("masks of flex attention cannot be read; load the model with sdpa or eager attention")
-    mask, step = call.mask[0], 256
+    mask, step = given[0], 256
     for start in range(0, mask.shape[1], step):
         block = mask[:, start : start + step, start:]
         seen = block if block.dtype == torch.bool else block > torch.finfo(block.dtype).min / 2
@@ -179,11 +178,17 @@ def is_causal(call: AttentionCall) -> bool:
     return True
 
 
+def _tensor_mask(call: AttentionCall) -> Tensor | None:
+    if call.mask is not None and not isinstance(call.mask, Tensor):
+        raise ValueError("masks of flex attention cannot be read; load the model with sdpa or eager attention")
+    return call.mask
+
+
 def rows_that_see(call: AttentionCall) -> Tensor:
     """Return how many rows other than its own may attend to each key, (S,); batch 1, as many queries as keys."""
-    size = call.key.shape[2]
-    if call.mask is not None:
-        mask = call.mask[0]
+    size, given = call.key.shape[2], _tensor_mask(call)
+    if given is not None:
+        mask = given[0]
         seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         return (seen.sum(dim=1) - seen.diagonal(dim1=1, dim2=2).long()).double().mean(dim=0)
     below = torch.arange(size - 1, -1, -1, device=call.key.device).double()

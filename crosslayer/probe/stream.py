@@ -59,7 +59,7 @@ class _LayerWatch:
         """Register all hooks; `hooks` removes them."""
         handles = [
             self.layer.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.layer.register_forward_hook(self._leave),
+            self.layer.register_forward_hook(self._leave, prepend=True),  # before anyone changes the output
         ]
         for child in self.layer.children():
             handles.append(child.register_forward_pre_hook(self._child_in, with_kwargs=True))

@@ -71,37 +71,34 @@ def words(record: InterventionRecord) -> list[str]:
         most = max(_top(other.attention_received.after) for other in alone)
         listed = " and ".join(str(other.position) for other in alone)
         made.append(f"Left alone: position {listed} in no layer receives more than {most:.1%} under the intervention.")
-    for one in record.scan:
-        made.append(
-            f"Only in layers {runs(one['layers'])}: {_mean(one['attention_received']['mean']):.2%} on average, at most "
-            f"{_top(one['attention_received']):.1%} ({_short(record)})."
-        )
+    if record.scan:
+        tried = [f"{_range(one)} {_mean(one['attention_received']['mean']):.1%}" for one in record.scan]
+        made.append(f"By the layers in which it acts{_few(record)}: {'; '.join(tried)}, on average over all layers.")
     for one in record.controls:
         before, after = (one[side]["attention_received"]["mean"] for side in ("before", "after"))
         made.append(
-            f"{_kind(one)}, {describe(one['interventions'])}: position {one['position']} goes from {_mean(before):.2%} "
-            f"to {_mean(after):.2%} on average ({_short(record)})."
+            f"Control, {describe(one['interventions'])}{_few(record)}: position {one['position']} goes from "
+            f"{_mean(before):.2%} to {_mean(after):.2%} on average."
         )
     return made
 
 
-def _kind(control: dict[str, Any]) -> str:
-    swap = control["interventions"][0]["kind"] in ("position_swap", "token_swap")
-    return "Random content" if swap else "The same elsewhere"
+def _range(one: dict[str, Any]) -> str:
+    return runs(one["layers"]) or "none"
 
 
-def _short(record: InterventionRecord) -> str:
-    behind = ", 64 tokens behind it" if record.model["causal"] else ""
-    return f"{record.settings['probes']} sequences{behind}"
+def _few(record: InterventionRecord) -> str:
+    count = record.settings["probes"]
+    return f" ({count} sequence{'s' if count > 1 else ''})" if count < record.settings["sequences"] else ""
 
 
 def _received(name: str, place: Place, rows: str) -> str:
     found = place.attention_received
-    top = _argmax(found.after.mean)
+    both = zip(found.before.mean, found.after.mean, strict=True)
+    top = _argmax([None if a is None or b is None else max(a, b) for a, b in both])
     return (
         f"{name} receives {_mean(found.before.mean):.2%} of {rows} attention before and {_mean(found.after.mean):.2%} "
-        f"after, on average over layers; most in layer {top}: {found.after.mean[top]:.1%} "
-        f"({found.before.mean[top]:.1%} before)."
+        f"after, on average over layers; in layer {top} {found.before.mean[top]:.1%} and {found.after.mean[top]:.1%}."
     )
 
 
@@ -173,18 +170,17 @@ def panels(record: InterventionRecord) -> list[Panel]:
     if record.mlp_l1_l2 is not None:
         words = f"‖u‖₁ / ‖u‖₂ of what the MLP adds at {at}: near 1 for a single peak, high for a flat vector."
         made.append(_sides("mlp_l1_l2", "Shape of the MLP's output", words, "L1 / L2", record.mlp_l1_l2))
-    entries = [(f"layers {runs(one['layers'])}", one["attention_received"]["mean"]) for one in record.scan]
-    words = f"The intervention in a range of layers only: attention on {at} ({_short(record)})."
+    entries = [(f"layers {_range(one)}", one["attention_received"]["mean"]) for one in record.scan]
+    words = f"The intervention in some layers only: attention on {at}{_few(record)}."
     made += _many("scan", "In which layers it matters", words, entries)
     entries = [
-        (f"{side}, {one['position']}, control {i + 1}", one[side]["attention_received"]["mean"])
+        (f"control {i + 1}, {side}", one[side]["attention_received"]["mean"])
         for i, one in enumerate(record.controls)
         for side in ("before", "after")
     ]
-    words = "; ".join(f"control {i + 1}: {describe(one['interventions'])}" for i, one in enumerate(record.controls))
-    made += _many(
-        "controls", "Controls", f"Attention on the position of each control. {words} ({_short(record)}).", entries
-    )
+    named = "; ".join(f"{i + 1}: {describe(one['interventions'])}" for i, one in enumerate(record.controls))
+    words = f"Attention on the position of each control{_few(record)}. {named}."
+    made += _many("controls", "Controls", words, entries)
     return made
 
 
@@ -200,17 +196,19 @@ def _many(key: str, title: str, words: str, entries: list[tuple[str, list[Any]]]
 
 
 def _sides(key: str, title: str, words: str, axis: str, found: ByLayer) -> Panel:
-    lines = [_line("before", found.before), _line("after", found.after)]
-    return Panel(key, title, words, LAYER, axis, lines, log_y=key == "hidden_norm_ratio")
+    log = key == "hidden_norm_ratio"
+    lines = [_line("before", found.before, log), _line("after", found.after, log)]
+    return Panel(key, title, words, LAYER, axis, lines, log_y=log)
 
 
-def _line(name: str, found: Measure) -> Line:
+def _line(name: str, found: Measure, log: bool) -> Line:
     if found.ci95 is None:
         return Line(name, _numbers(found.mean), found.mean)
     low, high = ([pair[end] for pair in found.ci95] for end in (0, 1))
-    known = zip(low, found.mean, strict=True)
-    kept = [None if a is None or b is None else max(a, b / 10) for a, b in known]  # inside a logarithmic axis
-    return Line(name, _numbers(found.mean), found.mean, kept, high)
+    if log:
+        known = zip(low, found.mean, strict=True)
+        low = [None if a is None or b is None else max(a, b / 10) for a, b in known]  # inside the axis
+    return Line(name, _numbers(found.mean), found.mean, low, high)
 
 
 def _heat(record: InterventionRecord, side: str) -> Panel:

@@ -1,9 +1,8 @@
 """What retrofits of one model cost and save, with each way to fit W_c side by side: the table of docs/RETROFIT.md.
 
-    python benchmarks/retrofit.py                        # damage: all wirings, about an hour on two cores
+    python benchmarks/retrofit.py                        # all wirings, about an hour and a half on two cores
     python benchmarks/retrofit.py --only uniattn-4       # one wiring; results are merged into the JSON
-    python benchmarks/retrofit.py --times                # then: cache bytes and times against the original
-    python benchmarks/retrofit.py --table                # print the table from the JSON
+    python benchmarks/retrofit.py --parts times table    # of damage; cache bytes and times; the printed tables
 
 The original runs once for all variants of a wiring; damage is on windows that calibration has not seen.
 """
@@ -26,6 +25,7 @@ from crosslayer.retrofit.run import retrofit
 from crosslayer.runtime.bench import Settings, bench
 from crosslayer.text import TextSource, load_documents, split
 
+PARTS = ("damage", "times", "table")
 RESULTS = Path(__file__).parent / "results" / "retrofit.json"
 FOURS, PAIRS = "18-21,22-25,26-29", "16-17,18-19,20-21,22-23,24-25,26-27,28-29"
 WIRINGS = {
@@ -53,21 +53,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(WIRINGS), default=list(WIRINGS))
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--calibration", type=int, default=32)
-    parser.add_argument("--times", action="store_true")
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     args = parser.parse_args()
-    if args.table:
-        print(table(json.loads(RESULTS.read_text())))
-        return
-    model, tokenizer = crosslayer.load_model(args.model)
-    if args.times:
+    if set(args.parts) & {"damage", "times"}:
+        model, tokenizer = crosslayer.load_model(args.model)
+    if "damage" in args.parts:
+        wanted = {"evaluation": args.windows, "calibration": args.calibration}
+        texts = split(load_documents(TextSource()), tokenizer, parts=wanted)
+        for name in args.only:
+            save(name, measured(model, name, texts))
+    if "times" in args.parts:
         for name in args.only:
             save(name, {"times": times(model, name)})
-        return
-    parts = {"evaluation": args.windows, "calibration": args.calibration}
-    texts = split(load_documents(TextSource()), tokenizer, parts=parts)
-    for name in args.only:
-        save(name, measured(model, name, texts))
+    if "table" in args.parts:
+        print(table(json.loads(RESULTS.read_text())))
 
 
 def measured(model, name, texts) -> dict[str, Any]:
@@ -118,27 +117,27 @@ def times(model, name) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the results as Markdown."""
+    """Return the results as two Markdown tables: perplexity ratio with share and times, and KL."""
     variants = list(VARIANTS)
     lines = [
         f"| wiring | KV share | {' | '.join(variants)} | time to first token | time per token |",
         "|" + "---|" * (len(variants) + 4),
     ]
     for name, found in results.items():
-        cells = []
-        for variant in variants:
-            row = found["damage"].get(variant)
-            if row is None:
-                cells.append("")
-                continue
-            low, high = row["ratio_ci95"]
-            cells.append(f"{_short(row['ratio'])} ({_short(low)}-{_short(high)}); KL {_short(row['kl'])}")
+        cells = _cells(found, "ratio", "ratio_ci95")
         lines.append(f"| {name} | {found['kv_share']:.2%} | {' | '.join(cells)} | {' | '.join(_ratios(found))} |")
+    lines += ["", f"| KL, nats a token | {' | '.join(variants)} |", "|" + "---|" * (len(variants) + 1)]
+    lines += [f"| {name} | {' | '.join(_cells(found, 'kl', 'kl_ci95'))} |" for name, found in results.items()]
     return "\n".join(lines)
 
 
+def _cells(found: dict[str, Any], key: str, interval: str) -> list[str]:
+    rows = [found["damage"].get(variant) for variant in VARIANTS]
+    return ["" if row is None else f"{_short(row[key])} ({'-'.join(map(_short, row[interval]))})" for row in rows]
+
+
 def _short(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.1e}"
+    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
 
 
 def _ratios(found: dict[str, Any]) -> list[str]:

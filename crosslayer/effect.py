@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ from crosslayer.probe.tokens import position_limit
 from crosslayer.probe.visit import AttentionCall, attention_layers, layer_stack, no_cache, visited
 
 MEASURES = ("attention_received", "hidden_norm_ratio", "value_norm_ratio", "mlp_l1_l2")
-CUTS = (0.1, 0.25, 0.5)  # of the depth: the scan isolates below and above each
+BELOW, ABOVE = (0.1, 0.25, 0.5), (0.1, 0.25)  # of the depth: where the groups of a scan end and begin
 LAYERED = (Waiver, Forbid, ScaleValues)
 Progress = Callable[[int, int], None]  # forward passes done, in all
 
@@ -104,8 +105,8 @@ def effect(
     ids: Tensor,
     *interventions: KINDS,
     scan: Sequence[Sequence[int]] | None = None,
-    controls: int = 2,
-    probes: int = 1,
+    controls: int = 1,
+    probes: int | None = None,
     seed: int = 0,
     settings: dict[str, Any] | None = None,
     progress: Progress | None = None,
@@ -116,10 +117,10 @@ def effect(
         model: any model that `intervene` and `diagnose` take.
         ids: token ids (N, T), no padding.
         interventions: entered together; the record is about the first position of the first.
-        scan: groups of layers; the interventions are tried in each group alone. Default: below and above a tenth, a
-            quarter and half of the depth; [] for none. Only those that act by layer are scanned.
+        scan: groups of layers; the interventions are tried in each group alone. Default: below a tenth, a quarter and
+            half of the depth, above a tenth and a quarter; [] for none. Only those that act by layer are scanned.
         controls: how often the same is tried elsewhere, all positions shifted alike (a swap: random row or token).
-        probes: sequences of scan and controls; the first of all.
+        probes: sequences of scan and controls, the first of all; default 2, if there are so many.
         seed: of the random positions and contents.
         settings: what the record should say about the run, beside what is known here.
         progress: called after each forward pass.
@@ -131,6 +132,7 @@ def effect(
     """
     started = time.perf_counter()
     check_ids(model, ids)
+    probes = min(2, len(ids)) if probes is None else probes
     _check(model, ids, interventions, probes)
     positions = [p for one in interventions for p in positions_of(one)]
     draw, few, main = np.random.default_rng(seed), ids[:probes], positions[0]
@@ -142,8 +144,8 @@ def effect(
         pass  # what cannot be done is said before anything is measured
     runs = _Runs(model, 2 * len(ids) + probes * (len(scanned) + len(tried)), progress)
     with evaluating(model):
-        before = runs.all(ids, list(watched), (), loss=True)
-        after = runs.all(ids, list(watched), interventions, loss=True)
+        before = runs.all(ids, list(watched), (), behind=min(positions))
+        after = runs.all(ids, list(watched), interventions, behind=min(positions))
         at = {p: _at(before, i, probes) for i, p in enumerate(watched)}
         scans = runs.scan(few, main, scanned)
         if scans:
@@ -175,12 +177,14 @@ class _Runs:
         self.model, self.total, self.progress, self.done = model, total, progress, 0
         self.causal, self.layers = False, len(layer_stack(model))
 
-    def all(self, ids: Tensor, positions: list[int], change: Sequence[KINDS], loss: bool) -> dict[str, np.ndarray]:
-        """Return every measure with the sequences in front, (N, …)."""
+    def all(
+        self, ids: Tensor, positions: list[int], change: Sequence[KINDS], behind: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return every measure with the sequences in front, (N, …); the loss from the tokens after `behind` on."""
         found = []
         for sequence in ids:
             look = _Look(self.model, positions)
-            found.append(look.run(sequence, change, loss))
+            found.append(look.run(sequence, change, behind))
             self.causal, self.done = look.causal, self.done + 1
             if self.progress is not None:
                 self.progress(self.done, self.total)
@@ -188,7 +192,7 @@ class _Runs:
 
     def one(self, ids: Tensor, position: int, change: Sequence[KINDS]) -> dict[str, Any]:
         """Return the measures of one position under a change."""
-        return _at(self.all(ids, [position], change, loss=False), 0, len(ids))
+        return _at(self.all(ids, [position], change), 0, len(ids))
 
     def scan(
         self, ids: Tensor, position: int, changes: dict[tuple[int, ...], tuple[KINDS, ...]]
@@ -217,25 +221,30 @@ class _Look:
         self.found: dict[str, dict[int, Tensor]] = {}
         self.causal = True
 
-    def run(self, sequence: Tensor, change: Sequence[KINDS], loss: bool) -> dict[str, np.ndarray]:
-        """Return the measures, (L, P), with `received` (L, T) and, if wanted and defined, `loss_behind` (P,)."""
+    def run(self, sequence: Tensor, change: Sequence[KINDS], behind: int | None) -> dict[str, np.ndarray]:
+        """Return the measures, (L, P), with `received` (L, T) and, where it is defined, `loss_behind` (P,)."""
         ids = sequence[None].to(self.model.device)
         with ExitStack() as stack:
             stack.enter_context(visited(self.model, self._see_rows))  # outermost: the masks as they are
             stack.enter_context(intervene(self.model, *change))
             stack.enter_context(visited(self.model, self._see_attention))
             stack.enter_context(streams(self.model, self._see_stream))
-            losses = self._loss(ids) if loss and self.model.can_generate() else None
+            losses = None if behind is None or not self.model.can_generate() else self._loss(ids, behind)
             if losses is None:
                 self.model.base_model(input_ids=ids, **no_cache(self.model))
         found = {name: self._spread(by_layer) for name, by_layer in self.found.items()}
         return found if losses is None or not self.causal else {**found, "loss_behind": losses}
 
-    def _loss(self, ids: Tensor) -> np.ndarray:
-        """Return the mean cross-entropy of what the tokens behind each position predict, in nats, (P,)."""
-        logits = self.model(input_ids=ids, **no_cache(self.model)).logits[0, 1:-1].float()
-        nll = cross_entropy(logits, ids[0, 2:], reduction="none").double()  # of what tokens 1 to T - 2 predict
-        return np.array([nll[p:].mean().item() for p in self.positions])
+    def _loss(self, ids: Tensor, behind: int) -> np.ndarray:
+        """Return the mean cross-entropy of what the tokens behind each position predict, in nats, (P,).
+
+        Logits are computed behind `behind` only, where the model can; positions before it get NaN.
+        """
+        rows = ids.shape[1] - 1 - behind
+        keep = {"logits_to_keep": rows} if "logits_to_keep" in signature(self.model.forward).parameters else {}
+        logits = self.model(input_ids=ids, **no_cache(self.model), **keep).logits[0, -rows:-1].float()
+        nll = cross_entropy(logits, ids[0, behind + 2 :], reduction="none").double()
+        return np.array([nll[p - behind :].mean().item() if p >= behind else np.nan for p in self.positions])
 
     def _see_rows(self, call: AttentionCall) -> None:
         self.rows[call.layer] = rows_that_see(call)
@@ -323,8 +332,8 @@ def _scan(
     if groups and not own:
         raise ValueError("scan: none of the interventions acts by layer, so there is nothing to scan; leave it out")
     if groups is None:
-        cuts = sorted({max(1, round(layers * cut)) for cut in CUTS})
-        groups = [range(cut) for cut in cuts] + [range(cut, layers) for cut in cuts]
+        below, above = (sorted({max(1, round(layers * cut)) for cut in cuts}) for cuts in (BELOW, ABOVE))
+        groups = [range(cut) for cut in below] + [range(cut, layers) for cut in above]
     found = {}
     for group in groups:
         acting = tuple(layer for layer in group if layer in own)
@@ -356,6 +365,6 @@ def _at(found: dict[str, np.ndarray], index: int, probes: int) -> dict[str, Any]
 
 def _pair(before: np.ndarray | None, after: np.ndarray | None) -> dict[str, Any] | None:
     """Summarise (N, …) before, after, and their paired difference."""
-    if before is None or after is None:
+    if before is None or after is None or np.isnan(before).all():
         return None
     return {"before": summarise(before), "after": summarise(after), "difference": summarise(after - before)}

@@ -1,6 +1,7 @@
 """The sentences, figures, cards and page of an intervention, from its record alone."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +116,23 @@ def headline(record: InterventionRecord) -> dict[str, Any]:
     return {
         "interventions": record.interventions,
         "position": record.position,
-        "attention_received": {k: round(_mean(getattr(received, k).mean), 5) for k in ("before", "after")},
-        "hidden_norm_ratio_max": {k: round(_top(getattr(peak, k)), 2) for k in ("before", "after")},
-        "value_norm_ratio_min": {k: round(min(_known(getattr(drain, k).mean)), 3) for k in ("before", "after")},
+        "attention_received": _both(received, lambda values: round(sum(values) / len(values), 5)),
+        "hidden_norm_ratio_max": _both(peak, lambda values: round(max(values), 2)),
+        "value_norm_ratio_min": _both(drain, lambda values: round(min(values), 3)),
         "loss_behind": None
         if loss is None
-        else {k: round(getattr(loss, k).mean, 4) for k in ("before", "after", "difference")},
+        else {
+            "before": round(loss.before.mean, 4),
+            "after": round(loss.after.mean, 4),
+            "difference": round(loss.difference.mean, 4),
+        },
         "seconds": round(record.seconds, 2),
     }
+
+
+def _both(found: ByLayer, figure: Callable[[list[float]], float]) -> dict[str, float]:
+    """Return one figure of the layers that have a value, before and after."""
+    return {"before": figure(_known(found.before.mean)), "after": figure(_known(found.after.mean))}
 
 
 def cards(record: InterventionRecord) -> list[tuple[str, str, str]]:

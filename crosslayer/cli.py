@@ -102,7 +102,7 @@ def intervene(
     file: Annotated[Path | None, typer.Option(help="More interventions, as JSON or YAML.")] = None,
     layers: Annotated[str | None, typer.Option(help="Where waiver, forbid and scale-values act, as 0-11.")] = None,
     scan: Annotated[str, typer.Option(help="Ranges of layers to try alone, as 0-2,3-29; auto or none.")] = "auto",
-    controls: Annotated[int, typer.Option(min=0, help="How often to try the same elsewhere.")] = 1,
+    controls: Annotated[int, typer.Option(min=0, help="How often to try the same elsewhere.")] = 2,
     probes: Annotated[int | None, typer.Option(min=1, help="Sequences of scan and controls; default 2.")] = None,
     text: Text = None,
     config: Config = None,

@@ -105,7 +105,7 @@ def effect(
     ids: Tensor,
     *interventions: KINDS,
     scan: Sequence[Sequence[int]] | None = None,
-    controls: int = 1,
+    controls: int = 2,
     probes: int | None = None,
     seed: int = 0,
     settings: dict[str, Any] | None = None,

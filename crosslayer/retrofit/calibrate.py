@@ -111,10 +111,11 @@ class _Streams:
         one, two = self.one[layer], self.two[layer]
         self._part(one, two)
         for number in range(len(self.batches)):
-            self.ours[number], carry = self._run(two, number, layer, self.ours, self.carries[number])
+            stream, carry = self._run(two, number, layer, self.ours, self.carries[number])
+            self.ours[number].copy_(stream)  # in place: freed and new streams in turns would scatter over the memory
             self.carries[number] = {name: state for name, state in carry.items() if name != "read"}
             if self.parted and self.ahead < layer:
-                self.theirs[number] = self._run(one, number, layer, self.theirs, {})[0]
+                self.theirs[number].copy_(self._run(one, number, layer, self.theirs, {})[0])
 
     def fit(self, layer: int, fit: str, groups: int) -> Fit:
         """Fit W_c of a layer to what the layer lacks without it."""
@@ -135,7 +136,7 @@ class _Streams:
                     found = None
             assert watch.normed is not None
             sums.add(watch.normed, target - watch.reached(found), number * len(self.batches[0]), len(batch))
-            self.theirs[number] = wanted
+            self.theirs[number].copy_(wanted)
         self.ahead = layer
         weight, penalty = sums.solve(fit)
         written = weight.T
@@ -154,7 +155,7 @@ class _Streams:
 
     def _part(self, one: CrossLayerDecoderLayer, two: CrossLayerDecoderLayer) -> None:
         if not self.parted and not _same(one, two):
-            self.parted, self.ours = True, list(self.theirs)
+            self.parted, self.ours = True, [stream.clone() for stream in self.theirs]
 
 
 def _layers(model: CrossLayerForCausalLM) -> list[CrossLayerDecoderLayer]:

@@ -45,6 +45,7 @@ def _options(one: dict[str, Any]) -> str:
         if key == "kind" or (key, value) == ("layers", "all"):
             continue
         if isinstance(value, list | tuple):
+            key = key.removesuffix("s") if len(value) == 1 else key
             value = runs(value) if all(isinstance(x, int) for x in value) else f"a vector of {len(value)}"
         shown.append(f"{key.replace('_', ' ')} {value}")
     return ", ".join(shown)
@@ -71,7 +72,8 @@ def words(record: InterventionRecord) -> list[str]:
     if alone:
         most = max(_top(other.attention_received.after) for other in alone)
         listed = " and ".join(str(other.position) for other in alone)
-        made.append(f"Left alone: position {listed} in no layer receives more than {most:.1%} under the intervention.")
+        who = f"positions {listed} in no layer receive" if len(alone) > 1 else f"position {listed} in no layer receives"
+        made.append(f"Left alone: {who} more than {most:.1%} under the intervention.")
     if record.scan:
         tried = [f"{_range(one)} {_mean(one['attention_received']['mean']):.1%}" for one in record.scan]
         made.append(f"By the layers in which it acts{_few(record)}: {'; '.join(tried)}, on average over all layers.")

@@ -10,6 +10,7 @@ Shapes: B batch, T new tokens, S cached + new tokens, C hidden.
 """
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import ExitStack
 from inspect import signature
 from typing import Annotated, Any, Literal
@@ -140,12 +141,8 @@ class Forbid(Intervention):
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
         """Edit the columns of the mask; a token may still attend to itself."""
-        chosen = _chosen(model, self.layers)
 
-        def handler(call: AttentionCall) -> AttentionCall:
-            columns = _keys(self, call, running) if call.layer in chosen else []
-            if not columns:
-                return call
+        def change(call: AttentionCall, columns: list[tuple[int, int]]) -> AttentionCall:
             dropped = running.dropped(call)
             mask = _mask(call, running)
             for row, column in columns:
@@ -155,7 +152,7 @@ class Forbid(Intervention):
                     mask[row, :, own, column] = 0
             return dataclasses.replace(call, mask=_like(call, mask))
 
-        stack.enter_context(intercepted(model, handler))
+        stack.enter_context(intercepted(model, _on_keys(self, model, running, change)))
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -169,18 +166,14 @@ class ScaleValues(Intervention):
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
         """Change what attention reads, never what the cache holds."""
-        chosen = _chosen(model, self.layers)
 
-        def handler(call: AttentionCall) -> AttentionCall:
-            columns = _keys(self, call, running) if call.layer in chosen else []
-            if not columns:
-                return call
+        def change(call: AttentionCall, columns: list[tuple[int, int]]) -> AttentionCall:
             value = call.value.clone()
             for row, column in columns:
                 value[row, :, column] *= self.factor
             return dataclasses.replace(call, value=value)
 
-        stack.enter_context(intercepted(model, handler))
+        stack.enter_context(intercepted(model, _on_keys(self, model, running, change)))
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -308,8 +301,22 @@ def _chosen(model: PreTrainedModel, layers: Layers) -> set[int]:
     return set(layers)
 
 
-def _keys(one: Forbid | ScaleValues, call: AttentionCall, running: Running) -> list[tuple[int, int]]:
-    return [place for position in one.positions for place in running.keys(one, position, call)]
+def _on_keys(
+    one: Forbid | ScaleValues,
+    model: PreTrainedModel,
+    running: Running,
+    change: Callable[[AttentionCall, list[tuple[int, int]]], AttentionCall],
+) -> Callable[[AttentionCall], AttentionCall]:
+    """Return a handler that applies `change` wherever the keys of the positions are at hand."""
+    chosen = _chosen(model, one.layers)
+
+    def handler(call: AttentionCall) -> AttentionCall:
+        if call.layer not in chosen:
+            return call
+        columns = [place for position in one.positions for place in running.keys(one, position, call)]
+        return change(call, columns) if columns else call
+
+    return handler
 
 
 def _mask(call: AttentionCall, running: Running) -> Tensor:

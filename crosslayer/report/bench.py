@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from crosslayer.report.page import Table, page
-from crosslayer.report.panel import Line, Panel, save_svg
-from crosslayer.report.record import BenchRecord, dumps, whole_folder
+from crosslayer.report.page import Table, page, save_page
+from crosslayer.report.panel import Line, Panel
+from crosslayer.report.record import BenchRecord, whole_folder
 
 TIMES = {
     "ttft": "time to first token",
@@ -31,11 +31,7 @@ def write_bench(record: dict[str, Any], out: Path, force: bool = False) -> Path:
     with whole_folder(out, force) as folder:
         title = f"Bench of {sides['candidate']} beside {sides['baseline']}"
         text = page(title, subtitle, cards(checked.rows[-1]), sentences(checked), panels, [shown])
-        (folder / "report.html").write_text(text, encoding="utf-8")
-        (folder / "record.json").write_text(dumps(record), encoding="utf-8")
-        (folder / "figures").mkdir()
-        for panel in panels:
-            save_svg(panel, folder / "figures")
+        save_page(folder, text, record, panels)
     return out / "report.html"
 
 

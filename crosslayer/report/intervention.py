@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crosslayer.report.page import Table, page, runs
-from crosslayer.report.panel import Heat, Line, Panel, save_svg
-from crosslayer.report.record import ByLayer, InterventionRecord, LossBehind, Measure, Place, dumps, whole_folder
+from crosslayer.report.page import Table, page, runs, save_page
+from crosslayer.report.panel import Heat, Line, Panel
+from crosslayer.report.record import ByLayer, InterventionRecord, LossBehind, Measure, Place, whole_folder
 
 LAYER = "layer"
 SHARE = "attention received"
@@ -26,11 +26,7 @@ def write_intervention(record: dict[str, Any], out: Path, force: bool = False) -
     with whole_folder(out, force) as folder:
         title = f"Intervention on {settings.get('model') or model['class']}"
         text = page(title, subtitle, cards(checked), words(checked), figures, tables(checked))
-        (folder / "report.html").write_text(text, encoding="utf-8")
-        (folder / "record.json").write_text(dumps(record), encoding="utf-8")
-        (folder / "figures").mkdir()
-        for panel in figures:
-            save_svg(panel, folder / "figures")
+        save_page(folder, text, record, figures)
     return out / "report.html"
 
 

@@ -3,11 +3,13 @@
 import html
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from crosslayer.report.panel import Panel, plotly_figure
+from crosslayer.report.panel import Panel, plotly_figure, save_svg
+from crosslayer.report.record import dumps
 
 Table = tuple[str, list[str], list[list[str | list[str]]]]  # title, head, rows
 
@@ -72,6 +74,15 @@ def page(
         f"<link rel='icon' href='data:,'><title>{_text(title)}</title><style>{STYLE}</style></head><body>"
     )
     return head + "".join(body) + "</body></html>"
+
+
+def save_page(folder: Path, text: str, record: dict[str, Any], panels: list[Panel]) -> None:
+    """Write report.html, record.json and one SVG for each figure into a folder."""
+    (folder / "report.html").write_text(text, encoding="utf-8")
+    (folder / "record.json").write_text(dumps(record), encoding="utf-8")
+    (folder / "figures").mkdir()
+    for panel in panels:
+        save_svg(panel, folder / "figures")
 
 
 def runs(numbers: list[int] | tuple[int, ...]) -> str:

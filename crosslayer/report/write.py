@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from crosslayer.report import diagnosis
-from crosslayer.report.page import page
-from crosslayer.report.panel import save_svg
-from crosslayer.report.record import DiagnosisRecord, dumps, whole_folder
+from crosslayer.report.page import page, save_page
+from crosslayer.report.record import DiagnosisRecord, whole_folder
 
 
 def write_diagnosis(record: dict[str, Any], out: Path, force: bool = False) -> tuple[Path, dict[str, Any]]:
@@ -29,12 +28,7 @@ def write_diagnosis(record: dict[str, Any], out: Path, force: bool = False) -> t
             panels,
             diagnosis.tables(checked),
         )
-        (folder / "report.html").write_text(text, encoding="utf-8")
-        (folder / "record.json").write_text(dumps(record), encoding="utf-8")
-        figures = folder / "figures"
-        figures.mkdir()
-        for panel in panels:
-            save_svg(panel, figures)
+        save_page(folder, text, record, panels)
     sink, share = checked.verdict["sink"], checked.verdict["kv_share"]
     headline = {
         "model": name,

@@ -7,8 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.environment import quiet_transformers
-from crosslayer.report.page import page
-from crosslayer.report.panel import save_svg
+from crosslayer.report.page import page, save_page
 from crosslayer.report.record import RetrofitRecord, dumps, whole_folder
 from crosslayer.report.retrofit import cards, methods, model_card, panels, tables, words
 from crosslayer.retrofit.job import Outcome
@@ -47,12 +46,8 @@ def write_retrofit(
             _add_shim(folder, record.model["retrofit_class"])
         title = f"Retrofit of {name}"
         text = page(title, subtitle, cards(record), words(record), drawn, tables(record))
-        (folder / "report.html").write_text(text, encoding="utf-8")
+        save_page(folder, text, outcome.record, drawn)
         (folder / "README.md").write_text(model_card(record, name, command), encoding="utf-8")
-        (folder / "record.json").write_text(dumps(outcome.record), encoding="utf-8")
-        (folder / "figures").mkdir()
-        for panel in drawn:
-            save_svg(panel, folder / "figures")
         write_manifest(folder, outcome.made.model)
     return words(record), headline(record)
 

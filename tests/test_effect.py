@@ -8,7 +8,7 @@ import torch
 import yaml
 
 import crosslayer
-from crosslayer.effect import effect
+from crosslayer.effect import _elsewhere, effect
 from crosslayer.intervene import (
     Ablate,
     Forbid,
@@ -109,9 +109,9 @@ def test_swaps_are_controlled_by_random_content():
     assert record["scan"] == [] and record["position"] == K
     swap, token = record["controls"][0]["interventions"]
     assert swap["position"] == K and token["token"] == "random"
-    for seed in range(40):  # of 64 rows: the position's own and the one under test never come
-        tried = effect(model, ids[:1], PositionSwap(K, 0), controls=2, seed=seed).controls if seed < 3 else []
-        assert all(one["interventions"][0]["source"] not in (0, K) for one in tried)
+    draw = np.random.default_rng(0)  # 500 of 64 rows: the position's own and the one under test would come
+    drawn = {_elsewhere(model, PositionSwap(K, 0), 1, T, draw).source for _ in range(500)}
+    assert not drawn & {0, K} and len(drawn) > 50
     again = [load_intervention(entry) for entry in json.loads(json.dumps(record["controls"][0]["interventions"]))]
     assert [to_entry(one) for one in again] == [swap, token]
 
@@ -213,9 +213,7 @@ def test_layers_without_attention_are_not_scanned():
     plain = tiny("llama", num_hidden_layers=6)
     model = crosslayer.retrofit(plain, {"name": "drop", "attention": (0, 3)}).model
     record = effect(model, tokens(), waiver(K)).record()
-    assert [one["layers"] for one in record["scan"]] == [[], [1], [1, 2], [1, 2, 4, 5]] or all(
-        0 not in one["layers"] and 3 not in one["layers"] for one in record["scan"]
-    )
+    assert [one["layers"] for one in record["scan"]] == [[], [1], [1, 2], [2, 4, 5], [1, 2, 4, 5]]
     assert record["attention_received"]["after"]["mean"][0] is None
     early = effect(plain, tokens(), waiver(K, layers=[0, 1]), scan=[[0], [0, 4], [0, 1, 2]]).record()
     assert [one["layers"] for one in early["scan"]] == [[], [0], [0, 1]]

@@ -69,16 +69,17 @@ def diagnose(
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     documents = texts.load_documents(source, seed)
-    ids = texts.pack(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
+    windows = texts.packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
     settings = {
         "model": _public_name(model),
         "text": source.describe(),
+        "documents": list(windows.documents),
         "seed": seed,
         "bos": bos,
         "command": _command(),
     }
     with Progress("diagnosing", sequences) as bar:
-        found = run(loaded, ids, tokenizer, settings=settings, progress=bar.step, cross_layer=cross_layer)
+        found = run(loaded, windows.ids, tokenizer, settings=settings, progress=bar.step, cross_layer=cross_layer)
     record = found.record()
     page, headline = write_diagnosis(record, out, force)
     for word in record["verdict"]["words"]:
@@ -135,13 +136,13 @@ def intervene(
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     depth = loaded.config.get_text_config().num_hidden_layers
     chosen = parse_interventions(given, file, layers, depth)
-    ids = texts.pack(
-        texts.load_documents(source, seed), tokenizer, sequences=sequences, length=length, seed=seed, bos=bos
-    )
+    documents = texts.load_documents(source, seed)
+    windows = texts.packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
     about = {"model": _public_name(model), "text": source.describe(), "bos": bos, "command": _command()}
+    about["documents"] = list(windows.documents)
     options = {"scan": scan_groups(scan, depth), "controls": controls, "probes": probes, "seed": seed}
     with Progress("running", 2 * sequences) as bar:
-        record = effect(loaded, ids, *chosen, **options, settings=about, progress=bar.step).record()
+        record = effect(loaded, windows.ids, *chosen, **options, settings=about, progress=bar.step).record()
     checked = InterventionRecord.model_validate(record)
     page = write_intervention(record, out, force)
     for sentence in words(checked):

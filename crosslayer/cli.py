@@ -248,7 +248,8 @@ def bench(
         _print(sentence)
     if out is not None:
         _print(f"report: {write_bench(record, out, force)}")
-    _print(json.dumps({**names, "results": headline(checked)}, ensure_ascii=False))
+    covered = {"interval_coverage": checked.interval_coverage}
+    _print(json.dumps({**names, **covered, "results": headline(checked)}, ensure_ascii=False))
 
 
 @app.command()

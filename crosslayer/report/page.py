@@ -55,7 +55,7 @@ h3 { font-size: 1rem; margin: 0 0 2px; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
 th, td:first-child { overflow-wrap: normal; }
-td { white-space: pre-line; font-variant-numeric: tabular-nums; }
+td, th { white-space: pre-line; } td { font-variant-numeric: tabular-nums; }
 .pass { color: #1c7a4f; } .fail { color: #b3261e; } .skip { color: var(--soft); }
 .pass, .fail, .skip { font-weight: 600; }
 code { display: inline-block; background: #eef0f6; border-radius: 4px; padding: 1px 5px; font-size: .88em; white-space: pre-wrap; overflow-wrap: anywhere; }

@@ -95,6 +95,8 @@ def _position_ticks(length: int, position: int) -> dict[float, str]:
 
 def same_scale(panels: Sequence[Panel]) -> list[Panel]:
     """Return panels of the same quantity with the same vertical axis."""
+    if not panels:
+        return []
     spans = [_span(panel) for panel in panels]
     ends = min(low for low, _ in spans), max(high for _, high in spans)
     return [replace(panel, y_range=ends) for panel in panels]

@@ -255,7 +255,7 @@ def bench(
 @app.command()
 def verify(
     model: Annotated[str, typer.Argument(help="Hub name, local folder, or smollm2 (embedded).")],
-    out: Annotated[Path | None, typer.Option(help="Folder for record.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.html and record.json.")] = None,
     dtypes: Annotated[str, typer.Option(help="Dtypes to check, with commas between.")] = "float32,bfloat16",
     device: Device = None,
     force: Force = False,
@@ -275,7 +275,7 @@ def verify(
     _print_checks(rows)
     about = {"model": _public_name(model), "command": _command(), "seconds": seconds}
     if out is not None:
-        write_record(rows, about, out, force)
+        _print(f"report: {write_record(rows, about, out, force)}")
     kinds = {"passed": PASS, "failed": FAIL, "not_applicable": NOT_APPLICABLE}
     counts = {key: sum(row.status == kind for row in rows) for key, kind in kinds.items()}
     _print(json.dumps({"model": about["model"], **counts, "seconds": seconds}, ensure_ascii=False))
@@ -335,7 +335,7 @@ def _print_checks(rows: list) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from crosslayer.runtime.verify import UNITS
+    from crosslayer.report.verification import UNITS
 
     colours, table = {"PASS": "green", "FAIL": "red"}, Table(box=SIMPLE, pad_edge=False, caption=UNITS)
     for column in ("check", "dtype", "result", "difference", "tolerance"):

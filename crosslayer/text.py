@@ -120,21 +120,16 @@ def packed(
             f"the text has {count} tokens; {sequences} sequences of {length} need {sequences * body}: "
             "use fewer or shorter sequences, or more text"
         )
-    return Windows.of(windows, first, last)
+    ids = torch.tensor([[*first, *tokens, *last] for tokens, _ in windows])
+    return Windows(ids, tuple(number for _, number in windows))
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Token sequences (N, T) and the number of the document that each is cut from, or `JOINED`."""
+    """Token sequences (N, T) and the number of the document that each is cut from; -1: joined from short ones."""
 
     ids: Tensor
     documents: tuple[int, ...]
-
-    @staticmethod
-    def of(bodies: list[tuple[list[int], int]], first: list[int], last: list[int]) -> "Windows":
-        """Put the special tokens around windows with the number of their document."""
-        ids = torch.tensor([[*first, *tokens, *last] for tokens, _ in bodies])
-        return Windows(ids, tuple(number for _, number in bodies))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -185,7 +180,9 @@ def split(
         )
     result, start = {}, 0
     for name, count in parts.items():
-        result[name], start = Windows.of(found[start : start + count], first, last), start + count
+        chosen = found[start : start + count]
+        ids = torch.tensor([[*first, *tokens, *last] for tokens, _ in chosen])
+        result[name], start = Windows(ids, tuple(number for _, number in chosen)), start + count
     return result
 
 

@@ -243,6 +243,9 @@ def _curve(line: Line) -> dict[str, Any]:
     if line.low is not None and line.high is not None:
         trace["customdata"] = [[*pair] for pair in zip(line.low, line.high, strict=True)]
         trace["hovertemplate"] += " (%{customdata[0]:.4g} to %{customdata[1]:.4g})"
+    if len(line.x) == 1 and line.low is not None and line.high is not None:  # no band is seen
+        y, low, high = line.y[0] or 0.0, line.low[0] or 0.0, line.high[0] or 0.0
+        trace["error_y"] = {"symmetric": False, "array": [high - y], "arrayminus": [y - low]}
     return trace
 
 
@@ -307,6 +310,8 @@ def _draw_lines(axes: Any, panel: Panel) -> None:
         if line.low is not None and line.high is not None:
             low, high = np.array(line.low, dtype=float), np.array(line.high, dtype=float)
             axes.fill_between(x, low, high, color=line.color, alpha=0.18, linewidth=0)
+            if len(x) == 1:
+                axes.vlines(x, low, high, color=line.color)
     axes.grid(alpha=0.3)
 
 

@@ -105,7 +105,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
+        torch.ones(1, device=device).item()  # the meta device has no numbers
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0][:100]}") from error
     return torch.device(device)

@@ -14,9 +14,11 @@ from crosslayer.cli.options import (
     Device,
     Dtype,
     Force,
+    Seed,
     Split,
     Text,
     command_line,
+    importing,
     print_line,
     public_name,
 )
@@ -45,7 +47,7 @@ def command(
     windows: Annotated[int, typer.Option(help="Windows on which the damage is measured; at least 32.")] = 64,
     calibration: Annotated[int, typer.Option(min=1, help="Windows to which W_c is fitted.")] = 128,
     length: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of text and of the intervals.")] = 0,
+    seed: Seed = 0,
     bos: Bos = "auto",
     remote_code_shim: Annotated[bool, typer.Option("--remote-code-shim", help="Add an auto_map file.")] = False,
     device: Device = None,
@@ -54,22 +56,26 @@ def command(
     debug: Debug = False,
 ) -> None:
     """Share or drop layers of a pretrained model, make up for it, and print what it costs and saves."""
-    from crosslayer import text as texts
-    from crosslayer.models import load_model
-    from crosslayer.report.record import check_target
-    from crosslayer.retrofit.folder import write_retrofit
-    from crosslayer.retrofit.job import Job
-    from crosslayer.retrofit.request import Request
+    with importing():
+        from crosslayer import text as texts
+        from crosslayer.models import load_model
+        from crosslayer.report.record import check_target
+        from crosslayer.retrofit.folder import write_retrofit
+        from crosslayer.retrofit.job import Job
+        from crosslayer.retrofit.request import Request
 
     check_target(out, force)
     given = {key: value for key, value in locals().items() if key in Request.__dataclass_fields__}
     request, source = Request(**given), texts.TextSource(text, config, split, column)
+    say(f"reading {source.describe()}")
     documents = texts.load_documents(source, seed)
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+    say("cutting the text into tokens")
     outcome = Job(loaded, tokenizer, request, Progress).run(documents)
     about = {"model": public_name(model), "text": source.describe(), "command": command_line()}
     outcome.record["settings"] |= about
+    say("drawing figures and writing model and report")
     sentences, found = write_retrofit(outcome, tokenizer, out, force=force, shim=remote_code_shim)
     for sentence in sentences:
         print_line(sentence)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import Debug, Device, Force, command_line, print_line, public_name
+from crosslayer.cli.options import Debug, Device, Force, command_line, importing, print_line, public_name
 from crosslayer.progress import Progress, say
 
 
@@ -21,8 +21,9 @@ def command(
     debug: Debug = False,
 ) -> None:
     """Prove that a causal language model is right: its files, and every way to run it."""
-    from crosslayer.report.record import check_target
-    from crosslayer.runtime.verify import FAIL, NOT_APPLICABLE, PASS, check_count, verify_source, write_record
+    with importing():
+        from crosslayer.report.record import check_target
+        from crosslayer.runtime.verify import FAIL, NOT_APPLICABLE, PASS, check_count, verify_source, write_record
 
     if out is not None:
         check_target(out, force)

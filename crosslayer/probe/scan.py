@@ -296,7 +296,8 @@ def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
         raise ValueError(f"length {ids.shape[1]} is above the model's {limit} positions")
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise ValueError(
-            f"token ids reach from {int(ids.min())} to {int(ids.max())}; the vocabulary has {config.vocab_size}"
+            f"token ids reach from {int(ids.min())} to {int(ids.max())}; the vocabulary has {config.vocab_size}: "
+            "ids and tokenizer must be this model's"
         )
 
 

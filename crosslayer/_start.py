@@ -64,13 +64,13 @@ class Interrupts:
         self.raised += 1
         if sys.platform != "win32":
             signal.signal(signal.SIGALRM, self._raise)
-            signal.alarm(PATIENCE)
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
         raise KeyboardInterrupt
 
     def caught(self) -> None:
         """Raise no more; the process is about to end."""
         if self.raised and sys.platform != "win32":
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
         if self.raised:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 

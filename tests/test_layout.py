@@ -16,11 +16,12 @@ ALLOWED = {
     "text": {"environment"},
     "models": {"environment", "decoder"},  # the decoder is registered when a model is loaded
     "probe": {"environment", "text", "plan"},
-    "report": set(),
+    "folder": set(),
+    "report": {"folder"},
     "interventions": {"probe"},
     "intervene": {"interventions", "plan", "probe"},
     "effect": {"intervene", "interventions", "probe", "plan", "environment"},
-    "retrofit": {"plan", "method", "methods", "decoder", "text", "report", "environment", "probe", "runtime"},
+    "retrofit": {"plan", "method", "methods", "decoder", "text", "report", "folder", "environment", "probe", "runtime"},
     "runtime": {"plan", "method", "methods", "decoder", "models", "text", "report", "environment", "probe"},
 }
 

@@ -12,6 +12,7 @@ import typer
 from crosslayer import __version__
 from crosslayer.cli import bench, diagnose, generate, intervene, methods, retrofit, verify
 from crosslayer.cli.options import Debug, print_line
+from crosslayer.folder import release_targets
 from crosslayer.progress import say
 
 INTERRUPTED = 130
@@ -58,6 +59,8 @@ def main() -> None:
         if debug:
             traceback.print_exc()
         status = _fail(" ".join(str(error).split()) or type(error).__name__)
+    finally:
+        release_targets()
     if status == INTERRUPTED:
         say("crosslayer: interrupted, nothing was written")
     sys.exit(status or 0)

@@ -14,7 +14,9 @@ ALLOWED = {
     "methods": {"method", "plan", "decoder"},  # the decoder's config for type checks; its diagram when run as a script
     "decoder": {"method", "plan"},
     "text": {"environment"},
-    "models": {"environment", "decoder"},  # the decoder is registered when a model is loaded
+    "hub": set(),
+    "embedded": {"environment", "folder"},
+    "models": {"environment", "decoder", "embedded", "hub"},  # the decoder is registered when a model is loaded
     "probe": {"environment", "text", "plan"},
     "folder": set(),
     "report": {"folder"},

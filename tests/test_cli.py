@@ -75,7 +75,7 @@ def test_diagnose_writes_a_whole_folder(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nobody/nothing"], "not on the Hugging Face hub, or the hub cannot be reached"),
+        (["nobody/nothing"], "there is no folder 'nobody/nothing', and the Hugging Face hub cannot be reached"),
         (["minilm", "--length", "513"], "length 513 is above the model's 512 positions"),
         (["minilm", "--length", "1"], "'--length': Input should be greater than or equal to 2"),
         (["minilm", "--sequences", "0"], "'--sequences': Input should be greater than or equal to 1"),

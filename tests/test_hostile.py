@@ -80,7 +80,7 @@ def test_verbs_run_nothing(monkeypatch, tmp_path, capsys, folder, verb):
 def test_code_that_a_config_maps_to_is_not_run(monkeypatch, tmp_path, capsys, folder):
     place = tmp_path / "model"
     shutil.copytree(folder, place)
-    config = {"model_type": "hostile", "architectures": ["Hostile"], "auto_map": {"AutoConfig": "hostile_method.Hostile"}}
+    config = {"model_type": "hostile", "auto_map": {"AutoConfig": "hostile_method.Hostile"}}
     (place / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(place)
     assert type_in(monkeypatch, ["generate", ".", "w1"]) == 2

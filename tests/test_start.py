@@ -109,7 +109,8 @@ def test_an_interrupt_while_libraries_are_imported_is_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_moment_is_one_line(tmp_path):
-    words = [sys.executable, "-m", "crosslayer", "diagnose", "smollm2", "--sequences", "20", "--out", str(tmp_path / "a")]
+    words = [sys.executable, "-m", "crosslayer", "diagnose", "smollm2", "--sequences", "20"]
+    words += ["--out", str(tmp_path / "out")]
     for moment in (0.3, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10):
         process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         time.sleep(moment)

@@ -14,6 +14,7 @@ from crosslayer import __version__
 from crosslayer._start import INTERRUPT_LINE, INTERRUPTED, interrupts
 from crosslayer.cli import bench, diagnose, errors, generate, intervene, methods, retrofit, verify
 from crosslayer.cli.options import Debug, print_line
+from crosslayer.folder import release_targets
 from crosslayer.progress import say
 
 app = typer.Typer(
@@ -63,7 +64,9 @@ def main() -> None:
         status = _fail_typing(error)
     except Exception as error:
         status = INTERRUPTED if interrupts.raised else _fail(error)
-    interrupts.caught()
+    finally:
+        interrupts.caught()
+        release_targets()
     if status == INTERRUPTED:
         say(INTERRUPT_LINE)
     sys.exit(status or 0)

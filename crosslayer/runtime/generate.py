@@ -29,9 +29,7 @@ class Sampling:
 
     def __post_init__(self):
         if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
-            raise ValueError(
-                f"temperature {self.temperature} cannot be used; use 0 (greedy) or {COLDEST} to {HOTTEST}"
-            )
+            raise ValueError(f"temperature {self.temperature} cannot be used; use 0 (greedy) or {COLDEST} to {HOTTEST}")
 
 
 def generate(

@@ -396,7 +396,7 @@ def test_a_shuffled_plan_fails_though_its_hash_was_made_again(saved):
     edit(saved, lambda record: ["config.json"])
     rows = verify.verify_source(str(saved))
     assert [(row.name, row.status) for row in rows] == [("manifest: files", "PASS"), ("load", "FAIL")]
-    assert "weights are missing" in rows[1].reason
+    assert "are missing or misshapen" in rows[1].reason
 
 
 def test_plan_and_fingerprint_are_the_manifests(monkeypatch, saved):

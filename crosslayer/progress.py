@@ -58,8 +58,8 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
-    def step(self, done: int, total: int) -> None:
-        """Show how much is done, and about how long the rest takes."""
+    def step(self, done: int, total: int, doing: str = "") -> None:
+        """Show how much is done, what is being done where it has a name, and about how long the rest takes."""
         if done == self.done == total:  # a search may take fewer steps than it expected, or more
             return
         now, self.done = time.monotonic(), done
@@ -68,7 +68,8 @@ class Progress:
         if done == total:
             words = f", {now - self.started:.0f} s"
         if self.bar is not None:
-            self.bar.update(self.task, completed=done, total=total, time=words.removeprefix(", "))
-        elif done in (0, total) or now - self.said >= QUIET:
+            what = f"{self.what}: {doing}" if doing else self.what
+            self.bar.update(self.task, description=what, completed=done, total=total, time=words.removeprefix(", "))
+        elif doing or done in (0, total) or now - self.said >= QUIET:
             self.said = now
-            say(f"{self.what}: {done} of {total}{words}")
+            say(f"{self.what}: {done} of {total}{words}{f'; now {doing}' if doing else ''}")

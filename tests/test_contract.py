@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from crosslayer import testing as contract
 from crosslayer.decoder import modeling
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.plan import DepthPlan
-from tests import contract
 
 UNIATTN = [{"name": "uniattn", "superblocks": ((1, 2, 3), (4, 5))}]
 CLA = [{"name": "cla", "group": 2, "start": 1, "end": 5}]

@@ -68,6 +68,8 @@ def load_model(
         ValueError: the model is unknown, has no safetensors weights, or has NaN or infinite weights.
 
     """
+    import crosslayer.decoder  # noqa: F401  registers our model
+
     target = resolve_device(device)
     folder = str(_embedded_folder(name)) if name in EMBEDDED else name
     if name not in EMBEDDED:

@@ -14,7 +14,7 @@ ALLOWED = {
     "methods": {"method", "plan", "decoder"},  # the decoder's config for type checks; its diagram when run as a script
     "decoder": {"method", "plan"},
     "text": {"environment"},
-    "models": {"environment"},
+    "models": {"environment", "decoder"},  # the decoder is registered when a model is loaded
     "probe": {"environment", "text", "plan"},
     "report": set(),
     "interventions": {"probe"},

@@ -12,6 +12,7 @@ from crosslayer.intervene import (
     intervene,
     waiver,
 )
+from crosslayer.method import allow_methods
 from crosslayer.models import load_model
 from crosslayer.plan import DepthPlan
 from crosslayer.probe.scan import Diagnosis, diagnose
@@ -33,6 +34,7 @@ __all__ = [
     "ScaleValues",
     "TokenSwap",
     "Waiver",
+    "allow_methods",
     "bench",
     "diagnose",
     "effect",

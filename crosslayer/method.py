@@ -36,6 +36,12 @@ class Mixing(nn.Module):
 class HeadMixer(Mixing):
     """Changes a layer's states; None stands for a state that the layer borrows."""
 
+    def forward(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
+        """Call `before`; as a module's forward, so that what wraps modules (tensor parallelism) reaches it."""
+        return self.before(q, k, v, carry)
+
     def before(
         self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:

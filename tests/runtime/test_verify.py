@@ -15,7 +15,7 @@ from crosslayer.decoder.modeling import CrossLayerAttention
 from crosslayer.report.record import VerifyRecord
 from crosslayer.runtime import manifest, verify
 from crosslayer.runtime.checks import CHECKS
-from tests.contract import build, config_of
+from crosslayer.testing import build, config_of
 from tests.test_cli import run
 from tests.tiny import VOCABULARY, tiny
 

@@ -19,14 +19,14 @@ from crosslayer.runtime.bench import Settings, bench, cache_bytes, static_copy
 from crosslayer.runtime.costs import Attention, Load, Rates, predict, structure
 from crosslayer.runtime.machine import free_memory, measure_rates, operators, peak_memory
 from crosslayer.runtime.summary import SIDES, TIMES, coverage, explain, paired_ratio, unsteadiest, verdict
-from tests.contract import SHAPE, build, config_of
+from crosslayer.testing import SHAPE, build, config_of
 from tests.test_cli import run
 from tests.tiny import VOCABULARY, tiny, tokens
 
 SMALL = Settings(contexts=(12,), batches=(2,), new_tokens=3, repeats=3)
 UNIATTN = [{"name": "uniattn", "superblocks": [[1, 2, 3]]}]
 DROP = [{"name": "drop", "attention": [4, 5], "mlp": [0]}]
-# a layer of tests.contract.SHAPE: q and o 32·32, k and v 32·16, three MLP matrices 32·48
+# a layer of crosslayer.testing.SHAPE: q and o 32·32, k and v 32·16, three MLP matrices 32·48
 Q = OUT = 32 * 32
 K = V = 32 * 16
 MLP = 3 * 32 * 48

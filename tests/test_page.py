@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -210,6 +211,8 @@ def test_a_logarithmic_axis_is_not_stretched_by_a_band_that_reaches_zero():
     panel = Panel("a", "a", "", "layer", "norm", [line], log_y=True, bounds=(0, math.inf))
     assert drawn(panel)[0].low == [1.0, 7.0]
     assert plotly_figure(panel)["layout"]["yaxis"]["range"][0] == 0
+    panel = replace(panel, lines=[replace(line, low=[1.9, 7.0])])  # no band runs out: some room below
+    assert plotly_figure(panel)["layout"]["yaxis"]["range"][0] < math.log10(1.9)
 
 
 def test_positions_are_counted_from_zero(pages):

@@ -74,7 +74,7 @@ class CrossLayerAttention(nn.Module):
         compensation: Compensation | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
-        """Return the update (B, T, C) and the carry with what this layer lends; `kwargs` go to the attention function."""
+        """Return the update (B, T, C) and the carry with what this layer lends; `kwargs` go on to attention."""
         pairs = ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, None))
         states = [self._project(hidden_states, linear, norm) for linear, norm in pairs]  # (B, H or H_kv, T, D)
         states = _rotate(states, position_embeddings)

@@ -21,7 +21,7 @@ from crosslayer.intervene import (
     to_entry,
     waiver,
 )
-from tests.contract import build, config_of
+from crosslayer.testing import build, config_of
 from tests.tiny import tiny, tokens
 
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gpt2")

@@ -15,12 +15,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from crosslayer.environment import environment, quiet_transformers
 from crosslayer.models import DTYPES, EMBEDDED, load_model, resolve_device
-from crosslayer.report.record import CheckRow, VerifyRecord, dumps, whole_folder
+from crosslayer.report.record import CheckRow, VerifyRecord
+from crosslayer.report.verification import write_verification
 from crosslayer.runtime import manifest
 from crosslayer.runtime.checks import BEAMS, CHECKS, NEW, Found, NotApplicable, Subject
 
 PASS, FAIL, NOT_APPLICABLE = "PASS", "FAIL", "NOT APPLICABLE"
-UNITS = "Differences are in standard deviations of the logits: the largest; below float32 the root mean square."
 TOKENS, FEWEST, SEED = 33, 16, 0
 RECORD = "record.json"
 # Measured over 33 tokens of SmolLM2, of five retrofits of it and of tiny models of 25 families: at most 3e-5 in
@@ -125,12 +125,11 @@ def verify(
     return rows
 
 
-def write_record(rows: Sequence[Check], about: dict, out: Path, force: bool = False) -> None:
-    """Write `record.json` into a new folder; `about` holds model, command and seconds."""
+def write_record(rows: Sequence[Check], about: dict, out: Path, force: bool = False) -> Path:
+    """Write record and page into a new folder, return the page's path; `about` holds model, command and seconds."""
     checks = [CheckRow(**asdict(row)) for row in rows]
     record = VerifyRecord(schema="crosslayer/verify/1", checks=checks, environment=environment(), **about)
-    with whole_folder(out, force) as folder:
-        (folder / "record.json").write_text(dumps(record.model_dump(by_alias=True)), encoding="utf-8")
+    return write_verification(record.model_dump(by_alias=True), out, force)
 
 
 def check_count(dtypes: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from crosslayer.decoder.modeling import CrossLayerAttention
 from crosslayer.report.record import VerifyRecord
 from crosslayer.runtime import manifest, verify
 from crosslayer.runtime.checks import CHECKS
-from tests.contract import build, config_of
+from crosslayer.testing import build, config_of
 from tests.test_cli import run
 from tests.tiny import VOCABULARY, tiny
 
@@ -131,6 +131,7 @@ def test_a_saved_folder_passes_and_its_record_is_written(monkeypatch, saved, tmp
     text = (tmp_path / "out" / "record.json").read_text()
     record = VerifyRecord.model_validate(json.loads(text))
     assert len(record.checks) == headline["passed"] and str(tmp_path) not in text
+    assert f"All {headline['passed']} checks that apply passed." in (tmp_path / "out" / "report.html").read_text()
     assert run(monkeypatch, "verify", saved, "--out", tmp_path / "out") == 2
 
 

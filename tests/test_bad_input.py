@@ -49,6 +49,7 @@ CASES = [
     ("diagnose {kit}/model --out {undecodable}", MEND, r"argument 4 is b'out\\xff', which is no text in utf-8"),
     ("generate {kit}/model {undecodable}", MEND, "argument 3 is .* no text in utf-8"),
     # models
+    ("diagnose nobody/nothing", MEND, "there is no folder 'nobody/nothing', and the Hugging Face hub"),
     ("diagnose {kit}/nothing", MEND, "does not exist"),
     ("diagnose ./nothing", MEND, "does not exist"),
     ("diagnose {kit}/text.txt", MEND, "is a file, not a model folder"),

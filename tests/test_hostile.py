@@ -16,7 +16,7 @@ from tests.test_bad_input import type_in
 from tests.test_text import WORDS, tokenizer
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("torch", "yaml", "numpy", "transformers", "typer", "json", "hostile", "sitecustomize", "crosslayer")
+NAMES = ("torch", "yaml", "numpy", "transformers", "typer", "json", "typing", "signal", "pathlib", "sitecustomize")
 VERBS = {
     "diagnose": "diagnose . --sequences 2 --length 16 --out {out}",
     "intervene": "intervene . --waiver 5 --sequences 2 --length 16 --out {out}",
@@ -84,7 +84,7 @@ def test_code_that_a_config_maps_to_is_not_run(monkeypatch, tmp_path, capsys, fo
     (place / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(place)
     assert type_in(monkeypatch, ["generate", ".", "w1"]) == 2
-    assert "code" in capsys.readouterr().err and not ran(folder)
+    assert "never run" in capsys.readouterr().err and not ran(folder)
 
 
 def in_a_process(folder, tmp_path, verb, words):

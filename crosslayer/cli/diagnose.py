@@ -48,6 +48,7 @@ def command(
     with importing():
         from crosslayer import text as texts
         from crosslayer.models import load_model
+        from crosslayer.probe.scan import check_length
         from crosslayer.probe.scan import diagnose as run
         from crosslayer.report.record import check_target
         from crosslayer.report.write import write_diagnosis
@@ -59,6 +60,7 @@ def command(
     texts.check_size(documents, sequences, length)
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+    check_length(loaded, length)
     say("cutting the text into tokens")
     ids = texts.pack(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
     settings = {

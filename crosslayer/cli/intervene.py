@@ -69,6 +69,7 @@ def command(
         from crosslayer.effect import effect, scan_groups
         from crosslayer.intervene import check_positions, parse_interventions
         from crosslayer.models import load_model
+        from crosslayer.probe.scan import check_length
         from crosslayer.report.intervention import headline, words, write_intervention
         from crosslayer.report.record import InterventionRecord, check_target
 
@@ -94,6 +95,7 @@ def command(
     depth = loaded.config.get_text_config().num_hidden_layers
     chosen = parse_interventions(changes, file, layers, depth)
     options = {"scan": scan_groups(scan, depth), "controls": controls, "probes": probes, "seed": seed}
+    check_length(loaded, length)
     say("cutting the text into tokens")
     ids = texts.pack(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
     about = {"model": public_name(model), "text": source.describe(), "bos": bos, "command": command_line()}

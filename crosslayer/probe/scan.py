@@ -291,14 +291,20 @@ def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
     """Refuse ids that are no integers (B ≥ 1, T ≥ 2), not in the vocabulary, or more than the model's positions."""
     if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2 or ids.is_floating_point():
         raise ValueError(f"ids are {ids.dtype} of shape {tuple(ids.shape)}; needed are integers (B ≥ 1, T ≥ 2)")
-    config, limit = model.config.get_text_config(), position_limit(model)
-    if limit is not None and ids.shape[1] > limit:
-        raise ValueError(f"length {ids.shape[1]} is above the model's {limit} positions")
+    config = model.config.get_text_config()
+    check_length(model, ids.shape[1])
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise ValueError(
             f"token ids reach from {int(ids.min())} to {int(ids.max())}; the vocabulary has {config.vocab_size}: "
             "ids and tokenizer must be this model's"
         )
+
+
+def check_length(model: PreTrainedModel, length: int) -> None:
+    """Refuse sequences of more tokens than the model has positions."""
+    limit = position_limit(model)
+    if limit is not None and length > limit:
+        raise ValueError(f"length {length} is above the model's {limit} positions")
 
 
 def _without_value(call: AttentionCall) -> AttentionCall:

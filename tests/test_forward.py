@@ -129,9 +129,10 @@ def test_positions_do_not_compile_anew():
 
 def test_the_signature_is_llamas():
     model = contract.build(contract.config_of([]))
-    assert list(inspect.signature(model.forward).parameters) == list(
-        inspect.signature(LlamaForCausalLM.forward).parameters
-    )[1:]
+    assert (
+        list(inspect.signature(model.forward).parameters)
+        == list(inspect.signature(LlamaForCausalLM.forward).parameters)[1:]
+    )
     ids, mask = tokens(length=8), torch.ones(2, 8, dtype=torch.long)
     mask[0, :3] = 0
     with torch.no_grad():  # positional, as it is written for Llama

@@ -15,7 +15,7 @@ ALLOWED = {
     "decoder": {"method", "plan"},
     "text": {"environment"},
     "models": {"environment"},
-    "probe": {"environment", "text", "plan"},
+    "probe": {"environment", "text", "plan", "method"},  # methods stand for their plans in a what-if
     "report": set(),
     "interventions": {"probe"},
     "intervene": {"interventions", "plan", "probe"},

@@ -21,6 +21,7 @@ else:
         intervene,
         waiver,
     )
+    from crosslayer.method import allow_methods
     from crosslayer.models import load_model
     from crosslayer.plan import DepthPlan
     from crosslayer.probe.scan import Diagnosis, diagnose
@@ -42,6 +43,7 @@ __all__ = [
     "ScaleValues",
     "TokenSwap",
     "Waiver",
+    "allow_methods",
     "bench",
     "diagnose",
     "effect",

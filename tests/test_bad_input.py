@@ -73,6 +73,8 @@ CASES = [
     ("diagnose {kit}/bad_size", MEND, "hidden_size"),
     ("diagnose {kit}/unknown_method", MEND, "method 'telepathy' is not known"),
     ("diagnose {kit}/own_method", MEND, "my_methods.best"),
+    ("diagnose {kit}/own_method --allow-methods my_methods", MEND, "install it, or name its folder in PYTHONPATH"),
+    ("diagnose {kit}/model --allow-methods ../my_methods", MEND, "'../my_methods' is not the name of a module"),
     ("diagnose {kit}/wrong_option", MEND, "has no option 'groop'; did you mean 'group'"),
     ("diagnose {kit}/vit", MEND, "no language model"),
     ("diagnose {kit}/albert", MEND, "one layer's weights"),

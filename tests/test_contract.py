@@ -85,10 +85,10 @@ def through_the_cache(monkeypatch):
     """Followers find the leader's states only where there is a cache."""
     plain = modeling.CrossLayerAttention.forward
 
-    def forward(self, hidden_states, carry, rotary, attention_mask, past_key_values, **kwargs):
-        if past_key_values is None:
+    def forward(self, hidden_states, carry, **kwargs):
+        if kwargs["past_key_values"] is None:
             carry = {**carry, **{name: torch.zeros_like(carry[name]) for name in self.borrows.values()}}
-        return plain(self, hidden_states, carry, rotary, attention_mask, past_key_values, **kwargs)
+        return plain(self, hidden_states, carry, **kwargs)
 
     monkeypatch.setattr(modeling.CrossLayerAttention, "forward", forward)
 

@@ -6,6 +6,7 @@ import textwrap
 import pytest
 import torch
 
+from crosslayer import method
 from crosslayer.method import method_names
 from tests import contract
 from tests.tiny import tokens
@@ -152,6 +153,7 @@ def own_method(tmp_path, monkeypatch):
     (tmp_path / "my_methods" / "__init__.py").write_text("")
     (tmp_path / "my_methods" / "scaled.py").write_text(textwrap.dedent(OWN).lstrip())
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(method, "_allowed", {"my_methods"})
     yield {"name": "my_methods.scaled", "by": 0.5}
     for name in [n for n in sys.modules if n.startswith("my_methods")]:
         del sys.modules[name]

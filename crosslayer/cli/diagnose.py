@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from crosslayer.cli.options import (
+    AllowMethods,
     Bos,
     Column,
     Config,
@@ -42,6 +43,7 @@ def command(
     device: Device = None,
     dtype: Dtype = None,
     force: Force = False,
+    allow_methods: AllowMethods = None,
     debug: Debug = False,
 ) -> None:
     """Show sinks, value drains, peaks, concentration and redundancy of every layer of a pretrained model."""

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from crosslayer.cli.options import (
+    AllowMethods,
     Bos,
     Column,
     Config,
@@ -58,6 +59,7 @@ def command(
     device: Device = None,
     dtype: Dtype = None,
     force: Force = False,
+    allow_methods: AllowMethods = None,
     debug: Debug = False,
 ) -> None:
     """Move, make or remove an attention sink, and show what follows, layer by layer.

@@ -1,5 +1,6 @@
 """Methods in words: the list, and one method's diagram with what its cache costs."""
 
+import importlib
 import inspect
 import re
 
@@ -46,8 +47,13 @@ def markdown(layers: int = 32) -> str:
 
 
 def show(module: str, layers: int = 8) -> None:
-    """Print a method's description, its diagram at `layers` layers and the bytes of its cache."""
-    name = module.rpartition(".")[2]
+    """Print a method's description, its diagram at `layers` layers and the bytes of its cache.
+
+    `module` is the name of the module that calls this as it is run by `python -m` (`__spec__.name`).
+    """
+    name = module.removeprefix("crosslayer.methods.")
+    if name == module:
+        importlib.import_module(module)  # it runs as __main__, and is looked up by its own name
     method = example(name, layers)
     config = CrossLayerConfig(num_hidden_layers=layers, cross_layer=[method])
     print(inspect.getdoc(inspect.getmodule(method_class(name))))

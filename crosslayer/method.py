@@ -194,7 +194,8 @@ def _own_module(name: str) -> ModuleType:
             return importlib.import_module(name)
         except ImportError as error:
             raise ValueError(
-                f"method {name!r}: its module cannot be imported ({error}); install it, or name its folder in PYTHONPATH"
+                f"method {name!r}: its module cannot be imported ({error}); install it, or name its folder in "
+                "PYTHONPATH"
             ) from error
     close = difflib.get_close_matches(name, method_names(), 1)
     hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(method_names())}."

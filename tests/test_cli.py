@@ -15,6 +15,7 @@ import typer
 
 from crosslayer import cli
 from crosslayer.report.record import DiagnosisRecord
+from tests.test_start import heeding
 from tests.test_text import WORDS, tokenizer
 from tests.tiny import tiny
 
@@ -98,7 +99,7 @@ def test_an_interrupt_leaves_nothing(tmp_path):
     (tmp_path / "text.txt").write_text("w1 " * 1000 * 16)
     words = [sys.executable, "-m", "crosslayer", "diagnose", tmp_path / "model", "--text", tmp_path / "text.txt"]
     words += ["--sequences", "1000", "--length", "16", "--out", tmp_path / "out"]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = heeding(words)
     assert process.stderr is not None
     with process.stderr:
         for line in process.stderr:

@@ -111,9 +111,9 @@ def test_a_long_text_that_is_too_short_is_refused_by_a_sample_of_it():
             return self.inner(text, **options)
 
     with pytest.raises(
-        ValueError, match=r"the text has about (9\d|10\d),000 tokens; 6,000 sequences of 20 need 120,000"
+        ValueError, match=r"the text has about (9\d|10\d),000 tokens; 7,000 sequences of 20 need 140,000"
     ):
-        pack(documents, Counting(), sequences=6000, length=20)
+        pack(documents, Counting(), sequences=7000, length=20)
     assert sum(seen) < len(documents[0]) / 2
     assert pack(documents, Counting(), sequences=4000, length=20).shape == (4000, 20)
 

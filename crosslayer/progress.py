@@ -40,7 +40,7 @@ class Progress:
 
     def __init__(self, what: str, total: int):
         self.what, self.total, self.started, self.bar = what, total, time.monotonic(), None
-        self.said, self.remaining, self.done = self.started, Remaining(), 0
+        self.said, self.remaining, self.done = self.started, Remaining(), -1
 
     def __enter__(self) -> "Progress":
         if sys.stderr.isatty():
@@ -52,6 +52,7 @@ class Progress:
             self.bar = Bar(SpinnerColumn(), *columns, console=Console(stderr=True))
             self.bar.start()
             self.task = self.bar.add_task(self.what, total=self.total, time="")
+        self.step(0, self.total)
         return self
 
     def __exit__(self, *_) -> None:
@@ -60,7 +61,7 @@ class Progress:
 
     def step(self, done: int, total: int) -> None:
         """Show how much is done, and about how long the rest takes."""
-        if done == self.done == total:  # a search may take fewer steps than it expected, or more
+        if done == self.done:  # a search may take more steps than it expected
             return
         now, self.done = time.monotonic(), done
         left = self.remaining.after(done, total, now) if done else None

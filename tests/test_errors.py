@@ -1,7 +1,6 @@
 """How the command line ends when something fails: who can mend it, and in one line."""
 
 import io
-import os
 import resource
 import sys
 
@@ -100,12 +99,3 @@ def test_a_terminal_that_knows_only_ascii_gets_escapes(monkeypatch, inputs, tmp_
     assert run(monkeypatch, "intervene", inputs / "model", "--out", tmp_path / "é", *words) == 0
     terminal.flush()
     assert b"\\xe9" in terminal.buffer.getvalue()
-
-
-def test_nobody_reads_the_pipe(monkeypatch, inputs, capsys):
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        assert run(monkeypatch, "generate", inputs / "model", "w1", "--max-new-tokens", 4) == 141
-    assert "error" not in capsys.readouterr().err

@@ -158,6 +158,7 @@ def effect(
             "class": type(model).__name__,
             "type": model.config.model_type,
             "layers": runs.layers,
+            "hidden_size": model.config.get_text_config().hidden_size,
             "causal": runs.causal,
         },
         settings={"sequences": len(ids), "length": ids.shape[1], "probes": probes, "seed": seed, **(settings or {})},

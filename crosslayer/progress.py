@@ -40,7 +40,7 @@ class Progress:
 
     def __init__(self, what: str, total: int):
         self.what, self.total, self.started, self.bar = what, total, time.monotonic(), None
-        self.said, self.remaining, self.done = self.started, Remaining(), -1
+        self.said, self.remaining, self.shown = self.started, Remaining(), (-1, "")
 
     def __enter__(self) -> "Progress":
         if sys.stderr.isatty():
@@ -59,17 +59,18 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
-    def step(self, done: int, total: int) -> None:
-        """Show how much is done, and about how long the rest takes."""
-        if done == self.done:  # a search may take more steps than it expected
+    def step(self, done: int, total: int, doing: str = "") -> None:
+        """Show how much is done, what is being done where it has a name, and about how long the rest takes."""
+        if (done, doing) == self.shown:  # a search may take more steps than it expected
             return
-        now, self.done = time.monotonic(), done
+        now, self.shown = time.monotonic(), (done, doing)
         left = self.remaining.after(done, total, now) if done else None
         words = "" if left is None else f", about {left:.0f} s left"
         if done == total:
             words = f", {now - self.started:.0f} s"
         if self.bar is not None:
-            self.bar.update(self.task, completed=done, total=total, time=words.removeprefix(", "))
-        elif done in (0, total) or now - self.said >= QUIET:
+            what = f"{self.what}: {doing}" if doing else self.what
+            self.bar.update(self.task, description=what, completed=done, total=total, time=words.removeprefix(", "))
+        elif doing or done in (0, total) or now - self.said >= QUIET:
             self.said = now
-            say(f"{self.what}: {done} of {total}{words}")
+            say(f"{self.what}: {done} of {total}{words}{f'; now {doing}' if doing else ''}")

@@ -18,6 +18,7 @@ from crosslayer.progress import say
 
 DEFAULT_CORPUS = Path(__file__).parent / "data" / "default_corpus.tar.xz"
 DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
+JOINED = -1  # the document of a window that is joined from several
 STREAMED = 4096  # documents of a stream that `split` takes
 WORD = 1000  # characters, within which a text that has spaces shows one
 SAMPLES, SAMPLE = 64, 2000  # pieces and characters of each that say how many tokens a text has
@@ -98,23 +99,38 @@ def pack(
         ValueError: there is too little text; the message says how many tokens there are.
 
     """
+    return packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos).ids
+
+
+def packed(
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequences: int = 8,
+    length: int = 512,
+    seed: int = 0,
+    bos: str = "auto",
+) -> "Windows":
+    """Return what `pack` does, and which document each sequence comes from."""
     first, last = special_tokens(tokenizer, bos)
     body = length - len(first) - len(last)
     if sequences < 1 or body < 1:
         raise ValueError(f"sequences = {sequences} and length = {length} leave no room for text; both must be larger")
     _check_estimate(documents, tokenizer, sequences, body)
-    windows: list[list[int]] = []
+    windows: list[tuple[list[int], int]] = []
     rest: list[int] = []
-    for piece in _pieces(documents, CHARACTERS_PER_TOKEN * body, seed):
+    sources: set[int] = set()  # of the rest
+    for number, piece in _pieces(documents, CHARACTERS_PER_TOKEN * body, seed):
         tokens = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
         if len(tokens) >= body:
-            windows.append(tokens[:body])
+            windows.append((tokens[:body], number))
             tokens = tokens[body:]
         rest += tokens
+        sources.add(number)
         if len(windows) == sequences:
             break
     while len(windows) < sequences and len(rest) >= body:
-        windows.append(rest[:body])
+        windows.append((rest[:body], JOINED if len(sources) > 1 else min(sources)))
         rest = rest[body:]
     if len(windows) < sequences:
         count = len(windows) * body + len(rest)
@@ -122,7 +138,8 @@ def pack(
             f"the text has {count} tokens; {sequences} sequences of {length} need {sequences * body}: "
             "use fewer or shorter sequences, or more text"
         )
-    return torch.tensor([[*first, *window, *last] for window in windows])
+    ids = torch.tensor([[*first, *tokens, *last] for tokens, _ in windows])
+    return Windows(ids, tuple(number for _, number in windows))
 
 
 @dataclass(frozen=True)
@@ -171,7 +188,7 @@ def split(
             continue
         rest += tokens  # a short document: joined with others
         if len(rest) >= body:
-            found.append((rest[:body], -1))
+            found.append((rest[:body], JOINED))
             rest = rest[body:]
     if len(found) < wanted:
         needs = ", ".join(f"{count} for {name}" for name, count in parts.items())
@@ -230,14 +247,14 @@ def _numbered_pieces(documents: list[str], characters: int, seed: int) -> Iterat
         yield d, _from_word(documents[d], start, start + characters)
 
 
-def _pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[str]:
-    """Yield contiguous pieces of about `characters`; shuffled if all documents are at hand, else in their order."""
+def _pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[tuple[int, str]]:
+    """Yield what `_numbered_pieces` does; in their order where not all documents are at hand."""
     if isinstance(documents, list):
-        yield from (piece for _, piece in _numbered_pieces(documents, characters, seed))
+        yield from _numbered_pieces(documents, characters, seed)
     else:
-        for text in documents:
+        for number, text in enumerate(documents):
             for start in range(0, len(text), characters):
-                yield _from_word(text, start, start + characters)
+                yield number, _from_word(text, start, start + characters)
 
 
 def _from_word(text: str, start: int, stop: int) -> str:

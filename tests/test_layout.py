@@ -13,6 +13,7 @@ ALLOWED = {
     "method": {"plan", "decoder", "methods"},  # the decoder's config for type checks; the folder of methods, to list it
     "methods": {"method", "plan", "decoder"},  # the decoder's config for type checks; its diagram when run as a script
     "decoder": {"method", "plan"},
+    "testing": {"method", "decoder", "probe"},
     "text": {"environment", "progress"},
     "hub": set(),
     "embedded": {"environment", "folder"},

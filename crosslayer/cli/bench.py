@@ -66,7 +66,8 @@ def command(
     if out is not None:
         say("drawing figures and writing the report")
         print_line(f"report: {write_bench(record, out, force)}")
-    print_line(json.dumps({**names, "results": headline(checked)}, ensure_ascii=False))
+    covered = {"interval_coverage": checked.interval_coverage}
+    print_line(json.dumps({**names, **covered, "results": headline(checked)}, ensure_ascii=False))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -64,16 +64,17 @@ def command(
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     check_length(loaded, length)
     say("cutting the text into tokens")
-    ids = texts.pack(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
+    windows = texts.packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
     settings = {
         "model": public_name(model),
         "text": source.describe(),
+        "documents": list(windows.documents),
         "seed": seed,
         "bos": bos,
         "command": command_line(),
     }
     with Progress("diagnosing", sequences) as bar:
-        found = run(loaded, ids, tokenizer, settings=settings, progress=bar.step, cross_layer=cross_layer)
+        found = run(loaded, windows.ids, tokenizer, settings=settings, progress=bar.step, cross_layer=cross_layer)
     record = found.record()
     say("drawing figures and writing the report")
     page, headline = write_diagnosis(record, out, force)

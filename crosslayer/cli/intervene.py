@@ -99,10 +99,11 @@ def command(
     options = {"scan": scan_groups(scan, depth), "controls": controls, "probes": probes, "seed": seed}
     check_length(loaded, length)
     say("cutting the text into tokens")
-    ids = texts.pack(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
+    windows = texts.packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
     about = {"model": public_name(model), "text": source.describe(), "bos": bos, "command": command_line()}
+    about["documents"] = list(windows.documents)
     with Progress("running", 2 * sequences) as bar:
-        record = effect(loaded, ids, *chosen, **options, settings=about, progress=bar.step).record()
+        record = effect(loaded, windows.ids, *chosen, **options, settings=about, progress=bar.step).record()
     checked = InterventionRecord.model_validate(record)
     say("drawing figures and writing the report")
     page = write_intervention(record, out, force)

@@ -123,7 +123,7 @@ class BenchRecord(BaseModel):
     rows: list[dict[str, Any]] = Field(min_length=1)
     skipped: list[dict[str, Any]] = Field(description="settings that did not fit, with the reason")
     no_prediction: str | None = Field(description="why nothing is predicted")
-    interval_coverage: float = Field(ge=0, le=0.95, description="what an interval of the median can cover at most")
+    interval_coverage: float = Field(ge=0, le=1, description="how often an interval of so many pairs holds the median")
     seconds: float
     environment: dict[str, Any]
 

@@ -298,6 +298,18 @@ def test_round_trip_through_json(one):
     assert load_intervention(json.loads(json.dumps(to_entry(one)))) == one
 
 
+def test_the_first_token_of_a_causal_model_is_alone_already():
+    ids = tokens()
+    for implementation in ("sdpa", "eager"):
+        model = tiny("llama", implementation)
+        with pytest.raises(ValueError, match="a waiver of position 0 changes nothing"), intervene(model, waiver(0, 5)):
+            states(model, ids)
+    encoder = tiny("bert")
+    with intervene(encoder, waiver(0)):
+        isolated = states(encoder, ids)
+    assert (isolated[-1][:, 0] - states(encoder, ids[:, :1])[-1][:, 0]).abs().max() < 1e-12
+
+
 def test_bad_interventions_are_one_clear_line():
     model, ids = tiny("llama"), tokens()
     for one, position in ((waiver(99), 99), (waiver(7, 99), 99), (Forbid((30,)), 30), (TokenSwap(24, 3), 24)):

@@ -18,7 +18,7 @@ ALLOWED = {
     "hub": set(),
     "embedded": {"environment", "folder"},
     "models": {"environment", "decoder", "embedded", "hub"},  # the decoder is registered when a model is loaded
-    "probe": {"environment", "text", "plan"},
+    "probe": {"environment", "text", "plan", "method"},  # methods stand for their plans in a what-if
     "folder": set(),
     "report": {"folder"},
     "interventions": {"probe"},

@@ -350,7 +350,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
         if generation_config.cache_implementation == "quantized":
             check_quantized(self.config)
-        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # type: ignore[misc]
 
 
 def _loans(config: CrossLayerConfig, layer: int) -> tuple[dict[int, str], dict[int, str]]:

@@ -1,25 +1,34 @@
-"""crosslayer: attention across depth."""
+"""crosslayer: attention across depth. Importing it registers its model with transformers' Auto classes."""
 
-from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.effect import Effect, effect
-from crosslayer.intervene import (
-    Ablate,
-    Forbid,
-    PositionSwap,
-    ScaleValues,
-    TokenSwap,
-    Waiver,
-    intervene,
-    waiver,
-)
-from crosslayer.method import allow_methods
-from crosslayer.models import load_model
-from crosslayer.plan import DepthPlan
-from crosslayer.probe.scan import Diagnosis, diagnose
-from crosslayer.probe.what_if import what_if
-from crosslayer.retrofit.run import Retrofit, retrofit
-from crosslayer.runtime.bench import bench
-from crosslayer.runtime.verify import verify
+from typing import TYPE_CHECKING
+
+from crosslayer._start import hide_bars, interrupts, is_command, leave_working_directory
+
+if is_command() and not TYPE_CHECKING:
+    interrupts.watch()
+    leave_working_directory()  # the verbs import what they need
+    hide_bars()
+else:
+    from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
+    from crosslayer.effect import Effect, effect
+    from crosslayer.intervene import (
+        Ablate,
+        Forbid,
+        PositionSwap,
+        ScaleValues,
+        TokenSwap,
+        Waiver,
+        intervene,
+        waiver,
+    )
+    from crosslayer.method import allow_methods
+    from crosslayer.models import load_model
+    from crosslayer.plan import DepthPlan
+    from crosslayer.probe.scan import Diagnosis, diagnose
+    from crosslayer.probe.what_if import what_if
+    from crosslayer.retrofit.run import Retrofit, retrofit
+    from crosslayer.runtime.bench import bench
+    from crosslayer.runtime.verify import verify
 
 __all__ = [
     "Ablate",

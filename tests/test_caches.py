@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, QuantizedCache
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache, convert_and_export_with_cache
 
-from tests import contract
+from crosslayer import testing as contract
 from tests.test_every_method import CASES
 from tests.tiny import tokens
 

@@ -9,10 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from crosslayer import testing as contract
 from crosslayer.decoder import CrossLayerConfig, CrossLayerModel
 from crosslayer.decoder.families import to_model
 from crosslayer.method import Compensation
-from tests import contract
 from tests.test_every_method import CASES
 from tests.tiny import tokens
 

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import crosslayer
 from crosslayer import CrossLayerConfig, method
+from crosslayer import testing as contract
 from crosslayer.decoder.show import show
 from crosslayer.methods.cla import CLA
-from tests import contract
 
 OWN = '''
 """Halves: a user's own method.

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.modeling_utils import AttentionInterface
 
+from crosslayer import testing as contract
 from crosslayer.decoder import CrossLayerForCausalLM
 from crosslayer.method import Method, load_method, merge_plans, method_names
 from crosslayer.plan import STATES, DepthPlan
-from tests import contract
 from tests.tiny import tokens
 
 

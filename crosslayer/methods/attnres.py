@@ -125,4 +125,4 @@ def depth_attention(sources: tuple[Tensor, ...], directions: Tensor, eps: float)
 if __name__ == "__main__":
     from crosslayer.decoder.show import show
 
-    show(__spec__.name)
+    show(__name__)

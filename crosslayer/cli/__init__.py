@@ -1,0 +1,94 @@
+"""The command line: a file for each verb, which parses, calls and prints.
+
+Nothing heavy is imported before a verb runs, so that help and errors of typing come at once.
+"""
+
+import io
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from crosslayer import __version__
+from crosslayer._start import INTERRUPT_LINE, INTERRUPTED, interrupts
+from crosslayer.cli import bench, diagnose, errors, generate, intervene, methods, retrofit, verify
+from crosslayer.cli.options import Debug, print_line
+from crosslayer.folder import release_targets
+from crosslayer.progress import say
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Attention across depth: what one Transformer layer takes from another.",
+)
+for verb in (diagnose, intervene, retrofit, bench, verify, generate, methods):
+    app.command(verb.__name__.rpartition(".")[2])(verb.command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print_line(f"crosslayer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Hold the options of all verbs."""
+
+
+def main() -> None:
+    """Run the command line.
+
+    The exit status is 0 (done), 1 (a check failed), 2 (something that the user can mend), 70 (a fault of ours) or 130
+    (interrupted); all but the first two come with one line.
+    """
+    _print_anything()
+    try:
+        errors.check_words(sys.argv[1:])
+        status = app(standalone_mode=False)
+    except typer.Exit as stop:
+        status = stop.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    except BrokenPipeError:
+        errors.close_output()
+        status = errors.CLOSED_PIPE
+    except typer.TyperException as error:
+        status = _fail_typing(error)
+    except Exception as error:
+        status = INTERRUPTED if interrupts.raised else _fail(error)
+    finally:
+        interrupts.caught()
+        release_targets()
+    if status == INTERRUPTED:
+        say(INTERRUPT_LINE)
+    sys.exit(status or 0)
+
+
+def _print_anything() -> None:
+    """Let a terminal that knows only ASCII show other characters as escapes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _fail_typing(error: typer.TyperException) -> int:
+    """Say what is wrong with an option; its message alone does not name it. Without words the help was shown."""
+    message = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
+    if message:
+        say(f"crosslayer: error: {' '.join(message.split())}")
+    return errors.MEND
+
+
+def _fail(error: Exception) -> int:
+    if "--debug" in sys.argv:
+        traceback.print_exc()
+    status, line = errors.explain(error)
+    say(f"crosslayer: error: {line}")
+    return status

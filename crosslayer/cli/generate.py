@@ -1,0 +1,36 @@
+"""`crosslayer generate`."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from crosslayer.cli.options import Debug, Device, Dtype, Seed, importing, print_line, public_name
+from crosslayer.progress import say
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Hub name, local folder, or smollm2 (embedded).")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")] = 0.0,
+    seed: Seed = 0,
+    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put the prompt into the chat template.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    debug: Debug = False,
+) -> None:
+    """Continue a prompt, token by token."""
+    with importing():
+        from crosslayer.models import load_model
+        from crosslayer.runtime.generate import Sampling
+        from crosslayer.runtime.generate import generate as run
+
+    sampling = Sampling(max_new_tokens, temperature, seed)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give some text to continue")
+    say(f"loading {model}")
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+    say("generating")
+    found = run(loaded, tokenizer, prompt, sampling=sampling, chat=chat)
+    print_line(json.dumps({"model": public_name(model), **found}, ensure_ascii=False))

@@ -1,0 +1,54 @@
+"""What verbs share: options, and how they print."""
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from crosslayer._start import interrupts
+from crosslayer.progress import say
+
+LARGEST_SEED = 2**63 - 1  # torch takes no larger one
+
+Text = Annotated[str | None, typer.Option(help=".txt, .jsonl or .parquet, or a datasets name.")]
+Config = Annotated[str | None, typer.Option(help="Configuration of a dataset.")]
+Split = Annotated[str, typer.Option(help="Split of a dataset.")]
+Column = Annotated[str, typer.Option(help="Text column of a table or dataset.")]
+Bos = Annotated[str, typer.Option(help="First token: auto (as the tokenizer has it), yes or no.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")]
+Sequences = Annotated[int, typer.Option(min=1, help="Sequences to measure; intervals need two.")]
+Length = Annotated[int, typer.Option(min=2, help="Tokens a sequence.")]
+Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of all that is drawn at random.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing folder of results.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on an error.")]
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import what a verb needs: it is said, since it takes seconds; until its end Ctrl-C just ends the process."""
+    if "torch" not in sys.modules:
+        say("importing torch and transformers")
+    yield
+    interrupts.at_once = False
+
+
+def print_line(text: str) -> None:
+    """Print one line of the result on stdout, at once."""
+    print(text, flush=True)
+
+
+def public_name(model: str) -> str:
+    """Return a model's name without the folders above it."""
+    return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
+
+
+def command_line() -> str:
+    """Return the command as typed, with absolute paths cut to their last part."""
+    words = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]
+    return shlex.join(["crosslayer", *words])

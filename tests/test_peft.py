@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests import contract
+from crosslayer import testing as contract
 from tests.test_every_method import CASES
 from tests.tiny import tokens
 

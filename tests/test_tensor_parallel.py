@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from crosslayer import testing as contract
 from crosslayer.decoder import CrossLayerForCausalLM
-from tests import contract
 from tests.test_every_method import CASES
 from tests.test_sharded import free_port, gradients
 from tests.tiny import tokens

@@ -8,11 +8,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 import crosslayer
-<<<<<<< HEAD
-from crosslayer.probe import visit
-=======
 from crosslayer import testing as contract
->>>>>>> main
+from crosslayer.probe import visit
 from crosslayer.probe.stream import streams
 from crosslayer.probe.visit import attention_layers, intercepted, layer_stack, visited
 from crosslayer.report.write import write_diagnosis

@@ -208,6 +208,13 @@ def _names_a_module(name: str) -> bool:
     return all(part.isidentifier() for part in name.split("."))
 
 
+def mixes(method: Method) -> bool:
+    """Return whether a method has modules of its own that mix states or streams, beside its plan."""
+    kind = type(method)
+    own = (kind.heads is not Method.heads, kind.residual is not Method.residual, kind.final is not Method.final)
+    return any(own)
+
+
 def to_entry(method: Method) -> dict[str, Any]:
     """Return the plain data that a config holds for a method; `load_method` undoes it."""
     return {"name": method.name(), **dataclasses.asdict(method)}  # type: ignore[call-overload]

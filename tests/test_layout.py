@@ -16,7 +16,7 @@ ALLOWED = {
     "testing": {"method", "decoder", "probe"},
     "text": {"environment"},
     "models": {"environment", "decoder"},  # the decoder is registered when a model is loaded
-    "probe": {"environment", "text", "plan"},
+    "probe": {"environment", "text", "plan", "method"},  # methods stand for their plans in a what-if
     "report": set(),
     "interventions": {"probe"},
     "intervene": {"interventions", "plan", "probe"},

@@ -74,7 +74,7 @@ class CrossLayerAttention(nn.Module):
         compensation: Compensation | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
-        """Return the update (B, T, C) and the carry with what this layer lends; `kwargs` go to the attention function."""
+        """Return the update (B, T, C) and the carry with what this layer lends; `kwargs` go to the attention call."""
         pairs = ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, None))
         states = [self._project(hidden_states, linear, norm) for linear, norm in pairs]  # (B, H or H_kv, T, D)
         states = _rotate(states, position_embeddings)
@@ -348,7 +348,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
         if generation_config.cache_implementation == "quantized":
             check_quantized(self.config)
-        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # type: ignore[misc]
 
 
 def _loans(config: CrossLayerConfig, layer: int) -> tuple[dict[int, str], dict[int, str]]:

@@ -6,8 +6,7 @@ The forward pass keeps queries and keys; the maps are computed from them afterwa
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,7 @@ from crosslayer.probe.maps import UNREADABLE, map_sums
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.tokens import position_limit, position_table, top_tokens
 from crosslayer.probe.verdict import LayerShape, verdict
-from crosslayer.probe.visit import AttentionCall, attention_layers, layer_stack, no_cache, visited
+from crosslayer.probe.visit import AttentionCall, attention_layers, evaluating, layer_stack, no_cache, visited
 from crosslayer.text import pack
 
 SINK_THRESHOLD = 0.3  # of a head's mean attention to token 0, for the sink rate
@@ -117,18 +116,6 @@ def diagnose(
         shapes=found[0].shapes,
         seconds=time.perf_counter() - started,
     )
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model into evaluation mode inside the block, and every module back into its own afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 class _Sequence:

@@ -14,7 +14,6 @@ ALLOWED = {
     "methods": {"method", "plan", "decoder"},  # the decoder's config for type checks; its diagram when run as a script
     "decoder": {"method", "plan", "environment"},
     "testing": {"method", "decoder", "probe"},
-<<<<<<< HEAD
     "text": {"environment", "progress"},
     "hub": set(),
     "embedded": {"environment", "folder"},
@@ -22,12 +21,6 @@ ALLOWED = {
     "probe": {"environment", "text", "plan", "method"},  # methods stand for their plans in a what-if
     "folder": set(),
     "report": {"folder"},
-=======
-    "text": {"environment"},
-    "models": {"environment", "decoder"},  # the decoder is registered when a model is loaded
-    "probe": {"environment", "text", "plan", "method"},  # methods stand for their plans in a what-if
-    "report": set(),
->>>>>>> author
     "interventions": {"probe"},
     "intervene": {"interventions", "plan", "probe", "environment"},
     "effect": {"intervene", "interventions", "probe", "plan", "environment"},

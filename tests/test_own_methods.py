@@ -102,7 +102,8 @@ def test_a_module_that_is_imported_can_be_named(folder, name):
     assert config.plan == CLA(group=3).plan(6)
     assert CrossLayerConfig.from_dict(config.to_dict()).plan == config.plan
     cls = type(config.methods[0])
-    assert contract.config_of([cls]).methods == contract.config_of([cls()]).methods == [cls()]
+    for given in (cls, cls(), [cls], (cls(),)):
+        assert CrossLayerConfig(**contract.SHAPE, cross_layer=given).methods == [cls()]
 
 
 @pytest.mark.parametrize(("allowed", "name"), [("mine", "mine.halves"), ("mine.halves",) * 2, ("halves",) * 2])

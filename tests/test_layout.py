@@ -12,7 +12,7 @@ ALLOWED = {
     "plan": set(),
     "method": {"plan", "decoder", "methods"},  # the decoder's config for type checks; the folder of methods, to list it
     "methods": {"method", "plan", "decoder"},  # the decoder's config for type checks; its diagram when run as a script
-    "decoder": {"method", "plan"},
+    "decoder": {"method", "plan", "environment"},
     "testing": {"method", "decoder", "probe"},
     "text": {"environment", "progress"},
     "hub": set(),
@@ -22,7 +22,7 @@ ALLOWED = {
     "folder": set(),
     "report": {"folder"},
     "interventions": {"probe"},
-    "intervene": {"interventions", "plan", "probe"},
+    "intervene": {"interventions", "plan", "probe", "environment"},
     "effect": {"intervene", "interventions", "probe", "plan", "environment"},
     "retrofit": {"plan", "method", "methods", "decoder", "text", "report", "folder", "environment", "probe", "runtime"},
     "runtime": {"plan", "method", "methods", "decoder", "models", "text", "report", "environment", "probe"},

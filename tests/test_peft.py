@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests import contract
+from crosslayer import testing as contract
 from tests.test_every_method import CASES
 from tests.tiny import tokens
 
@@ -20,6 +20,7 @@ def test_lora_adapts_every_linear_layer(case, tmp_path):
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")).double()
     adapted = {name for name, module in base.model.named_modules() if hasattr(module, "lora_A")}
     assert adapted == linear
+    assert any("compensation" in name for name in adapted) == (case not in ("llama", "cla"))
     contract.close(expected, model.eval()(ids, use_cache=False).logits, "LoRA at its start")
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -100,8 +100,13 @@ def command(
     check_length(loaded, length)
     say("cutting the text into tokens")
     windows = texts.packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
-    about = {"model": public_name(model), "text": source.describe(), "bos": bos, "command": command_line()}
-    about["documents"] = list(windows.documents)
+    about = {
+        "model": public_name(model),
+        "text": source.describe(),
+        "documents": list(windows.documents),
+        "bos": bos,
+        "command": command_line(),
+    }
     with Progress("running", 2 * sequences) as bar:
         record = effect(loaded, windows.ids, *chosen, **options, settings=about, progress=bar.step).record()
     checked = InterventionRecord.model_validate(record)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from crosslayer import testing as contract
 from crosslayer.runtime.manifest import fingerprint
-from tests import contract
 
 
 @pytest.mark.parametrize("kind", ["float32", "float64"])

@@ -52,8 +52,9 @@ def test_generate_samples_by_its_seed(monkeypatch, saved, capsys):
 def test_generate_refuses_in_one_line(monkeypatch, saved, capsys, words, message):
     assert run(monkeypatch, "generate", saved, *words) == 2
     captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if not line.startswith("loading")]
-    assert len(lines) == 1 and message in lines[0] and not captured.out
+    *_, line = lines = captured.err.splitlines()
+    assert line.startswith("crosslayer: error: ") and message in line and not captured.out
+    assert sum("error" in word for word in lines) == 1, lines
 
 
 def test_generate_refuses_an_encoder(monkeypatch, capsys):

@@ -124,6 +124,18 @@ class Common(common.ModelTesterMixin, common.GenerationTesterMixin, training.Tra
         if self._testMethodName in REASONS:
             self.skipTest(REASONS[self._testMethodName])
 
+    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
+        """A cache of ours holds what the plan says; what a layer stores alone lies in the slot of the keys."""
+        if self.methods is None:
+            return super()._check_past_key_values_for_generate(batch_size, past_key_values, seq_length, config)
+        self.assertEqual(len(past_key_values), config.num_hidden_layers)
+        for layer, cache in enumerate(past_key_values.layers):
+            stored = len(config.plan.stored(layer))
+            for slot, states in enumerate((cache.keys, cache.values)):
+                size = config.head_dim if slot < stored else 0
+                if stored or states is not None:
+                    self.assertEqual(states.shape, (batch_size, config.num_key_value_heads, seq_length, size))
+
 
 def setup_module():
     """Name our classes where transformers' tests look up which inputs and labels a class takes."""

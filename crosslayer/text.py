@@ -4,7 +4,7 @@ import itertools
 import json
 import random
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-DEFAULT_CORPUS = Path(__file__).parent / "data" / "default_corpus.tar.xz"
+DATA = Path(__file__).parent / "data"
+EMBEDDED = {  # domain → archive and files in it; sources and licences: data/SOURCES.md
+    "books": ("default_corpus", ("moby_dick", "pride_and_prejudice", "sense_and_sensibility")),
+    "science": ("default_corpus", ("newton_opticks",)),
+    "speeches": ("default_corpus", ("sotu_sample",)),
+    "web": ("modern_corpus", ("web",)),
+    "docs": ("modern_corpus", ("docs",)),
+    "code": ("modern_corpus", ("code",)),
+}
+FITTED = ("books", "web", "docs")  # domains to which a retrofit is fitted by default; the others only judge it
 DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
 STREAMED = 4096  # documents of a stream that `split` takes
 WORD = 1000  # characters, within which a text that has spaces shows one
@@ -45,7 +54,7 @@ def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
 
     """
     if source.name is None:
-        return _embedded_documents()
+        return _embedded_documents("default_corpus")
     path = Path(source.name).expanduser()
     if not path.exists():
         if path.suffix in (".txt", ".jsonl", ".parquet"):
@@ -60,6 +69,27 @@ def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
     if not documents:
         raise ValueError(f"{path.name!r} holds no text")
     return documents
+
+
+def embedded_domains(names: Iterable[str] = tuple(EMBEDDED)) -> dict[str, Iterable[str]]:
+    """Return the documents of the embedded corpus by domain."""
+    return {name: _embedded_documents(*EMBEDDED[name]) for name in names}
+
+
+def load_domains(sources: Sequence[TextSource], seed: int = 0) -> dict[str, Iterable[str]]:
+    """Return the documents of several sources, each a domain by its short name.
+
+    Raises:
+        ValueError: a source cannot be read, or two have the same name.
+
+    """
+    found: dict[str, Iterable[str]] = {}
+    for source in sources:
+        name = source.describe()
+        if name in found:
+            raise ValueError(f"two texts are called {name!r}; a domain goes by its file's name, so rename one")
+        found[name] = load_documents(source, seed)
+    return found
 
 
 def pack(
@@ -109,13 +139,19 @@ def pack(
 
 @dataclass(frozen=True)
 class Windows:
-    """Token sequences (N, T) and the number of the document that each is cut from; -1: joined from short ones."""
+    """Token sequences (N, T), the number of the document that each is cut from (-1: joined from short ones), its domain."""
 
     ids: Tensor
     documents: tuple[int, ...]
+    domains: tuple[str, ...] = ()  # empty: all of one
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def by_domain(self) -> dict[str, Tensor]:
+        """Return the sequences of each domain."""
+        names = dict.fromkeys(self.domains)
+        return {name: self.ids[[domain == name for domain in self.domains]] for name in names}
 
 
 def split(
@@ -169,6 +205,48 @@ def split(
     return result
 
 
+def shared_out(count: int, domains: Sequence[str]) -> dict[str, int]:
+    """Return equal numbers of windows for each domain, `count` in all; the first take what is left over."""
+    return {name: (count + len(domains) - 1 - place) // len(domains) for place, name in enumerate(domains)}
+
+
+def split_domains(
+    domains: Mapping[str, Iterable[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    parts: Mapping[str, Mapping[str, int]],
+    length: int = 512,
+    seed: int = 0,
+    bos: str = "auto",
+) -> dict[str, Windows]:
+    """Cut each domain into disjoint parts, such as {"evaluation": {"web": 16, "code": 16}, "calibration": {"web": 64}}.
+
+    Raises:
+        ValueError: a domain has too little text; the message names it.
+
+    """
+    found: dict[str, list[tuple[str, Windows]]] = {part: [] for part in parts}
+    for name, documents in domains.items():
+        wanted = {part: counts[name] for part, counts in parts.items() if counts.get(name)}
+        if not wanted:
+            continue
+        try:
+            cut = split(documents, tokenizer, parts=wanted, length=length, seed=seed, bos=bos)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}" if len(domains) > 1 else str(error)) from None
+        for part, windows in cut.items():
+            found[part].append((name, windows))
+    return {part: _joined(pairs) for part, pairs in found.items() if pairs}
+
+
+def _joined(pairs: list[tuple[str, Windows]]) -> Windows:
+    """Return the windows of several domains as one, with documents numbered anew."""
+    keys = [(name, document) for name, windows in pairs for document in windows.documents]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    ids = torch.cat([windows.ids for _, windows in pairs])
+    return Windows(ids, tuple(numbers[key] for key in keys), tuple(name for name, _ in keys))
+
+
 def special_tokens(tokenizer: PreTrainedTokenizerBase, bos: str = "auto") -> tuple[list[Any], list[Any]]:
     """Return the tokens that a sequence begins and ends with."""
     if bos not in ("auto", "yes", "no"):
@@ -219,10 +297,19 @@ def _next_word(text: str, at: int) -> int:
     return space if space >= 0 else at
 
 
-def _embedded_documents() -> list[str]:
-    with tarfile.open(DEFAULT_CORPUS, "r:xz") as archive:
-        files = sorted((m for m in archive.getmembers() if m.isfile()), key=lambda m: m.name)
-        return [archive.extractfile(m).read().decode("utf-8") for m in files]  # type: ignore[union-attr]
+def _embedded_documents(archive: str, files: Sequence[str] = ()) -> list[str]:
+    """Return the documents of an embedded archive: of the files named (without suffix), or of all."""
+    documents = []
+    with tarfile.open(DATA / f"{archive}.tar.xz", "r:xz") as opened:
+        for member in sorted((m for m in opened.getmembers() if m.isfile()), key=lambda m: m.name):
+            if not files or Path(member.name).stem in files:
+                text = opened.extractfile(member).read().decode("utf-8")  # type: ignore[union-attr]
+                documents += _separated(text)
+    return documents
+
+
+def _separated(text: str) -> list[str]:
+    return text.split(f"\n{DOCUMENT_LINE}\n")
 
 
 def _decode(path: Path) -> str:
@@ -238,7 +325,7 @@ def _decode(path: Path) -> str:
 
 
 def _txt_documents(path: Path, column: str) -> list[str]:
-    return _decode(path).split(f"\n{DOCUMENT_LINE}\n")
+    return _separated(_decode(path))
 
 
 def _jsonl_documents(path: Path, column: str) -> list[str]:

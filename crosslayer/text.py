@@ -139,7 +139,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Windows:
-    """Token sequences (N, T), the number of the document that each is cut from (-1: joined from short ones), its domain."""
+    """Token sequences (N, T), the document that each is cut from (-1: joined from short ones), and its domain."""
 
     ids: Tensor
     documents: tuple[int, ...]

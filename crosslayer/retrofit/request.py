@@ -7,9 +7,9 @@ from typing import Any
 
 from crosslayer.method import TARGETS, check_choice
 from crosslayer.probe.verdict import PAPER_SIZE
-from crosslayer.retrofit.calibrate import FITS
 from crosslayer.retrofit.convert import MERGES
 from crosslayer.retrofit.damage import FEWEST
+from crosslayer.retrofit.moments import FITS
 
 METHODS = ("uniattn", "cla", "svformer", "drop")
 DROPS = ("attention", "mlp", "layer")

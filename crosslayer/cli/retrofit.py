@@ -15,7 +15,6 @@ from crosslayer.cli.options import (
     Dtype,
     Force,
     Split,
-    Text,
     command_line,
     print_line,
     public_name,
@@ -38,12 +37,19 @@ def command(
     select: Annotated[str, typer.Option(help="How drop ranks with auto: similarity or greedy.")] = "similarity",
     size: Annotated[int, typer.Option(help="Layers of a superblock of top-half.")] = 4,
     count: Annotated[int | None, typer.Option(min=1, help="Followers or dropped layers of auto.")] = None,
-    text: Text = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to judge it on, repeatable: each is a domain. Default: six embedded domains."),
+    ] = None,
+    calibration_text: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to fit and search on, repeatable. Default: --text, or embedded books, web and docs."),
+    ] = None,
     config: Config = None,
     split: Split = "train",
     column: Column = "text",
-    windows: Annotated[int, typer.Option(help="Windows on which the damage is measured; at least 32.")] = 64,
-    calibration: Annotated[int, typer.Option(min=1, help="Windows to which W_c is fitted.")] = 128,
+    windows: Annotated[int, typer.Option(help="Windows to measure the damage on; at least 16 a domain.")] = 96,
+    calibration: Annotated[int, typer.Option(min=1, help="Windows to which W_c is fitted, of all domains.")] = 128,
     length: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the choice of text and of the intervals.")] = 0,
     bos: Bos = "auto",
@@ -54,21 +60,30 @@ def command(
     debug: Debug = False,
 ) -> None:
     """Share or drop layers of a pretrained model, make up for it, and print what it costs and saves."""
-    from crosslayer import text as texts
     from crosslayer.models import load_model
     from crosslayer.report.record import check_target
     from crosslayer.retrofit.folder import write_retrofit
     from crosslayer.retrofit.job import Job
     from crosslayer.retrofit.request import Request
+    from crosslayer.retrofit.texts import Texts
+    from crosslayer.text import TextSource
 
     check_target(out, force)
     given = {key: value for key, value in locals().items() if key in Request.__dataclass_fields__}
-    request, source = Request(**given), texts.TextSource(text, config, split, column)
-    documents = texts.load_documents(source, seed)
+    request = Request(**given)
+    judging, fitted = (
+        [TextSource(name, config, split, column) for name in names or ()] for names in (text, calibration_text)
+    )
+    texts = Texts.load(judging, fitted, seed)
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
-    outcome = Job(loaded, tokenizer, request, Progress).run(documents)
-    about = {"model": public_name(model), "text": source.describe(), "command": command_line()}
+    outcome = Job(loaded, tokenizer, request, Progress).run(texts)
+    about = {
+        "model": public_name(model),
+        "text": ", ".join(texts.judging),
+        "calibration_text": ", ".join(texts.fitted),
+        "command": command_line(),
+    }
     outcome.record["settings"] |= about
     sentences, found = write_retrofit(outcome, tokenizer, out, force=force, shim=remote_code_shim)
     for sentence in sentences:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,14 @@ from crosslayer.probe.verdict import PAPER_SIZE, Groups, paper_groups, similar_g
 from crosslayer.probe.visit import no_cache
 from crosslayer.probe.what_if import Wiring, look, what_if
 from crosslayer.retrofit.choose import entries
-from crosslayer.retrofit.damage import damage, logits_of, losses
+from crosslayer.retrofit.damage import Losses, by_domain, logits_of, logits_without, losses
+from crosslayer.retrofit.moments import check_enough
 from crosslayer.retrofit.request import Meter, Request
 from crosslayer.retrofit.run import Retrofit, retrofit
 from crosslayer.retrofit.search import plan_by_damage
+from crosslayer.retrofit.texts import Texts
 from crosslayer.runtime.bench import cache_bytes
-from crosslayer.text import Windows, split
+from crosslayer.text import Windows
 
 STEP = 64  # tokens of the forward pass that shows what a cache allocates
 
@@ -49,17 +51,24 @@ class Job:
         self.seconds: dict[str, float] = {}
         self.choice: dict[str, Any] = {}
 
-    def run(self, documents: Iterable[str]) -> Outcome:
+    def run(self, texts: Texts) -> Outcome:
         """Do everything but writing."""
-        request, started = self.request, time.perf_counter()
-        given = split(
-            documents, self.tokenizer, parts=request.parts, length=request.length, seed=request.seed, bos=request.bos
-        )
+        started = time.perf_counter()
+        self._check_early(texts)
+        given = texts.windows(self.tokenizer, self.request)
         methods = self._timed("choose", lambda: self._choose(given))
         made = self._timed("convert and calibrate", lambda: self._convert(methods, given))
         found = self._timed("damage", lambda: self._damage(made, given["evaluation"]))
         self.seconds["all"] = time.perf_counter() - started
-        return Outcome(made, self._record(made, found))
+        seen = texts.seen(self.request)
+        return Outcome(made, self._record(made, by_domain(found, seen, self.request.seed), given))
+
+    def _check_early(self, texts: Texts) -> None:
+        """Refuse too little calibration text before any search."""
+        request = self.request
+        if request.fits:
+            sizes = [count for count in texts.parts(request)["calibration"].values() if count]
+            check_enough(self.model.config.hidden_size, sizes, request.length, request.compensation)
 
     def _timed(self, name: str, work: Callable[[], Any]) -> Any:
         started = time.perf_counter()
@@ -115,7 +124,7 @@ class Job:
             return retrofit(
                 self.model,
                 methods,
-                calibration=given["calibration"].ids if request.fits else None,
+                calibration=given["calibration"].by_domain() if request.fits else None,
                 fit=request.compensation if request.fits else "zero",
                 groups=request.groups,
                 merge=request.merge,
@@ -123,16 +132,19 @@ class Job:
                 share_weights=True,
             )
 
-    def _damage(self, made: Retrofit, windows: Windows) -> dict[str, Any]:
+    def _damage(self, made: Retrofit, windows: Windows) -> dict[str, Losses]:
+        runs = {"after": logits_of(made.model)}
+        if made.fits:
+            runs["without"] = logits_without(made.model)
         with self.meter("measuring the damage", len(windows)) as bar:
-            found = losses(logits_of(self.model), {"after": logits_of(made.model)}, windows, bar.step)["after"]
-        return dataclasses.asdict(damage(found, self.request.seed))
+            return losses(logits_of(self.model), runs, windows, bar.step)
 
-    def _record(self, made: Retrofit, found: dict[str, Any]) -> dict[str, Any]:
+    def _record(self, made: Retrofit, found: dict[str, Any], given: dict[str, Windows]) -> dict[str, Any]:
         request = self.request
         before, after = (allocated(model) for model in (self.model, made.model))
+        read = given["calibration"].by_domain() if request.fits else {}
         return {
-            "schema": "crosslayer/retrofit/1",
+            "schema": "crosslayer/retrofit/2",
             "model": {
                 "class": type(self.model).__name__,
                 "retrofit_class": type(made.model).__name__,
@@ -147,7 +159,7 @@ class Job:
             "weights": {"dropped": made.dropped, "merged": made.merged, "new": made.new},
             "calibration": {
                 "fit": request.compensation,
-                "windows": request.calibration if request.fits else 0,
+                "windows": {name: len(ids) for name, ids in read.items()},
                 "layers": [dataclasses.asdict(fit) for fit in made.fits],
             },
             "cache": {"bytes_per_token_before": before, "bytes_per_token_after": after, "share": after / before},

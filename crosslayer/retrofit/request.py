@@ -8,13 +8,11 @@ from typing import Any
 from crosslayer.method import TARGETS, check_choice
 from crosslayer.probe.verdict import PAPER_SIZE
 from crosslayer.retrofit.convert import MERGES
-from crosslayer.retrofit.damage import FEWEST
 from crosslayer.retrofit.moments import FITS
 
 METHODS = ("uniattn", "cla", "svformer", "drop")
 DROPS = ("attention", "mlp", "layer")
 SELECTS = ("similarity", "greedy")
-CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 32
 Meter = Callable[[str, int], Any]  # what is done and how many steps → a context with `step(done, all)`
 
 
@@ -34,7 +32,7 @@ class Request:
     merge: str = "first"
     target: str = "attention"
     groups: int = 1
-    windows: int = 64
+    windows: int = 96
     calibration: int = 128
     length: int = 512
     seed: int = 0
@@ -52,8 +50,6 @@ class Request:
             ("merge", self.merge, MERGES),
         ):
             check_choice("retrofit", name, value, known)
-        if self.windows < FEWEST:
-            raise ValueError(f"--windows {self.windows} is too few for an interval; use at least {FEWEST}")
         for name, budget in (("kv", self.kv_budget), ("kl", self.kl_budget)):
             if budget is not None and not (math.isfinite(budget) and budget > 0):
                 raise ValueError(f"--{name}-budget {budget} is no budget; it must be a number above 0")
@@ -88,15 +84,3 @@ class Request:
     def fits(self) -> bool:
         """Whether W_c is fitted to calibration text."""
         return self.compensation not in ("none", "zero")
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """The windows that are needed, by purpose; no token is used for two."""
-        found = {"evaluation": self.windows}
-        if self.fits:
-            found["calibration"] = self.calibration
-        if self.layers == "auto":
-            found["choice"] = CHOICE_WINDOWS
-        if self.method is None:
-            found |= {"search": SEARCH_WINDOWS, "trade-off": CURVE_WINDOWS}
-        return found

@@ -6,7 +6,7 @@ All wirings that leave the lower layers alone have the same stream there, so it 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
 
@@ -34,9 +34,44 @@ class Upper:
         """Run one layer."""
         return self.layers[number](stream, carry, self.rotary, self.masks[self.kinds[number]])
 
-    def logits(self, stream: Tensor) -> Tensor:
-        """Return the logits (T, V) of a stream (1, T, C) that enters the first layer."""
+    def logits(self, stream: Tensor, step: int = 1) -> Tensor:
+        """Return the logits (T / step, V) of a stream (1, T, C) that enters the first layer, of every so many tokens."""
         carry: dict[str, Any] = {}
         for number in range(self.first, len(self.layers)):
             stream, carry = self.layer(number, stream, carry)
-        return self.model.lm_head(self.model.model.norm(stream))[0]
+        return self.model.lm_head(self.model.model.norm(stream[:, ::step]))[0]
+
+
+class Known(nn.Module):
+    """Stands for the embedding and the layers below the first changed one: returns their stream, computed once."""
+
+    def __init__(self, upper: Upper):
+        super().__init__()
+        self.streams: dict[tuple[int, ...], Tensor] = {}
+        self.upper = [upper]  # in a list: no submodule
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the stream (B, T, C) that enters the first layer."""
+        for row in ids:
+            key = tuple(row.tolist())
+            if key not in self.streams:
+                self.streams[key] = self.upper[0].below(row[None])
+        return torch.cat([self.streams[tuple(row.tolist())] for row in ids])
+
+
+class Through(nn.Module):
+    """A layer that was computed already."""
+
+    self_attn = None
+
+    def forward(self, stream: Tensor, carry: dict[str, Any], rotary: Any, mask: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Return what came in."""
+        return stream, carry
+
+
+def from_known(model: Any, known: Known, first: int) -> Any:
+    """Let a model begin at a layer, with the streams that are known."""
+    model.model.embed_tokens = known
+    for number in range(first):
+        model.model.layers[number] = Through()
+    return model

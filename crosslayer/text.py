@@ -298,13 +298,13 @@ def _next_word(text: str, at: int) -> int:
 
 
 def _embedded_documents(archive: str, files: Sequence[str] = ()) -> list[str]:
-    """Return the documents of an embedded archive: of the files named (without suffix), or of all."""
+    """Return the documents of the named files (without suffix) of an embedded archive; without names, whole files."""
     documents = []
     with tarfile.open(DATA / f"{archive}.tar.xz", "r:xz") as opened:
         for member in sorted((m for m in opened.getmembers() if m.isfile()), key=lambda m: m.name):
             if not files or Path(member.name).stem in files:
                 text = opened.extractfile(member).read().decode("utf-8")  # type: ignore[union-attr]
-                documents += _separated(text)
+                documents += _separated(text) if files else [text]
     return documents
 
 

@@ -29,7 +29,9 @@ def command(
     layers: Annotated[str, typer.Option(help="Groups such as 18-21,22-25 (0-based), top-half or auto.")] = "top-half",
     kv_budget: Annotated[float | None, typer.Option(help="Instead of a method: search for this cached share.")] = None,
     kl_budget: Annotated[float | None, typer.Option(help="Or search within this KL, in nats a token.")] = None,
-    compensation: Annotated[str, typer.Option(help="none, zero, mean, lstsq or ridge: how W_c is fitted.")] = "ridge",
+    compensation: Annotated[
+        str, typer.Option(help="none, zero, mean, lstsq, ridge or layerwise: how W_c is fitted.")
+    ] = "layerwise",
     target: Annotated[str, typer.Option(help="Where W_c writes: attention, heads or mlp.")] = "attention",
     groups: Annotated[int, typer.Option(min=1, help="v: groups of windows with a mean of their own, for mean.")] = 1,
     merge: Annotated[str, typer.Option(help="Keys and values of a CLA group: first, mean or svd.")] = "first",

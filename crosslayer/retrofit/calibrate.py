@@ -1,13 +1,19 @@
 """Fit W_c, layer by layer from below, so that a rewired model follows the original on calibration text.
 
-    E = x'_original − x'_rewired  (streams after attention),  X = the normed input of the rewired layer,  X W_c ≈ E
+    E = wanted − x'_rewired  (streams after attention),  X = the normed input of the rewired layer,  X W_c ≈ E
+
+"layerwise": wanted is what the original layer makes of the *rewired* model's stream, so that W_c stands for what was
+taken from this layer and for nothing else. All others want the original model's own stream, so that W_c also has to
+undo what went wrong below: it can do that on text of the same kind only.
 
 "mean": W_c = pinv(X̄) Ē over position-wise means in v groups of sequences (UniAttn, arXiv 2502.00439, Theorem 3.1).
-"lstsq": least squares over all tokens. "ridge": the same with a penalty chosen by leaving one domain out.
+"lstsq": least squares over all tokens. "ridge", "layerwise": with a penalty chosen by leaving one domain out.
 
-Memory: the streams of both models at one layer for all tokens, and the states that the wiring lends; never all layers.
+Memory: the streams at one layer for all tokens (of both models, but for "layerwise"), and the states that the wiring
+lends; never all layers.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +33,7 @@ def calibrate(
     original: CrossLayerForCausalLM,
     model: CrossLayerForCausalLM,
     text: Text,
-    fit: str = "ridge",
+    fit: str = "layerwise",
     groups: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Fit]:
@@ -42,7 +48,7 @@ def calibrate(
     domains = [text] if isinstance(text, Tensor) else list(text.values())
     sizes = [len(ids) for ids in domains]
     _check(model, domains, fit, groups)
-    run, made = _Streams(original, model, torch.cat(domains)), []
+    run, made = _Streams(original, model, torch.cat(domains), fit != "layerwise"), []
     compensated = [i for i, layer in enumerate(run.two) if "compensation" in layer._modules]
     for layer in range(compensated[-1] + 1):
         if layer in compensated:
@@ -71,10 +77,13 @@ def _check(model: CrossLayerForCausalLM, domains: list[Tensor], fit: str, groups
 
 
 class _Streams:
-    """Both models at one boundary between layers, for all calibration tokens, a batch at a time."""
+    """Both models at one boundary between layers, for all calibration tokens, a batch at a time.
 
-    def __init__(self, original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, ids: Tensor):
-        self.model = model.model
+    Without `both`, the original's layers are asked about the rewired model's stream, and there is no other.
+    """
+
+    def __init__(self, original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, ids: Tensor, both: bool):
+        self.model, self.both = model.model, both
         self.one, self.two = _layers(original), _layers(model)
         ids = ids.to(model.device)
         self.batches = ids.split(max(1, TOKENS_EACH // ids.shape[1]))
@@ -108,17 +117,13 @@ class _Streams:
         assert isinstance(compensation, Compensation)
         compensation.reset()
         for number in range(len(self.batches)):
-            with _Watch(one, compensation.target) as watch:
-                wanted = self._run(one, number, layer, self.theirs, {})[0]
-            target = watch.reached(wanted)
-            with _Watch(two, compensation.target, stop=True) as watch:
-                try:
-                    found = self._run(two, number, layer, self.ours, self.carries[number])[0]
-                except _EnoughError:
-                    found = None
-            assert watch.normed is not None
-            sums.add(watch.normed, target - watch.reached(found), number * len(self.batches[0]))
-            self.theirs[number].copy_(wanted)
+            asked = self.theirs if self.both else self.ours
+            wanted, output = self._seen(one, number, layer, asked, {}, compensation.target)
+            found, _ = self._seen(two, number, layer, self.ours, self.carries[number], compensation.target)
+            assert found.normed is not None
+            sums.add(found.normed, wanted.reached - found.reached, number * len(self.batches[0]))
+            if output is not None:
+                self.theirs[number].copy_(output)
         self.ahead = layer
         weight, penalty, left_out = sums.solve(fit)
         written = weight.T
@@ -130,13 +135,28 @@ class _Streams:
         compensation.weight.copy_(written)
         return sums.report(layer, weight, penalty, left_out)
 
+    def _seen(
+        self,
+        layer: CrossLayerDecoderLayer,
+        number: int,
+        index: int,
+        streams: list[Tensor],
+        carry: Carry,
+        target: str,
+    ) -> tuple["_Watch", Tensor | None]:
+        """Run a layer as far as W_c needs it; return what was seen, and the output where a stream goes on with it."""
+        goes_on = streams is not self.ours
+        with _Watch(layer, target, stop=not goes_on) as watch, contextlib.suppress(_EnoughError):
+            watch.output = self._run(layer, number, index, streams, carry)[0]
+        return watch, watch.output if goes_on else None
+
     def _run(
         self, layer: CrossLayerDecoderLayer, number: int, index: int, streams: list[Tensor], carry: Carry
     ) -> tuple[Tensor, Carry]:
         return layer(streams[number], carry, self.rotary, self.masks[len(streams[number])][self.kinds[index]])
 
     def _part(self, one: CrossLayerDecoderLayer, two: CrossLayerDecoderLayer) -> None:
-        if not self.parted and not _same(one, two):
+        if self.both and not self.parted and not _same(one, two):
             self.parted, self.ours = True, [stream.clone() for stream in self.theirs]
 
 
@@ -164,6 +184,7 @@ class _Watch:
         self.early = target != "mlp" and layer.mlp is not None  # else the layer's output is what W_c changes
         self.normed: Tensor | None = None
         self.stream: Tensor | None = None
+        self.output: Tensor | None = None
         self.handles: list[Any] = []
 
     def __enter__(self) -> "_Watch":
@@ -177,9 +198,10 @@ class _Watch:
         for handle in self.handles:
             handle.remove()
 
-    def reached(self, output: Tensor | None) -> Tensor:
-        """Return the stream after attention, or the layer's output where W_c acts on that."""
-        found = self.stream if self.early else output
+    @property
+    def reached(self) -> Tensor:
+        """The stream after attention, or the layer's output where W_c acts on that."""
+        found = self.stream if self.early else self.output
         assert found is not None
         return found
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FITS = ("zero", "mean", "lstsq", "ridge")
+FITS = ("zero", "mean", "lstsq", "ridge", "layerwise")
+CHOSEN = ("ridge", "layerwise")  # whose penalty is chosen
 PENALTIES = tuple(10.0**exponent for exponent in range(-7, 4))  # times the mean square of an input
 HELD_OUT = 8  # every n-th sequence is left out where there is one domain
 NEEDED = 2  # tokens for each input of W_c, below which least squares memorise
@@ -21,8 +22,8 @@ NEEDED = 2  # tokens for each input of W_c, below which least squares memorise
 class Fit:
     """What W_c of one layer does: root mean square of E before, and of E − X W_c after; on all calibration tokens.
 
-    `mean_*` is that of the position-wise mean, which Theorem 3.1 makes small. Ridge: its `penalty`, and `left_out`, the
-    root mean square of what remains of E on each part that was left out in turn, over that of E.
+    `mean_*` is that of the position-wise mean, which Theorem 3.1 makes small. Where a penalty was chosen: `penalty`,
+    and `left_out`, the root mean square of what remains of E on each part that was left out in turn, over that of E.
     """
 
     layer: int
@@ -48,15 +49,15 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
         ValueError: the message says how many tokens are needed.
 
     """
-    if fit not in ("lstsq", "ridge"):
+    if fit not in ("lstsq", *CHOSEN):
         return
     tokens, needed = sum(sizes) * length, NEEDED * width
     parts, held = folds(sizes)
-    left_out = max((parts.count(part) for part in held), default=0) if fit == "ridge" else 0
+    left_out = max((parts.count(part) for part in held), default=0) if fit in CHOSEN else 0
     if tokens - left_out * length >= needed and (fit == "lstsq" or left_out):
         return
     least = needed
-    if fit == "ridge":
+    if fit in CHOSEN:
         share = len(sizes) if len(sizes) > 1 else HELD_OUT
         least = max(needed + needed // (share - 1), share * length)
     raise ValueError(
@@ -100,7 +101,7 @@ class Moments:
         return tuple((s / self.members[:, None, None]).flatten(0, 1) for s in (self.inputs, self.errors))  # type: ignore[return-value]
 
     def solve(self, fit: str) -> tuple[Tensor, float | None, float | None]:
-        """Return W (C, C) with X W ≈ E, and of ridge the penalty and what it leaves on the parts left out."""
+        """Return W (C, C) with X W ≈ E, and the penalty if it was chosen, with what it leaves on the parts left out."""
         if fit == "zero":
             return torch.zeros_like(self.gram[0]), None, None
         if fit == "mean":

@@ -22,7 +22,7 @@ class Request:
 
     method: str | None = None
     layers: str = "top-half"
-    compensation: str = "ridge"
+    compensation: str = "layerwise"
     kv_budget: float | None = None
     kl_budget: float | None = None
     drop: str = "attention"

@@ -33,7 +33,7 @@ def retrofit(
     methods: str | Mapping[str, Any] | Method | Sequence[str | Mapping[str, Any] | Method],
     *,
     calibration: Text | None = None,
-    fit: str = "ridge",
+    fit: str = "layerwise",
     groups: int = 1,
     merge: str = "first",
     progress: Callable[[int, int], None] | None = None,
@@ -46,7 +46,7 @@ def retrofit(
         methods: one method or a list: names, {"name": …, option: …}, or `Method` objects.
         calibration: token ids (N, T) without padding, to fit W_c where a method has a compensation; or such ids by
             domain, {"web": …, "code": …}: what is fitted to several carries over better to text of other kinds.
-        fit: "zero", "mean" (Theorem 3.1 of UniAttn), "lstsq" or "ridge".
+        fit: "zero", "mean" (Theorem 3.1 of UniAttn), "lstsq", "ridge" or "layerwise" (see calibrate.py).
         groups: v of Theorem 3.1: how many groups of sequences have a mean of their own, for fit "mean".
         merge: keys and values of a CLA group: "first", "mean" or "svd".
         progress: called after each calibrated layer with (done, all).

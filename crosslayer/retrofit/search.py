@@ -30,7 +30,7 @@ def plan_by_damage(
 
     """
     wiring = look(model)
-    measure = _Measure(model, wiring, given["search"])
+    measure = Measure(model, wiring, given["search"])
     search = Search(measure, wiring.shapes)
     expected = len(wiring.shapes) * len(SAVES) * 3 // 2
     what = f"searching, about {expected} of at most {PASSES} forward passes, {expected * measure.seconds:.0f} s"
@@ -45,7 +45,7 @@ def plan_by_damage(
     return methods, {"how": "search", "passes": search.passes, "kinds": chosen.kinds, "curve": curve, **beside}
 
 
-class _Measure:
+class Measure:
     """KL to the original over the search text, whose logits are kept."""
 
     def __init__(self, model: PreTrainedModel, wiring: Wiring, windows: Windows):
@@ -56,6 +56,7 @@ class _Measure:
         self.step = lambda done: None
 
     def __call__(self, plan: DepthPlan) -> float:
+        """Run the model as if wired by `plan` over the windows; return the mean KL, in nats a token."""
         run = logits_if(self.model, plan, self.wiring)
         pairs = zip(self.windows.ids, self.original, strict=True)
         found = [compare(original, run(ids[None].to(self.model.device))[0], ids)[2] for ids, original in pairs]

@@ -35,7 +35,7 @@ class Upper:
         return self.layers[number](stream, carry, self.rotary, self.masks[self.kinds[number]])
 
     def logits(self, stream: Tensor, step: int = 1) -> Tensor:
-        """Return the logits (T / step, V) of a stream (1, T, C) that enters the first layer, of every so many tokens."""
+        """Return logits (T / step, V), of every so many tokens, of a stream (1, T, C) that enters the first layer."""
         carry: dict[str, Any] = {}
         for number in range(self.first, len(self.layers)):
             stream, carry = self.layer(number, stream, carry)

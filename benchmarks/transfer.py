@@ -89,7 +89,8 @@ def measure(model: Any, name: str, texts: dict[str, Windows], args: argparse.Nam
         return
     methods = [load_method(entry) for entry in found["methods"]]
     plan = merge_plans(methods, len(model.model.layers))
-    first = min(i for i in range(len(plan.keys)) if {plan.queries[i], plan.keys[i], plan.values[i]} != {i})
+    sources = [[plan.queries[i], plan.keys[i], plan.values[i], i] for i in range(len(plan.keys))]
+    first = min(min(j for j in row if j is not None) for row in sources if set(row) != {row[-1]})  # the lowest leader
     length = texts["judged"].ids.shape[1]
     plain = Upper(convert(model, []).model, first, length)
     known, pool = Known(plain), texts["fit"].by_domain()

@@ -85,16 +85,18 @@ def test_the_embedded_domains():
     found = embedded_domains()
     assert list(found) == ["books", "science", "speeches", "web", "docs", "code"] and set(FITTED) < set(found)
     assert {name: len(list(documents)) for name, documents in found.items()} == {
-        "books": 3, "science": 1, "speeches": 1, "web": 144, "docs": 35, "code": 8
+        "books": 3, "science": 1, "speeches": 30, "web": 144, "docs": 35, "code": 8
     }  # fmt: skip
-    old = sorted(document for name in ("books", "science", "speeches") for document in found[name])
-    assert old == sorted(load_documents(TextSource()))
+    old = {document[:200] for document in load_documents(TextSource())}
+    assert old == {next(iter(found[name]))[:200] for name in ("science", "speeches")} | {
+        d[:200] for d in found["books"]
+    }
     assert all(sum(map(len, documents)) > 250_000 for documents in found.values())
 
 
 def test_several_sources_are_domains_of_their_own(tmp_path):
     for name in ("a", "b"):
-        (tmp_path / f"{name}.txt").write_text("\n<|doc|>\n".join(words(400 * i, 400 * i + 400) for i in range(2)))
+        (tmp_path / f"{name}.txt").write_text(words(0, 400) + "\n<|doc|>\n" + words(400, 490))
     sources = [TextSource(str(tmp_path / f"{name}.txt")) for name in ("a", "b")]
     domains = load_domains(sources)
     assert list(domains) == ["a.txt", "b.txt"]
@@ -102,9 +104,8 @@ def test_several_sources_are_domains_of_their_own(tmp_path):
     found = split_domains(domains, tokenizer(), parts=parts, length=10)
     assert found["judge"].domains == ("a.txt",) * 2 + ("b.txt",) * 4 and len(found["fit"]) == 3
     assert not set(found["judge"].documents[:2]) & set(found["judge"].documents[2:])  # numbered anew
-    assert not {tuple(row) for row in found["fit"].ids.tolist()} & {
-        tuple(row) for row in found["judge"].ids.tolist()[:2]
-    }
+    fitted, judging = ({row[0] for row in found[part].by_domain()["a.txt"].tolist()} for part in ("fit", "judge"))
+    assert len(fitted) == 3 and len(judging) == 2 and not fitted & judging
     assert {name: len(ids) for name, ids in found["judge"].by_domain().items()} == {"a.txt": 2, "b.txt": 4}
     with pytest.raises(ValueError, match=r"b\.txt: the text gives \d+ windows"):
         split_domains(domains, tokenizer(), parts={"all": {"a.txt": 2, "b.txt": 999}}, length=10)

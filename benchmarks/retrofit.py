@@ -146,7 +146,7 @@ def _ratios(found: dict[str, Any]) -> list[str]:
     row = found["times"]["rows"][0]
     result = []
     for key in ("ttft", "tpot_dynamic"):
-        low, high = row[key]["ci95"]
+        low, high = row[key]["interval"]
         result.append(f"{row[key]['ratio']:.3f} ({low:.3f}-{high:.3f})")
     return result
 

@@ -20,6 +20,7 @@ import torch
 from streams import Known, Upper, from_known
 
 import crosslayer
+from crosslayer.domains import FITTED, embedded_domains, split_domains
 from crosslayer.environment import environment
 from crosslayer.method import Method, load_method, merge_plans, to_entry
 from crosslayer.plan import parse_layers
@@ -29,7 +30,7 @@ from crosslayer.retrofit.choose import Search, entries
 from crosslayer.retrofit.convert import convert
 from crosslayer.retrofit.damage import Losses, compare, damage, difference
 from crosslayer.retrofit.search import Measure
-from crosslayer.text import FITTED, Windows, embedded_domains, split_domains
+from crosslayer.text import Windows
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
 FOURS = "18-21,22-25,26-29"

@@ -2,10 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from crosslayer._start import is_command, leave_working_directory
+from crosslayer._start import hide_bars, interrupts, is_command, leave_working_directory
 
 if is_command() and not TYPE_CHECKING:
+    interrupts.watch()
     leave_working_directory()  # the verbs import what they need
+    hide_bars()
 else:
     from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
     from crosslayer.effect import Effect, effect
@@ -19,6 +21,7 @@ else:
         intervene,
         waiver,
     )
+    from crosslayer.method import allow_methods
     from crosslayer.models import load_model
     from crosslayer.plan import DepthPlan
     from crosslayer.probe.scan import Diagnosis, diagnose
@@ -40,6 +43,7 @@ __all__ = [
     "ScaleValues",
     "TokenSwap",
     "Waiver",
+    "allow_methods",
     "bench",
     "diagnose",
     "effect",

@@ -1,9 +1,17 @@
-"""How this process was started: the command line loads nothing heavy, and nothing out of the working directory."""
+"""How this process was started: a command loads nothing heavy or out of the working directory, and heeds Ctrl-C."""
 
+import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 NAME = "crosslayer"
+INTERRUPTED = 130
+INTERRUPT_LINE = f"{NAME}: interrupted, nothing was written"
+PATIENCE, TRIES = 3, 3  # seconds until an interrupt that a library swallowed is raised again, and how often
+# progress bars of other libraries, which fill a log with carriage returns
+BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
 
 
 def is_command() -> bool:
@@ -20,3 +28,55 @@ def leave_working_directory() -> None:
     """Take the working directory, which `-m` puts first, off the import path: a downloaded folder may hold modules."""
     if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
         sys.path.pop(0)
+
+
+def hide_bars() -> None:
+    """Switch progress bars of other libraries off, before they are imported, where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        for name in BARS:
+            os.environ.setdefault(name, "1")
+
+
+class Interrupts:
+    """Ctrl-C: ends the process at once while there is nothing to clean up, and is a `KeyboardInterrupt` otherwise.
+
+    Libraries swallow that exception, or turn it into another: it is raised again every `PATIENCE` seconds until the
+    command line has caught it, and after `TRIES` times the process just ends.
+    """
+
+    def __init__(self):
+        self.at_once, self.raised = True, 0
+
+    def watch(self) -> None:
+        """Answer Ctrl-C from now on, unless the process was started to ignore it (`nohup`, `&` in a script)."""
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._press)
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        if self.at_once:
+            self._end()
+        if not self.raised:  # more presses change nothing: cleaning up must not be interrupted
+            self._raise(number, frame)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self.raised == TRIES:
+            self._end()
+        self.raised += 1
+        if sys.platform != "win32":
+            signal.signal(signal.SIGALRM, self._raise)
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        raise KeyboardInterrupt
+
+    def caught(self) -> None:
+        """Raise no more; the process is about to end."""
+        if self.raised and sys.platform != "win32":
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        if self.raised:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _end(self) -> None:
+        os.write(2, f"{INTERRUPT_LINE}\n".encode())
+        os._exit(INTERRUPTED)
+
+
+interrupts = Interrupts()

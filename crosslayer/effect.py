@@ -32,6 +32,7 @@ from crosslayer.intervene import (
     ScaleValues,
     TokenSwap,
     Waiver,
+    check_positions,
     intervene,
     positions_of,
     to_entry,
@@ -144,8 +145,8 @@ def effect(
         pass  # what cannot be done is said before anything is measured
     runs = _Runs(model, 2 * len(ids) + probes * (len(scanned) + len(tried)), progress)
     with evaluating(model):
+        after = runs.all(ids, list(watched), interventions, behind=min(positions))  # first: it may refuse
         before = runs.all(ids, list(watched), (), behind=min(positions))
-        after = runs.all(ids, list(watched), interventions, behind=min(positions))
         at = {p: _at(before, i, probes) for i, p in enumerate(watched)}
         scans = runs.scan(few, main, scanned)
         if scans:
@@ -157,6 +158,7 @@ def effect(
             "class": type(model).__name__,
             "type": model.config.model_type,
             "layers": runs.layers,
+            "hidden_size": model.config.get_text_config().hidden_size,
             "causal": runs.causal,
         },
         settings={"sequences": len(ids), "length": ids.shape[1], "probes": probes, "seed": seed, **(settings or {})},
@@ -276,10 +278,7 @@ class _Look:
 
 def _check(model: PreTrainedModel, ids: Tensor, interventions: Sequence[KINDS], probes: int) -> None:
     positions, size = [p for one in interventions for p in positions_of(one)], ids.shape[1]
-    if not positions:
-        raise ValueError("there is nothing to do; give an intervention, such as waiver(255)")
-    if max(positions) >= size:
-        raise ValueError(f"position {max(positions)} is outside of the sequences of {size} tokens")
+    check_positions(interventions, size)
     if model.can_generate() and max(positions) > size - 3:
         raise ValueError(f"position {max(positions)} needs two tokens behind it; sequences have {size} tokens")
     if not 1 <= probes <= len(ids):

@@ -41,13 +41,15 @@ def load_intervention(entry: Mapping[str, Any]) -> KINDS:
 
     """
     kinds = {cls.__dataclass_fields__["kind"].default: cls for cls in KINDS.__args__}
-    if entry.get("kind") not in kinds:
-        raise ValueError(f"intervention {entry.get('kind')!r} is not known; use one of {', '.join(kinds)}")
+    kind = entry.get("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"intervention {kind!r} is not known; use one of {', '.join(kinds)}")
     try:
-        return TypeAdapter(kinds[entry["kind"]]).validate_python(dict(entry))
+        return TypeAdapter(kinds[kind]).validate_python({str(name): value for name, value in entry.items()})
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{entry['kind']}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{kind}: {'.'.join(map(str, first['loc']))}: {reason}") from None
 
 
 WORDS = {
@@ -79,7 +81,7 @@ def parse_intervention(kind: str, text: str, layers: Sequence[int] | None = None
 
 
 def parse_interventions(
-    given: Mapping[str, Sequence[str] | None], file: Path | None, layers: str | None, depth: int
+    texts: Mapping[str, Sequence[str] | None], file: Path | None, layers: str | None, depth: int
 ) -> list[KINDS]:
     """Read the interventions of a command line: texts by kind, then those of a file; `layers` as "0-11,20".
 
@@ -88,13 +90,13 @@ def parse_interventions(
 
     """
     chosen = None if layers is None else [layer for group in parse_layers(layers, depth) for layer in group]
-    found = [parse_intervention(kind, text, chosen) for kind, texts in given.items() for text in texts or ()]
-    if chosen is not None and not any(isinstance(one, Waiver | Forbid | ScaleValues) for one in found):
+    interventions = [parse_intervention(kind, text, chosen) for kind, words in texts.items() for text in words or ()]
+    if chosen is not None and not any(isinstance(each, Waiver | Forbid | ScaleValues) for each in interventions):
         raise ValueError("--layers does nothing without --waiver, --forbid or --scale-values; leave it out")
-    found += [] if file is None else read_interventions(file)
-    if not found:
+    interventions += [] if file is None else read_interventions(file)
+    if not interventions:
         raise ValueError("there is nothing to do; give an intervention, such as --waiver 255")
-    return found
+    return interventions
 
 
 def read_interventions(path: Path) -> list[KINDS]:
@@ -109,15 +111,34 @@ def read_interventions(path: Path) -> list[KINDS]:
     if path.stat().st_size > FILE_LIMIT:
         raise ValueError(f"interventions {path.name!r}: the file has over {FILE_LIMIT} bytes")
     try:
-        found = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text(encoding="utf-8"))
+        read = json.loads if path.suffix == ".json" else yaml.safe_load
+        entries = read(path.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"interventions {path.name!r}: {str(error).splitlines()[0]}") from None
-    found = found.get("interventions") if isinstance(found, dict) else found
-    if not isinstance(found, list) or not found or not all(isinstance(entry, dict) for entry in found):
+        raise ValueError(f"interventions {path.name!r}{_place(error)}") from None
+    entries = entries.get("interventions") if isinstance(entries, dict) else entries
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(
             f'interventions {path.name!r}: write a list such as [{{"kind": "waiver", "positions": [255]}}]'
         )
-    return [load_intervention(entry) for entry in found]
+    return [load_intervention(entry) for entry in entries]
+
+
+def _place(error: Exception) -> str:
+    """Return what is wrong with a file, and in which line if the error knows it."""
+    if isinstance(error, json.JSONDecodeError):
+        return f", line {error.lineno}: {error.msg}"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f", line {error.problem_mark.line + 1}: {error.problem}"
+    return f": {str(error).splitlines()[0]}"
+
+
+def check_positions(interventions: Sequence[KINDS], length: int) -> None:
+    """Refuse no interventions at all, or positions behind the last of `length` tokens."""
+    positions = [position for each in interventions for position in positions_of(each)]
+    if not positions:
+        raise ValueError("there is nothing to do; give an intervention, such as waiver(255)")
+    if max(positions) >= length:
+        raise ValueError(f"position {max(positions)} is outside of the sequences of {length} tokens")
 
 
 def positions_of(one: KINDS) -> tuple[int, ...]:

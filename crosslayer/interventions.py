@@ -16,7 +16,7 @@ from inspect import signature
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field, FiniteFloat
+from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
@@ -25,9 +25,18 @@ from transformers import PreTrainedModel
 from crosslayer.probe.tokens import position_embedding, position_limit
 from crosslayer.probe.visit import AttentionCall, attention_layers, intercepted, layer_stack
 
-Position = Annotated[int, Field(ge=0)]
+
+def _no_boolean(value: Any) -> Any:
+    """Refuse what Python takes for 0 and 1: `true` in a file is no position."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is no number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_no_boolean)]
+Position = Annotated[Whole, Field(ge=0)]
 Positions = Annotated[tuple[Position, ...], Field(min_length=1)]
-Layers = Annotated[tuple[int, ...], Field(min_length=1)] | Literal["all"]
+Layers = Annotated[tuple[Whole, ...], Field(min_length=1)] | Literal["all"]
 STRICT = ConfigDict(extra="forbid")
 FLEX_BLOCK = 128
 
@@ -123,6 +132,8 @@ class Waiver(Intervention):
                 return call
             dropped = running.dropped(call)
             mask = _mask(call, running)
+            if 0 in self.positions:
+                _check_first(mask, running.places(self, 0, batch, new))
             for row, index in places:
                 mask[row, :, index] = torch.finfo(mask.dtype).min
                 mask[row, :, index, index + running.seen - dropped] = 0
@@ -160,7 +171,7 @@ class ScaleValues(Intervention):
     """The value states of these positions are multiplied by `factor`, in `layers`."""
 
     positions: Positions
-    factor: FiniteFloat
+    factor: Annotated[FiniteFloat, BeforeValidator(_no_boolean)]
     layers: Layers = "all"
     kind: Literal["scale_values"] = "scale_values"
 
@@ -181,7 +192,7 @@ class PositionSwap(Intervention):
     """Position `position` gets row `source` of a learned position table (BERT, GPT-2), or the vector `source` (C)."""
 
     position: Position
-    source: int | tuple[float, ...]
+    source: Whole | tuple[float, ...]
     kind: Literal["position_swap"] = "position_swap"
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
@@ -221,8 +232,8 @@ class TokenSwap(Intervention):
     """The token at `position` becomes another: an id, "bos", or a random one drawn with `seed`."""
 
     position: Position
-    token: int | Literal["bos", "random"]
-    seed: int = 0
+    token: Whole | Literal["bos", "random"]
+    seed: Whole = 0
     kind: Literal["token_swap"] = "token_swap"
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
@@ -252,7 +263,7 @@ class Ablate(Intervention):
     The mean sees tokens behind the position too: it is for comparing full forward passes, not for decoding.
     """
 
-    layer: int
+    layer: Whole
     position: Position
     value: Literal["zero", "mean"] = "zero"
     kind: Literal["ablate"] = "ablate"
@@ -333,6 +344,16 @@ def _mask(call: AttentionCall, running: Running) -> Tensor:
         added = torch.zeros(mask.shape, dtype=call.query.dtype, device=device)
         mask = added.masked_fill_(~mask, torch.finfo(added.dtype).min)
     return mask.expand(batch, *mask.shape[1:]).clone()
+
+
+def _check_first(mask: Tensor, places: list[tuple[int, int]]) -> None:
+    """Refuse to isolate the first token where it sees nothing but itself already; mask (B, 1 or H, T, S)."""
+    for row, index in places:
+        if int((mask[row, 0, index] > torch.finfo(mask.dtype).min / 2).sum()) <= 1:
+            raise ValueError(
+                "a waiver of position 0 changes nothing: behind a causal mask the first token attends only to itself "
+                "anyway; name a later position"
+            )
 
 
 def _like(call: AttentionCall, mask: Tensor) -> Any:

@@ -9,11 +9,12 @@ import dataclasses
 import difflib
 import importlib
 import pkgutil
+import sys
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import initialization as init
 
 from crosslayer.plan import DepthPlan
@@ -34,6 +35,12 @@ class Mixing(nn.Module):
 
 class HeadMixer(Mixing):
     """Changes a layer's states; None stands for a state that the layer borrows."""
+
+    def forward(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
+        """Call `before`; as a module's forward, so that what wraps modules (tensor parallelism) reaches it."""
+        return self.before(q, k, v, carry)
 
     def before(
         self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
@@ -58,23 +65,22 @@ class Residual(Mixing):
         return stream + update, carry
 
 
-class Compensation(Mixing):
+class Compensation(nn.Linear, Mixing):
     """The linear map W_c: adds `normed @ W_c` to an update, where `target` (one of `TARGETS`) says; begins at zero."""
 
     def __init__(self, config: "CrossLayerConfig", target: str):
-        super().__init__()
         assert config.head_dim is not None
         self.target, inputs = target, config.hidden_size
         outputs = config.num_attention_heads * config.head_dim if target == "heads" else inputs
-        self.weight = nn.Parameter(nn.Linear(inputs, outputs, bias=False).weight.detach().clone())
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Set W_c to zero when it is built."""
+        nn.init.zeros_(self.weight)
 
     def reset(self) -> None:
-        """Set W_c to zero."""
+        """Set W_c to zero, unless a checkpoint has filled it."""
         init.zeros_(self.weight)
-
-    def forward(self, normed: Tensor) -> Tensor:
-        """Return normed @ W_c, (B, T, inputs) → (B, T, outputs)."""
-        return functional.linear(normed, self.weight)
 
 
 class Method:
@@ -106,6 +112,25 @@ class Method:
         return cls.__module__.removeprefix("crosslayer.methods.")
 
 
+_allowed: set[str] = set()  # modules of users' own methods that a config may have imported
+
+
+def allow_methods(*names: str) -> None:
+    """Let configs name methods of your own: each name allows a module and all that lies below it.
+
+    A config may come from anyone, and importing a module runs its code: a name that it gives is imported only if it is
+    allowed here. Modules that are imported already, and `Method` objects and classes, need no permission.
+
+    Raises:
+        ValueError: a name is not that of a module.
+
+    """
+    for name in names:
+        if not _names_a_module(name):
+            raise ValueError(f"{name!r} is not the name of a module; write for example my_methods or my_methods.scaled")
+    _allowed.update(names)
+
+
 def method_names() -> list[str]:
     """Return the names of the methods that come with the package: the files of `crosslayer/methods`."""
     import crosslayer.methods as folder
@@ -113,8 +138,8 @@ def method_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
 
 
-def load_method(entry: "str | Mapping[str, Any] | Method") -> Method:
-    """Build a method from its name, from {"name": …, option: …}, or return it as it is.
+def load_method(entry: "str | Mapping[str, Any] | Method | type[Method]") -> Method:
+    """Build a method from its name, from {"name": …, option: …} or from its class, or return it as it is.
 
     Raises:
         ValueError: the name or an option is unknown, or an option's value is refused.
@@ -122,6 +147,8 @@ def load_method(entry: "str | Mapping[str, Any] | Method") -> Method:
     """
     if isinstance(entry, Method):
         return entry
+    if isinstance(entry, type) and issubclass(entry, Method):
+        return entry()
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
     name = options.pop("name", None)
     if not isinstance(name, str):
@@ -137,24 +164,48 @@ def load_method(entry: "str | Mapping[str, Any] | Method") -> Method:
 
 
 def method_class(name: str) -> type[Method]:
-    """Return the one `Method` of a file in `methods/`, or of a user's module by dotted name."""
-    if "." not in name and name not in method_names():
-        close = difflib.get_close_matches(name, method_names(), 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(method_names())}"
-        raise ValueError(f"method {name!r} is not known; {hint} (or give the dotted name of a module of your own)")
-    path = name if "." in name else f"crosslayer.methods.{name}"
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"method {name!r}: module {path!r} cannot be imported ({error})") from error
-    found = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Method) and value.__module__ == module.__name__
-    ]
-    if len(found) != 1:
-        raise ValueError(f"module {path!r} defines {len(found)} methods; it must define exactly one")
-    return found[0]
+    """Return the one `Method` of a file in `methods/`, or of a user's module that is imported or allowed.
+
+    Raises:
+        ValueError: the name is neither, or its module does not define exactly one method.
+
+    """
+    packaged = name.removeprefix("crosslayer.methods.")
+    if packaged in method_names():
+        module = importlib.import_module(f"crosslayer.methods.{packaged}")
+    else:
+        module = _own_module(name)
+    own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+    classes = [cls for cls in own if issubclass(cls, Method) and dataclasses.is_dataclass(cls)]
+    if len(classes) != 1:
+        raise ValueError(
+            f"module {name!r} defines {len(classes)} methods; it must define exactly one dataclass that is a Method"
+        )
+    return classes[0]
+
+
+def _own_module(name: str) -> ModuleType:
+    """Return a user's module if it is imported, or import it if it is allowed; nothing else is ever imported."""
+    module = sys.modules.get(name)
+    if isinstance(module, ModuleType):
+        return module
+    if any(name == allowed or name.startswith(f"{allowed}.") for allowed in _allowed):
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise ValueError(f"method {name!r}: its module cannot be imported ({error})") from error
+    close = difflib.get_close_matches(name, method_names(), 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(method_names())}."
+    if _names_a_module(name):
+        hint += (
+            " A module of your own counts once it is imported, or if it is allowed: by "
+            f"crosslayer.allow_methods({name!r}), on the command line by --allow-methods {name}"
+        )
+    raise ValueError(f"method {name!r} is not known; {hint}")
+
+
+def _names_a_module(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
 
 
 def to_entry(method: Method) -> dict[str, Any]:

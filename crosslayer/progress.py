@@ -4,6 +4,7 @@ import sys
 import time
 
 QUIET = 5  # seconds between two lines
+SMOOTHING = 0.3  # how far the time that is left follows what the last step says
 
 
 def say(text: str) -> None:
@@ -11,38 +12,64 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class Remaining:
+    """The time that is left, smoothed: single steps differ, and the first is slower than all others."""
+
+    def __init__(self):
+        self.first: tuple[int, float] | None = None  # steps done and the time when the first one had ended
+        self.left: float | None = None
+        self.at = 0.0
+
+    def after(self, done: int, total: int, now: float) -> float | None:
+        """Return the seconds that are left after `done` of `total` steps; None while only the first is known."""
+        if self.first is None or done <= self.first[0]:
+            self.first, self.at = (done, now), now
+            return None
+        guess = (now - self.first[1]) / (done - self.first[0]) * (total - done)
+        if self.left is None:
+            self.left = guess
+        else:
+            expected = max(0.0, self.left - (now - self.at))
+            self.left = expected + SMOOTHING * (guess - expected)
+        self.at = now
+        return self.left
+
+
 class Progress:
     """Progress on stderr: a bar with the time that is left on a terminal, plain lines otherwise."""
 
     def __init__(self, what: str, total: int):
         self.what, self.total, self.started, self.bar = what, total, time.monotonic(), None
-        self.said = self.started
+        self.said, self.remaining, self.done = self.started, Remaining(), 0
 
     def __enter__(self) -> "Progress":
         if sys.stderr.isatty():
             from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn
             from rich.progress import Progress as Bar
 
-            self.bar = Bar(console=Console(stderr=True))
+            columns = "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[time]}"
+            self.bar = Bar(SpinnerColumn(), *columns, console=Console(stderr=True))
             self.bar.start()
-            self.task = self.bar.add_task(self.what, total=self.total)
+            self.task = self.bar.add_task(self.what, total=self.total, time="")
         return self
 
     def __exit__(self, *_) -> None:
         if self.bar is not None:
             self.bar.stop()
 
-    def step(self, done: int, total: int) -> None:
-        """Show how much is done."""
+    def step(self, done: int, total: int, doing: str = "") -> None:
+        """Show how much is done, what is being done where it has a name, and about how long the rest takes."""
+        if done == self.done == total:  # a search may take fewer steps than it expected, or more
+            return
+        now, self.done = time.monotonic(), done
+        left = self.remaining.after(done, total, now) if done else None
+        words = "" if left is None else f", about {left:.0f} s left"
+        if done == total:
+            words = f", {now - self.started:.0f} s"
         if self.bar is not None:
-            self.bar.update(self.task, completed=done, total=total)
-            return
-        now = time.monotonic()
-        if done == 0:
-            say(f"{self.what}: 0 of {total}")
-            return
-        if done < total and now - self.said < QUIET:
-            return
-        self.said = now
-        left = (time.monotonic() - self.started) / done * (total - done)
-        say(f"{self.what}: {done} of {total}, about {left:.0f} s left")
+            what = f"{self.what}: {doing}" if doing else self.what
+            self.bar.update(self.task, description=what, completed=done, total=total, time=words.removeprefix(", "))
+        elif doing or done in (0, total) or now - self.said >= QUIET:
+            self.said = now
+            say(f"{self.what}: {done} of {total}{words}{f'; now {doing}' if doing else ''}")

@@ -4,7 +4,8 @@ import itertools
 import json
 import random
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from crosslayer.progress import say
+
 DATA = Path(__file__).parent / "data"
-EMBEDDED = {  # domain → archive and files in it; sources and licences: data/SOURCES.md
-    "books": ("default_corpus", ("moby_dick", "pride_and_prejudice", "sense_and_sensibility")),
-    "science": ("default_corpus", ("newton_opticks",)),
-    "speeches": ("default_corpus", ("sotu_sample",)),
-    "web": ("modern_corpus", ("web",)),
-    "docs": ("modern_corpus", ("docs",)),
-    "code": ("modern_corpus", ("code",)),
-}
-FITTED = ("books", "web", "docs")  # domains to which a retrofit is fitted by default; the others only judge it
 DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
+JOINED = -1  # the document of a window that is joined from several
 STREAMED = 4096  # documents of a stream that `split` takes
 WORD = 1000  # characters, within which a text that has spaces shows one
+SAMPLES, SAMPLE = 64, 2000  # pieces and characters of each that say how many tokens a text has
+ROOM = 1.2  # how far beyond that estimate it is still tried
 CHARACTERS_PER_TOKEN = 6  # an upper estimate for text, so that one piece fills one sequence
 
 
@@ -54,42 +51,33 @@ def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
 
     """
     if source.name is None:
-        return _embedded_documents("default_corpus")
+        return embedded_documents("default_corpus")
     path = Path(source.name).expanduser()
     if not path.exists():
-        if path.suffix in (".txt", ".jsonl", ".parquet"):
+        if path.suffix in READERS:
             raise ValueError(f"text file {source.name!r} does not exist")
         return _dataset_documents(source, seed)
     if not path.is_file():
-        raise ValueError(f"{source.name!r} is a folder; give a .txt, .jsonl or .parquet file, or a datasets name")
-    readers = {".txt": _txt_documents, ".jsonl": _jsonl_documents, ".parquet": _parquet_documents}
-    if path.suffix not in readers:
+        kind = "a folder" if path.is_dir() else "a device or a pipe"
+        raise ValueError(f"{source.name!r} is {kind}; give a .txt, .jsonl or .parquet file, or a datasets name")
+    if path.suffix not in READERS:
         raise ValueError(f"{path.name!r} has the suffix {path.suffix!r}; text files end in .txt, .jsonl or .parquet")
-    documents = [d for d in readers[path.suffix](path, source.column) if d.strip()]
+    documents = [d for d in READERS[path.suffix](path, source.column) if d.strip()]
     if not documents:
         raise ValueError(f"{path.name!r} holds no text")
     return documents
 
 
-def embedded_domains(names: Iterable[str] = tuple(EMBEDDED)) -> dict[str, Iterable[str]]:
-    """Return the documents of the embedded corpus by domain."""
-    return {name: _embedded_documents(*EMBEDDED[name]) for name in names}
-
-
-def load_domains(sources: Sequence[TextSource], seed: int = 0) -> dict[str, Iterable[str]]:
-    """Return the documents of several sources, each a domain by its short name.
-
-    Raises:
-        ValueError: a source cannot be read, or two have the same name.
-
-    """
-    found: dict[str, Iterable[str]] = {}
-    for source in sources:
-        name = source.describe()
-        if name in found:
-            raise ValueError(f"two texts are called {name!r}; a domain goes by its file's name, so rename one")
-        found[name] = load_documents(source, seed)
-    return found
+def check_size(documents: Iterable[str], sequences: int, length: int) -> None:
+    """Refuse text, if all of it is at hand, that is too short whatever the tokenizer: a token has at least one byte."""
+    if not isinstance(documents, list):
+        return
+    size = sum(len(text.encode()) for text in documents)
+    if size < sequences * length:
+        raise ValueError(
+            f"the text has {size} bytes, and {sequences} sequences of {length} are {sequences * length} tokens: "
+            "use fewer or shorter sequences, or more text"
+        )
 
 
 def pack(
@@ -111,22 +99,38 @@ def pack(
         ValueError: there is too little text; the message says how many tokens there are.
 
     """
+    return packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos).ids
+
+
+def packed(
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequences: int = 8,
+    length: int = 512,
+    seed: int = 0,
+    bos: str = "auto",
+) -> "Windows":
+    """Return what `pack` does, and which document each sequence comes from."""
     first, last = special_tokens(tokenizer, bos)
     body = length - len(first) - len(last)
     if sequences < 1 or body < 1:
         raise ValueError(f"sequences = {sequences} and length = {length} leave no room for text; both must be larger")
-    windows: list[list[int]] = []
+    _check_estimate(documents, tokenizer, sequences, body)
+    windows: list[tuple[list[int], int]] = []
     rest: list[int] = []
-    for piece in _pieces(documents, CHARACTERS_PER_TOKEN * body, seed):
+    sources: set[int] = set()  # of the rest
+    for number, piece in _pieces(documents, CHARACTERS_PER_TOKEN * body, seed):
         tokens = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
         if len(tokens) >= body:
-            windows.append(tokens[:body])
+            windows.append((tokens[:body], number))
             tokens = tokens[body:]
         rest += tokens
+        sources.add(number)
         if len(windows) == sequences:
             break
     while len(windows) < sequences and len(rest) >= body:
-        windows.append(rest[:body])
+        windows.append((rest[:body], JOINED if len(sources) > 1 else min(sources)))
         rest = rest[body:]
     if len(windows) < sequences:
         count = len(windows) * body + len(rest)
@@ -134,7 +138,8 @@ def pack(
             f"the text has {count} tokens; {sequences} sequences of {length} need {sequences * body}: "
             "use fewer or shorter sequences, or more text"
         )
-    return torch.tensor([[*first, *window, *last] for window in windows])
+    ids = torch.tensor([[*first, *tokens, *last] for tokens, _ in windows])
+    return Windows(ids, tuple(number for _, number in windows))
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ def split(
             continue
         rest += tokens  # a short document: joined with others
         if len(rest) >= body:
-            found.append((rest[:body], -1))
+            found.append((rest[:body], JOINED))
             rest = rest[body:]
     if len(found) < wanted:
         needs = ", ".join(f"{count} for {name}" for name, count in parts.items())
@@ -205,46 +210,19 @@ def split(
     return result
 
 
-def shared_out(count: int, domains: Sequence[str]) -> dict[str, int]:
-    """Return equal numbers of windows for each domain, `count` in all; the first take what is left over."""
-    return {name: (count + len(domains) - 1 - place) // len(domains) for place, name in enumerate(domains)}
-
-
-def split_domains(
-    domains: Mapping[str, Iterable[str]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    parts: Mapping[str, Mapping[str, int]],
-    length: int = 512,
-    seed: int = 0,
-    bos: str = "auto",
-) -> dict[str, Windows]:
-    """Cut each domain into disjoint parts, such as {"evaluation": {"web": 16, "code": 16}, "calibration": {"web": 64}}.
-
-    Raises:
-        ValueError: a domain has too little text; the message names it.
-
-    """
-    found: dict[str, list[tuple[str, Windows]]] = {part: [] for part in parts}
-    for name, documents in domains.items():
-        wanted = {part: counts[name] for part, counts in parts.items() if counts.get(name)}
-        if not wanted:
-            continue
-        try:
-            cut = split(documents, tokenizer, parts=wanted, length=length, seed=seed, bos=bos)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}" if len(domains) > 1 else str(error)) from None
-        for part, windows in cut.items():
-            found[part].append((name, windows))
-    return {part: _joined(pairs) for part, pairs in found.items() if pairs}
-
-
-def _joined(pairs: list[tuple[str, Windows]]) -> Windows:
-    """Return the windows of several domains as one, with documents numbered anew."""
-    keys = [(name, document) for name, windows in pairs for document in windows.documents]
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    ids = torch.cat([windows.ids for _, windows in pairs])
-    return Windows(ids, tuple(numbers[key] for key in keys), tuple(name for name, _ in keys))
+def _check_estimate(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, sequences: int, body: int) -> None:
+    """Refuse a long text that is clearly too short, by a sample of it: to cut it all into tokens takes a minute."""
+    characters = sum(map(len, documents)) if isinstance(documents, list) else 0
+    if characters <= SAMPLES * SAMPLE:
+        return
+    pieces = itertools.islice(_pieces(documents, SAMPLE, 0), SAMPLES)
+    tokens = [len(tokenizer(p, add_special_tokens=False, verbose=False)["input_ids"]) for p in pieces]
+    about = round(sum(tokens) / (SAMPLES * SAMPLE) * characters, -3)
+    if sequences * body > ROOM * about:
+        raise ValueError(
+            f"the text has about {about:,.0f} tokens; {sequences:,} sequences of {body} need {sequences * body:,}: "
+            "use fewer or shorter sequences, or more text"
+        )
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, bos: str = "auto") -> tuple[list[Any], list[Any]]:
@@ -275,14 +253,14 @@ def _numbered_pieces(documents: list[str], characters: int, seed: int) -> Iterat
         yield d, _from_word(documents[d], start, start + characters)
 
 
-def _pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[str]:
-    """Yield contiguous pieces of about `characters`; shuffled if all documents are at hand, else in their order."""
+def _pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[tuple[int, str]]:
+    """Yield what `_numbered_pieces` does; in their order where not all documents are at hand."""
     if isinstance(documents, list):
-        yield from (piece for _, piece in _numbered_pieces(documents, characters, seed))
+        yield from _numbered_pieces(documents, characters, seed)
     else:
-        for text in documents:
+        for number, text in enumerate(documents):
             for start in range(0, len(text), characters):
-                yield _from_word(text, start, start + characters)
+                yield number, _from_word(text, start, start + characters)
 
 
 def _from_word(text: str, start: int, stop: int) -> str:
@@ -297,7 +275,7 @@ def _next_word(text: str, at: int) -> int:
     return space if space >= 0 else at
 
 
-def _embedded_documents(archive: str, files: Sequence[str] = ()) -> list[str]:
+def embedded_documents(archive: str, files: Sequence[str] = ()) -> list[str]:
     """Return the documents of the named files (without suffix) of an embedded archive; without names, whole files."""
     documents = []
     with tarfile.open(DATA / f"{archive}.tar.xz", "r:xz") as opened:
@@ -329,19 +307,34 @@ def _txt_documents(path: Path, column: str) -> list[str]:
 
 
 def _jsonl_documents(path: Path, column: str) -> list[str]:
-    documents = []
-    for number, line in enumerate(_decode(path).splitlines(), 1):
+    documents, skipped = [], 0
+    for number, line in enumerate(_decode(path).split("\n"), 1):  # no other character ends a line of .jsonl
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise ValueError(f"{path.name!r}, line {number}: not JSON; .jsonl holds one object a line") from None
+        if isinstance(row, dict) and column in row and row[column] is None:
+            skipped += 1
+            continue
         if not isinstance(row, dict) or not isinstance(row.get(column), str):
             keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise ValueError(f"{path.name!r}, line {number}: no text in column {column!r}; it has {keys}")
+        if not _encodable(row[column]):
+            raise ValueError(f"{path.name!r}, line {number}: column {column!r} holds half of a character (a surrogate)")
         documents.append(row[column])
+    _say_skipped(path.name, skipped)
     return documents
+
+
+def _encodable(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _say_skipped(name: str, rows: int) -> None:
+    if rows:
+        say(f"{name}: skipped {rows} row{'s' if rows > 1 else ''} without text")
 
 
 def _parquet_documents(path: Path, column: str) -> list[str]:
@@ -351,14 +344,25 @@ def _parquet_documents(path: Path, column: str) -> list[str]:
         raise ValueError("reading .parquet needs pyarrow: pip install 'crosslayer[train]'") from error
     try:
         file = parquet.ParquetFile(path)
-    except Exception as error:
-        raise ValueError(f"{path.name!r} is not a parquet file: {error}") from error
-    if column not in file.schema_arrow.names:
-        raise ValueError(f"{path.name!r} has no column {column!r}; it has {', '.join(file.schema_arrow.names)}")
-    return [str(value) for value in file.read([column])[column].to_pylist() if value is not None]
+        names = file.schema_arrow.names
+        values = file.read([column])[column].to_pylist() if column in names else []
+    except Exception as error:  # pyarrow raises many kinds, also for a page that is damaged
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path.name!r} is not a parquet file, or is damaged: {reason}") from error
+    if column not in names:
+        raise ValueError(f"{path.name!r} has no column {column!r}; it has {', '.join(names)}")
+    texts = [value for value in values if value is not None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{path.name!r}: column {column!r} holds {file.schema_arrow.field(column).type}, not text")
+    _say_skipped(path.name, len(values) - len(texts))
+    return texts
+
+
+READERS = {".txt": _txt_documents, ".jsonl": _jsonl_documents, ".parquet": _parquet_documents}
 
 
 def _dataset_documents(source: TextSource, seed: int) -> Iterator[str]:
+    """Open a dataset at once, so that one that cannot be read is said before a model is loaded; stream its texts."""
     try:
         import datasets
     except ImportError as error:
@@ -366,14 +370,28 @@ def _dataset_documents(source: TextSource, seed: int) -> Iterator[str]:
             f"{source.name!r} is no local file, and a datasets name needs: pip install 'crosslayer[train]'"
         ) from error
     assert source.name is not None
-    try:
+    with _dataset_errors(source):
         rows = datasets.load_dataset(source.name, source.config, split=source.split, streaming=True)
-        rows = rows.shuffle(seed=seed, buffer_size=1000)
+        return _texts_of(source, rows.shuffle(seed=seed, buffer_size=1000))
+
+
+def _texts_of(source: TextSource, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    skipped = 0
+    with _dataset_errors(source):
         for row in rows:
             if source.column not in row:
                 raise KeyError(f"column {source.column!r} is not there; it has {', '.join(row)}")
             if isinstance(row[source.column], str):
                 yield row[source.column]
+            else:
+                skipped += 1
+    _say_skipped(source.describe(), skipped)
+
+
+@contextmanager
+def _dataset_errors(source: TextSource) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # datasets raises many kinds; all mean that this source cannot be read
         reason = " ".join(str(error).split())[:200]
         raise ValueError(

@@ -75,7 +75,7 @@ def test_diagnose_writes_a_whole_folder(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nobody/nothing"], "not on the Hugging Face hub, or the hub cannot be reached"),
+        (["nobody/nothing"], "there is no folder 'nobody/nothing', and the Hugging Face hub cannot be reached"),
         (["minilm", "--length", "513"], "length 513 is above the model's 512 positions"),
         (["minilm", "--length", "1"], "'--length': Input should be greater than or equal to 2"),
         (["minilm", "--sequences", "0"], "'--sequences': Input should be greater than or equal to 1"),
@@ -135,8 +135,11 @@ def test_hostile_token_text_stays_text(tmp_path):
 
 def test_an_interrupt_leaves_nothing(tmp_path):
     out = tmp_path / "out"
-    words = [sys.executable, "-m", "crosslayer", "diagnose", "smollm2", "--sequences", "50", "--out", str(out)]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may have it ignored
+    code += "from crosslayer.cli import main; main()"
+    words = ["diagnose", "minilm", "--sequences", "2000", "--length", "32", "--out", str(out)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("diagnosing: 1"):

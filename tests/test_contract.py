@@ -1,15 +1,17 @@
 """The contract itself is tested: six bugs that shipped elsewhere, planted here, must each make it fail."""
 
 import contextlib
+from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from crosslayer import testing as contract
 from crosslayer.decoder import modeling
 from crosslayer.decoder.configuration import CrossLayerConfig
+from crosslayer.method import HeadMixer, Method
 from crosslayer.plan import DepthPlan
-from tests import contract
 
 UNIATTN = [{"name": "uniattn", "superblocks": ((1, 2, 3), (4, 5))}]
 CLA = [{"name": "cla", "group": 2, "start": 1, "end": 5}]
@@ -85,10 +87,10 @@ def through_the_cache(monkeypatch):
     """Followers find the leader's states only where there is a cache."""
     plain = modeling.CrossLayerAttention.forward
 
-    def forward(self, hidden_states, carry, rotary, attention_mask, past_key_values, **kwargs):
-        if past_key_values is None:
+    def forward(self, hidden_states, carry, **kwargs):
+        if kwargs["past_key_values"] is None:
             carry = {**carry, **{name: torch.zeros_like(carry[name]) for name in self.borrows.values()}}
-        return plain(self, hidden_states, carry, rotary, attention_mask, past_key_values, **kwargs)
+        return plain(self, hidden_states, carry, **kwargs)
 
     monkeypatch.setattr(modeling.CrossLayerAttention, "forward", forward)
 
@@ -112,3 +114,28 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
     bug(monkeypatch)
     with pytest.raises((AssertionError, torch.utils.checkpoint.CheckpointError)):
         check(config)
+
+
+@dataclass(frozen=True)
+class Foresight(Method):
+    """Values that know the mean of all tokens."""
+
+    def heads(self, config, layer):
+        return Mean()
+
+
+class Mean(HeadMixer):
+    def before(self, q, k, v, carry):
+        return q, k, v + v.mean(2, keepdim=True), carry
+
+
+def test_what_fails_is_named_with_how_much_it_differs():
+    contract.check_method(["cla", {"name": "drop", "mlp": (2,)}], num_hidden_layers=4)
+    with pytest.raises(
+        AssertionError, match=r"^cached_equals_full: chunks of \[1, 1, .*: differs by .*, allowed is 1e-10"
+    ):
+        contract.check_method(Foresight())
+    with pytest.raises(AssertionError, match=r"^tokens before a changed one: differs by"):
+        contract.causal(contract.config_of(Foresight()))
+    with pytest.raises(AssertionError, match=r"the module's docstring lacks 'Flows:'"):
+        contract.documented(contract.config_of(Foresight()))

@@ -158,11 +158,12 @@ def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_p
         assert again["controls"] == record["controls"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # transformers' and torch's own ways to compile
-def test_flex_attention_is_refused_by_a_line():
+def test_flex_attention_is_refused_by_a_line_before_anything_runs():
     model = tiny("llama", "flex_attention", torch.float32)
-    with pytest.raises(ValueError, match="masks of flex attention cannot be read; load the model with sdpa or eager"):
-        effect(model, tokens(), waiver(K))
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran, which compiles its masks"))
+    for measure in (lambda: effect(model, tokens(), waiver(K)), lambda: crosslayer.diagnose(model, tokens())):
+        with pytest.raises(ValueError, match="masks of flex attention cannot be read; load the model with sdpa or ea"):
+            measure()
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,31 @@ ALLOWED = {
     "method": {"plan", "decoder", "methods"},  # the decoder's config for type checks; the folder of methods, to list it
     "methods": {"method", "plan", "decoder"},  # the decoder's config for type checks; its diagram when run as a script
     "decoder": {"method", "plan"},
-    "text": {"environment"},
-    "models": {"environment", "decoder"},  # the decoder is registered when a model is loaded
+    "testing": {"method", "decoder", "probe"},
+    "text": {"environment", "progress"},
+    "domains": {"text"},
+    "hub": set(),
+    "embedded": {"environment", "folder"},
+    "models": {"environment", "decoder", "embedded", "hub"},  # the decoder is registered when a model is loaded
     "probe": {"environment", "text", "plan"},
-    "report": set(),
+    "folder": set(),
+    "report": {"folder"},
     "interventions": {"probe"},
     "intervene": {"interventions", "plan", "probe"},
     "effect": {"intervene", "interventions", "probe", "plan", "environment"},
-    "retrofit": {"plan", "method", "methods", "decoder", "text", "report", "environment", "probe", "runtime"},
+    "retrofit": {
+        "plan",
+        "method",
+        "methods",
+        "decoder",
+        "text",
+        "domains",
+        "report",
+        "folder",
+        "environment",
+        "probe",
+        "runtime",
+    },
     "runtime": {"plan", "method", "methods", "decoder", "models", "text", "report", "environment", "probe"},
 }
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
-from tests import contract
+from crosslayer import testing as contract
 from tests.test_every_method import COMPOSITIONS, SINGLE
 
 CASES = {**SINGLE, **COMPOSITIONS}

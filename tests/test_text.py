@@ -7,17 +7,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from crosslayer.text import (
-    FITTED,
-    TextSource,
-    embedded_domains,
-    load_documents,
-    load_domains,
-    pack,
-    shared_out,
-    special_tokens,
-    split_domains,
-)
+from crosslayer.domains import FITTED, embedded_domains, load_domains, shared_out, split_domains
+from crosslayer.text import JOINED, TextSource, load_documents, pack, packed, special_tokens
 
 WORDS = {word: i for i, word in enumerate(["[CLS]", "[SEP]", "[UNK]", *(f"w{i}" for i in range(500)), "a"])}
 
@@ -40,6 +31,16 @@ def test_sequences_are_contiguous_and_without_padding():
     assert ids.shape == (3, 20) and ids.dtype == torch.int64
     assert all(torch.equal(row, torch.arange(int(row[0]), int(row[0]) + 20)) for row in ids)
     assert len({int(row[0]) for row in ids}) == 3
+
+
+def test_every_sequence_knows_its_document():
+    long, short = [words(0, 100), words(100, 200)], [words(n, n + 15) for n in range(200, 300, 15)]
+    found = packed(long, tokenizer(), sequences=4, length=20)
+    assert [WORDS["w100"] <= ids[0] for ids in found.ids] == [document == 1 for document in found.documents]
+    assert packed(iter(long), tokenizer(), sequences=4, length=20).documents == (0, 0, 0, 1)
+    assert packed(short, tokenizer(), sequences=3, length=20).documents == (JOINED,) * 3
+    assert packed([words(0, 500)], tokenizer(), sequences=3, length=160).documents == (0,) * 3
+    assert torch.equal(found.ids, pack(long, tokenizer(), sequences=4, length=20))
 
 
 def test_seed_decides_the_choice():

@@ -3,7 +3,10 @@
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-VOCABULARY, LENGTH = 64, 24
+from crosslayer.testing import VOCABULARY, tokens
+
+__all__ = ["BASE", "CAUSAL", "ENCODERS", "LENGTH", "VOCABULARY", "tiny", "tokens"]
+LENGTH = 24  # of `tokens`
 BASE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -74,8 +77,3 @@ def tiny(
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     return model.eval()
-
-
-def tokens(batch: int = 2, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
-    """Random ids without the special ones."""
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -3,6 +3,7 @@
 Nothing heavy is imported before a verb runs, so that help and errors of typing come at once.
 """
 
+import io
 import sys
 import traceback
 from typing import Annotated
@@ -10,11 +11,12 @@ from typing import Annotated
 import typer
 
 from crosslayer import __version__
-from crosslayer.cli import bench, diagnose, generate, intervene, methods, retrofit, verify
+from crosslayer._start import INTERRUPT_LINE, INTERRUPTED, interrupts
+from crosslayer.cli import bench, diagnose, errors, generate, intervene, methods, retrofit, verify
 from crosslayer.cli.options import Debug, print_line
+from crosslayer.folder import release_targets
 from crosslayer.progress import say
 
-INTERRUPTED = 130
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -42,27 +44,51 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; bad input ends with one line and exit status 2, an interrupt with 130."""
-    debug = "--debug" in sys.argv
+    """Run the command line.
+
+    The exit status is 0 (done), 1 (a check failed), 2 (something that the user can mend), 70 (a fault of ours) or 130
+    (interrupted); all but the first two come with one line.
+    """
+    _print_anything()
     try:
+        errors.check_words(sys.argv[1:])
         status = app(standalone_mode=False)
     except typer.Exit as stop:
         status = stop.exit_code
-    except typer.BadParameter as error:  # its message alone does not name the parameter
-        status = _fail(error.format_message())
-    except typer.TyperException as error:
-        status = _fail(str(error)) if str(error) else 2  # without words: the help was shown
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        if debug:
-            traceback.print_exc()
-        status = _fail(" ".join(str(error).split()) or type(error).__name__)
+    except BrokenPipeError:
+        errors.close_output()
+        status = errors.CLOSED_PIPE
+    except typer.TyperException as error:
+        status = _fail_typing(error)
+    except Exception as error:
+        status = INTERRUPTED if interrupts.raised else _fail(error)
+    finally:
+        interrupts.caught()
+        release_targets()
     if status == INTERRUPTED:
-        say("crosslayer: interrupted, nothing was written")
+        say(INTERRUPT_LINE)
     sys.exit(status or 0)
 
 
-def _fail(message: str) -> int:
-    say(f"crosslayer: error: {message}")
-    return 2
+def _print_anything() -> None:
+    """Let a terminal that knows only ASCII show other characters as escapes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _fail_typing(error: typer.TyperException) -> int:
+    """Say what is wrong with an option; its message alone does not name it. Without words the help was shown."""
+    message = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
+    if message:
+        say(f"crosslayer: error: {' '.join(message.split())}")
+    return errors.MEND
+
+
+def _fail(error: Exception) -> int:
+    if "--debug" in sys.argv:
+        traceback.print_exc()
+    status, line = errors.explain(error)
+    say(f"crosslayer: error: {line}")
+    return status

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import Debug, Device, Dtype, Force, command_line, print_line, public_name
+from crosslayer.cli.options import Debug, Device, Dtype, Force, Seed, command_line, importing, print_line, public_name
 from crosslayer.progress import Progress, say
 
 
@@ -18,7 +18,7 @@ def command(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the prompt.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs; intervals need three.")] = 5,
     attention: Annotated[str, typer.Option(help="Attention of both: sdpa (flash on a GPU) or eager.")] = "sdpa",
-    seed: Annotated[int, typer.Option(help="Seed of the random tokens.")] = 0,
+    seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.html, record.json and the figures.")] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -26,20 +26,22 @@ def command(
     debug: Debug = False,
 ) -> None:
     """Measure cache, time to first token, time per token and memory of a model beside a baseline, in turns."""
-    from crosslayer.models import load_model
-    from crosslayer.report.bench import headline, sentences, show, write_bench
-    from crosslayer.report.record import BenchRecord, check_target
-    from crosslayer.runtime.bench import Settings, check
-    from crosslayer.runtime.bench import bench as run
+    contexts, batches = _numbers("--context", context), _numbers("--batch", batch)
+    with importing():
+        from crosslayer.models import load_model
+        from crosslayer.report.bench import headline, sentences, show, write_bench
+        from crosslayer.report.record import BenchRecord, check_target
+        from crosslayer.runtime.bench import Settings, check
+        from crosslayer.runtime.bench import bench as run
 
     if out is not None:
         check_target(out, force)
-    contexts, batches = _numbers("--context", context), _numbers("--batch", batch)
     settings = Settings(contexts, batches, new_tokens, repeats, attention, seed)
     loaded = {}
     for side, name in {"candidate": model, "baseline": baseline}.items():
         say(f"loading {name}")
         loaded[side] = load_model(name, dtype=dtype, device=device)[0]
+        check({side: loaded[side]}, settings)
     check(loaded, settings)
     with Progress("benchmarking", len(contexts) * len(batches) * (repeats + 1)) as bar:
         record = run(**loaded, settings=settings, progress=bar.step)
@@ -50,8 +52,10 @@ def command(
     for sentence in sentences(checked):
         print_line(sentence)
     if out is not None:
+        say("drawing figures and writing the report")
         print_line(f"report: {write_bench(record, out, force)}")
-    print_line(json.dumps({**names, "results": headline(checked)}, ensure_ascii=False))
+    covered = {"interval_coverage": checked.interval_coverage}
+    print_line(json.dumps({**names, **covered, "results": headline(checked)}, ensure_ascii=False))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -15,10 +15,12 @@ from crosslayer.cli.options import (
     Dtype,
     Force,
     Length,
+    Seed,
     Sequences,
     Split,
     Text,
     command_line,
+    importing,
     print_line,
     public_name,
 )
@@ -34,7 +36,7 @@ def command(
     column: Column = "text",
     sequences: Sequences = 8,
     length: Length = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of text.")] = 0,
+    seed: Seed = 0,
     bos: Bos = "auto",
     cross_layer: Annotated[bool, typer.Option("--cross-layer", help="Also compare with two-layer attention.")] = False,
     device: Device = None,
@@ -43,28 +45,34 @@ def command(
     debug: Debug = False,
 ) -> None:
     """Show sinks, value drains, peaks, concentration and redundancy of every layer of a pretrained model."""
-    from crosslayer import text as texts
-    from crosslayer.models import load_model
-    from crosslayer.probe.scan import diagnose as run
-    from crosslayer.report.record import check_target
-    from crosslayer.report.write import write_diagnosis
+    with importing():
+        from crosslayer import text as texts
+        from crosslayer.models import load_model
+        from crosslayer.probe.scan import diagnose as run
+        from crosslayer.report.record import check_target
+        from crosslayer.report.write import write_diagnosis
 
     check_target(out, force)
     source = texts.TextSource(text, config, split, column)
+    say(f"reading {source.describe()}")
+    documents = texts.load_documents(source, seed)
+    texts.check_size(documents, sequences, length)
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
-    documents = texts.load_documents(source, seed)
-    ids = texts.pack(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
+    say("cutting the text into tokens")
+    windows = texts.packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
     settings = {
         "model": public_name(model),
         "text": source.describe(),
+        "documents": list(windows.documents),
         "seed": seed,
         "bos": bos,
         "command": command_line(),
     }
     with Progress("diagnosing", sequences) as bar:
-        found = run(loaded, ids, tokenizer, settings=settings, progress=bar.step, cross_layer=cross_layer)
+        found = run(loaded, windows.ids, tokenizer, settings=settings, progress=bar.step, cross_layer=cross_layer)
     record = found.record()
+    say("drawing figures and writing the report")
     page, headline = write_diagnosis(record, out, force)
     for word in record["verdict"]["words"]:
         print_line(word)

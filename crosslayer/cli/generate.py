@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import Debug, Device, Dtype, print_line, public_name
+from crosslayer.cli.options import Debug, Device, Dtype, Seed, importing, print_line, public_name
 from crosslayer.progress import say
 
 
@@ -14,21 +14,23 @@ def command(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    seed: Seed = 0,
     chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put the prompt into the chat template.")] = False,
     device: Device = None,
     dtype: Dtype = None,
     debug: Debug = False,
 ) -> None:
     """Continue a prompt, token by token."""
-    from crosslayer.models import load_model
-    from crosslayer.runtime.generate import Sampling
-    from crosslayer.runtime.generate import generate as run
+    with importing():
+        from crosslayer.models import load_model
+        from crosslayer.runtime.generate import Sampling
+        from crosslayer.runtime.generate import generate as run
 
+    sampling = Sampling(max_new_tokens, temperature, seed)
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text to continue")
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
-    sampling = Sampling(max_new_tokens, temperature, seed)
+    say("generating")
     found = run(loaded, tokenizer, prompt, sampling=sampling, chat=chat)
     print_line(json.dumps({"model": public_name(model), **found}, ensure_ascii=False))

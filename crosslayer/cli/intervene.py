@@ -15,14 +15,18 @@ from crosslayer.cli.options import (
     Dtype,
     Force,
     Length,
+    Seed,
     Sequences,
     Split,
     Text,
     command_line,
+    importing,
     print_line,
     public_name,
 )
 from crosslayer.progress import Progress, say
+
+DEEPEST = 10_000  # layers that no model has: what a layer's number may be before the model is known
 
 
 def command(
@@ -49,7 +53,7 @@ def command(
     column: Column = "text",
     sequences: Sequences = 8,
     length: Length = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of text and of the controls.")] = 0,
+    seed: Seed = 0,
     bos: Bos = "auto",
     device: Device = None,
     dtype: Dtype = None,
@@ -60,28 +64,44 @@ def command(
 
     The report is about the first position that is named, in the order of the options below; --file comes last.
     """
-    from crosslayer import text as texts
-    from crosslayer.effect import effect, scan_groups
-    from crosslayer.intervene import WORDS, parse_interventions
-    from crosslayer.models import load_model
-    from crosslayer.report.intervention import headline, words, write_intervention
-    from crosslayer.report.record import InterventionRecord, check_target
+    with importing():
+        from crosslayer import text as texts
+        from crosslayer.effect import effect, scan_groups
+        from crosslayer.intervene import check_positions, parse_interventions
+        from crosslayer.models import load_model
+        from crosslayer.report.intervention import headline, words, write_intervention
+        from crosslayer.report.record import InterventionRecord, check_target
 
-    given = {kind: values for kind, values in locals().items() if kind in WORDS}
+    changes = {
+        "waiver": waiver,
+        "forbid": forbid,
+        "scale_values": scale_values,
+        "position_swap": position_swap,
+        "token_swap": token_swap,
+        "ablate": ablate,
+    }
     check_target(out, force)
     source = texts.TextSource(text, config, split, column)
+    check_positions(parse_interventions(changes, file, layers, DEEPEST), length)
+    scan_groups(scan, DEEPEST)
+    if probes is not None and probes > sequences:
+        raise ValueError(f"--probes {probes} are more than the {sequences} sequences; use at most that many")
+    say(f"reading {source.describe()}")
+    documents = texts.load_documents(source, seed)
+    texts.check_size(documents, sequences, length)
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     depth = loaded.config.get_text_config().num_hidden_layers
-    chosen = parse_interventions(given, file, layers, depth)
-    ids = texts.pack(
-        texts.load_documents(source, seed), tokenizer, sequences=sequences, length=length, seed=seed, bos=bos
-    )
-    about = {"model": public_name(model), "text": source.describe(), "bos": bos, "command": command_line()}
+    chosen = parse_interventions(changes, file, layers, depth)
     options = {"scan": scan_groups(scan, depth), "controls": controls, "probes": probes, "seed": seed}
+    say("cutting the text into tokens")
+    windows = texts.packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
+    about = {"model": public_name(model), "text": source.describe(), "bos": bos, "command": command_line()}
+    about["documents"] = list(windows.documents)
     with Progress("running", 2 * sequences) as bar:
-        record = effect(loaded, ids, *chosen, **options, settings=about, progress=bar.step).record()
+        record = effect(loaded, windows.ids, *chosen, **options, settings=about, progress=bar.step).record()
     checked = InterventionRecord.model_validate(record)
+    say("drawing figures and writing the report")
     page = write_intervention(record, out, force)
     for sentence in words(checked):
         print_line(sentence)

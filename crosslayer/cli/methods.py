@@ -5,18 +5,19 @@ from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import Debug, print_line
+from crosslayer.cli.options import Debug, importing, print_line
 
 
 def command(
-    layers: Annotated[int, typer.Option(min=2, help="Number of layers for the cache's share.")] = 32,
+    layers: Annotated[int, typer.Option(min=2, max=10_000, help="Number of layers for the cache's share.")] = 32,
     debug: Debug = False,
 ) -> None:
     """List the cross-layer methods: what flows between layers and what the KV cache keeps."""
-    from rich.console import Console
-    from rich.table import Table
+    with importing():
+        from rich.console import Console
+        from rich.table import Table
 
-    from crosslayer.decoder.show import method_table
+        from crosslayer.decoder.show import method_table
 
     rows = method_table(layers)
     table = Table(*(f"KV cache, {layers} layers" if key == "cache" else key for key in rows[0]), show_lines=True)

@@ -3,10 +3,17 @@
 import re
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from crosslayer._start import interrupts
+from crosslayer.progress import say
+
+LARGEST_SEED = 2**63 - 1  # torch takes no larger one
 
 Text = Annotated[str | None, typer.Option(help=".txt, .jsonl or .parquet, or a datasets name.")]
 Config = Annotated[str | None, typer.Option(help="Configuration of a dataset.")]
@@ -17,8 +24,18 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GP
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")]
 Sequences = Annotated[int, typer.Option(min=1, help="Sequences to measure; intervals need two.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens a sequence.")]
+Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of all that is drawn at random.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing folder of results.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on an error.")]
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import what a verb needs: it is said, since it takes seconds; until its end Ctrl-C just ends the process."""
+    if "torch" not in sys.modules:
+        say("importing torch and transformers")
+    yield
+    interrupts.at_once = False
 
 
 def print_line(text: str) -> None:

@@ -14,8 +14,10 @@ from crosslayer.cli.options import (
     Device,
     Dtype,
     Force,
+    Seed,
     Split,
     command_line,
+    importing,
     print_line,
     public_name,
 )
@@ -53,7 +55,7 @@ def command(
     windows: Annotated[int, typer.Option(help="Windows to measure the damage on; at least 16 a domain.")] = 96,
     calibration: Annotated[int, typer.Option(min=1, help="Windows to which W_c is fitted, of all domains.")] = 128,
     length: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of text and of the intervals.")] = 0,
+    seed: Seed = 0,
     bos: Bos = "auto",
     remote_code_shim: Annotated[bool, typer.Option("--remote-code-shim", help="Add an auto_map file.")] = False,
     device: Device = None,
@@ -62,23 +64,25 @@ def command(
     debug: Debug = False,
 ) -> None:
     """Share or drop layers of a pretrained model, make up for it, and print what it costs and saves."""
-    from crosslayer.models import load_model
-    from crosslayer.report.record import check_target
-    from crosslayer.retrofit.folder import write_retrofit
-    from crosslayer.retrofit.job import Job
-    from crosslayer.retrofit.request import Request
-    from crosslayer.retrofit.texts import Texts
-    from crosslayer.text import TextSource
+    with importing():
+        from crosslayer.models import load_model
+        from crosslayer.report.record import check_target
+        from crosslayer.retrofit.folder import write_retrofit
+        from crosslayer.retrofit.job import Job
+        from crosslayer.retrofit.request import Request
+        from crosslayer.retrofit.texts import Texts
+        from crosslayer.text import TextSource
 
     check_target(out, force)
     given = {key: value for key, value in locals().items() if key in Request.__dataclass_fields__}
     request = Request(**given)
-    judging, fitted = (
-        [TextSource(name, config, split, column) for name in names or ()] for names in (text, calibration_text)
-    )
+    judging = [TextSource(name, config, split, column) for name in text or ()]
+    fitted = [TextSource(name, config, split, column) for name in calibration_text or ()]
+    say(f"reading {', '.join(source.describe() for source in [*judging, *fitted]) or 'the embedded corpus'}")
     texts = Texts.load(judging, fitted, seed)
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+    say("cutting the text into tokens")
     outcome = Job(loaded, tokenizer, request, Progress).run(texts)
     about = {
         "model": public_name(model),
@@ -87,6 +91,7 @@ def command(
         "command": command_line(),
     }
     outcome.record["settings"] |= about
+    say("drawing figures and writing model and report")
     sentences, found = write_retrofit(outcome, tokenizer, out, force=force, shim=remote_code_shim)
     for sentence in sentences:
         print_line(sentence)

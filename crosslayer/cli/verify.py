@@ -8,21 +8,22 @@ from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import Debug, Device, Force, command_line, print_line, public_name
+from crosslayer.cli.options import Debug, Device, Force, command_line, importing, print_line, public_name
 from crosslayer.progress import Progress, say
 
 
 def command(
     model: Annotated[str, typer.Argument(help="Hub name, local folder, or smollm2 (embedded).")],
-    out: Annotated[Path | None, typer.Option(help="Folder for record.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.html and record.json.")] = None,
     dtypes: Annotated[str, typer.Option(help="Dtypes to check, with commas between.")] = "float32,bfloat16",
     device: Device = None,
     force: Force = False,
     debug: Debug = False,
 ) -> None:
     """Prove that a causal language model is right: its files, and every way to run it."""
-    from crosslayer.report.record import check_target
-    from crosslayer.runtime.verify import FAIL, NOT_APPLICABLE, PASS, check_count, verify_source, write_record
+    with importing():
+        from crosslayer.report.record import check_target
+        from crosslayer.runtime.verify import FAIL, NOT_APPLICABLE, PASS, check_count, verify_source, write_record
 
     if out is not None:
         check_target(out, force)
@@ -34,7 +35,7 @@ def command(
     _print_checks(rows)
     about = {"model": public_name(model), "command": command_line(), "seconds": seconds}
     if out is not None:
-        write_record(rows, about, out, force)
+        print_line(f"report: {write_record(rows, about, out, force)}")
     kinds = {"passed": PASS, "failed": FAIL, "not_applicable": NOT_APPLICABLE}
     counts = {key: sum(row.status == kind for row in rows) for key, kind in kinds.items()}
     print_line(json.dumps({"model": about["model"], **counts, "seconds": seconds}, ensure_ascii=False))
@@ -49,7 +50,7 @@ def _print_checks(rows: list) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from crosslayer.runtime.verify import UNITS
+    from crosslayer.report.verification import UNITS
 
     colours, table = {"PASS": "green", "FAIL": "red"}, Table(box=SIMPLE, pad_edge=False, caption=UNITS)
     for column in ("check", "dtype", "result", "difference", "tolerance"):

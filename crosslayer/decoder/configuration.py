@@ -5,6 +5,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
+from crosslayer.decoder.parallel import tensor_parallel_plan
 from crosslayer.method import Method, load_method, merge_plans, to_entry
 from crosslayer.plan import STATES, DepthPlan
 
@@ -24,6 +25,7 @@ class CrossLayerConfig(LlamaConfig):
     """
 
     model_type = "crosslayer"
+    base_model_pp_plan = None  # what layers lend does not travel between the stages of a pipeline
 
     cross_layer: list | dict | str | None = None
     qk_norm: bool = False
@@ -102,6 +104,13 @@ class CrossLayerConfig(LlamaConfig):
             "reuse" if not plan.stored(i) else "store" if any(plan.lends(s, i) for s in ("keys", "values")) else None
             for i in range(self.num_hidden_layers)
         ]
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+        """How transformers splits the modules over ranks (tensor parallelism)."""
+        mixes = any(type(method).heads is not Method.heads for method in self.methods)
+        compensates = any(self.compensation(layer) is not None for layer in range(self.num_hidden_layers))
+        return tensor_parallel_plan(self.qk_norm, mixes, compensates)
 
     def _check_shapes(self) -> None:
         assert self.num_key_value_heads is not None and self.layer_types is not None

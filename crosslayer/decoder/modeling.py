@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     create_causal_mask,
@@ -27,7 +27,9 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
+from crosslayer.decoder.caches import check_cache, check_quantized, update_single, without_empty_layers
 from crosslayer.decoder.configuration import CrossLayerConfig
+from crosslayer.decoder.keywords import LOSS, check_keywords
 from crosslayer.method import Carry, Compensation, HeadMixer, Mixing, Residual
 from crosslayer.plan import STATES
 
@@ -66,20 +68,20 @@ class CrossLayerAttention(nn.Module):
         self,
         hidden_states: Tensor,
         carry: Carry,
-        rotary: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Any,
         past_key_values: Cache | None,
         compensation: Compensation | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
-        """Return the update (B, T, C) and the carry with what this layer lends."""
+        """Return the update (B, T, C) and the carry with what this layer lends; `kwargs` go to the attention function."""
         pairs = ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, None))
         states = [self._project(hidden_states, linear, norm) for linear, norm in pairs]  # (B, H or H_kv, T, D)
-        states = _rotate(states, rotary)
+        states = _rotate(states, position_embeddings)
         mixer: HeadMixer
         for mixer in self.mixers:
             q, k, v = states
-            *states, carry = mixer.before(q, k, v, carry)
+            *states, carry = mixer(q, k, v, carry)
         if past_key_values is not None and self.stored:
             states = self._cached(states, past_key_values)
         states = [carry[self.borrows[i]] if state is None else state for i, state in enumerate(states)]
@@ -104,14 +106,15 @@ class CrossLayerAttention(nn.Module):
         return (split if norm is None else norm(split)).transpose(1, 2)
 
     def _cached(self, states: list[Tensor | None], cache: Cache) -> list[Tensor | None]:
-        """Cache what this layer stores; a single state stands in the keys slot, beside one of head size 0."""
+        """Cache what this layer stores."""
         q, k, v = states
         if len(self.stored) == 2:
             return [q, *cache.update(k, v, self.layer_idx)]  # type: ignore[arg-type]
-        only = k if self.stored == ("keys",) else v
-        assert only is not None
-        full, _ = cache.update(only, only[..., :0], self.layer_idx)
-        return [q, full, None] if self.stored == ("keys",) else [q, None, full]
+        if self.stored == ("keys",):
+            assert k is not None
+            return [q, update_single(cache, k, self.layer_idx), v]
+        assert v is not None
+        return [q, k, update_single(cache, v, self.layer_idx)]
 
 
 class CrossLayerDecoderLayer(GradientCheckpointingLayer):
@@ -124,10 +127,10 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         self.mlp = LlamaMLP(config) if plan.mlps[layer_idx] is not None else None
         norm = {"hidden_size": config.hidden_size, "eps": config.rms_norm_eps}
         self.post_attention_layernorm = LlamaRMSNorm(**norm) if self.mlp is not None else None
-        target = config.compensation(layer_idx)
-        if target is not None:
-            self.compensation = Compensation(config, target)
-        self.attends = self.self_attn is not None or target is not None
+        self.target = config.compensation(layer_idx)
+        if self.target is not None:
+            self.compensation = Compensation(config, self.target)
+        self.attends = self.self_attn is not None or self.target is not None
         # none where all states are borrowed
         self.input_layernorm = LlamaRMSNorm(**norm) if config.reads_input(layer_idx) else None
         self.attn_residual = _residual(config, layer_idx, "attn") if self.attends else None
@@ -137,23 +140,27 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         self,
         stream: Tensor,
         carry: Carry,
-        rotary: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Any = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
         """Return stream and carry for the next layer; `carry["read"]` is what the first sublayer read."""
-        wc = self._modules.get("compensation")
-        target = wc.target if isinstance(wc, Compensation) else None
+        wc, target = self._modules.get("compensation"), self.target  # an adapter may have wrapped W_c
         read, normed = stream, None
         if self.attends:
             read, carry = self.attn_residual.read(stream, carry) if self.attn_residual is not None else (stream, carry)
             normed = read if self.input_layernorm is None else self.input_layernorm(read)
             update: Any = 0
             if self.self_attn is not None:
-                inside = wc if target == "heads" else None
                 update, carry = self.self_attn(
-                    normed, carry, rotary, attention_mask, past_key_values, compensation=inside, **kwargs
+                    hidden_states=normed,
+                    carry=carry,
+                    position_embeddings=position_embeddings,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    compensation=wc if target == "heads" else None,
+                    **kwargs,
                 )
             if target == "attention":
                 update = update + wc(normed)  # type: ignore[misc]
@@ -230,6 +237,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return hidden states (B, T, C); with `output_hidden_states`, also what each layer reads."""
+        check_keywords(CrossLayerModel.forward, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if kwargs.pop("output_attentions", None) or self.config.output_attentions:
@@ -242,14 +250,24 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(stream.shape[1], device=stream.device) + seen).unsqueeze(0)
+        check_cache(self.config, past_key_values)
         masks = self._masks(stream, attention_mask, past_key_values, position_ids)
-        rotary = self.rotary_emb(stream, position_ids=position_ids)
+        position_embeddings = self.rotary_emb(stream, position_ids=position_ids)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         reads, carry = [], {}
         kinds = self.config.layer_types
         assert kinds is not None
         for layer, kind in zip(self.layers, kinds, strict=True):
-            stream, carry = layer(stream, carry, rotary, masks[kind], past_key_values, **kwargs)
+            stream, carry = layer(
+                stream,
+                carry,
+                position_embeddings=position_embeddings,
+                attention_mask=masks[kind],
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
             if wanted:
                 reads.append(carry["read"])
         if self.final_residual is not None:
@@ -269,7 +287,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
                 config=self.config,
                 inputs_embeds=stream,
                 attention_mask=attention_mask,
-                past_key_values=cache,
+                past_key_values=without_empty_layers(cache),
                 position_ids=position_ids,
             )
             for kind in dict.fromkeys(self.config.layer_types or ())
@@ -280,6 +298,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
     """The language model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: CrossLayerConfig):
         super().__init__(config)
@@ -292,21 +311,44 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits (B, T, V), or of the last `logits_to_keep` tokens, and the loss where `labels` are given."""
-        found = self.model(input_ids=input_ids, **kwargs)
+        """Return logits (B, T, V), or of the last `logits_to_keep` tokens, and the loss where `labels` are given.
+
+        Beside `labels` the loss takes `shift_labels` (labels that are shifted already), `ignore_index` and
+        `num_items_in_batch`.
+        """
+        options = {name: kwargs.pop(name) for name in LOSS if name in kwargs}
+        check_keywords(CrossLayerForCausalLM.forward, kwargs)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(found.last_hidden_state[:, kept, :])
+        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
         loss = None
         if labels is not None:
-            given = {key: kwargs[key] for key in ("num_items_in_batch",) if key in kwargs}
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=found.past_key_values, hidden_states=found.hidden_states
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )
+
+    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        if generation_config.cache_implementation == "quantized":
+            check_quantized(self.config)
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
 
 def _loans(config: CrossLayerConfig, layer: int) -> tuple[dict[int, str], dict[int, str]]:

@@ -1,7 +1,9 @@
 """Methods in words: the list, and one method's diagram with what its cache costs."""
 
+import importlib
 import inspect
 import re
+import sys
 
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.method import Method, load_method, method_class, method_names
@@ -46,8 +48,16 @@ def markdown(layers: int = 32) -> str:
 
 
 def show(module: str, layers: int = 8) -> None:
-    """Print a method's description, its diagram at `layers` layers and the bytes of its cache."""
-    name = module.rpartition(".")[2]
+    """Print a method's description, its diagram at `layers` layers and the bytes of its cache.
+
+    `module` is the `__name__` of the module that calls this, however it is run: as `python scaled.py`, or by its own
+    name as `python -m my_methods.scaled`. From elsewhere, give that name.
+    """
+    if module == "__main__" and (spec := sys.modules[module].__spec__) is not None:
+        module = spec.name
+    name = module.removeprefix("crosslayer.methods.")
+    if name == module:
+        importlib.import_module(module)  # a config finds only what is imported
     method = example(name, layers)
     config = CrossLayerConfig(num_hidden_layers=layers, cross_layer=[method])
     print(inspect.getdoc(inspect.getmodule(method_class(name))))

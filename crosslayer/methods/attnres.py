@@ -82,8 +82,8 @@ class _Depth(Residual):
         if not self.opens:
             directions, outs, high, low = carry[PHASE]
             score = depth_scores(stream, directions[self.row : self.row + 1], self.eps)[0]
-            share = torch.sigmoid(high[self.row].to(score.dtype) + low[self.row] - score).to(stream.dtype)
-            return torch.lerp(stream, outs[self.row], share.unsqueeze(-1)), carry
+            share = torch.sigmoid(high[self.row].to(score.dtype) + low[self.row] - score).to(outs.dtype)
+            return torch.lerp(stream.to(outs.dtype), outs[self.row], share.unsqueeze(-1)), carry
         sources = (*carry.get(SOURCES, ()), stream)
         carry = {**carry, SOURCES: sources}
         if not self._parameters:
@@ -125,4 +125,4 @@ def depth_attention(sources: tuple[Tensor, ...], directions: Tensor, eps: float)
 if __name__ == "__main__":
     from crosslayer.decoder.show import show
 
-    show(__spec__.name)
+    show(__name__)

@@ -44,4 +44,4 @@ class Drop(Method):
 if __name__ == "__main__":
     from crosslayer.decoder.show import show
 
-    show(__spec__.name)
+    show(__name__)

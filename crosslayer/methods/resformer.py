@@ -111,4 +111,4 @@ class _Mixer(HeadMixer):
 if __name__ == "__main__":
     from crosslayer.decoder.show import show
 
-    show(__spec__.name)
+    show(__name__)

@@ -52,4 +52,4 @@ class SVFormer(Method):
 if __name__ == "__main__":
     from crosslayer.decoder.show import show
 
-    show(__spec__.name)
+    show(__name__)

@@ -37,4 +37,4 @@ class UniAttn(Method):
 if __name__ == "__main__":
     from crosslayer.decoder.show import show
 
-    show(__spec__.name)
+    show(__name__)

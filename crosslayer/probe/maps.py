@@ -16,6 +16,7 @@ from crosslayer.probe.measures import working
 from crosslayer.probe.visit import AttentionCall
 
 BLOCKED = -1e30  # finite, so that a row without any allowed key gives no NaN
+UNREADABLE = "masks of flex attention cannot be read; load the model with sdpa or eager attention"
 BUFFER_ELEMENTS = 8_000_000  # 32 MB in float32: large enough for full-speed products, small beside a forward pass
 
 
@@ -180,7 +181,7 @@ def is_causal(call: AttentionCall) -> bool:
 
 def _tensor_mask(call: AttentionCall) -> Tensor | None:
     if call.mask is not None and not isinstance(call.mask, Tensor):
-        raise ValueError("masks of flex attention cannot be read; load the model with sdpa or eager attention")
+        raise ValueError(UNREADABLE)
     return call.mask
 
 

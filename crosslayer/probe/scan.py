@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.environment import environment
 from crosslayer.probe import measures as m
 from crosslayer.probe.cross_layer import CrossLayerCosines
-from crosslayer.probe.maps import map_sums
+from crosslayer.probe.maps import UNREADABLE, map_sums
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.tokens import position_limit, position_table, top_tokens
 from crosslayer.probe.verdict import LayerShape, verdict
@@ -288,7 +288,10 @@ def _as_ids(given: Tensor | Iterable[str], tokenizer: PreTrainedTokenizerBase | 
 
 
 def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
-    """Refuse ids that are no integers (B ≥ 1, T ≥ 2), not in the vocabulary, or more than the model's positions."""
+    """Refuse ids that are no integers (B ≥ 1, T ≥ 2), not in the vocabulary, or more than the model's positions.
+
+    A model with flex attention is refused too, before it compiles its masks, which takes long.
+    """
     if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2 or ids.is_floating_point():
         raise ValueError(f"ids are {ids.dtype} of shape {tuple(ids.shape)}; needed are integers (B ≥ 1, T ≥ 2)")
     config, limit = model.config.get_text_config(), position_limit(model)
@@ -296,8 +299,11 @@ def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
         raise ValueError(f"length {ids.shape[1]} is above the model's {limit} positions")
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise ValueError(
-            f"token ids reach from {int(ids.min())} to {int(ids.max())}; the vocabulary has {config.vocab_size}"
+            f"token ids reach from {int(ids.min())} to {int(ids.max())}; the vocabulary has {config.vocab_size}: "
+            "ids and tokenizer must be this model's"
         )
+    if config._attn_implementation == "flex_attention":
+        raise ValueError(UNREADABLE)
 
 
 def _without_value(call: AttentionCall) -> AttentionCall:

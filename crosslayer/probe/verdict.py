@@ -273,16 +273,9 @@ def _sharing_words(result: dict[str, Any]) -> list[str]:
             f"Neighbouring maps in the top half have a cosine of {whole:.2f}, "
             f"{link} {rest:.2f} without the first column."
         )
-    for name, title in (
-        ("paper", "UniAttn's rule (blocks of 4 in the top half)"),
-        ("similar", "Map similarity without the first column"),
-    ):
+    for name in ("paper", "similar"):
         if blocks[name]:
-            groups = " ".join(f"[{ranges(group)}]" for group in blocks[name])
-            words.append(
-                f"{title} gives the candidate superblocks {groups}: the KV cache would shrink to "
-                f"{share[name]['uniattn']:.2%} with UniAttn and {share[name]['cla']:.2%} with CLA."
-            )
+            words.append(_blocks_words(name, blocks, share))
     if not blocks["paper"] and not blocks["similar"]:
         words.append("No neighbouring layers may share maps: there are too few of them, or their masks differ.")
     if share["llmdrop"]["layers"]:
@@ -291,3 +284,19 @@ def _sharing_words(result: dict[str, Any]) -> list[str]:
             f"{share['llmdrop']['kv']:.2%}."
         )
     return words
+
+
+def _blocks_words(name: str, blocks: dict[str, Any], share: dict[str, Any]) -> str:
+    """Say what a rule gives; the same saving of both is by construction, the same blocks are not."""
+    groups = " ".join(f"[{ranges(group)}]" for group in blocks[name])
+    kept = f"{share[name]['uniattn']:.2%} with UniAttn and {share[name]['cla']:.2%} with CLA"
+    if name == "paper":
+        rule = "UniAttn's rule (blocks of 4 in the top half) gives the candidate superblocks"
+        return f"{rule} {groups}: the KV cache would shrink to {kept}."
+    rule = "Map similarity without the first column"
+    if any(abs(share["paper"][key] - share["similar"][key]) > 1e-9 for key in ("uniattn", "cla", "followers")):
+        return f"{rule} gives the candidate superblocks {groups}: the KV cache would shrink to {kept}."
+    asked = f"{rule}, asked for as many followers ({share['similar']['followers']}) and so for the same shares,"
+    if blocks["paper"] == blocks["similar"]:
+        return f"{asked} gives the same superblocks: what depth alone says, the maps say too."
+    return f"{asked} gives the candidate superblocks {groups}."

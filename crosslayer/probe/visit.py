@@ -116,7 +116,10 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     count = config.num_hidden_layers
     lists = [m for m in text_model(model).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not lists:
-        raise ValueError(f"{type(model).__name__} holds no list of {count} layers, so its layers cannot be probed")
+        raise ValueError(
+            f"{type(model).__name__} holds no list of {count} layers, so they cannot be probed; models that use one "
+            "layer's weights at every depth, as ALBERT does, have none"
+        )
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
 

@@ -4,10 +4,12 @@ import math
 from typing import Any
 
 from crosslayer.report.page import Table
-from crosslayer.report.panel import Heat, Line, Panel
+from crosslayer.report.panel import COLORS, QUIET, Heat, Line, Panel, by_position
 from crosslayer.report.record import DiagnosisRecord, Measure
 
 LAYER = "layer"
+FIRST, *OTHERS = COLORS  # the first token has one color on the whole page, what is not about it has others
+SHARE, COSINE = (0.0, 1.0), (-1.0, 1.0)  # what is possible
 
 
 def panels(record: DiagnosisRecord) -> list[Panel]:
@@ -16,8 +18,8 @@ def panels(record: DiagnosisRecord) -> list[Panel]:
     made = [
         _positions(record),
         _sink_share(record),
-        _ratio(record, "hidden_norm_ratio", "Hidden-state peak", "hidden norm, first ÷ median", _peak_words),
-        _ratio(record, "value_norm_ratio", "Value drain", "value norm, first ÷ median", _drain_words),
+        _ratio(record, "hidden_norm_ratio", "Hidden-state peak", "norm, first ÷ median of the others", _peak_words),
+        _ratio(record, "value_norm_ratio", "Value drain", "norm, first ÷ median of the others", _drain_words),
         _flatness(record),
         averaged,
         without_first,
@@ -62,7 +64,7 @@ def cards(record: DiagnosisRecord) -> list[tuple[str, str, str]]:
     if ranked:
         result.append(
             (
-                "Most redundant attention",
+                "Redundant attention",
                 f"layer {ranked[0]['layer']}",
                 f"cos(x, x + Attn(x)) = {ranked[0]['similarity']:.3f}",
             )
@@ -109,19 +111,10 @@ def _counted(masks: list[str | None]) -> str:
     return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
 
 
-def _by_layer(measure: Measure, name: str = "") -> Line:
-    x = [float(i) for i in range(len(measure.mean))]
-    if measure.ci95 is None:
-        return Line(name, x, measure.mean)
-    return Line(name, x, measure.mean, [pair[0] for pair in measure.ci95], [pair[1] for pair in measure.ci95])
-
-
-def _above_zero(line: Line) -> Line:
-    """Keep a band inside a logarithmic axis."""
-    if line.low is None:
-        return line
-    low = [None if a is None or b is None else max(a, b / 10) for a, b in zip(line.low, line.y, strict=True)]
-    return Line(line.name, line.x, line.y, low, line.high)
+def _by_layer(measure: Measure, name: str = "", color: str | None = None) -> Line:
+    x = _range(measure.mean)
+    low, high = (None if measure.ci95 is None else [pair[end] for pair in measure.ci95] for end in (0, 1))
+    return Line(name, x, measure.mean, low, high, color)
 
 
 def _known(values: list[Any]) -> list[tuple[int, float]]:
@@ -136,15 +129,14 @@ def _extremes(measure: Measure) -> tuple[tuple[int, float], tuple[int, float]]:
 def _positions(record: DiagnosisRecord) -> Panel:
     found = record.importance_by_position
     z = [[None if v is None else math.log10(max(v * found["length"], 1e-3)) for v in row] for row in found["mean"]]
-    edges = [float(edge + 1) for edge in (*found["edges"], found["length"])]
-    heat = Heat(edges, _range(z), z, "log₁₀ of a′ · T", (-1.0, 2.0))
+    drawn = by_position(found, z, "log₁₀ of a′ · T", (-1.0, 2.0))
     sentence = (
         "How much attention each position receives, against an even spread (0 = even, 1 = ten times as much), positions on a "
         "logarithmic axis. A bright column at the left is a sink at the first token; causal models give early positions more "
         "in any case, as more rows see them."
     )
-    title, axis = "Importance by position", "position (1 = first token)"
-    return Panel("importance_by_position", title, sentence, axis, LAYER, heat=heat, wide=True, log_x=True)
+    title, axis = "Importance by position", "position (0 = first token)"
+    return Panel("importance_by_position", title, sentence, axis, LAYER, wide=True, **drawn)
 
 
 def _sink_share(record: DiagnosisRecord) -> Panel:
@@ -154,13 +146,14 @@ def _sink_share(record: DiagnosisRecord) -> Panel:
         f"The first token's share of all attention, at most {top:.1%} in layer {layer}: {record.verdict['sink']['over_even']:.1f} "
         "times what even attention would give. The sink rate is the share of heads that give it more than 0.3 on average."
     )
-    lines = [_by_layer(share, "first token's share a′₀"), _by_layer(rate, "sink rate")]
-    return Panel("first_token_share", "Attention on the first token", sentence, LAYER, "share", lines)
+    lines = [_by_layer(share, "first token's share a′₀", FIRST), _by_layer(rate, "sink rate", OTHERS[0])]
+    return Panel("first_token_share", "Attention on the first token", sentence, LAYER, "share", lines, bounds=SHARE)
 
 
 def _ratio(record: DiagnosisRecord, key: str, title: str, axis: str, words) -> Panel:
     measure = record.measures[key]
-    return Panel(key, title, words(measure), LAYER, axis, [_above_zero(_by_layer(measure))], log_y=True)
+    lines = [_by_layer(measure, color=FIRST)]
+    return Panel(key, title, words(measure), LAYER, axis, lines, log_y=True, bounds=(0, math.inf))
 
 
 def _peak_words(measure: Measure) -> str:
@@ -210,12 +203,12 @@ def _adjacent(record: DiagnosisRecord) -> Panel:
         "map_similarity_per_head": "head by head",
     }
     lines = []
-    for key, name in names.items():
+    for (key, name), color in zip(names.items(), OTHERS, strict=False):
         measure = record.measures[key]
         pairs = range(len(measure.mean) - 1)
         y = [measure.mean[i + 1][i] for i in pairs]
         bands = [None if measure.ci95 is None else [measure.ci95[i + 1][i][end] for i in pairs] for end in (0, 1)]
-        lines.append(Line(name, [float(i + 1) for i in pairs], y, *bands))
+        lines.append(Line(name, [float(i + 1) for i in pairs], y, *bands, color=color))
     whole, rest = _top_half(record, "map_similarity"), _top_half(record, "map_similarity_without_first")
     sentence = "Cosine of each layer's map with the one below it."
     if whole is not None and rest is not None:
@@ -223,7 +216,9 @@ def _adjacent(record: DiagnosisRecord) -> Panel:
             f" In the top half the mean is {whole:.2f}, and {rest:.2f} without the first column. A gap between the two is "
             "what a common sink adds to an apparent redundancy."
         )
-    return Panel("adjacent_map_similarity", "Neighbouring layers", sentence, LAYER, "cosine", lines, wide=True)
+    ends = (-0.04, 1.04)  # as in the maps of it
+    title, key = "Neighbouring layers", "adjacent_map_similarity"
+    return Panel(key, title, sentence, LAYER, "cosine", lines, wide=True, bounds=SHARE, y_range=ends)
 
 
 def _top_half(record: DiagnosisRecord, key: str) -> float | None:
@@ -245,6 +240,7 @@ def _cross_layer(record: DiagnosisRecord) -> Panel:
         LAYER,
         "cosine, mean over tokens",
         [_by_layer(record.measures[key], name) for key, name in names.items()],
+        bounds=COSINE,
     )
 
 
@@ -253,28 +249,35 @@ def _io(record: DiagnosisRecord) -> Panel:
         "attention_io_similarity": "attention: cos(x, x + Attn(x))",
         "layer_io_similarity": "layer: cos(x, layer(x))",
     }
-    lines = [_by_layer(record.measures[key], name) for key, name in names.items() if key in record.measures]
+    lines = [
+        _by_layer(record.measures[key], name, color)
+        for (key, name), color in zip(names.items(), OTHERS, strict=False)
+        if key in record.measures
+    ]
     sentence = (
         "How little a sublayer turns the stream. LLMDrop drops the attention with the highest cosine, ShortGPT whole layers; "
         "values near 1 are candidates, and only a measured damage decides."
     )
-    return Panel("io_similarity", "What attention and whole layers change", sentence, LAYER, "cosine", lines)
+    title = "What attention and whole layers change"
+    return Panel("io_similarity", title, sentence, LAYER, "cosine", lines, bounds=COSINE)
 
 
 def _concentration(record: DiagnosisRecord) -> Panel:
     measure = record.measures["entropy"]
     (layer, low), _ = _extremes(measure)
+    even = math.log(record.settings["length"])
     sentence = (
-        f"Entropy of token importance in nats; {math.log(record.settings['length']):.2f} would be an even spread. Lower is more "
-        f"concentrated: {low:.2f} at layer {layer}."
+        f"Entropy of token importance in nats; {even:.2f} would be an even spread. Lower is more concentrated: {low:.2f} at "
+        f"layer {layer}."
     )
-    return Panel("entropy", "Concentration", sentence, LAYER, "entropy (nats)", [_by_layer(measure)])
+    lines = [_by_layer(measure, color=QUIET)]
+    return Panel("entropy", "Concentration", sentence, LAYER, "entropy (nats)", lines, bounds=(0, even))
 
 
 def _top(record: DiagnosisRecord) -> Panel:
     rows = record.measures["top_importance"].mean
     z = [list(column) for column in zip(*rows, strict=True)]
-    heat = Heat(_range(rows), [float(i + 1) for i in range(len(z))], z, "a′")
+    heat = Heat(_range(rows), [float(i + 1) for i in range(len(z))], z, "share of all attention, a′", SHARE)
     sentence = (
         "The i-th largest importance of a sequence, by layer. One bright row at the bottom: a single sink; several: attention "
         "is shared by a few tokens, wherever they stand."
@@ -286,17 +289,23 @@ def _smoothing(record: DiagnosisRecord) -> Panel:
     measure = record.measures["token_similarity"]
     _, (layer, top) = _extremes(measure)
     sentence = f"Mean cosine between different tokens' hidden states; high means over-smoothing. The most is {top:.2f}, entering layer {layer}."
-    return Panel("token_similarity", "Over-smoothing", sentence, LAYER, "mean cosine", [_by_layer(measure)])
+    lines = [_by_layer(measure, color=QUIET)]
+    return Panel("token_similarity", "Over-smoothing", sentence, LAYER, "mean cosine", lines, bounds=COSINE)
 
 
 def _flatness(record: DiagnosisRecord) -> Panel:
     names = {"mlp_l1_l2": "first token", "mlp_l1_l2_others": "median of the others"}
-    lines = [_by_layer(record.measures[key], name) for key, name in names.items() if key in record.measures]
+    lines = [
+        _by_layer(record.measures[key], name, color)
+        for (key, name), color in zip(names.items(), (FIRST, QUIET), strict=True)
+        if key in record.measures
+    ]
+    flat = math.sqrt(record.model["hidden_size"])
     sentence = (
-        f"L1 over L2 norm of what the MLP adds: √C = {math.sqrt(record.model['hidden_size']):.0f} for a flat vector, near 1 for a "
+        f"L1 over L2 norm of what the MLP adds: √C = {flat:.0f} for a flat vector, near 1 for a "
         "few huge channels. A fall for the first token marks the MLP that writes (or erases) its massive activation."
     )
-    return Panel("mlp_l1_l2", "Flatness of the MLP's output", sentence, LAYER, "L1 / L2", lines)
+    return Panel("mlp_l1_l2", "Flatness of the MLP's output", sentence, LAYER, "L1 / L2", lines, bounds=(1, flat))
 
 
 def _stream(record: DiagnosisRecord) -> Panel:
@@ -305,15 +314,8 @@ def _stream(record: DiagnosisRecord) -> Panel:
         "Mean norm of the hidden states that enter each layer. Pre-norm models grow with depth, so that later layers weigh "
         "less; a first token with a huge norm lifts the mean as well."
     )
-    return Panel(
-        "stream_norm",
-        "Magnitude of the residual stream",
-        sentence,
-        LAYER,
-        "mean L2 norm",
-        [_above_zero(_by_layer(measure))],
-        log_y=True,
-    )
+    title, lines = "Magnitude of the residual stream", [_by_layer(measure, color=QUIET)]
+    return Panel("stream_norm", title, sentence, LAYER, "mean L2 norm", lines, log_y=True, bounds=(0, math.inf))
 
 
 def _spectrum(record: DiagnosisRecord) -> Panel:
@@ -330,7 +332,7 @@ def _spectrum(record: DiagnosisRecord) -> Panel:
 def _position_table(table: dict[str, Any]) -> Panel:
     named = ", ".join(f"{row} ({table['norms'][row]:.2f})" for row in table["outliers"][:4]) or "none"
     sentence = f"Norm of each row of the learned position table; the median is {table['median']:.2f}. Rows above 1.5 times that: {named}."
-    lines = [Line("norm", [float(i) for i in range(len(table["norms"]))], table["norms"])]
+    lines = [Line("norm", _range(table["norms"]), table["norms"], color=QUIET)]
     return Panel("position_table", "Position table", sentence, "position", "L2 norm of the row", lines, wide=True)
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crosslayer.report.page import Table, page, runs, save_page
-from crosslayer.report.panel import Heat, Line, Panel
+from crosslayer.report.page import Table, measured_on, page, runs, save_page
+from crosslayer.report.panel import COLORS, QUIET, Line, Panel, by_position, same_scale
 from crosslayer.report.record import ByLayer, InterventionRecord, LossBehind, Measure, Place, whole_folder
 
 LAYER = "layer"
@@ -18,10 +18,7 @@ def write_intervention(record: dict[str, Any], out: Path, force: bool = False) -
     """Write an intervention to `out`, whole or not at all; return the page's path."""
     checked = InterventionRecord.model_validate(record)
     model, settings = checked.model, checked.settings
-    subtitle = (
-        f"{describe(checked.interventions)} · {settings['sequences']} sequences of {settings['length']} tokens · "
-        f"{settings.get('text', 'own tokens')} · bands are 95 % intervals (Student t) over sequences"
-    )
+    subtitle = f"{describe(checked.interventions)} · {measured_on(settings)}"
     figures = panels(checked)
     with whole_folder(out, force) as folder:
         title = f"Intervention on {settings.get('model') or model['class']}"
@@ -162,75 +159,92 @@ def cards(record: InterventionRecord) -> list[tuple[str, str, str]]:
 
 def panels(record: InterventionRecord) -> list[Panel]:
     """Return all figures of the page, in order."""
+    heats, received = [_heat(record, side) for side in ("before", "after")], _received_panels(record)
+    shares = same_scale([*received, *_tried_panels(record)])
+    return [*heats, *shares[: len(received)], *_state_panels(record), *shares[len(received) :]]
+
+
+def _received_panels(record: InterventionRecord) -> list[Panel]:
+    """Return the attention that the position receives, and the first token beside it."""
     at, rows = f"position {record.position}", "later tokens" if record.model["causal"] else "the other tokens"
-    made = [_heat(record, side) for side in ("before", "after")]
-    sentence = f"Mean attention that {at} receives from {rows}; bands: 95 % over sequences."
-    made.append(_sides("attention_received", f"Attention on {at}", sentence, SHARE, record.attention_received))
+    words, bounds = f"Mean attention that {at} receives from {rows}.", (0.0, 1.0)
+    made = [_sides("attention_received", f"Attention on {at}", words, SHARE, record.attention_received, bounds)]
     for other in record.others:
         if other.role == "first token":
-            words = f"The same for the first token: what it loses where {at} gains."
-            made.append(_sides("first_token", "Attention on the first token", words, SHARE, other.attention_received))
-    ratio = "norm over the median of the others"
+            words, title = (
+                f"The same for the first token: what it loses where {at} gains.",
+                "Attention on the first token",
+            )
+            made.append(_sides("first_token", title, words, SHARE, other.attention_received, bounds))
+    return made
+
+
+def _state_panels(record: InterventionRecord) -> list[Panel]:
+    """Return the norms of the position's states, and the shape of what the MLP adds to it."""
+    at, ratio, norm = f"position {record.position}", "norm ÷ median of the others", (0.0, math.inf)
     words = f"Hidden state of {at}, entering each layer. A jump marks the layer before it as the one that makes a peak."
-    made.append(_sides("hidden_norm_ratio", "Hidden-state peak", words, ratio, record.hidden_norm_ratio))
+    made = [_sides("hidden_norm_ratio", "Hidden-state peak", words, ratio, record.hidden_norm_ratio, norm)]
     words = f"Value states of {at}. Low where attention is high: attention parked where it does little."
-    made.append(_sides("value_norm_ratio", "Value drain", words, ratio, record.value_norm_ratio))
+    made.append(_sides("value_norm_ratio", "Value drain", words, ratio, record.value_norm_ratio, norm))
     if record.mlp_l1_l2 is not None:
         words = f"‖u‖₁ / ‖u‖₂ of what the MLP adds at {at}: near 1 for a single peak, high for a flat vector."
-        made.append(_sides("mlp_l1_l2", "Shape of the MLP's output", words, "L1 / L2", record.mlp_l1_l2))
-    entries = [(f"layers {_range(one)}", one["attention_received"]["mean"]) for one in record.scan]
-    words = f"The intervention in some layers only: attention on {at}{_few(record)}."
-    made += _many("scan", "In which layers it matters", words, entries)
-    entries = [
-        (f"control {i + 1}, {side}", one[side]["attention_received"]["mean"])
-        for i, one in enumerate(record.controls)
-        for side in ("before", "after")
-    ]
+        bounds = (1.0, math.sqrt(record.model["hidden_size"]))
+        made.append(_sides("mlp_l1_l2", "Shape of the MLP's output", words, "L1 / L2", record.mlp_l1_l2, bounds))
+    return made
+
+
+def _tried_panels(record: InterventionRecord) -> list[Panel]:
+    """Return what the intervention does in some layers only, and what the controls do."""
+    scanned = []
+    for i, one in enumerate(record.scan):
+        mean, name = (
+            one["attention_received"]["mean"],
+            f"in layers {runs(one['layers'])}" if one["layers"] else "in no layer",
+        )
+        scanned.append(Line(name, _numbers(mean), mean, color=COLORS[i % len(COLORS)]))
+    words = f"The intervention in some layers only: attention on position {record.position}{_few(record)}."
+    made = _many("scan", "In which layers it matters", words, scanned)
+    controls = []
+    for i, one in enumerate(record.controls):
+        for side in ("before", "after"):
+            mean = one[side]["attention_received"]["mean"]
+            color, dashed = COLORS[i % len(COLORS)], side == "before"
+            controls.append(Line(f"control {i + 1}, {side}", _numbers(mean), mean, color=color, dashed=dashed))
     named = "; ".join(f"{i + 1}: {describe(one['interventions'])}" for i, one in enumerate(record.controls))
     words = f"Attention on the position of each control{_few(record)}. {named}."
-    made += _many("controls", "Controls", words, entries)
-    return made
+    return made + _many("controls", "Controls", words, controls)
 
 
-def _many(key: str, title: str, words: str, entries: list[tuple[str, list[Any]]]) -> list[Panel]:
+def _many(key: str, title: str, words: str, lines: list[Line]) -> list[Panel]:
     """Return figures of at most `LINES` lines each, evenly filled."""
-    made, figures = [], math.ceil(len(entries) / LINES)
-    step = math.ceil(len(entries) / max(figures, 1))
-    for start in range(0, len(entries), max(step, 1)):
-        part = [Line(name, _numbers(mean), mean) for name, mean in entries[start : start + step]]
+    made, figures = [], math.ceil(len(lines) / LINES)
+    step = math.ceil(len(lines) / max(figures, 1))
+    for start in range(0, len(lines), max(step, 1)):
         name = key if figures == 1 else f"{key}_{start // step + 1}"
-        made.append(Panel(name, title, words, LAYER, SHARE, part))
+        made.append(Panel(name, title, words, LAYER, SHARE, lines[start : start + step]))
     return made
 
 
-def _sides(key: str, title: str, words: str, axis: str, found: ByLayer) -> Panel:
-    log = key == "hidden_norm_ratio"
-    lines = [_line("before", found.before, log), _line("after", found.after, log)]
-    return Panel(key, title, words, LAYER, axis, lines, log_y=log)
+def _sides(key: str, title: str, words: str, axis: str, found: ByLayer, bounds: tuple[float, float]) -> Panel:
+    lines = [_line("before", found.before, QUIET), _line("after", found.after, COLORS[0])]
+    return Panel(key, title, words, LAYER, axis, lines, log_y=key.endswith("norm_ratio"), bounds=bounds)
 
 
-def _line(name: str, found: Measure, log: bool) -> Line:
-    if found.ci95 is None:
-        return Line(name, _numbers(found.mean), found.mean)
-    low, high = ([pair[end] for pair in found.ci95] for end in (0, 1))
-    if log:
-        known = zip(low, found.mean, strict=True)
-        low = [None if a is None or b is None else max(a, b / 10) for a, b in known]  # inside the axis
-    return Line(name, _numbers(found.mean), found.mean, low, high)
+def _line(name: str, found: Measure, color: str) -> Line:
+    low, high = (None if found.ci95 is None else [pair[end] for pair in found.ci95] for end in (0, 1))
+    return Line(name, _numbers(found.mean), found.mean, low, high, color)
 
 
 def _heat(record: InterventionRecord, side: str) -> Panel:
     found = record.attention_by_position
     z = [[None if v is None else math.log10(max(v, 1e-4)) for v in row] for row in found[side]]
-    edges = [float(edge + 1) for edge in (*found["edges"], found["length"])]
-    heat = Heat(edges, _numbers(z), z, "log₁₀ of the share", (-4.0, 0.0))
+    drawn = by_position(found, z, "log₁₀ of the share", (-4.0, 0.0), record.position)
     words = (
-        "Mean attention that a position receives from the tokens that may see it, positions on a logarithmic axis; "
-        f"position {record.position} is at {record.position + 1}. Bright columns are sinks."
+        "Mean attention that a position receives from the tokens that may see it, positions on a logarithmic axis. "
+        "Bright columns are sinks."
     )
-    title = f"Attention received by position, {side}"
-    axis = "position (1 = first token)"
-    return Panel(f"attention_{side}", title, words, axis, LAYER, heat=heat, wide=True, log_x=True)
+    title, axis = f"Attention received by position, {side}", "position (0 = first token)"
+    return Panel(f"attention_{side}", title, words, axis, LAYER, wide=True, **drawn)
 
 
 def tables(record: InterventionRecord) -> list[Table]:

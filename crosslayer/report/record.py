@@ -1,16 +1,12 @@
-"""The schema of every result, and folders that are written whole or not at all."""
+"""The schema of every result."""
 
-import contextlib
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-WRITTEN = {"record.json", "report.html", "figures"}  # what a folder of results may hold
+from crosslayer.folder import check_target as check_target
+from crosslayer.folder import whole_folder as whole_folder
 
 
 class Measure(BaseModel):
@@ -127,7 +123,7 @@ class BenchRecord(BaseModel):
     rows: list[dict[str, Any]] = Field(min_length=1)
     skipped: list[dict[str, Any]] = Field(description="settings that did not fit, with the reason")
     no_prediction: str | None = Field(description="why nothing is predicted")
-    interval_coverage: float = Field(ge=0, le=0.95, description="what an interval of the median can cover at most")
+    interval_coverage: float = Field(ge=0, le=1, description="how often an interval of so many pairs holds the median")
     seconds: float
     environment: dict[str, Any]
 
@@ -159,69 +155,3 @@ class VerifyRecord(BaseModel):
 def dumps(record: dict[str, Any]) -> str:
     """Write a record as JSON; a NaN or an infinity is an error, never a value."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
-
-
-@contextlib.contextmanager
-def whole_folder(target: Path, force: bool = False) -> Iterator[Path]:
-    """Give a temporary folder that becomes `target` when the block ends, and disappears if it fails or is interrupted.
-
-    Raises:
-        ValueError: `target` exists and `force` is not set, or it cannot be written.
-
-    """
-    target = target.expanduser().resolve()
-    check_target(target, force)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        if target.exists():
-            old = partial.with_name(f"{partial.name}-old")
-            target.rename(old)
-            partial.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def check_target(target: Path, force: bool) -> None:
-    """Refuse an output folder early, before any computation."""
-    target = target.expanduser().resolve()
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"--out {target.name!r} is a file; name a folder")
-    if target.exists() and not force:
-        raise ValueError(f"--out {target.name!r} exists; give another name, or --force to replace it")
-    if target.exists() and not _is_ours(target):
-        raise ValueError(f"--out {target.name!r} holds more than crosslayer wrote, so --force does not replace it")
-    parent = next(folder for folder in target.parents if folder.exists())
-    try:
-        with tempfile.TemporaryDirectory(prefix=".crosslayer-", dir=parent):
-            pass
-    except OSError as error:
-        raise ValueError(f"--out {target.name!r} cannot be written: {error.strerror or error}") from None
-
-
-def _listed(folder: Path) -> set[str]:
-    """Return what the manifest of a model's folder lists at its top level, and the manifest itself."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        return {"manifest.json", *(name.split("/")[0] for name in manifest["files"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
-
-
-def _is_ours(folder: Path) -> bool:
-    """Return whether a folder holds a result of ours and nothing else."""
-    names = {entry.name for entry in folder.iterdir()}
-    if not names:
-        return True
-    if "record.json" not in names or not names <= WRITTEN | _listed(folder):
-        return False
-    try:
-        record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return isinstance(record, dict) and str(record.get("schema", "")).startswith("crosslayer/")

@@ -1,9 +1,10 @@
 """The figures, cards, tables and model card of a retrofit, from its record alone."""
 
+import math
 from typing import Any
 
 from crosslayer.report.page import Table, runs
-from crosslayer.report.panel import Line, Panel
+from crosslayer.report.panel import COLORS, Line, Panel
 from crosslayer.report.record import RetrofitRecord
 
 
@@ -131,20 +132,27 @@ def panels(record: RetrofitRecord) -> list[Panel]:
         sentence = (
             "Root mean square of what the rewired layer's stream lacks, without and with W_c, on calibration text."
         )
-        lines = [Line(name, layers, [fit[key] for fit in fits]) for key, name in names.items()]
+        lines = [
+            Line(name, layers, [fit[key] for fit in fits], color=COLORS[key.startswith("mean")], dashed="before" in key)
+            for key, name in names.items()
+        ]
         made.append(
             Panel("calibration", "What W_c makes up for", sentence, "layer", "error", lines, log_y=True, wide=True)
         )
     if curve:
         x = [point["share"] for point in curve]
-        lines = [Line("search", x, [point["kl"] for point in curve])]
+        low, high = ([point["kl_ci95"][end] for point in curve] for end in (0, 1))
+        lines = [Line("search", x, [point["kl"] for point in curve], low, high)]
         paper = record.choice.get("paper")
         if paper is not None:
-            lines.append(Line("fixed superblocks", [paper["share"]], [paper["kl"]]))
-        sentence = "KL to the original on text that was not searched, without compensation, as states are taken away."
-        made.append(
-            Panel("trade_off", "Cache against damage", sentence, "cached share", "KL (nats a token)", lines, wide=True)
+            low, high = ([end] for end in paper["kl_ci95"])
+            lines.append(Line("fixed superblocks", [paper["share"]], [paper["kl"]], low, high))
+        sentence = (
+            "KL to the original on text that was not searched, without compensation, as states are taken away; 95 % "
+            "bootstrap intervals over windows."
         )
+        title, titles = "Cache against damage", ("cached share", "KL (nats a token)")
+        made.append(Panel("trade_off", title, sentence, *titles, lines, wide=True, bounds=(0, math.inf)))
     return made
 
 
@@ -157,7 +165,8 @@ def tables(record: RetrofitRecord) -> list[Table]:
     states = ("queries", "keys", "values", "mlps")
     changed = [i for i in range(record.model["layers"]) if any(record.plan[state][i] != i for state in states)]
     plan = [[str(i), *(_source(record.plan[state][i], i) for state in states)] for i in changed]
-    made = [[key, str(value)] for key, value in {**record.settings, **record.seconds}.items() if value is not None]
+    seconds = {f"{key}, seconds": f"{value:.1f}" for key, value in record.seconds.items()}
+    made = [[key, str(value)] for key, value in {**record.settings, **seconds}.items() if value is not None]
     return [
         _by_domain(record),
         ("Weights", ["", "count", "names"], rows),

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from crosslayer.report import diagnosis
-from crosslayer.report.page import page, save_page
+from crosslayer.report.page import measured_on, page, save_page
 from crosslayer.report.record import DiagnosisRecord, whole_folder
 
 
@@ -15,8 +15,7 @@ def write_diagnosis(record: dict[str, Any], out: Path, force: bool = False) -> t
     name = settings.get("model") or model["class"]
     subtitle = (
         f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers · "
-        f"{settings['sequences']} sequences of {settings['length']} tokens · {settings.get('text', 'own tokens')} · "
-        "bands are 95 % intervals (Student t) over sequences"
+        f"{measured_on(settings)}"
     )
     panels = diagnosis.panels(checked)
     with whole_folder(out, force) as folder:

@@ -36,7 +36,9 @@ def write_retrofit(
     """
     record = RetrofitRecord.model_validate(json.loads(dumps(outcome.record)))
     name, command = record.settings["model"], record.settings["command"]
-    subtitle = f"{methods(record)} · {record.model['class']} → {record.model['retrofit_class']}"
+    settings, classes = record.settings, f"{record.model['class']} → {record.model['retrofit_class']}"
+    measured = f"{settings['windows']} windows of {settings['length']} tokens, {settings['text']}"
+    subtitle = f"{methods(record)} · {classes} · {measured}"
     drawn = panels(record)
     with whole_folder(out, force) as folder:
         with quiet_transformers():

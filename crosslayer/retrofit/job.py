@@ -16,7 +16,7 @@ from crosslayer.environment import environment
 from crosslayer.method import Method, merge_plans, to_entry
 from crosslayer.plan import DepthPlan, parse_layers
 from crosslayer.probe import measures as m
-from crosslayer.probe.scan import diagnose
+from crosslayer.probe.scan import check_ids, diagnose
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.verdict import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.probe.visit import no_cache
@@ -56,6 +56,8 @@ class Job:
         started = time.perf_counter()
         self._check_early(texts)
         given = texts.windows(self.tokenizer, self.request)
+        for windows in given.values():
+            check_ids(self.model, windows.ids)
         methods = self._timed("choose", lambda: self._choose(given))
         made = self._timed("convert and calibrate", lambda: self._convert(methods, given))
         found = self._timed("damage", lambda: self._damage(made, given["evaluation"]))

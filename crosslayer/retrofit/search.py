@@ -12,7 +12,7 @@ from crosslayer.methods.uniattn import UniAttn
 from crosslayer.plan import DepthPlan
 from crosslayer.probe.what_if import Wiring, look
 from crosslayer.retrofit.choose import PASSES, SAVES, Search, Wires, fixed_superblocks
-from crosslayer.retrofit.damage import Losses, compare, difference, logits_if, logits_of, losses
+from crosslayer.retrofit.damage import Losses, compare, damage, difference, logits_if, logits_of, losses
 from crosslayer.retrofit.request import Meter, Request
 from crosslayer.text import Windows
 
@@ -89,6 +89,7 @@ def _curve(
         "superblocks": fixed[0],
         "share": fixed[1],
         "kl": float(found["paper"].kl.mean()),
+        "kl_ci95": damage(found["paper"]).kl_ci95,
         "search_minus_paper": gap,
         "ci95": interval,
     }
@@ -97,4 +98,6 @@ def _curve(
 
 def _point(wires: Wires, kl: float, found: Losses) -> dict[str, Any]:
     counts = {kind: wires.kinds.count(kind) for kind in SAVES}
-    return {"share": wires.plan.cached_fraction(), "kl_search": kl, "kl": float(found.kl.mean()), **counts}
+    measured = damage(found)
+    share = wires.plan.cached_fraction()
+    return {"share": share, "kl_search": kl, "kl": measured.kl, "kl_ci95": measured.kl_ci95, **counts}

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from crosslayer.domains import FITTED, embedded_domains, load_domains, shared_out, split_domains
 from crosslayer.retrofit.damage import FEWEST
 from crosslayer.retrofit.request import Request
-from crosslayer.text import FITTED, TextSource, Windows, embedded_domains, load_domains, shared_out, split_domains
+from crosslayer.text import TextSource, Windows
 
 CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 36
 

@@ -1,7 +1,7 @@
 """What a candidate costs beside a baseline: cache, time to first token, time per token, memory; measured and predicted.
 
 Both sides run in turns, in an order that alternates, so that one pair meets the same moments of the machine. A ratio is
-the median over pairs of candidate / baseline, with a 95 % bootstrap interval of the median of the log ratios.
+the median over pairs of candidate / baseline, with an interval whose ends are pairs too.
 
 Shapes: B batch, T tokens of the prompt, S tokens in the cache.
 """

@@ -11,14 +11,25 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.runtime.bench import cache_bytes
 from crosslayer.runtime.manifest import positions
 
+COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; logits divided by less overflow
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; temperature 0 is greedy."""
+    """How tokens are chosen; temperature 0 is greedy.
+
+    Raises:
+        ValueError: the temperature is neither 0 nor from `COLDEST` to `HOTTEST`.
+
+    """
 
     new_tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
+
+    def __post_init__(self):
+        if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
+            raise ValueError(f"temperature {self.temperature} cannot be used; use 0 (greedy) or {COLDEST} to {HOTTEST}")
 
 
 def generate(
@@ -46,6 +57,11 @@ def generate(
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(f"generate needs a causal LM; {type(model).__name__} is none")
     ids = _prompt_ids(tokenizer, prompt, chat)
+    size = model.config.get_text_config().vocab_size
+    if int(ids.max()) >= size:
+        raise ValueError(
+            f"token id {int(ids.max())} is not in the model's vocabulary of {size}: the tokenizer is another model's"
+        )
     room = positions(model) - ids.shape[1]
     if room < sampling.new_tokens:
         raise ValueError(

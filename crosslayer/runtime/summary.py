@@ -1,5 +1,6 @@
 """What repeats add up to: medians, paired ratios with intervals, verdicts, and how far a prediction is off, and why."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -12,34 +13,45 @@ from crosslayer.runtime.costs import Load, Rates, Structure, predict
 SIDES = ("candidate", "baseline")
 TIMES = ("ttft", "tpot_dynamic", "tpot_static")
 FAR = 0.2  # a prediction that is further off is explained
-RESAMPLES = 4000
+COVERAGE = 0.95  # of an interval, where there are enough pairs
+CLEAR = 0.9  # the coverage from which an interval decides: 5 pairs
 RATES = tuple(field.name for field in fields(Rates) if field.name != "asynchronous")
 Times = dict[str, dict[str, list[float]]]  # measure -> side -> seconds of each repeat
 
 
 def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> tuple[float, list[float] | None]:
-    """Return the median of candidate / baseline over pairs and the 95 % bootstrap interval of the median log ratio.
+    """Return the median of candidate / baseline over pairs and its interval, which covers `coverage(pairs)`.
 
-    With fewer than three pairs there is no interval. With n pairs no interval of a median can cover more than
-    1 − 2^(1−n): see `coverage`.
+    The ends are the k-th lowest and the k-th highest of the pairs: whatever the distribution, the median is outside of
+    them as often as so many fair coins show fewer than k heads or tails. Fewer than three pairs give none.
     """
-    logs = np.log(np.asarray(candidate, dtype=float) / np.asarray(baseline, dtype=float))
+    logs = np.sort(np.log(np.asarray(candidate, dtype=float) / np.asarray(baseline, dtype=float)))
     ratio = float(np.exp(np.median(logs)))
     if len(logs) < 3:
         return ratio, None
-    picks = np.random.default_rng(0).integers(0, len(logs), (RESAMPLES, len(logs)))
-    low, high = np.quantile(np.median(logs[picks], axis=1), [0.025, 0.975])
-    return ratio, [float(np.exp(low)), float(np.exp(high))]
+    k = _rank(len(logs))
+    return ratio, [float(np.exp(logs[k - 1])), float(np.exp(logs[-k]))]
 
 
-def coverage(repeats: int) -> float:
-    """Return the most that an interval of the median of so many pairs can cover, 0.95 at most."""
-    return min(0.95, 1 - 2.0 ** (1 - repeats)) if repeats > 1 else 0.0
+def coverage(pairs: int) -> float:
+    """Return how often an interval of `paired_ratio` holds the median: 0.9375 with 5 pairs, at least 0.95 from 6."""
+    return 1 - 2 * _fewer_heads(_rank(pairs), pairs) if pairs > 1 else 0.0
 
 
-def verdict(interval: Sequence[float] | None) -> str:
-    """Return faster, slower, or undecided where the interval holds 1 or is missing."""
-    if interval is None or interval[0] <= 1 <= interval[1]:
+def _rank(pairs: int) -> int:
+    """Return the largest k whose interval covers `COVERAGE`, 1 where none does."""
+    enough = [k for k in range(1, pairs // 2 + 1) if 1 - 2 * _fewer_heads(k, pairs) >= COVERAGE]
+    return max(enough, default=1)
+
+
+def _fewer_heads(k: int, coins: int) -> float:
+    """Return how likely so many fair coins show fewer than k heads."""
+    return sum(math.comb(coins, heads) for heads in range(k)) / 2**coins
+
+
+def verdict(interval: Sequence[float] | None, pairs: int) -> str:
+    """Return faster, slower, or undecided where the interval holds 1, is missing, or covers less than `CLEAR`."""
+    if interval is None or coverage(pairs) < CLEAR or interval[0] <= 1 <= interval[1]:
         return "undecided"
     return "faster" if interval[1] < 1 else "slower"
 
@@ -121,7 +133,8 @@ def compared(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     for side in SIDES:
         low, median, high = np.quantile(times[side], [0.25, 0.5, 0.75])
         sides[side] = {"median": float(median), "quartiles": [float(low), float(high)]}
-    return {**sides, "ratio": ratio, "ci95": interval, "verdict": verdict(interval)}
+    decided = verdict(interval, len(times["candidate"]))
+    return {**sides, "ratio": ratio, "interval": interval, "verdict": decided}
 
 
 def _time(
@@ -146,9 +159,10 @@ def _time(
 
 def explain(
     what: str, measured: float, predicted: float, found: Mapping[str, Any], unsteady: tuple[float, str]
-) -> str | None:
+) -> dict[str, Any] | None:
     """Return by how much a prediction is off and what was seen beside it, or None where it is within 20 %."""
-    if abs(measured / predicted - 1) <= FAR:
+    off = measured / predicted - 1
+    if abs(off) <= FAR:
         return None
     reasons = []
     if unsteady[0] > FAR:
@@ -161,4 +175,4 @@ def explain(
         if share > 0.5:
             reasons.append(f"{share:.0%} of the {side}'s prediction is the fixed cost of operators, a rough term")
     why = "; ".join(reasons) or "no cause was seen in this run"
-    return f"{what} is {measured / predicted - 1:+.0%} off the prediction: {why}"
+    return {"off": off, "words": f"{what} is {off:+.0%} off the prediction: {why}"}

@@ -1,6 +1,8 @@
 """Proof that a causal LM is right: its files are its manifest's, and every way to run it gives the same logits."""
 
 import copy
+import inspect
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,13 +15,14 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from crosslayer.environment import environment, quiet_transformers
 from crosslayer.models import DTYPES, EMBEDDED, load_model, resolve_device
-from crosslayer.report.record import CheckRow, VerifyRecord, dumps, whole_folder
+from crosslayer.report.record import CheckRow, VerifyRecord
+from crosslayer.report.verification import write_verification
 from crosslayer.runtime import manifest
 from crosslayer.runtime.checks import BEAMS, CHECKS, NEW, Found, NotApplicable, Subject
 
 PASS, FAIL, NOT_APPLICABLE = "PASS", "FAIL", "NOT APPLICABLE"
-UNITS = "Differences are in standard deviations of the logits: the largest; below float32 the root mean square."
 TOKENS, FEWEST, SEED = 33, 16, 0
+RECORD = "record.json"
 # Measured over 33 tokens of SmolLM2, of five retrofits of it and of tiny models of 25 families: at most 3e-5 in
 # float32. More layers and other kernels need room; the mildest fault planted, positions off by one behind the cache,
 # makes 0.85.
@@ -50,7 +53,7 @@ def verify_source(
     *,
     dtypes: Sequence[str] = ("float32", "bfloat16"),
     device: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> list[Check]:
     """Verify a model by name, loaded in float32; the files of a folder are checked before anything is loaded.
 
@@ -82,7 +85,7 @@ def verify(
     *,
     folder: Path | None = None,
     dtypes: Sequence[str] = ("float32", "bfloat16"),
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
     compile_backend: str = "inductor",
 ) -> list[Check]:
     """Run every check on copies of a model, which itself stays as it is.
@@ -92,18 +95,21 @@ def verify(
         tokenizer: keeps its special tokens out of the random ids, since some models treat those in their own way.
         folder: where the model was loaded from; its `manifest.json` is checked too.
         dtypes: names of dtypes; each is compared with itself.
-        progress: called with the number of checks done and of all checks.
+        progress: called before each check, and after the last, with the number of checks done, of all checks, and
+            what runs now.
         compile_backend: backend of `torch.compile`.
 
     Raises:
-        ValueError: the model is no causal LM, a dtype is unknown, or the model has too few positions.
+        ValueError: the model is no causal LM with a key-value cache, a dtype is unknown, or the model has too few
+            positions.
 
     """
     _check_dtypes(dtypes)
-    if not model.can_generate() or model.config.is_encoder_decoder:
-        raise ValueError(f"verify needs a causal LM; {type(model).__name__} is none")
-    ids, done = _ids(model, tokenizer), 0
+    _check_model(model)
+    ids, done, total = _ids(model, tokenizer), 0, check_count(dtypes)
+    tell = progress or (lambda done, total, doing: None)
     with quiet_transformers():
+        tell(0, total, "manifest and plain pass")
         rows = _manifest_rows(model, folder)
         reference = _subject(model, ids, "float32", compile_backend).full
         for dtype in dtypes:
@@ -112,19 +118,18 @@ def verify(
             tolerance = EXACT.get(dtype) or max(FLOOR, ROUNDINGS * rounding)
             note = f"weak: rounding alone moves logits by {rounding:.1f}" if tolerance > WEAK else ""
             for name, check in CHECKS.items():
+                tell(done, total, f"{name}, {dtype}")
                 rows.append(_row(name, dtype, tolerance, partial(check, subject), note))
                 done += 1
-                if progress is not None:
-                    progress(done, check_count(dtypes))
+        tell(total, total, "")
     return rows
 
 
-def write_record(rows: Sequence[Check], about: dict, out: Path, force: bool = False) -> None:
-    """Write `record.json` into a new folder; `about` holds model, command and seconds."""
+def write_record(rows: Sequence[Check], about: dict, out: Path, force: bool = False) -> Path:
+    """Write record and page into a new folder, return the page's path; `about` holds model, command and seconds."""
     checks = [CheckRow(**asdict(row)) for row in rows]
     record = VerifyRecord(schema="crosslayer/verify/1", checks=checks, environment=environment(), **about)
-    with whole_folder(out, force) as folder:
-        (folder / "record.json").write_text(dumps(record.model_dump(by_alias=True)), encoding="utf-8")
+    return write_verification(record.model_dump(by_alias=True), out, force)
 
 
 def check_count(dtypes: Sequence[str]) -> int:
@@ -149,15 +154,31 @@ def _row(name: str, dtype: str | None, tolerance: float, check: Callable[[], Fou
 
 def _files(folder: Path | None) -> Check:
     """Compare the files of a folder with its manifest."""
-    if folder is None or not (folder / manifest.NAME).exists():
-        what = "the model is not a local folder" if folder is None else f"the folder has no {manifest.NAME}"
-        return Check("manifest", None, NOT_APPLICABLE, reason=what)
+    if folder is None:
+        return Check("manifest", None, NOT_APPLICABLE, reason="the model is not a local folder")
+    if not (folder / manifest.NAME).exists():
+        if _is_retrofit(folder):
+            reason = f"its {RECORD} says that this is a retrofit, and the {manifest.NAME} of a retrofit is missing"
+            return Check("manifest: files", None, FAIL, reason=reason)
+        return Check("manifest", None, NOT_APPLICABLE, reason=f"the folder has no {manifest.NAME}")
     try:
         wrong = manifest.check_files(folder)
     except (ValueError, OSError) as error:
         return Check("manifest: files", None, FAIL, reason=_line(error))
     more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return Check("manifest: files", None, FAIL if wrong else PASS, reason="; ".join(wrong[:3]) + more)
+
+
+def _is_retrofit(folder: Path) -> bool:
+    """Return whether a folder holds the record of a retrofit, which is never written without a manifest.
+
+    A config cannot say so: `save_pretrained` of a model trained further would repeat it in a folder that has none.
+    """
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and str(record.get("schema", "")).startswith("crosslayer/retrofit/")
 
 
 def _manifest_rows(model: PreTrainedModel, folder: Path | None) -> list[Check]:
@@ -214,6 +235,15 @@ def _ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> T
     ordinary = torch.tensor([i for i in range(config.vocab_size) if i not in special])
     chosen = torch.randint(len(ordinary), (1, count), generator=torch.Generator().manual_seed(SEED))
     return ordinary[chosen].to(model.device)
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise ValueError(f"verify needs a causal LM; {name} is none")
+    forwards = (inspect.signature(part.forward).parameters for part in (model, model.base_model))
+    if not any("past_key_values" in parameters for parameters in forwards):
+        raise ValueError(f"verify needs a model with a key-value cache; {name} keeps states of another kind")
 
 
 def _check_dtypes(dtypes: Sequence[str]) -> None:

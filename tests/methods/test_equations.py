@@ -7,7 +7,7 @@ become 6e-8 after it (SDPA and the loops sum in another order). A wrong wiring m
 import pytest
 import torch
 
-from tests.contract import build, config_of
+from crosslayer.testing import build, config_of
 from tests.methods.naive import Naive, attend, check
 
 

@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from crosslayer.decoder.families import FAMILIES, from_model, to_config, to_model
 from crosslayer.methods.attnres import depth_attention
-from tests.contract import build, close, config_of
+from crosslayer.testing import build, close, config_of
 from tests.tiny import tiny, tokens
 
 

@@ -8,10 +8,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 import crosslayer
+from crosslayer import testing as contract
 from crosslayer.probe.stream import streams
 from crosslayer.probe.visit import attention_layers, layer_stack, visited
 from crosslayer.report.write import write_diagnosis
-from tests import contract
 from tests.tiny import BASE, CAUSAL, ENCODERS, tiny, tokens
 
 FAMILIES = [*CAUSAL, *ENCODERS]

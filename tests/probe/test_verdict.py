@@ -109,3 +109,18 @@ def test_gemma2_says_that_masks_alternate():
     found = crosslayer.diagnose(tiny("gemma2"), tokens()).record()
     assert found["model"]["masks"] == ["causal, window 8", "causal", "causal, window 8"]
     assert any("masks differ" in word for word in found["verdict"]["words"])
+
+
+def test_it_is_explained_why_both_rules_save_the_same_and_that_they_agree():
+    blocks = np.kron(np.eye(4), np.ones((4, 4)))
+    blocks[:8, :8] = np.eye(8)
+    said = verdict(measures(16, blocks), [FULL] * 16, 512)["words"]
+    assert any("followers (6) and so for the same shares, gives the same superblocks: what depth" in w for w in said)
+    blocks = np.kron(np.eye(8), np.ones((2, 2)))
+    said = verdict(measures(16, blocks), [FULL] * 16, 512)["words"]
+    assert any("(6) and so for the same shares, gives the candidate superblocks [0-1] [2-3]" in w for w in said)
+    shapes = [SLIDING] * 4 + [FULL] * 4  # as many followers, of smaller layers
+    blocks = np.kron(np.eye(2), np.array([[1.0, 0.9], [0.9, 1.0]]).repeat(2, 0).repeat(2, 1))
+    blocks[4:, 4:] = np.eye(4)
+    said = verdict(measures(8, blocks), shapes, 512)["words"]
+    assert any("without the first column gives the candidate superblocks [0-3]: the KV cache" in w for w in said)

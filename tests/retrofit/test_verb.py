@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 
@@ -218,29 +219,63 @@ def test_families_that_cannot_be_converted_say_which_can(monkeypatch, inputs, tm
     assert "'gpt2' cannot be converted; llama, mistral, qwen2, qwen3 can; diagnose" in capsys.readouterr().err
 
 
-def test_killing_it_at_random_moments_never_leaves_a_wrong_folder(inputs, tmp_path):
-    """Twenty runs, each killed at a random moment while it writes; what is there is whole or does not exist."""
-    code = (
-        "import sys, os, signal, threading\n"
-        "from crosslayer.retrofit import folder\n"
-        "whole = folder.whole_folder\n"
-        "def killer(*a, **k):\n"
-        "    wait = float(sys.argv.pop())\n"
-        "    threading.Timer(wait, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()\n"
-        "    return whole(*a, **k)\n"
-        "folder.whole_folder = killer\n"
-        "from crosslayer.cli import main\n"
-        "main()\n"
-    )
-    generator, found = random.Random(0), []
-    base = [sys.executable, "-c", code, "retrofit", str(inputs / "model"), "--text", str(inputs / "text.txt")]
-    base += ["--method", "cla", "--layers", "6-7", "--compensation", "none", *map(str, QUICK)]
-    for number in range(20):
-        out = tmp_path / f"out{number}"
-        command = [*base, "--out", str(out), str(generator.uniform(0, 0.6))]
-        subprocess.run(command, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-        found.append(out.exists())
-        if out.exists():
-            assert check_files(out) == []
-            AutoModelForCausalLM.from_pretrained(out)
-    assert not all(found)  # some died in time
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+
+import torch
+
+from crosslayer.cli import main
+from crosslayer.retrofit import folder  # and with it all that a child would have to import
+
+torch.set_num_threads(1)  # threads do not survive a fork
+whole, runs, home, left = folder.whole_folder, int(sys.argv.pop()), os.getpid(), 10**6
+
+
+def step(event, _):
+    global left
+    if event == "open" or event.startswith(("os.", "shutil.")):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forked(out, *rest):
+    global left
+    steps = out.with_name("steps")
+    for number in range(runs + 1):
+        left = 10**6 if number == 0 else max(1, round(int(steps.read_text()) * (number - 1) / (runs - 1)))
+        child = os.fork()
+        if child == 0:
+            sys.addaudithook(step)
+            return whole(out.with_name(f"out{number}"), *rest)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    os._exit(0)
+
+
+folder.whole_folder = forked
+try:
+    main()
+finally:
+    if os.getpid() != home:
+        Path(sys.argv[-1]).with_name("steps").write_text(str(10**6 - left))
+"""
+
+
+def test_killed_at_any_step_of_writing_it_leaves_a_whole_folder_or_none(inputs, tmp_path):
+    """One process forks where it begins to write: one child finishes, twenty die from its first step to its last.
+
+    A step is a file opened or the file system changed, so that every run dies where it should on every machine.
+    """
+    words = ["retrofit", inputs / "model", "--text", inputs / "text.txt", "--method", "cla", "--layers", "6-7", *QUICK]
+    command = [sys.executable, "-c", KILLED, *words, "--compensation", "none", "--out", tmp_path / "out", 20]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-500:]
+    assert list(map(int, ran.stdout.split()[-21:])) == [0, *[-signal.SIGKILL] * 20], ran.stdout
+    exist = [(tmp_path / f"out{number}").exists() for number in range(21)]
+    assert exist[0] and not exist[1] and exist[20], exist  # finished; died before and after the folder was there
+    assert exist[1:] == sorted(exist[1:]), exist
+    for number in range(21):
+        if exist[number]:
+            assert check_files(tmp_path / f"out{number}") == []
+            AutoModelForCausalLM.from_pretrained(tmp_path / f"out{number}")

@@ -1,5 +1,6 @@
 """Costs against hand counts, the statistics against naive ones, and a bench of tiny models from end to end."""
 
+import itertools
 import json
 import math
 import random
@@ -18,14 +19,14 @@ from crosslayer.runtime.bench import Settings, bench, cache_bytes, static_copy
 from crosslayer.runtime.costs import Attention, Load, Rates, predict, structure
 from crosslayer.runtime.machine import free_memory, measure_rates, operators, peak_memory
 from crosslayer.runtime.summary import SIDES, TIMES, coverage, explain, paired_ratio, unsteadiest, verdict
-from tests.contract import SHAPE, build, config_of
+from crosslayer.testing import SHAPE, build, config_of
 from tests.test_cli import run
 from tests.tiny import VOCABULARY, tiny, tokens
 
 SMALL = Settings(contexts=(12,), batches=(2,), new_tokens=3, repeats=3)
 UNIATTN = [{"name": "uniattn", "superblocks": [[1, 2, 3]]}]
 DROP = [{"name": "drop", "attention": [4, 5], "mlp": [0]}]
-# a layer of tests.contract.SHAPE: q and o 32·32, k and v 32·16, three MLP matrices 32·48
+# a layer of crosslayer.testing.SHAPE: q and o 32·32, k and v 32·16, three MLP matrices 32·48
 Q = OUT = 32 * 32
 K = V = 32 * 16
 MLP = 3 * 32 * 48
@@ -85,7 +86,8 @@ def test_experts_are_measured_but_not_predicted():
     assert record["no_prediction"].startswith("no prediction") and record["rows"][0]["ttft"]["predicted_ratio"] is None
     assert record["rows"][0]["cache"]["dynamic"]["ratio"] == 1
     words = report.sentences(BenchRecord.model_validate(record))
-    assert "Fewer than three pairs of runs give no interval." in words
+    assert any(word.startswith("Fewer than three pairs of runs give no interval") for word in words)
+    assert any(word.startswith("No prediction: ") for word in words)
 
 
 def test_prediction_is_the_sum_of_its_terms():
@@ -106,33 +108,45 @@ def test_prediction_is_the_sum_of_its_terms():
     assert Rates(1, 1, 1, 1, 1, operator=1e-3, asynchronous=True).seconds(0.5, 100) == 0.5
 
 
-def test_interval_is_the_naive_bootstrap():
+def test_the_ratio_is_the_median_of_pairs():
     generator = random.Random(3)
     baseline = [generator.uniform(1, 2) for _ in range(9)]
     candidate = [b * generator.uniform(0.8, 1.0) for b in baseline]
     ratio, interval = paired_ratio(candidate, baseline)
-    pairs = [math.log(c / b) for c, b in zip(candidate, baseline, strict=True)]
-    assert ratio == pytest.approx(math.exp(statistics.median(pairs)))
-    medians = sorted(statistics.median(generator.choices(pairs, k=9)) for _ in range(4000))
-    assert interval == pytest.approx([math.exp(medians[100]), math.exp(medians[-101])], abs=0.01)
+    pairs = sorted(c / b for c, b in zip(candidate, baseline, strict=True))
+    assert ratio == pytest.approx(statistics.median(pairs))
+    assert interval == pytest.approx([pairs[1], pairs[-2]])
     assert paired_ratio([3, 1], [1, 1]) == (pytest.approx(math.sqrt(3)), None)
     assert paired_ratio([2.0] * 4, [1.0] * 4) == (2.0, [2.0, 2.0])
-    assert [verdict(x) for x in ([0.8, 0.9], [1.1, 1.2], [0.9, 1.1], None)] == [
-        "faster",
-        "slower",
-        "undecided",
-        "undecided",
-    ]
 
 
-def test_an_interval_covers_no_more_than_its_pairs_allow():
-    hits, generator = 0, np.random.default_rng(1)
-    for _ in range(400):
-        _, interval = paired_ratio([*np.exp(generator.normal(size=3))], [1.0] * 3)
+def coins(pairs):
+    """How often the median is between the ends, over every way in which pairs fall above (1) or below (0) it."""
+    ratios = [1.5] * pairs
+    held = 0
+    for sides in itertools.product((0, 1), repeat=pairs):
+        _, interval = paired_ratio([r if side else 1 / r for r, side in zip(ratios, sides, strict=True)], [1.0] * pairs)
         assert interval is not None
-        hits += interval[0] <= 1 <= interval[1]
-    assert coverage(3) == 0.75 and hits / 400 < 0.82
-    assert coverage(5) == 0.9375 and coverage(20) == 0.95
+        held += interval[0] <= 1 <= interval[1]
+    return held / 2**pairs
+
+
+def test_the_coverage_is_what_the_pairs_give():
+    assert [coverage(n) for n in (3, 5)] == [0.75, 0.9375]
+    assert coverage(1) == coverage(0) == 0
+    for pairs in range(3, 13):
+        assert coverage(pairs) == pytest.approx(coins(pairs)), pairs
+        assert pairs < 6 or coverage(pairs) >= 0.95
+    assert 0.95 <= coverage(40) < 0.97
+    generator = np.random.default_rng(1)
+    found = [paired_ratio([*np.exp(generator.normal(size=5) ** 3)], [1.0] * 5)[1] for _ in range(2000)]
+    assert np.mean([low <= 1 <= high for low, high in found]) == pytest.approx(0.9375, abs=0.015)  # type: ignore[misc]
+
+
+def test_nothing_is_faster_or_slower_without_an_interval_that_supports_it():
+    intervals = ([0.8, 0.9], [1.1, 1.2], [0.9, 1.1], [0.9, 1.0], None)
+    assert [verdict(x, 5) for x in intervals] == ["faster", "slower", "undecided", "undecided", "undecided"]
+    assert {verdict(x, 4) for x in intervals} == {"undecided"}  # 87.5 %
 
 
 def test_a_prediction_that_is_off_is_explained_by_what_was_seen():
@@ -145,6 +159,7 @@ def test_a_prediction_that_is_off_is_explained_by_what_was_seen():
     assert "rate of copies varied by 50%" in str(explain("the ratio", 0.7, 1.0, calm, (0.5, "copies")))
     noisy = {**calm, "baseline": side([1.0, 1.5], 0.9)}
     words = str(explain("the ratio", 0.7, 1.0, noisy, (0.1, "copies")))
+    assert explain("the ratio", 0.7, 1.0, noisy, (0.1, "copies"))["off"] == pytest.approx(-0.3)
     assert "-30% off" in words and "baseline spread by 50%" in words and "90% of the baseline's prediction" in words
     base = Rates(1, 1, 1, 1, 1, 1)
     spread, name = unsteadiest([base, base, Rates(1, 1, 3, 1, 1, 1)])
@@ -179,31 +194,62 @@ def test_record_is_valid_and_says_what_it_holds(found, tmp_path):
         for side in SIDES:
             low, high = row[name][side]["quartiles"]
             assert 0 < low <= row[name][side]["median"] <= high and row[name][side]["predicted"]["seconds"] > 0
-        assert row[name]["ci95"][0] <= row[name]["ratio"] <= row[name]["ci95"][1]
+        assert row[name]["interval"][0] <= row[name]["ratio"] <= row[name]["interval"][1]
+        assert row[name]["verdict"] == "undecided"  # three pairs
     rate = row["tokens_per_second"]["static"]["baseline"]
     assert rate == pytest.approx(2 / row["tpot_static"]["baseline"]["median"])
-    assert row["eager"]["ci95"] is None and row["eager"]["baseline"]["median"] > 0
+    assert row["eager"]["interval"] is None and row["eager"]["baseline"]["median"] > 0
     words = report.sentences(checked)
     assert "0.833x of the baseline's bytes" in words[0] and "reads 1.00x" in words[0]
-    assert sum(": time to first token: " in word for word in words) >= 1
-    assert "covers 75% at most" in words[-1]
+    assert any("median of 3 pairs of runs" in word and "covers 75 %: too little" in word for word in words)
     assert report.headline(checked)[0].keys() == {"context", "batch", "cache", *TIMES}
     page = report.write_bench(found, tmp_path / "out").read_text()
-    assert "KV cache, static, allocated" in page
+    assert "KV cache, static, allocated" in page and "<th>candidate ÷ baseline (75 %)</th>" in page
+    assert "random tokens, 3 decoded" in page and "75 % intervals" in page
     assert {p.stem for p in (tmp_path / "out" / "figures").iterdir()} == {"ratios_batch_2", "prediction_batch_2"}
 
 
-def test_losses_are_said_as_plainly_as_gains(found):
-    rows = json.loads(json.dumps(found["rows"]))
-    rows[0]["ttft"] |= {"ratio": 1.25, "ci95": [1.2, 1.3], "verdict": "slower", "predicted_ratio": 1.1, "notes": ["x"]}
-    rows[0]["tpot_static"] |= {"ratio": 0.9, "ci95": [0.8, 1.1], "verdict": "undecided"}
-    words = report.sentences(BenchRecord.model_validate({**found, "rows": rows}))
-    assert words[1].endswith("time to first token: 1.250x (1.200-1.300) of the baseline, slower; predicted 1.10x.")
-    assert "0.900x (0.800-1.100) of the baseline, undecided: the interval holds 1" in words[3]
-    table = report.table(BenchRecord.model_validate({**found, "rows": rows}))
-    assert next(row for row in table if row[1] == "time to first token")[5].endswith(
-        "(off by over 20 %: see the words)"
+@pytest.fixture
+def six(found):
+    """Six settings with known times, of five pairs."""
+    rows = []
+    for context, batch in itertools.product((512, 2048, 8192), (1, 4)):
+        row = json.loads(json.dumps({**found["rows"][0], "context": context, "batch": batch}))
+        for name in TIMES:
+            row[name] |= {"ratio": 1.25, "interval": [1.2, 1.3], "verdict": "slower", "notes": []}
+        row["tpot_static"] |= {"ratio": 0.9 + batch / 100, "interval": [0.8, 1.1], "verdict": "undecided"}
+        rows.append(row)
+    rows[0]["ttft"] |= {"ratio": 0.5, "interval": [0.4, 0.6], "verdict": "faster"}
+    for off in (0.3, -0.7):
+        rows[1]["ttft"]["notes"].append({"off": off, "words": f"the ratio is {off} off"})
+    settings = {**found["settings"], "repeats": 5}
+    record = {**found, "rows": rows, "settings": settings, "interval_coverage": coverage(5)}
+    return BenchRecord.model_validate(record)
+
+
+def test_losses_are_said_as_plainly_as_gains_and_briefly(six):
+    words = report.sentences(six)
+    assert words[1] == (
+        "Time to first token: faster at context × batch = 512 × 1 (0.500x of the baseline); slower at context × batch "
+        "= 512 × 4, 2048 × 1, 2048 × 4, 8192 × 1, 8192 × 4 (1.250x of the baseline)."
     )
+    assert words[2] == "Time per token, dynamic cache: slower in every setting (1.250x of the baseline)."
+    assert words[3] == "Time per token, static cache: undecided in every setting (0.910x to 0.940x of the baseline)."
+    off = "2 of 54 predictions are more than 20 % off; the farthest, time to first token at 512 × 4: the ratio is -0.7"
+    assert f"{off} off." in words and len(words) <= 8
+    table = next(row for row in report.table(six) if row[1] == "time to first token" and row[5].endswith("off)"))
+    assert table[0] == "context 512, batch 4"
+    assert [panel.y_range for panel in report.figures(six)][::2] == [report.figures(six)[0].y_range] * 2
+
+
+def test_the_printed_table_has_a_row_a_setting_and_cuts_nothing(six, capsys):
+    report.show(six)
+    lines = capsys.readouterr().out.splitlines()
+    assert "median of 5 pairs of runs" in lines[0] and not any("…" in line for line in lines)
+    assert sum(line.count("(93.8 % interval)") for line in lines) == 3
+    assert sum("(1.200-1.300)" in line for line in lines) == 6 and len({len(line) for line in lines[1:]}) == 1
+    starts = [line.replace("│", " ").split()[:2] for line in lines if "0.833x" in line]
+    assert starts == [[str(c), str(b)] for c in (512, 2048, 8192) for b in (1, 4)]
 
 
 def test_sides_take_turns_and_the_order_alternates():
@@ -332,6 +378,7 @@ def test_the_command_line(monkeypatch, tmp_path, capsys):
     assert (last["candidate"], last["baseline"]) == ("ours", "plain")
     assert [(row["context"], row["cache"]) for row in last["results"]] == [(6, 0.5), (12, 0.5)]
     assert "benchmarking: 8 of 8" in captured.err and "of the baseline" in captured.out
+    assert last["interval_coverage"] == 0.75
     record = BenchRecord.model_validate_json((tmp_path / "out" / "record.json").read_text())
     assert record.settings["command"].startswith("crosslayer bench ours --baseline plain")
     assert str(tmp_path) not in (tmp_path / "out" / "record.json").read_text()

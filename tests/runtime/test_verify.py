@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama import modeling_llama
 
@@ -15,7 +15,7 @@ from crosslayer.decoder.modeling import CrossLayerAttention
 from crosslayer.report.record import VerifyRecord
 from crosslayer.runtime import manifest, verify
 from crosslayer.runtime.checks import CHECKS
-from tests.contract import build, config_of
+from crosslayer.testing import build, config_of
 from tests.test_cli import run
 from tests.tiny import VOCABULARY, tiny
 
@@ -64,7 +64,7 @@ def edit(folder, change):
 
 
 def only(monkeypatch, *names):
-    monkeypatch.setattr(verify, "CHECKS", {name: CHECKS[name] for name in names})
+    monkeypatch.setattr(verify, "CHECKS", {name: CHECKS[name] for name in CHECKS if name in names})
 
 
 def by_name(rows):
@@ -94,7 +94,9 @@ def test_every_row_passes_on_a_stock_llama_in_two_dtypes_and_leaves_it_alone():
     rows = verify.verify(model, compile_backend="aot_eager", progress=lambda *step: steps.append(step))
     assert {row.status for row in rows[1:]} == {verify.PASS}
     total = verify.check_count(("float32", "bfloat16"))
-    assert steps == [(i + 1, total) for i in range(total)]
+    named = [f"{name}, {dtype}" for dtype in ("float32", "bfloat16") for name in CHECKS]
+    assert steps[1:] == [*((i, total, name) for i, name in enumerate(named)), (total, total, "")]
+    assert steps[0] == (0, total, "manifest and plain pass")
     assert len({row.tolerance for row in rows[1:] if row.dtype == "bfloat16"}) > 1  # the logits' own, and exact ones
     assert model.training and not model.is_activation_checkpointing and model.dtype == torch.float32
     assert model.config.to_dict() == config and model.config._attn_implementation == "sdpa"
@@ -129,6 +131,7 @@ def test_a_saved_folder_passes_and_its_record_is_written(monkeypatch, saved, tmp
     text = (tmp_path / "out" / "record.json").read_text()
     record = VerifyRecord.model_validate(json.loads(text))
     assert len(record.checks) == headline["passed"] and str(tmp_path) not in text
+    assert f"All {headline['passed']} checks that apply passed." in (tmp_path / "out" / "report.html").read_text()
     assert run(monkeypatch, "verify", saved, "--out", tmp_path / "out") == 2
 
 
@@ -332,6 +335,9 @@ def test_bad_input(monkeypatch, capsys):
             verify.verify(tiny("llama"), dtypes=dtypes)
     with pytest.raises(ValueError, match="verify needs a causal LM; BertModel"):
         verify.verify(tiny("bert"))
+    mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
+    with pytest.raises(ValueError, match="verify needs a model with a key-value cache; MambaForCausalLM keeps states"):
+        verify.verify(mamba)
     with pytest.raises(ValueError, match="12 positions; verify needs 22"):
         verify.verify(tiny("llama", max_position_embeddings=12))
     for words, message in ((["minilm"], "needs a causal LM"), (["./nowhere"], "does not exist")):
@@ -396,7 +402,7 @@ def test_a_shuffled_plan_fails_though_its_hash_was_made_again(saved):
     edit(saved, lambda record: ["config.json"])
     rows = verify.verify_source(str(saved))
     assert [(row.name, row.status) for row in rows] == [("manifest: files", "PASS"), ("load", "FAIL")]
-    assert "weights are missing" in rows[1].reason
+    assert "are missing or misshapen" in rows[1].reason
 
 
 def test_plan_and_fingerprint_are_the_manifests(monkeypatch, saved):
@@ -431,6 +437,33 @@ def test_a_folder_that_cannot_be_loaded_is_a_row(saved):
     truncate(saved)
     rows = verify.verify_source(str(saved))
     assert [(row.name, row.status) for row in rows] == [("manifest", "NOT APPLICABLE"), ("load", "FAIL")]
+
+
+def test_a_retrofit_without_its_manifest_fails_and_a_model_that_was_trained_on_does_not(monkeypatch, saved, tmp_path):
+    monkeypatch.setattr(verify, "CHECKS", {})
+    (saved / "record.json").write_text('{"schema": "crosslayer/retrofit/1"}')
+    (saved / "manifest.json").unlink()
+    assert run(monkeypatch, "verify", saved) == 1
+    rows = verify.verify_source(str(saved))
+    assert [(row.name, row.status) for row in rows] == [("manifest: files", "FAIL")]
+    assert "the manifest.json of a retrofit is missing" in rows[0].reason
+    model, words = verify.load_model(str(saved))
+    model.save_pretrained(tmp_path / "further")
+    words.save_pretrained(tmp_path / "further")
+    rows = verify.verify_source(str(tmp_path / "further"), dtypes=("float32",))
+    assert [(row.name, row.status) for row in rows] == [("manifest", "NOT APPLICABLE")]
+    for text in ("[]", "{", "[" * 100_000, '{"schema": 1}', '{"schema": "crosslayer/bench/1"}'):
+        (saved / "record.json").write_text(text)
+        assert verify.verify_source(str(saved), dtypes=("float32",))[0].status == verify.NOT_APPLICABLE
+
+
+def test_the_check_that_runs_is_on_the_screen(monkeypatch, saved, capsys):
+    only(monkeypatch, "cache bytes", "save and load")
+    assert run(monkeypatch, "verify", saved, "--dtypes", "float32") == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("verifying")]
+    assert [line.split("; now ")[1:] for line in lines] == [
+        ["manifest and plain pass"], ["save and load, float32"], ["cache bytes, float32"], [],
+    ]  # fmt: skip
 
 
 def as_text(text):

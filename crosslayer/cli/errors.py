@@ -1,0 +1,46 @@
+"""How a verb ends that could not do its work: one line, and an exit status that says whose turn it is."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+DONE, MEND, FAULT, CLOSED_PIPE = 0, 2, 70, 141  # 1 stands for checks that failed
+MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # how torch words it in a RuntimeError
+
+
+def explain(error: Exception) -> tuple[int, str]:
+    """Return exit status and the one line of an error: `MEND` for what the user can mend, `FAULT` for the rest."""
+    text = _one_line(str(error))
+    if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(word in text for word in MEMORY):
+        return MEND, "memory ran out; use fewer or shorter sequences, a smaller batch or a smaller dtype"
+    if isinstance(error, ValueError | OSError) and not _is_schema_error(error):
+        return MEND, text or type(error).__name__
+    if type(error).__name__ == "SafetensorError":  # what a disk that is full is called while weights are written
+        return MEND, f"weights could not be read or written: {text}"
+    kind = type(error).__name__
+    return FAULT, f"this is a fault, and not yours: {kind}: {text[:200]} (--debug shows where; please report it)"
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse arguments whose bytes are no text: they could be neither printed nor written into a record."""
+    for number, word in enumerate(words, 1):
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            raise ValueError(
+                f"argument {number} is {os.fsencode(word)!r}, which is no text in {sys.getfilesystemencoding()}"
+            )
+
+
+def close_output() -> None:
+    """Let nothing more be written to a pipe that nobody reads (`crosslayer methods | head -1`)."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_schema_error(error: Exception) -> bool:
+    """Return whether it says that a record of ours does not follow its schema: our fault."""
+    return type(error).__module__.partition(".")[0] in ("pydantic", "pydantic_core")
+
+
+def _one_line(text: str) -> str:
+    """Return text as one line, without control characters, which could rule the terminal."""
+    words = " ".join(text.split())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)

@@ -1,0 +1,51 @@
+"""What transformers' caches need to be told about layers that store one state, or none."""
+
+from torch import Tensor
+from transformers import Cache, QuantizedCache
+from transformers.cache_utils import StaticLayer
+
+from crosslayer.decoder.configuration import CrossLayerConfig
+
+
+def update_single(cache: Cache, state: Tensor, layer: int) -> Tensor:
+    """Cache the one state (B, H_kv, T, D) that a layer stores; return it with what was cached, (B, H_kv, S, D).
+
+    It stands in the keys slot, which is where caches measure their length, beside one of head size 0. Memory that
+    was allocated before anything was known of the model (as torch.export needs it) has room for both, and gets both.
+    """
+    existing = cache.layers[layer] if layer < len(cache.layers) else None
+    early = isinstance(existing, StaticLayer) and existing.is_initialized and existing.v_head_dim > 0
+    return cache.update(state, state if early else state[..., :0], layer)[0]
+
+
+def without_empty_layers(cache: Cache | None) -> Cache | None:
+    """Return a cache by which masks can be sized: without layers of length 0.
+
+    transformers' wrapper for torch.export puts such a layer wherever a layer stores nothing.
+    """
+    if cache is None or all(layer.get_max_length() for layer in cache.layers):
+        return cache
+    return Cache(layers=[layer for layer in cache.layers if layer.get_max_length()])
+
+
+def check_cache(config: CrossLayerConfig, cache: Cache | None) -> None:
+    """Refuse a quantised cache where it cannot hold what layers store.
+
+    Raises:
+        ValueError: a layer stores not both, keys and values; the methods are named.
+
+    """
+    if isinstance(cache, QuantizedCache):
+        check_quantized(config)
+
+
+def check_quantized(config: CrossLayerConfig) -> None:
+    """Refuse quantised caches, as `check_cache` does, before one is built."""
+    plan = config.plan
+    partial = [layer for layer in range(plan.layers) if len(plan.stored(layer)) < 2]
+    if partial:
+        names = " + ".join(method.name() for method in config.methods)
+        raise ValueError(
+            f"{names}: a quantised cache holds keys and values of every layer, and layers {partial} store less; "
+            "use the default cache, or cache_implementation='static'"
+        )

@@ -1,0 +1,34 @@
+"""Which keyword arguments `forward` takes beside its named ones; a misspelt one is an error, not a silent nothing."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from transformers.utils.generic import TransformersKwargs
+
+LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")  # options of the loss function
+# what layers hand on to the attention function: transformers' own, continuous batching's and vLLM's
+PASSED_ON = frozenset(
+    [*TransformersKwargs.__annotations__, "attention_instances", "cache", "read_index", "write_index", "block_table",
+     "logits_indices", "logits_processor_args"]
+)  # fmt: skip
+
+
+def check_keywords(forward: Callable[..., Any], names: Iterable[str]) -> None:
+    """Refuse keyword arguments that nothing would read.
+
+    Raises:
+        TypeError: a name is not known; the nearest right one is named.
+
+    """
+    for name in names:
+        if name not in PASSED_ON:
+            raise TypeError(_unknown(forward, name))
+
+
+def _unknown(forward: Callable[..., Any], name: str) -> str:
+    named = [key for key in inspect.signature(forward).parameters if key not in ("self", "kwargs")]
+    close = difflib.get_close_matches(name, [*named, *LOSS, *sorted(PASSED_ON)], 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(named)}"
+    return f"{forward.__qualname__}() has no argument {name!r}; {hint}"

@@ -1,0 +1,233 @@
+"""Folders that are written whole or not at all, by one process at a time.
+
+Beside a folder `out` that is being written lie `.out.crosslayer-lock`, which its writer holds,
+`.out.crosslayer-partial`, what is not complete, and, for a moment, `.out.crosslayer-old`, what is replaced. Nobody
+touches these without the lock. So whoever takes it knows that what lies there was left by a process that was killed,
+and mends it first: the incomplete is removed, and the old folder comes back where nothing stands in its place.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+WRITTEN = {"record.json", "report.html", "figures"}  # what a folder of results may hold
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems without locks answer
+
+_reserved: dict[Path, contextlib.ExitStack] = {}  # folders that this process holds until `release_targets`
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path, force: bool = False) -> Iterator[Path]:
+    """Give a temporary folder that becomes `target` when the block ends, and disappears if it fails or is interrupted.
+
+    Raises:
+        ValueError: `target` exists and `force` is not set, it cannot be written, or another process is writing it.
+
+    """
+    target = target.expanduser().resolve()
+    with contextlib.nullcontext() if target in _reserved else _holding(target):
+        _check(target, force)
+        with filled(target) as partial:
+            yield partial
+
+
+def check_target(target: Path, force: bool) -> None:
+    """Refuse an output folder before any computation, or keep other processes off it until `release_targets`.
+
+    Raises:
+        ValueError: as `whole_folder`.
+
+    """
+    target = target.expanduser().resolve()
+    with contextlib.ExitStack() as stack:
+        if target not in _reserved:
+            stack.enter_context(_holding(target))
+        _check(target, force)
+        if target not in _reserved:
+            _reserved[target] = stack.pop_all()
+
+
+def release_targets() -> None:
+    """Let go of every folder that `check_target` keeps."""
+    while _reserved:
+        _reserved.popitem()[1].close()
+
+
+@contextlib.contextmanager
+def exclusive(target: Path, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of `target`, and mend what a killed process left; inside, SIGTERM ends the process in order.
+
+    Raises:
+        BlockingIOError: another process holds the lock, and `wait` is not set.
+        OSError: nothing can be written beside `target`.
+
+    """
+    missing = [folder for folder in target.parents if not folder.exists()]
+    path = _beside(target, "lock")
+    try:
+        with _orderly_end(), _locked(path, wait):
+            _mend(target)
+            yield
+    finally:
+        with contextlib.suppress(OSError):  # folders made for the lock go where nothing was put into them
+            for folder in missing:
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def filled(target: Path) -> Iterator[Path]:
+    """Give a temporary folder that takes the place of `target` when the block ends; the caller holds `exclusive`."""
+    partial, old = _beside(target, "partial"), _beside(target, "old")
+    partial.mkdir()
+    try:
+        yield partial
+        try:
+            if target.exists():
+                target.rename(old)
+            partial.rename(target)
+        except BaseException:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _holding(target: Path) -> Iterator[None]:
+    """Hold the lock of an output folder; what goes wrong on the way is said of `--out`."""
+    with contextlib.ExitStack() as stack:
+        try:
+            target.name.encode()
+            stack.enter_context(exclusive(target))
+        except BlockingIOError:
+            raise ValueError(
+                f"--out {target.name!r} is being written by another process; name another folder"
+            ) from None
+        except UnicodeEncodeError:
+            raise ValueError(f"--out {target.name!a} is no text in UTF-8; name another folder") from None
+        except OSError as error:
+            raise ValueError(f"--out {target.name!r} cannot be written: {error.strerror or error}") from None
+        yield
+
+
+def _check(target: Path, force: bool) -> None:
+    """Refuse an output folder that stands in the way."""
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"--out {target.name!r} is a file; name a folder")
+    if target.exists() and not force:
+        raise ValueError(f"--out {target.name!r} exists; give another name, or --force to replace it")
+    if target.exists() and not _is_ours(target):
+        raise ValueError(f"--out {target.name!r} holds more than crosslayer wrote, so --force does not replace it")
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.crosslayer-{what}")
+
+
+def _mend(target: Path) -> None:
+    """Put right what a process left that was killed while it wrote `target`."""
+    old = _beside(target, "old")
+    if old.exists() and not target.exists():
+        old.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(_beside(target, "partial"), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, wait: bool) -> Iterator[None]:
+    """Hold the lock of a file, which is made for it and removed after it; a killed process holds nothing."""
+    handle = _open_locked(path, wait)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        os.close(handle)
+
+
+def _open_locked(path: Path, wait: bool) -> int:
+    """Open and lock a file; the one before may have removed it in between, and then it is made again."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            _lock(handle, wait)
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                return handle
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _lock(handle: int, wait: bool) -> None:
+    """Lock an open file, or raise BlockingIOError; on a file system that knows no locks this does nothing."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        try:
+            msvcrt.locking(handle, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        except PermissionError:
+            raise BlockingIOError from None
+    else:
+        import fcntl
+
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+
+
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit(143), so that everything on the way out is cleaned up."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _listed(folder: Path) -> set[str]:
+    """Return what the manifest of a model's folder lists at its top level, and the manifest itself."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        return {"manifest.json", *(name.split("/")[0] for name in manifest["files"])}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return whether a folder holds a result of ours and nothing else."""
+    names = {entry.name for entry in folder.iterdir()}
+    if not names:
+        return True
+    if "record.json" not in names or not names <= WRITTEN | _listed(folder):
+        return False
+    try:
+        record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and str(record.get("schema", "")).startswith("crosslayer/")

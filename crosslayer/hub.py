@@ -1,0 +1,71 @@
+"""Models of the Hugging Face hub: one short question says whether one is there, before anything is loaded."""
+
+import threading
+
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+
+PATIENCE, BRIEFLY = 4.0, 1.0  # seconds to wait for the hub; where the model is in the cache already
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a name has the form of a hub's: a repository, or owner/repository."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def hub_options(name: str) -> dict[str, bool]:
+    """Return the options with which transformers loads a hub's model: those of the cache where the hub cannot be had.
+
+    Without this question it tries some ten times, for up to a minute, to reach a hub that cannot be reached.
+
+    Raises:
+        ValueError: the hub has no such model or does not hand it out, or it can be had from neither hub nor cache.
+
+    """
+    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    if is_offline_mode():
+        answer: Exception | None = OSError("HF_HUB_OFFLINE is set")
+    else:
+        answer = _ask(name, BRIEFLY if cached else PATIENCE)
+    if answer is None:
+        return {}
+    if isinstance(answer, GatedRepoError):
+        raise ValueError(f"model {name!r} is gated: accept its terms on the Hugging Face hub, then `hf auth login`")
+    if isinstance(answer, RepositoryNotFoundError):
+        raise ValueError(f"there is no folder {name!r}, and the Hugging Face hub has no such model, or a private one")
+    if isinstance(answer, EntryNotFoundError):
+        raise ValueError(f"{name!r} on the Hugging Face hub has no config.json; it is no model of transformers")
+    if cached:
+        return {"local_files_only": True}
+    raise ValueError(f"there is no folder {name!r}, and the Hugging Face hub cannot be reached ({_short(answer)})")
+
+
+def _ask(name: str, seconds: float) -> Exception | None:
+    """Return what went wrong when the hub was asked for a model's config; looking up its address can hang, so wait."""
+    answers: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=seconds)
+            answers.append(None)
+        except Exception as error:
+            answers.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answers[0] if answers else TimeoutError(f"no answer in {seconds:.0f} s")
+
+
+def _short(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:100]

@@ -1,0 +1,350 @@
+"""The contract that every method must hold, for authors of methods: `check_method(MyMethod())`, or one test a check.
+
+    import pytest
+    from crosslayer.testing import CHECKS, config_of
+    from my_methods.scaled import Scaled
+
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    def test_scaled(check):
+        check(config_of(Scaled(by=0.5)))
+
+A check is a function of a `CrossLayerConfig` that raises `AssertionError`. Both sides of a comparison run through the
+same modules in float64, on logits up to some 10, so `TOLERANCE` leaves room for the order of sums alone.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+import copy
+import inspect
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
+
+from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.method import Method
+from crosslayer.probe.visit import visited
+
+TOLERANCE = 1e-10
+VOCABULARY = 64
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+Entry = str | Mapping[str, Any] | Method
+Check = Callable[[CrossLayerConfig], None]
+
+
+def check_method(methods: Entry | Sequence[Entry], **shape: Any) -> None:
+    """Run every check over one method, or over several together, in a tiny decoder.
+
+    Args:
+        methods: a `Method`, its name, {"name": …, option: …}, or a list of them.
+        shape: fields of the config that differ from `SHAPE`, such as `num_hidden_layers=9`.
+
+    Raises:
+        AssertionError: a check fails; the message begins with its name.
+        ValueError: the methods or the shape are refused by the config.
+
+    """
+    config = config_of(methods, **shape)
+    for check in CHECKS:
+        try:
+            check(config)
+        except AssertionError as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error
+
+
+def config_of(methods: Entry | Sequence[Entry], **shape: Any) -> CrossLayerConfig:
+    """Return the config of a tiny decoder: `SHAPE`, changed by `shape`, with one method or a list."""
+    entries = [methods] if isinstance(methods, str | Mapping | Method) else list(methods)
+    return CrossLayerConfig(cross_layer=entries, **{**SHAPE, **shape})
+
+
+def build(config: CrossLayerConfig, cls: type[CrossLayerForCausalLM] = CrossLayerForCausalLM) -> CrossLayerForCausalLM:
+    """Return a model in float64 with every parameter perturbed, those that begin at zero too."""
+    torch.manual_seed(0)
+    model = cls(copy.deepcopy(config)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def tokens(batch: int = 2, length: int = 24, seed: int = 0) -> Tensor:
+    """Return random ids (B, T) without the special ones."""
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def close(result: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
+    """Assert that two tensors differ by less than `tolerance` everywhere."""
+    gap = (result - expected).abs().max().item()
+    assert gap < tolerance, f"{what}: differs by {gap:.2e}, allowed is {tolerance:.0e}"
+
+
+@torch.no_grad()
+def steps(
+    model: CrossLayerForCausalLM, ids: Tensor, sizes: Sequence[int], cache: Cache | None = None
+) -> tuple[Tensor, Cache]:
+    """Run ids (B, T) in chunks of `sizes` tokens through a cache; return the logits (B, T, V) and the cache."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    logits = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(list(sizes), dim=1)]
+    return torch.cat(logits, 1), cache
+
+
+def elements(cache: Cache) -> int:
+    """Return the allocated elements of a cache, from the storages themselves."""
+    layers: Any = cache.layers
+    states = [state for layer in layers for state in (layer.keys, layer.values) if state is not None]
+    return sum(state.untyped_storage().nbytes() // state.element_size() for state in states)
+
+
+def predicted(config: CrossLayerConfig, batch: int, length: int) -> int:
+    """Return the elements that the plan's cache holds for `batch` rows of `length` tokens."""
+    assert config.num_key_value_heads is not None and config.head_dim is not None
+    states = sum(len(config.plan.stored(layer)) for layer in range(config.num_hidden_layers))
+    return states * batch * length * config.num_key_value_heads * config.head_dim
+
+
+@torch.no_grad()
+def cached_equals_full(config: CrossLayerConfig) -> None:
+    """Logits with a cache, in one pass or in chunks, are those without; the cache holds the plan's elements."""
+    model, ids = build(config), tokens(length=12)
+    full = model(ids, use_cache=False).logits
+    close(model(ids, use_cache=True).logits, full, "use_cache on and off")
+    for sizes in ([1] * 12, [5, 4, 3], [7, 1, 4]):
+        chunked, cache = steps(model, ids, sizes)
+        close(chunked, full, f"chunks of {sizes}")
+        if config.sliding_window is None:
+            _holds(cache, predicted(config, 2, 12), f"chunks of {sizes}")
+
+
+@torch.no_grad()
+def static_equals_dynamic(config: CrossLayerConfig) -> None:
+    """Logits with a static cache are those without a cache; it allocates the plan's elements at its full length."""
+    model, ids = build(config), tokens(length=12)
+    chunked, cache = steps(model, ids, [7, 1, 1, 1, 1, 1], StaticCache(config=config, max_cache_len=16))
+    close(chunked, model(ids, use_cache=False).logits, "static cache")
+    if config.sliding_window is None:
+        _holds(cache, predicted(config, 2, 16), "static cache")
+
+
+@torch.no_grad()
+def cropping_and_reordering(config: CrossLayerConfig) -> None:
+    """A cache whose rows were reordered, or whose end was cropped (a sliding one cannot be), goes on rightly."""
+    model, ids = build(config), tokens(length=12)
+    full = model(ids, use_cache=False).logits
+    _, cache = steps(model, ids[:, :8], [8])
+    cache.reorder_cache(torch.LongTensor([1, 0]))
+    close(steps(model, ids.flip(0)[:, 8:], [4], cache)[0], full.flip(0)[:, 8:], "after reordering")
+    if config.sliding_window is None:
+        _, cache = steps(model, ids, [12])
+        cache.crop(-4)
+        close(steps(model, ids[:, 8:], [4], cache)[0], full[:, 8:], "after cropping")
+        _holds(cache, predicted(config, 2, 12), "after cropping")
+
+
+@torch.no_grad()
+def beam_search_equals_uncached(config: CrossLayerConfig) -> None:
+    """Three beams give the same tokens and scores with and without a cache: what is reordered is all that is read."""
+    model: Any = build(config)
+    ids = tokens(length=6)
+    options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False, "output_scores": True, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
+    cached = model.generate(ids, use_cache=True, **options)
+    plain = model.generate(ids, use_cache=False, **options)
+    _same(cached.sequences, plain.sequences, "beam search")
+    close(cached.sequences_scores, plain.sequences_scores, "beam search scores")
+
+
+@torch.no_grad()
+def every_way_to_generate(config: CrossLayerConfig) -> None:
+    """Static cache, prompt look-up, assistant and embeddings give greedy's tokens; sampling those of its seed."""
+    model: Any = build(config)
+    ids = tokens(batch=1, length=8)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    greedy = model.generate(ids, **options)
+    plain = ids
+    for _ in range(5):
+        plain = torch.cat([plain, model(plain, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    _same(greedy, plain, "greedy")
+    static = {"cache_implementation": "static", "disable_compile": True}
+    _same(model.generate(ids, **options, **static), greedy, "static cache")
+    embeddings = model.get_input_embeddings()(ids)
+    _same(model.generate(inputs_embeds=embeddings, **options), greedy[:, 8:], "inputs_embeds")
+    if config.sliding_window is None:  # assisted decoding crops the cache, which a sliding one cannot
+        _same(model.generate(ids, **options, prompt_lookup_num_tokens=2), greedy, "prompt look-up")
+        _same(model.generate(ids, **options, assistant_model=build(config)), greedy, "assisted")
+    sampled = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        sampled.append(model.generate(ids, **{**options, "do_sample": True}, use_cache=use_cache))
+    _same(sampled[0], sampled[1], "sampling with and without a cache")
+    close(model(ids, logits_to_keep=3).logits, model(ids).logits[:, -3:], "logits_to_keep")
+
+
+@torch.no_grad()
+def eager_equals_sdpa(config: CrossLayerConfig) -> None:
+    """Eager attention gives the logits of SDPA, to 1e-4: transformers' eager softmax is float32."""
+    model, ids = build(config), tokens(length=8)
+    sdpa = model(ids).logits
+    model.set_attn_implementation("eager")
+    close(model(ids).logits, sdpa, "eager and SDPA", 1e-4)
+
+
+@torch.no_grad()
+def left_padding_equals_single_runs(config: CrossLayerConfig) -> None:
+    """A row padded on the left gives the logits, and generates the tokens, of a run by itself."""
+    model: Any = build(config)
+    long, short = tokens(batch=1, length=10), tokens(batch=1, length=6, seed=1)
+    batch = torch.cat([long, torch.cat([torch.zeros(1, 4, dtype=torch.long), short], 1)])
+    mask = torch.ones_like(batch)
+    mask[1, :4] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    logits = model(batch, attention_mask=mask, position_ids=positions).logits
+    close(logits[1, 4:], model(short).logits[0], "left-padded row")
+    close(logits[0], model(long).logits[0], "unpadded row")
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(batch, attention_mask=mask, **options)
+    alone = model.generate(short, attention_mask=torch.ones_like(short), **options)
+    _same(together[1, 4:], alone[0], "left-padded generation")
+
+
+@torch.no_grad()
+def wiring_is_the_plans(config: CrossLayerConfig) -> None:
+    """Readers attend with the very tensors of their sources, to the bit; borrowed projections do not exist."""
+    plan, model, calls = config.plan, build(config), {}
+    with visited(model, lambda call: calls.update({call.layer: call})):
+        model(tokens(length=8))
+    fields = {
+        "queries": lambda call: call.query,
+        "keys": lambda call: call.key,
+        "values": lambda call: call.value,
+    }
+    names = {name for name, _ in model.named_parameters()}
+    for state, tensor in fields.items():
+        for layer, source in enumerate(plan.sources(state)):
+            owned = f"model.layers.{layer}.self_attn.{state[0]}_proj.weight" in names
+            assert owned == (source == layer), f"layer {layer}: {state[0]}_proj exists: {owned}"
+            for other in calls if source is not None else ():
+                same = torch.equal(tensor(calls[layer]), tensor(calls[other]))
+                agrees = same == (plan.sources(state)[other] == source)
+                assert agrees, f"layer {layer}: {state} are layer {other}'s: {same}, which the plan denies"
+
+
+@torch.no_grad()
+def causal(config: CrossLayerConfig) -> None:
+    """Changing a token changes its own logits and later ones (by more than 1e-6), none before it."""
+    model, ids = build(config), tokens(length=10)
+    other = ids.clone()
+    other[:, 6] = (other[:, 6] + 1) % VOCABULARY
+    before, after = model(ids).logits, model(other).logits
+    close(after[:, :6], before[:, :6], "tokens before a changed one")
+    assert (before[:, 6:] - after[:, 6:]).abs().max() > 1e-6, "a changed token changes nothing"
+
+
+def gradients_equal_under_checkpointing(config: CrossLayerConfig) -> None:
+    """Every parameter gets a gradient that is not zero, and the same one when activations are computed again."""
+    ids, gradients = tokens(length=8), []
+    for checkpointing in (False, True):
+        model = build(config).train()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, plain in gradients[0].items():
+        assert plain is not None and plain.abs().max() > 0, f"{name} does not train"
+        close(gradients[1][name], plain, f"gradient of {name} under checkpointing")
+
+
+def save_and_load_are_bit_equal(config: CrossLayerConfig) -> None:
+    """A saved model comes back through AutoModel with its plan, its methods, all of its weights and its very logits."""
+    model, ids = build(config), tokens(length=8)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
+    again, info = loaded
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[key], f"loading has {key}: {sorted(map(str, info[key]))}"
+    assert again.config.plan == config.plan, f"the plan came back as {again.config.plan}, not {config.plan}"
+    assert again.config.methods == config.methods, f"the methods came back as {again.config.methods}"
+    with torch.no_grad():
+        _same(again.eval()(ids).logits, model(ids).logits, "logits of the loaded and of the saved model")
+
+
+def reentrant_is_refused(config: CrossLayerConfig) -> None:
+    """Reentrant checkpointing, which loses the gradients of what layers lend, is a `ValueError` that says so."""
+    model = build(config)
+    for enable in (model.activation_checkpointing_enable, model.gradient_checkpointing_enable):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                enable({"use_reentrant": True})
+        except ValueError as error:
+            assert "use_reentrant" in str(error), f"{enable.__name__} says only: {error}"
+        else:
+            raise AssertionError(f"{enable.__name__} accepted use_reentrant=True")
+
+
+def documented(config: CrossLayerConfig) -> None:
+    """Each method's module has an indented equation and names what Flows, what it Reads, its Cache and its Source."""
+    for method in config.methods:
+        text = inspect.getdoc(inspect.getmodule(type(method))) or ""
+        for word in ("Flows:", "Reads:", "Cache:", "Source:"):
+            assert word in text, f"{method.name()}: the module's docstring lacks {word!r}"
+        assert "\n\n    " in text, f"{method.name()}: the module's docstring has no equation, indented by four"
+        own = type(method).__doc__ or ""  # a dataclass without a docstring gets its signature as one
+        assert own and not own.startswith(f"{type(method).__name__}("), f"{method.name()}: the class has no docstring"
+
+
+def compiled_equals_eager(config: CrossLayerConfig, backend: str = "aot_eager") -> None:
+    """One graph without a break gives the logits of the plain model; takes seconds, so it is not among `CHECKS`.
+
+    Inductor fuses the norms, which compute in float32, and rounds there in another order: 1e-5.
+    """
+    torch._dynamo.reset()
+    model, ids = build(config), tokens(length=8)
+    with torch.no_grad():
+        plain = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, backend=backend, fullgraph=True)(ids, use_cache=False).logits
+    close(compiled, plain, f"compiled with {backend}", 1e-5 if backend == "inductor" else TOLERANCE)
+
+
+def _same(result: Tensor, expected: Tensor, what: str) -> None:
+    assert torch.equal(result, expected), f"{what}: {result.tolist()} is not {expected.tolist()}"
+
+
+def _holds(cache: Cache, expected: int, what: str) -> None:
+    count = elements(cache)
+    assert count == expected, f"{what}: the cache holds {count} elements, the plan says {expected}"
+
+
+# What depends on options and shapes, and what is the same for all of a method's.
+BY_OPTIONS: tuple[Check, ...] = (
+    cached_equals_full,
+    static_equals_dynamic,
+    cropping_and_reordering,
+    beam_search_equals_uncached,
+    every_way_to_generate,
+    eager_equals_sdpa,
+    left_padding_equals_single_runs,
+    wiring_is_the_plans,
+    causal,
+    gradients_equal_under_checkpointing,
+    save_and_load_are_bit_equal,
+)
+BY_METHOD: tuple[Check, ...] = (reentrant_is_refused, documented)
+CHECKS: tuple[Check, ...] = (*BY_OPTIONS, *BY_METHOD)

@@ -34,12 +34,12 @@ class Upper:
         """Run one layer."""
         return self.layers[number](stream, carry, self.rotary, self.masks[self.kinds[number]])
 
-    def logits(self, stream: Tensor, step: int = 1) -> Tensor:
-        """Return logits (T / step, V), of every so many tokens, of a stream (1, T, C) that enters the first layer."""
+    def logits(self, stream: Tensor) -> Tensor:
+        """Return the logits (T, V) of a stream (1, T, C) that enters the first layer."""
         carry: dict[str, Any] = {}
         for number in range(self.first, len(self.layers)):
             stream, carry = self.layer(number, stream, carry)
-        return self.model.lm_head(self.model.model.norm(stream[:, ::step]))[0]
+        return self.model.lm_head(self.model.model.norm(stream))[0]
 
 
 class Known(nn.Module):

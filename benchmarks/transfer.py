@@ -5,8 +5,8 @@
     python benchmarks/transfer.py --table                                               # the printed tables
 
 Results are written after each judged domain, and what is there is not measured again. Losses are kept by window, so
-that differences are paired. Files hold text (.txt or .txt.xz), documents separated by a line <|doc|>. Matrix products are
-in bfloat16 where the CPU has them (streams and sums are not): the KL of that alone is 1e-4 here.
+that differences are paired. Files hold text (.txt or .txt.xz), documents separated by a line <|doc|>. Matrix products
+are in bfloat16 where the CPU has them (streams and sums are not): the KL of that alone is 1e-4 here.
 """
 
 import argparse

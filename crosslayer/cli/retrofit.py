@@ -27,13 +27,21 @@ from crosslayer.progress import Progress, say
 def command(
     model: Annotated[str, typer.Argument(help="Hub name, local folder, or smollm2 (embedded).")],
     out: Annotated[Path, typer.Option(help="Folder for the model, its manifest and its receipt.")],
-    method: Annotated[str | None, typer.Option(help="uniattn, cla, svformer or drop.")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help='uniattn, cla, svformer or drop; or whole: a module of yours, {"name": "cla", "group": 3}.'),
+    ] = None,
     layers: Annotated[str, typer.Option(help="Groups such as 18-21,22-25 (0-based), top-half or auto.")] = "top-half",
     kv_budget: Annotated[float | None, typer.Option(help="Instead of a method: search for this cached share.")] = None,
+    kv_context: Annotated[
+        int | None,
+        typer.Option(help="Tokens at which the cache is counted. Default: 2048, or twice the largest window."),
+    ] = None,
     kl_budget: Annotated[float | None, typer.Option(help="Or search within this KL, in nats a token.")] = None,
     compensation: Annotated[
-        str, typer.Option(help="none, zero, mean, lstsq, ridge or layerwise: how W_c is fitted.")
-    ] = "layerwise",
+        str | None,
+        typer.Option(help="How W_c is fitted: layerwise (default where it can be), none, zero, mean, lstsq or ridge."),
+    ] = None,
     target: Annotated[str, typer.Option(help="Where W_c writes: attention, heads or mlp.")] = "attention",
     groups: Annotated[int, typer.Option(min=1, help="v: groups of windows with a mean of their own, for mean.")] = 1,
     merge: Annotated[str, typer.Option(help="Keys and values of a CLA group: first, mean or svd.")] = "first",

@@ -13,7 +13,8 @@ def words(record: RetrofitRecord) -> list[str]:
     cache = record.cache
     made = [
         f"{methods(record)}: the KV cache allocates {cache['share']:.2%} of the original's "
-        f"({cache['bytes_per_token_before']:,.0f} → {cache['bytes_per_token_after']:,.0f} bytes a token); "
+        f"({cache['bytes_per_token_before']:,.0f} → {cache['bytes_per_token_after']:,.0f} bytes a token, "
+        f"at {cache['context']:,.0f} tokens); "
         f"parameters {record.model['parameters_before'] / 1e6:.1f} → {record.model['parameters_after'] / 1e6:.1f} M.",
         *_damage_words(record),
     ]
@@ -84,7 +85,8 @@ def _with_interval(row: dict[str, Any], key: str, digits: int = 3) -> str:
 
 def methods(record: RetrofitRecord) -> str:
     """Return the methods with the layers that they act on."""
-    return " + ".join(f"{entry['name']} ({_options(entry)})" for entry in record.methods)
+    shown = [(entry["name"], _options(entry)) for entry in record.methods]
+    return " + ".join(f"{name} ({options})" if options else name for name, options in shown)
 
 
 def _options(entry: dict[str, Any]) -> str:

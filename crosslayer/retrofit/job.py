@@ -21,7 +21,7 @@ from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.verdict import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.probe.visit import no_cache
 from crosslayer.probe.what_if import Wiring, look, what_if
-from crosslayer.retrofit.choose import entries
+from crosslayer.retrofit.choose import CONTEXT, CacheShare, entries
 from crosslayer.retrofit.damage import Losses, by_domain, logits_of, logits_without, losses
 from crosslayer.retrofit.moments import check_enough
 from crosslayer.retrofit.request import Meter, Request
@@ -70,7 +70,7 @@ class Job:
         request = self.request
         if request.fits:
             sizes = [count for count in texts.parts(request)["calibration"].values() if count]
-            check_enough(self.model.config.hidden_size, sizes, request.length, request.compensation)
+            check_enough(self.model.config.hidden_size, sizes, request.length, request.fit)
 
     def _timed(self, name: str, work: Callable[[], Any]) -> Any:
         started = time.perf_counter()
@@ -80,6 +80,11 @@ class Job:
 
     def _choose(self, given: dict[str, Windows]) -> list[Method]:
         request = self.request
+        own = request.own
+        if own is not None:
+            self.choice = {"how": "as given", "groups": []}
+            look(self.model).check(own.plan(self.layers))
+            return [own]
         if request.method is None:
             methods, self.choice = plan_by_damage(self.model, given, request, self.meter)
             return methods
@@ -127,7 +132,7 @@ class Job:
                 self.model,
                 methods,
                 calibration=given["calibration"].by_domain() if request.fits else None,
-                fit=request.compensation if request.fits else "zero",
+                fit=request.fit if request.fits else "zero",
                 groups=request.groups,
                 merge=request.merge,
                 progress=bar.step,
@@ -143,7 +148,8 @@ class Job:
 
     def _record(self, made: Retrofit, found: dict[str, Any], given: dict[str, Windows]) -> dict[str, Any]:
         request = self.request
-        before, after = (allocated(model) for model in (self.model, made.model))
+        context = CacheShare(look(self.model).shapes, request.kv_context).context
+        before, after = (allocated(model, context) for model in (self.model, made.model))
         read = given["calibration"].by_domain() if request.fits else {}
         return {
             "schema": "crosslayer/retrofit/2",
@@ -160,25 +166,44 @@ class Job:
             "choice": self.choice,
             "weights": {"dropped": made.dropped, "merged": made.merged, "new": made.new},
             "calibration": {
-                "fit": request.compensation,
+                "fit": request.fit,
                 "windows": {name: len(ids) for name, ids in read.items()},
                 "layers": [dataclasses.asdict(fit) for fit in made.fits],
             },
-            "cache": {"bytes_per_token_before": before, "bytes_per_token_after": after, "share": after / before},
+            "cache": {
+                "context": context,
+                "bytes_per_token_before": before,
+                "bytes_per_token_after": after,
+                "share": after / before,
+            },
             "damage": found,
-            "settings": dataclasses.asdict(request),
+            "settings": {**dataclasses.asdict(request), "compensation": request.fit},
             "seconds": self.seconds,
             "environment": environment(),
         }
 
 
 @torch.no_grad()
-def allocated(model: PreTrainedModel) -> float:
-    """Return the bytes that a dynamic cache allocates for each token of a short prompt."""
+def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
+    """Return the bytes that a dynamic cache allocates for each of `context` tokens.
+
+    A short prompt shows what each layer stores; a cache is then filled with so many tokens of it, in two steps, so that
+    a sliding window is cut as in decoding. Nothing is computed for a long context, and one layer is filled at a time.
+    """
     cache = DynamicCache(config=model.config)
     ids = torch.arange(STEP, device=model.device)[None] % model.config.vocab_size
     model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache_bytes(cache) / STEP
+    total = 0
+    for index, layer in enumerate(cache.layers):
+        states = (layer.keys, layer.values)
+        if states[0] is None or states[1] is None:
+            continue
+        filled = DynamicCache(config=model.config)
+        for count in (context - 1, 1):
+            parts = [state[:, :, :1].expand(-1, -1, count, -1) for state in states if state is not None]
+            filled.update(parts[0], parts[1], index)
+        total += cache_bytes(filled)
+    return total / context
 
 
 @torch.no_grad()

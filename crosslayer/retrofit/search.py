@@ -31,7 +31,7 @@ def plan_by_damage(
     """
     wiring = look(model)
     measure = Measure(model, wiring, given["search"])
-    search = Search(measure, wiring.shapes)
+    search = Search(measure, wiring.shapes, context=request.kv_context)
     expected = len(wiring.shapes) * len(SAVES) * 3 // 2
     what = f"searching, about {expected} of at most {PASSES} forward passes, {expected * measure.seconds:.0f} s"
     with meter(what, expected) as bar:
@@ -75,13 +75,13 @@ def _curve(
     if not points:
         return [], {}
     runs = {str(i): logits_if(model, wires.plan, wiring) for i, (wires, _) in enumerate(points)}
-    fixed = fixed_superblocks(wiring.shapes, points[-1][0].plan.cached_fraction())
+    fixed = fixed_superblocks(wiring.shapes, search.cache.of(points[-1][0].plan), search.cache)
     if fixed is not None:
         plan = merge_plans([UniAttn(tuple(map(tuple, fixed[0])))], len(wiring.shapes))
         runs["paper"] = logits_if(model, plan, wiring)
     with meter("measuring the trade-off on unseen text", len(windows)) as bar:
         found = losses(logits_of(model), runs, windows, bar.step)
-    curve = [_point(wires, kl, found[str(i)]) for i, (wires, kl) in enumerate(points)]
+    curve = [_point(wires, kl, found[str(i)], search) for i, (wires, kl) in enumerate(points)]
     if fixed is None:  # no two layers of the top half may share
         return curve, {}
     gap, interval = difference(found[str(len(points) - 1)], found["paper"])
@@ -96,8 +96,8 @@ def _curve(
     return curve, {"paper": paper}
 
 
-def _point(wires: Wires, kl: float, found: Losses) -> dict[str, Any]:
+def _point(wires: Wires, kl: float, found: Losses, search: Search) -> dict[str, Any]:
     counts = {kind: wires.kinds.count(kind) for kind in SAVES}
     measured = damage(found)
-    share = wires.plan.cached_fraction()
+    share = search.cache.of(wires.plan)
     return {"share": share, "kl_search": kl, "kl": measured.kl, "kl_ci95": measured.kl_ci95, **counts}

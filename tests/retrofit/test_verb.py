@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from crosslayer.method import allow_methods
 from crosslayer.report.record import RetrofitRecord
 from crosslayer.runtime.manifest import check_files
 from tests.test_cli import run
@@ -96,7 +97,7 @@ def test_the_shim_loads_and_saves_again(monkeypatch, inputs, tmp_path):
 
 def test_whole_layers_need_no_package(monkeypatch, inputs, tmp_path):
     out = tmp_path / "out"
-    options = ("--method", "drop", "--drop", "layer", "--layers", "auto", "--count", 2, "--compensation", "none")
+    options = ("--method", "drop", "--drop", "layer", "--layers", "auto", "--count", 2)
     assert retrofit(monkeypatch, inputs, out, *options) == 0
     code = (
         f"import sys; from transformers import AutoModelForCausalLM as A; m = A.from_pretrained({str(out)!r})\n"
@@ -146,7 +147,8 @@ WAYS = [
     ("--method", "cla", "--layers", "auto", "--merge", "mean"),
     ("--method", "drop", "--layers", "auto", "--select", "greedy", "--count", 2),
     ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
-    ("--method", "drop", "--layers", "2,5", "--drop", "mlp", "--compensation", "none"),
+    ("--method", "drop", "--layers", "2,5", "--drop", "mlp"),
+    ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}', "--merge", "mean"),
 ]
 
 
@@ -168,9 +170,34 @@ def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs,
     assert (out / "figures" / "trade_off.svg").is_file()
 
 
+def test_a_method_of_ones_own(monkeypatch, inputs, tmp_path, capsys):
+    """A module that is allowed, named as in Python: its plan is applied, and the receipt names it."""
+    (tmp_path / "every_third.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from crosslayer.method import Method\n"
+        "from crosslayer.methods.cla import CLA\n\n\n"
+        "@dataclass(frozen=True)\n"
+        "class EveryThird(Method):\n"
+        "    def plan(self, layers):\n"
+        "        return CLA(group=3).plan(layers)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    allow_methods("every_third")
+    out = tmp_path / "out"
+    assert retrofit(monkeypatch, inputs, out, "--method", "every_third") == 0
+    record = json.loads((out / "record.json").read_text())
+    assert record["methods"] == [{"name": "every_third"}] and record["plan"]["keys"] == [0, 0, 0, 3, 3, 3, 6, 6]
+    assert record["calibration"]["fit"] == "none" and record["choice"]["how"] == "as given"
+    assert capsys.readouterr().out.startswith("every_third: the KV cache allocates 37.50%")
+
+
 BAD = [
     (("--method", "uniattn", "--layers", "6-9"), "'6-9' is out of range; layers go from 0 to 7"),
-    (("--method", "uniatn"), "method is 'uniatn'; it must be one of 'uniattn', 'cla'"),
+    (("--method", "uniatn"), "method 'uniatn' is not known; did you mean 'uniattn'?"),
+    (("--method", "{'name': 'cla'}"), "is not JSON"),
+    (("--method", '{"name": "cla", "group": 2}', "--compensation", "ridge"), "--compensation ridge does nothing"),
+    (("--method", '{"name": "cla", "group": 2}', "--layers", "4-5"), "--layers 4-5 does nothing"),
+    (("--method", "cla", "--kv-context", 1), "--kv-context 1 is too short"),
     (("--method", "cla", "--kv-budget", 0.8), "give --method, or --kv-budget or --kl-budget"),
     ((), "give --method, or --kv-budget or --kl-budget"),
     (("--kv-budget", 0.01), "a KV budget of 0.01 cannot be met; with 8 layers it lies from 0.1250 to 1"),
@@ -178,7 +205,7 @@ BAD = [
     (("--kv-budget", 0.7, "--calibration", 2), "calibration text has 32 tokens; layerwise needs at least 128"),
     (("--method", "uniattn", "--calibration", 2), "calibration text has 32 tokens; layerwise needs at least 128"),
     (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
-    (("--method", "drop", "--drop", "mlp", "--layers", "1"), "not for a dropped mlp; use none"),
+    (("--method", "drop", "--drop", "mlp", "--layers", "1", "--compensation", "ridge"), "not for a dropped mlp"),
     (("--method", "cla", "--layers", "4-5", "--select", "greedy"), "--select greedy does nothing with these options"),
     (("--method", "uniattn", "--merge", "svd"), "--merge svd does nothing with these options"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "groups [1, 2] have no second layer"),

@@ -1,7 +1,7 @@
-"""Theorem 3.1 of UniAttn as its paper has it: 1,000 samples, more positions than inputs, every cut-off.
+"""Theorem 3.1 of UniAttn with 1,000 samples, as its paper has, and every cut-off of the pseudo-inverse.
 
-    python benchmarks/theorem.py                 # about half an hour on one core
-    python benchmarks/theorem.py --samples 100   # quicker
+    python benchmarks/theorem.py                                # 1,000 samples of 128 tokens, in 1 and in 8 groups
+    python benchmarks/theorem.py --length 720 --groups 1        # more positions than inputs; an hour on one core
 
 One superblock, layers 18-21 of SmolLM2. Layer 19's W_c for every cut-off: what it leaves of E for each token, on
 samples and on windows that it has not seen. Then all three W_c bottom-up, and the model's perplexity on those windows.
@@ -35,37 +35,47 @@ Step = tuple[Tensor, Tensor]  # the normed input and the stream after attention,
 class Block:
     """Both models in the block, for one set of windows."""
 
-    def __init__(self, model: Any, ids: Tensor):
+    def __init__(self, model: Any, ids: Tensor, groups: int = 1):
         method = load_method({"name": "uniattn", "superblocks": [BLOCK]})
         self.plain = Upper(convert(model, []).model, BLOCK[0], ids.shape[1])
         self.made = Upper(convert(model, [method]).model, BLOCK[0], ids.shape[1])
         self.entering: list[Tensor] = []
         self.wanted: dict[int, list[Tensor]] = {layer: [] for layer in BLOCK[1:]}  # after attention, of some batches
-        self.sums = dict.fromkeys(BLOCK[1:], torch.zeros(()))  # the same, over all windows, (T, C)
+        self.groups, self.count = groups, len(ids)
+        self.zeros = torch.zeros(groups, ids.shape[1], model.config.hidden_size, dtype=torch.float64)
+        self.sums = {layer: self.zeros.clone() for layer in BLOCK[1:]}  # the same, in groups of windows, (G, T, C)
         started = time.perf_counter()
-        for batch in ids.split(2):
+        for number, batch in enumerate(ids.split(2)):
             stream = self.plain.below(batch)
             self.entering.append(stream)
             for layer in BLOCK:
                 seen, stream = after_attention(self.plain, layer, stream, {})
                 if layer in self.wanted:
-                    self.sums[layer] = self.sums[layer] + seen[1].double().sum(0)
+                    self.sums[layer][self.group(number)] += seen[1].double().sum(0)
                     if len(self.wanted[layer]) < KEPT:
                         self.wanted[layer].append(seen[1])
-        self.count = len(ids)
         print(f"{len(ids)} windows, {time.perf_counter() - started:.0f} s", flush=True)
 
+    def group(self, batch: int) -> int:
+        """Return the group of a batch of two windows."""
+        return 2 * batch * self.groups // self.count
+
     def means(
-        self, layer: int, streams: list[Tensor], carries: list[dict[str, Any]]
+        self, layer: int, below: tuple[list[Tensor], list[dict]], groups: int
     ) -> tuple[Tensor, Tensor, list[Step]]:
-        """Return X̄ and Ē, (T, C), of a layer whose W_c is zero, and what the first batches have there."""
-        x, stream, kept = torch.zeros(()), torch.zeros(()), []
-        for entering, carry in zip(streams, carries, strict=True):
+        """Return X̄ and Ē, (groups · T, C), of a layer whose W_c is zero, and what the first batches have there."""
+        x, stream, members, kept = self.zeros.clone(), self.zeros.clone(), torch.zeros(self.groups, 1, 1), []
+        for number, (entering, carry) in enumerate(zip(*below, strict=True)):
             step, _ = after_attention(self.made, layer, entering, carry)
-            x, stream = x + step[0].double().sum(0), stream + step[1].double().sum(0)
+            group = self.group(number)
+            members[group] += len(entering)
+            x[group] += step[0].double().sum(0)
+            stream[group] += step[1].double().sum(0)
             if len(kept) < KEPT:
                 kept.append(step)
-        return x / self.count, (self.sums[layer] - stream) / self.count, kept
+        parts = (sums.unflatten(0, (groups, -1)).sum(1) for sums in (x, self.sums[layer] - stream, members))
+        x, error, members = parts
+        return (x / members).flatten(0, 1), (error / members).flatten(0, 1), kept
 
     def leader(self) -> tuple[list[Tensor], list[dict[str, Any]]]:
         """Return streams and carries behind the leader."""
@@ -96,14 +106,14 @@ def left(weight: Tensor, steps: list[Step], wanted: list[Tensor]) -> float:
     return (after / before) ** 0.5
 
 
-def bottom_up(block: Block, cutoff: float) -> list[Tensor]:
+def bottom_up(block: Block, groups: int, cutoff: float) -> list[Tensor]:
     """Fit every W_c of the block."""
     streams, carries = block.leader()
     weights = []
     for layer in BLOCK[1:]:
         weight = block.made.layers[layer].compensation.weight
         weight.zero_()
-        x, error, _ = block.means(layer, streams, carries)
+        x, error, _ = block.means(layer, (streams, carries), groups)
         weight.copy_((torch.linalg.pinv(x, rtol=cutoff) @ error).T)
         weights.append(weight.clone())
         streams = [block.made.layer(layer, s, c)[0] for s, c in zip(streams, carries, strict=True)]
@@ -123,20 +133,11 @@ def ratio(block: Block, ids: Tensor, weights: list[Tensor] | None) -> dict[str, 
     return {"ratio": float(torch.tensor(after - before).exp()), "kl": kl}
 
 
-@torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=1000)
-    parser.add_argument("--length", type=int, default=720)
-    parser.add_argument("--windows", type=int, default=24)
-    args = parser.parse_args()
-    model, tokenizer = crosslayer.load_model("smollm2")
-    parts = {"judged": args.windows, "samples": args.samples}
-    texts = split(load_documents(TextSource()), tokenizer, parts=parts, length=args.length)
-    fitted, judged = Block(model, texts["samples"].ids), Block(model, texts["judged"].ids)
-    sweep, first = [], BLOCK[1]
-    x, error, samples = fitted.means(first, *fitted.leader())
-    _, _, unseen = judged.means(first, *judged.leader())
+def swept(fitted: Block, judged: Block, groups: int) -> list[dict[str, Any]]:
+    """Return what the first follower's W_c leaves of E, by cut-off."""
+    first, rows = BLOCK[1], []
+    x, error, samples = fitted.means(first, fitted.leader(), groups)
+    _, _, unseen = judged.means(first, judged.leader(), 1)
     values = torch.linalg.svdvals(x)
     for cutoff in (*CUTOFFS, FLOAT32 * max(x.shape)):
         weight = torch.linalg.pinv(x, rtol=cutoff) @ error
@@ -146,15 +147,35 @@ def main() -> None:
             "samples": left(weight, samples, fitted.wanted[first]),
             "judged": left(weight, unseen, judged.wanted[first]),
         }
-        print(row, flush=True)
-        sweep.append(row)
-    models = {"none": ratio(judged, texts["judged"].ids, None)}
-    print("none", models["none"], flush=True)
-    best = min(sweep, key=lambda row: row["judged"])["cutoff"]
-    for name, cutoff in (("float32", FLOAT32 * args.length), ("float64", 2.2e-16 * args.length), ("best", best)):
-        models[name] = {"cutoff": cutoff, **ratio(judged, texts["judged"].ids, bottom_up(fitted, cutoff))}
-        print(name, models[name], flush=True)
-        found = {"sweep": sweep, "models": models, "settings": vars(args), "environment": environment()}
+        print({key: f"{value:.4g}" for key, value in row.items()}, flush=True)
+        rows.append(row)
+    return rows
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--groups", type=int, nargs="*", default=[1, 8], help="v; each divides the largest")
+    parser.add_argument("--windows", type=int, default=32, help="that are judged")
+    args = parser.parse_args()
+    model, tokenizer = crosslayer.load_model("smollm2")
+    parts = {"judged": args.windows, "samples": args.samples}
+    texts = split(load_documents(TextSource()), tokenizer, parts=parts, length=args.length)
+    judged, fitted = Block(model, texts["judged"].ids), Block(model, texts["samples"].ids, max(args.groups))
+    results: dict[str, Any] = {"none": ratio(judged, texts["judged"].ids, None)}
+    print("none", results["none"], flush=True)
+    for groups in args.groups:
+        sweep = swept(fitted, judged, groups)
+        best, models = min(sweep, key=lambda row: row["judged"])["cutoff"], {}
+        size = max(groups * args.length, model.config.hidden_size)
+        for name, cutoff in (("float64", 2.2e-16 * size), ("float32", FLOAT32 * size), ("best", best)):
+            weights = bottom_up(fitted, groups, cutoff)
+            models[name] = {"cutoff": cutoff, **ratio(judged, texts["judged"].ids, weights)}
+            print(groups, name, models[name], flush=True)
+        results[f"v = {groups}"] = {"sweep": sweep, "models": models}
+        found = {**results, "settings": vars(args), "environment": environment()}
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 
 

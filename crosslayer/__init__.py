@@ -1,13 +1,13 @@
 """crosslayer: attention across depth. Importing it registers its model with transformers' Auto classes."""
 
-from typing import TYPE_CHECKING
+from crosslayer._path import IS_COMMAND  # before any other import
+from crosslayer._start import hide_bars, interrupts
 
-from crosslayer._start import hide_bars, interrupts, is_command, leave_working_directory
+TYPE_CHECKING = False  # as type checkers know it; typing itself is not needed
 
-if is_command() and not TYPE_CHECKING:
+if IS_COMMAND and not TYPE_CHECKING:
     interrupts.watch()
-    leave_working_directory()  # the verbs import what they need
-    hide_bars()
+    hide_bars()  # the verbs import what they need
 else:
     from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
     from crosslayer.effect import Effect, effect

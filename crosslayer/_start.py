@@ -1,33 +1,17 @@
-"""How this process was started: a command loads nothing heavy or out of the working directory, and heeds Ctrl-C."""
+"""How a command starts: it heeds Ctrl-C from its first import on, and other libraries draw nothing into logs."""
 
 import os
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
 
-NAME = "crosslayer"
+from crosslayer._path import NAME
+
 INTERRUPTED = 130
 INTERRUPT_LINE = f"{NAME}: interrupted, nothing was written"
 PATIENCE, TRIES = 3, 3  # seconds until an interrupt that a library swallowed is raised again, and how often
 # progress bars of other libraries, which fill a log with carriage returns
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
-
-
-def is_command() -> bool:
-    """Return whether this process is `crosslayer …` or `python -m crosslayer …`.
-
-    While Python looks for the module of `-m`, which imports this package, `sys.argv[0]` is "-m".
-    """
-    if sys.argv[:1] == ["-m"]:
-        return NAME in sys.orig_argv and sys.orig_argv[sys.orig_argv.index(NAME) - 1] == "-m"
-    return bool(sys.argv) and Path(sys.argv[0]).stem == NAME
-
-
-def leave_working_directory() -> None:
-    """Take the working directory, which `-m` puts first, off the import path: a downloaded folder may hold modules."""
-    if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
-        sys.path.pop(0)
 
 
 def hide_bars() -> None:

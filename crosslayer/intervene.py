@@ -16,6 +16,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel
 
+from crosslayer.environment import check_flex
 from crosslayer.interventions import (
     Ablate,
     Forbid,
@@ -163,6 +164,7 @@ def intervene(model: PreTrainedModel, *interventions: KINDS) -> Iterator[None]:
     kind = model.config.get_text_config()._attn_implementation or "eager"
     if "flash" in kind:
         raise ValueError(f"{kind} takes no edited mask; load the model with sdpa, eager or flex attention")
+    check_flex(kind, model.device)
     running = Running()
     with ExitStack() as stack:
         layers = layer_stack(model)

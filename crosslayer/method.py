@@ -193,7 +193,10 @@ def _own_module(name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            raise ValueError(f"method {name!r}: its module cannot be imported ({error})") from error
+            raise ValueError(
+                f"method {name!r}: its module cannot be imported ({error}); install it, or name its folder in "
+                "PYTHONPATH"
+            ) from error
     close = difflib.get_close_matches(name, method_names(), 1)
     hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(method_names())}."
     if _names_a_module(name):
@@ -206,6 +209,13 @@ def _own_module(name: str) -> ModuleType:
 
 def _names_a_module(name: str) -> bool:
     return all(part.isidentifier() for part in name.split("."))
+
+
+def mixes(method: Method) -> bool:
+    """Return whether a method has modules of its own that mix states or streams, beside its plan."""
+    kind = type(method)
+    own = (kind.heads is not Method.heads, kind.residual is not Method.residual, kind.final is not Method.final)
+    return any(own)
 
 
 def to_entry(method: Method) -> dict[str, Any]:

@@ -29,12 +29,14 @@ class DepthPlan:
         return DepthPlan(own, own, own, own)
 
     def __post_init__(self):
+        for name in (*STATES, "mlps"):  # lists too, but a plan must compare and hash as what it says
+            object.__setattr__(self, name, tuple(self.sources(name)))
         if len({len(self.queries), len(self.keys), len(self.values), len(self.mlps)}) != 1:
             raise ValueError("queries, keys, values and mlps must have one entry for each layer")
         for state in STATES:
             _check_vector(state, self.sources(state))
         for layer, source in enumerate(self.mlps):
-            if source not in (layer, None):
+            if source is not None and (type(source) is not int or source != layer):
                 raise ValueError(
                     f"layer {layer}: mlps is {source}; an MLP is its layer's own ({layer}) or dropped (None)"
                 )

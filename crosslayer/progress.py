@@ -40,7 +40,7 @@ class Progress:
 
     def __init__(self, what: str, total: int):
         self.what, self.total, self.started, self.bar = what, total, time.monotonic(), None
-        self.said, self.remaining, self.done = self.started, Remaining(), 0
+        self.said, self.remaining, self.shown = self.started, Remaining(), (-1, "")
 
     def __enter__(self) -> "Progress":
         if sys.stderr.isatty():
@@ -52,6 +52,7 @@ class Progress:
             self.bar = Bar(SpinnerColumn(), *columns, console=Console(stderr=True))
             self.bar.start()
             self.task = self.bar.add_task(self.what, total=self.total, time="")
+        self.step(0, self.total)
         return self
 
     def __exit__(self, *_) -> None:
@@ -60,9 +61,9 @@ class Progress:
 
     def step(self, done: int, total: int, doing: str = "") -> None:
         """Show how much is done, what is being done where it has a name, and about how long the rest takes."""
-        if done == self.done == total:  # a search may take fewer steps than it expected, or more
+        if (done, doing) == self.shown:  # a search may take more steps than it expected
             return
-        now, self.done = time.monotonic(), done
+        now, self.shown = time.monotonic(), (done, doing)
         left = self.remaining.after(done, total, now) if done else None
         words = "" if left is None else f", about {left:.0f} s left"
         if done == total:

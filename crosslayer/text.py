@@ -216,7 +216,7 @@ def _check_estimate(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase
     if characters <= SAMPLES * SAMPLE:
         return
     pieces = itertools.islice(_pieces(documents, SAMPLE, 0), SAMPLES)
-    tokens = [len(tokenizer(p, add_special_tokens=False, verbose=False)["input_ids"]) for p in pieces]
+    tokens = [len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]) for _, piece in pieces]
     about = round(sum(tokens) / (SAMPLES * SAMPLE) * characters, -3)
     if sequences * body > ROOM * about:
         raise ValueError(

@@ -49,6 +49,7 @@ CASES = [
     ("diagnose {kit}/model --out {undecodable}", MEND, r"argument 4 is b'out\\xff', which is no text in utf-8"),
     ("generate {kit}/model {undecodable}", MEND, "argument 3 is .* no text in utf-8"),
     # models
+    ("diagnose nobody/nothing", MEND, "there is no folder 'nobody/nothing', and the Hugging Face hub"),
     ("diagnose {kit}/nothing", MEND, "does not exist"),
     ("diagnose ./nothing", MEND, "does not exist"),
     ("diagnose {kit}/text.txt", MEND, "is a file, not a model folder"),
@@ -72,6 +73,8 @@ CASES = [
     ("diagnose {kit}/bad_size", MEND, "hidden_size"),
     ("diagnose {kit}/unknown_method", MEND, "method 'telepathy' is not known"),
     ("diagnose {kit}/own_method", MEND, "my_methods.best"),
+    ("diagnose {kit}/own_method --allow-methods my_methods", MEND, "install it, or name its folder in PYTHONPATH"),
+    ("diagnose {kit}/model --allow-methods ../my_methods", MEND, "'../my_methods' is not the name of a module"),
     ("diagnose {kit}/wrong_option", MEND, "has no option 'groop'; did you mean 'group'"),
     ("diagnose {kit}/vit", MEND, "no language model"),
     ("diagnose {kit}/albert", MEND, "one layer's weights"),

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import QuantizedCache
+from transformers import GenerationConfig, QuantizedCache
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache, convert_and_export_with_cache
 
 from crosslayer import testing as contract
@@ -72,3 +72,16 @@ def test_quantised_caches_hold_whole_layers(case):
     config = {"backend": "fp8"}
     options = {"cache_implementation": "quantized", "cache_config": config, "do_sample": False, "pad_token_id": 0}
     assert model.generate(ids, max_new_tokens=3, **options).shape == (1, 11)
+
+
+@pytest.mark.slow  # threads that wait for one another
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", ["llama", "cla", "svformer", "uniattn", "drop", "attnres blocks"])
+def test_continuous_batching_equals_generate(case):
+    model = contract.build(contract.config_of(*CASES[case][:1])).float()
+    prompts = [tokens(batch=1, length=length, seed=length) for length in (6, 4)]
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = [model.generate(prompt, **options)[0, prompt.shape[1] :].tolist() for prompt in prompts]
+    config = GenerationConfig(**options, eos_token_id=-1)
+    outputs = model.generate_batch([prompt[0].tolist() for prompt in prompts], generation_config=config)
+    assert [output.generated_tokens for output in outputs.values()] == expected

@@ -1,7 +1,6 @@
 """The command line as a user meets it: a folder of results, or one line and exit status 2."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -10,10 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from crosslayer import cli
 from crosslayer.report.record import DiagnosisRecord
+from tests.test_start import heeding
+from tests.test_text import WORDS, tokenizer
 from tests.tiny import tiny
 
 KEYS = [
@@ -72,54 +74,11 @@ def test_diagnose_writes_a_whole_folder(monkeypatch, tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["results"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nobody/nothing"], "there is no folder 'nobody/nothing', and the Hugging Face hub cannot be reached"),
-        (["minilm", "--length", "513"], "length 513 is above the model's 512 positions"),
-        (["minilm", "--length", "1"], "'--length': Input should be greater than or equal to 2"),
-        (["minilm", "--sequences", "0"], "'--sequences': Input should be greater than or equal to 1"),
-        (["minilm", "--bos", "maybe"], "use auto, yes or no"),
-        (["minilm", "--dtype", "int3"], "is not known; use one of float32"),
-        (["minilm", "--device", "abacus"], "abacus"),
-        (["minilm", "--text", "missing.txt"], "does not exist"),
-        (["minilm", "--out", "pyproject.toml"], "is a file"),
-        (["minilm", "--out", "/proc/nothing/here"], "cannot be written"),
-        (["minilm", "--colour"], "No such option"),
-        ([], "Missing argument"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(monkeypatch, tmp_path, capsys, words, message):
-    if "--out" not in words:
-        words = [*words, "--out", str(tmp_path / "out")]
-    assert run(monkeypatch, "diagnose", *words) == 2
-    lines = [x for x in capsys.readouterr().err.splitlines() if not x.startswith("loading")]
-    assert len(lines) == 1 and lines[0].startswith("crosslayer: error: ") and message in lines[0]
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_folder_of_something_else_is_never_replaced(monkeypatch, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
     assert run(monkeypatch, "diagnose", "minilm", "--out", tmp_path, "--force") == 2
     assert "holds more than crosslayer wrote" in capsys.readouterr().err
     assert (tmp_path / "thesis.tex").exists()
-
-
-def test_short_text_says_how_many_tokens_there_are(monkeypatch, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("word " * 100)
-    assert run(monkeypatch, "diagnose", "minilm", "--text", tmp_path / "a.txt", "--out", tmp_path / "out") == 2
-    assert "the text has 100 tokens; 8 sequences of 512 need 4080" in capsys.readouterr().err
-
-
-def test_a_model_that_cannot_be_probed_is_named(monkeypatch, tmp_path, capsys):
-    from crosslayer import load_model
-
-    _, tokenizer = load_model("minilm")
-    tiny("bloom", n_head=4, n_layer=3, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    words = ["diagnose", tmp_path / "model", "--length", 32, "--out", tmp_path / "out"]
-    assert run(monkeypatch, *words) == 2
-    assert "BloomForCausalLM (bloom) computes its attention itself" in capsys.readouterr().err
 
 
 def test_hostile_token_text_stays_text(tmp_path):
@@ -134,21 +93,22 @@ def test_hostile_token_text_stays_text(tmp_path):
 
 
 def test_an_interrupt_leaves_nothing(tmp_path):
-    out = tmp_path / "out"
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may have it ignored
-    code += "from crosslayer.cli import main; main()"
-    words = ["diagnose", "minilm", "--sequences", "2000", "--length", "32", "--out", str(out)]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True, env=environment)
+    tiny("llama", dtype=torch.float32, vocab_size=len(WORDS)).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("w1 " * 1000 * 16)
+    words = [sys.executable, "-m", "crosslayer", "diagnose", tmp_path / "model", "--text", tmp_path / "text.txt"]
+    words += ["--sequences", "1000", "--length", "16", "--out", tmp_path / "out"]
+    process = heeding(words)
     assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("diagnosing: 1"):
-            break
-    process.send_signal(signal.SIGINT)
-    rest = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(timeout=60) == 130 and "interrupted, nothing was written" in rest
-    assert not list(tmp_path.iterdir())
+    with process.stderr:
+        for line in process.stderr:
+            if line.startswith("diagnosing: "):
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read().splitlines()
+    assert process.wait(timeout=60) == 130 and rest[-1] == "crosslayer: interrupted, nothing was written"
+    assert all(line.startswith("diagnosing: ") for line in rest[:-1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
 
 
 def test_writing_is_all_or_nothing(tmp_path):

@@ -73,9 +73,15 @@ def test_contract_of_the_method(name, check):
     check(contract.config_of(SINGLE[name]))
 
 
-@pytest.mark.parametrize("case", ["uniattn", "resformer", "attnres + svformer"])
+COMPILED = {
+    "resformer + uniattn": ["resformer", {"name": "uniattn", "superblocks": ((1, 2),)}],
+    "attnres + svformer": ["attnres", "svformer"],
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
 def test_compiled(case):
-    contract.compiled_equals_eager(contract.config_of(*CASES[case][:1]))
+    contract.compiled_equals_eager(contract.config_of(COMPILED[case], num_hidden_layers=3))
 
 
 @pytest.mark.slow

@@ -11,18 +11,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from crosslayer import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer import CrossLayerConfig, CrossLayerForCausalLM, method
 from tests.test_bad_input import type_in
 from tests.test_text import WORDS, tokenizer
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("torch", "yaml", "numpy", "transformers", "typer", "json", "hostile", "sitecustomize", "crosslayer")
+NAMES = ("torch", "yaml", "numpy", "transformers", "typer", "json", "typing", "signal", "pathlib", "sitecustomize")
 VERBS = {
     "diagnose": "diagnose . --sequences 2 --length 16 --out {out}",
     "intervene": "intervene . --waiver 5 --sequences 2 --length 16 --out {out}",
     "retrofit": "retrofit . --method cla --out {out}",
     "bench": "bench . --baseline . --context 8 --out {out}",
-    "verify": "verify . --out {out}",
+    "verify": "verify .",
     "generate": "generate . w1",
 }
 
@@ -84,7 +84,21 @@ def test_code_that_a_config_maps_to_is_not_run(monkeypatch, tmp_path, capsys, fo
     (place / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(place)
     assert type_in(monkeypatch, ["generate", ".", "w1"]) == 2
-    assert "code" in capsys.readouterr().err and not ran(folder)
+    assert "never run" in capsys.readouterr().err and not ran(folder)
+
+
+def test_a_method_that_is_allowed_is_imported(monkeypatch, tmp_path, capsys, folder):
+    """The trap works: allowed by name, and with its folder on the path, it runs."""
+    monkeypatch.setattr(method, "_allowed", set())
+    monkeypatch.syspath_prepend(str(folder))
+    name = "hostile" if (folder / "config.json").read_text().count("hostile.") else "hostile_method"
+    try:
+        words = ["generate", str(folder), "w1", "--max-new-tokens", "2", "--allow-methods", name]
+        assert type_in(monkeypatch, words) == 0 and ran(folder)
+    finally:
+        (folder.parent / "ran").unlink()
+        for module in [module for module in sys.modules if module.startswith("hostile")]:
+            del sys.modules[module]
 
 
 def in_a_process(folder, tmp_path, verb, words):

@@ -12,18 +12,18 @@ ALLOWED = {
     "plan": set(),
     "method": {"plan", "decoder", "methods"},  # the decoder's config for type checks; the folder of methods, to list it
     "methods": {"method", "plan", "decoder"},  # the decoder's config for type checks; its diagram when run as a script
-    "decoder": {"method", "plan"},
+    "decoder": {"method", "plan", "environment"},
     "testing": {"method", "decoder", "probe"},
     "text": {"environment", "progress"},
     "domains": {"text"},
     "hub": set(),
     "embedded": {"environment", "folder"},
     "models": {"environment", "decoder", "embedded", "hub"},  # the decoder is registered when a model is loaded
-    "probe": {"environment", "text", "plan"},
+    "probe": {"environment", "text", "plan", "method"},  # methods stand for their plans in a what-if
     "folder": set(),
     "report": {"folder"},
     "interventions": {"probe"},
-    "intervene": {"interventions", "plan", "probe"},
+    "intervene": {"interventions", "plan", "probe", "environment"},
     "effect": {"intervene", "interventions", "probe", "plan", "environment"},
     "retrofit": {
         "plan",

@@ -16,7 +16,7 @@ import crosslayer
 from crosslayer import embedded, hub
 from crosslayer.folder import exclusive
 from crosslayer.models import resolve_dtype
-from tests.contract import build, config_of
+from crosslayer.testing import build, config_of
 from tests.tiny import tiny
 
 

@@ -122,6 +122,16 @@ def test_errors_name_layer_and_rule():
             DepthPlan(*entries)
 
 
+def test_lists_become_tuples():
+    plan = DepthPlan([0, 1, 1], [0, 0, 0], [0, 1, 2], [0, 1, None])
+    same = DepthPlan((0, 1, 1), (0, 0, 0), (0, 1, 2), (0, 1, None))
+    assert plan == same and hash(plan) == hash(same) and plan.keys == (0, 0, 0)
+    assert plan.merge(DepthPlan.identity(3), ("one", "other")) == plan
+    for wrong in (True, 1.0):
+        with pytest.raises(ValueError, match=f"layer 1: mlps is {wrong}"):
+            DepthPlan((0, 1), (0, 1), (0, 1), (0, wrong))
+
+
 def test_merging():
     cla = load_method({"name": "cla", "group": 2})
     assert merge_plans([cla, load_method({"name": "drop", "attention": (1,)})], 4).keys == (0, None, 2, 2)

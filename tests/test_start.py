@@ -36,6 +36,16 @@ def interrupts(monkeypatch):
         signal.signal(number, handler)
 
 
+def heed() -> None:
+    """Heed Ctrl-C, also where the tests run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def heeding(words) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed)
+
+
 def press() -> None:
     signal.raise_signal(signal.SIGINT)
 
@@ -98,7 +108,7 @@ def test_a_process_that_ignores_interrupts_goes_on_doing_so():
 
 def test_an_interrupt_while_libraries_are_imported_is_one_line(tmp_path):
     words = [sys.executable, "-m", "crosslayer", "diagnose", "smollm2", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    process = heeding(words)
     assert process.stderr is not None
     with process.stderr:
         assert process.stderr.readline() == "importing torch and transformers\n"
@@ -112,7 +122,7 @@ def test_an_interrupt_at_any_moment_is_one_line(tmp_path):
     words = [sys.executable, "-m", "crosslayer", "diagnose", "smollm2", "--sequences", "20"]
     words += ["--out", str(tmp_path / "out")]
     for moment in (0.3, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10):
-        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        process = heeding(words)
         time.sleep(moment)
         process.send_signal(signal.SIGINT)
         error = process.communicate(timeout=60)[1]

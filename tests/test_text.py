@@ -131,6 +131,40 @@ def test_files(tmp_path):
     assert load_documents(TextSource(str(tmp_path / "a.parquet"))) == ["one", "two"]
 
 
+def test_only_a_line_feed_ends_a_row_and_rows_without_text_are_counted(tmp_path, capsys):
+    table = tmp_path / "a.jsonl"
+    rows = [{"text": "one\u2028two\x85three"}, {"text": None}, {"text": None, "id": 3}]
+    table.write_bytes("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode())
+    assert load_documents(TextSource(str(table))) == ["one\u2028two\x85three"]
+    assert capsys.readouterr().err == "a.jsonl: skipped 2 rows without text\n"
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    parquet.write_table(pyarrow.table({"text": ["one", None]}), tmp_path / "a.parquet")
+    assert load_documents(TextSource(str(tmp_path / "a.parquet"))) == ["one"]
+    assert capsys.readouterr().err == "a.parquet: skipped 1 row without text\n"
+
+
+def test_a_long_text_that_is_too_short_is_refused_by_a_sample_of_it():
+    documents, seen = [words(0, 500) * 200], []
+
+    class Counting:
+        def __init__(self):
+            self.inner = tokenizer()
+            self.encode = self.inner.encode
+
+        def __call__(self, text, **options):
+            seen.append(len(text))
+            return self.inner(text, **options)
+
+    with pytest.raises(
+        ValueError, match=r"the text has about (9\d|10\d),000 tokens; 7,000 sequences of 20 need 140,000"
+    ):
+        pack(documents, Counting(), sequences=7000, length=20)
+    assert sum(seen) < len(documents[0]) / 2
+    assert pack(documents, Counting(), sequences=4000, length=20).shape == (4000, 20)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

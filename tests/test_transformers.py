@@ -24,7 +24,7 @@ if not FOLDER:
     pytest.skip("transformers' tests are not here; `make test-transformers` gets them", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
-tests.__path__.append(FOLDER)  # its modules call their package `tests`, too
+tests.__path__.append(str(Path(FOLDER).resolve()))  # its modules call their package `tests`, too
 for name, mixin in {
     "exporters.test_export": "ExportTesterMixin",
     "generation.test_utils": "GenerationTesterMixin",

@@ -57,9 +57,6 @@ def main() -> None:
         status = stop.exit_code
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
-    except BrokenPipeError:
-        errors.close_output()
-        status = errors.CLOSED_PIPE
     except typer.TyperException as error:
         status = _fail_typing(error)
     except Exception as error:

@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import Debug, Device, Dtype, Force, Seed, command_line, importing, print_line, public_name
+from crosslayer.cli.options import (
+    AllowMethods,
+    Debug,
+    Device,
+    Dtype,
+    Force,
+    Seed,
+    command_line,
+    importing,
+    print_line,
+    public_name,
+)
 from crosslayer.progress import Progress, say
 
 
@@ -23,6 +34,7 @@ def command(
     device: Device = None,
     dtype: Dtype = None,
     force: Force = False,
+    allow_methods: AllowMethods = None,
     debug: Debug = False,
 ) -> None:
     """Measure cache, time to first token, time per token and memory of a model beside a baseline, in turns."""

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from crosslayer.cli.options import (
+    AllowMethods,
     Bos,
     Column,
     Config,
@@ -42,12 +43,14 @@ def command(
     device: Device = None,
     dtype: Dtype = None,
     force: Force = False,
+    allow_methods: AllowMethods = None,
     debug: Debug = False,
 ) -> None:
     """Show sinks, value drains, peaks, concentration and redundancy of every layer of a pretrained model."""
     with importing():
         from crosslayer import text as texts
         from crosslayer.models import load_model
+        from crosslayer.probe.scan import check_length
         from crosslayer.probe.scan import diagnose as run
         from crosslayer.report.record import check_target
         from crosslayer.report.write import write_diagnosis
@@ -59,6 +62,7 @@ def command(
     texts.check_size(documents, sequences, length)
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+    check_length(loaded, length)
     say("cutting the text into tokens")
     windows = texts.packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
     settings = {

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-DONE, MEND, FAULT, CLOSED_PIPE = 0, 2, 70, 141  # 1 stands for checks that failed
+MEND, FAULT = 2, 70  # 0 stands for done, 1 for checks that failed, 130 for an interrupt
 MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # how torch words it in a RuntimeError
 
 
@@ -28,11 +28,6 @@ def check_words(words: Sequence[str]) -> None:
             raise ValueError(
                 f"argument {number} is {os.fsencode(word)!r}, which is no text in {sys.getfilesystemencoding()}"
             )
-
-
-def close_output() -> None:
-    """Let nothing more be written to a pipe that nobody reads (`crosslayer methods | head -1`)."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_schema_error(error: Exception) -> bool:

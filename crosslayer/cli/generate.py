@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import Debug, Device, Dtype, Seed, importing, print_line, public_name
+from crosslayer.cli.options import AllowMethods, Debug, Device, Dtype, Seed, importing, print_line, public_name
 from crosslayer.progress import say
 
 
@@ -18,6 +18,7 @@ def command(
     chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put the prompt into the chat template.")] = False,
     device: Device = None,
     dtype: Dtype = None,
+    allow_methods: AllowMethods = None,
     debug: Debug = False,
 ) -> None:
     """Continue a prompt, token by token."""

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from crosslayer.cli.options import (
+    AllowMethods,
     Bos,
     Column,
     Config,
@@ -58,6 +59,7 @@ def command(
     device: Device = None,
     dtype: Dtype = None,
     force: Force = False,
+    allow_methods: AllowMethods = None,
     debug: Debug = False,
 ) -> None:
     """Move, make or remove an attention sink, and show what follows, layer by layer.
@@ -69,6 +71,7 @@ def command(
         from crosslayer.effect import effect, scan_groups
         from crosslayer.intervene import check_positions, parse_interventions
         from crosslayer.models import load_model
+        from crosslayer.probe.scan import check_length
         from crosslayer.report.intervention import headline, words, write_intervention
         from crosslayer.report.record import InterventionRecord, check_target
 
@@ -94,10 +97,16 @@ def command(
     depth = loaded.config.get_text_config().num_hidden_layers
     chosen = parse_interventions(changes, file, layers, depth)
     options = {"scan": scan_groups(scan, depth), "controls": controls, "probes": probes, "seed": seed}
+    check_length(loaded, length)
     say("cutting the text into tokens")
     windows = texts.packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
-    about = {"model": public_name(model), "text": source.describe(), "bos": bos, "command": command_line()}
-    about["documents"] = list(windows.documents)
+    about = {
+        "model": public_name(model),
+        "text": source.describe(),
+        "documents": list(windows.documents),
+        "bos": bos,
+        "command": command_line(),
+    }
     with Progress("running", 2 * sequences) as bar:
         record = effect(loaded, windows.ids, *chosen, **options, settings=about, progress=bar.step).record()
     checked = InterventionRecord.model_validate(record)

@@ -29,6 +29,23 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing folder
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on an error.")]
 
 
+def _allow(names: list[str] | None) -> list[str] | None:
+    """Allow modules before anything is loaded."""
+    if names:
+        with importing():
+            from crosslayer.method import allow_methods
+        allow_methods(*names)
+    return names
+
+
+AllowMethods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-methods", metavar="MODULE", callback=_allow, help="A module of your own that a config may name."
+    ),
+]
+
+
 @contextmanager
 def importing() -> Iterator[None]:
     """Import what a verb needs: it is said, since it takes seconds; until its end Ctrl-C just ends the process."""

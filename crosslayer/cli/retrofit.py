@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from crosslayer.cli.options import (
+    AllowMethods,
     Bos,
     Column,
     Config,
@@ -69,6 +70,7 @@ def command(
     device: Device = None,
     dtype: Dtype = None,
     force: Force = False,
+    allow_methods: AllowMethods = None,
     debug: Debug = False,
 ) -> None:
     """Share or drop layers of a pretrained model, make up for it, and print what it costs and saves."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import Debug, Device, Force, command_line, importing, print_line, public_name
+from crosslayer.cli.options import AllowMethods, Debug, Device, Force, command_line, importing, print_line, public_name
 from crosslayer.progress import Progress, say
 
 
@@ -18,6 +18,7 @@ def command(
     dtypes: Annotated[str, typer.Option(help="Dtypes to check, with commas between.")] = "float32,bfloat16",
     device: Device = None,
     force: Force = False,
+    allow_methods: AllowMethods = None,
     debug: Debug = False,
 ) -> None:
     """Prove that a causal language model is right: its files, and every way to run it."""

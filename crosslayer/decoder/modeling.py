@@ -30,6 +30,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from crosslayer.decoder.caches import check_cache, check_quantized, update_single, without_empty_layers
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.keywords import LOSS, check_keywords
+from crosslayer.environment import check_flex
 from crosslayer.method import Carry, Compensation, HeadMixer, Mixing, Residual
 from crosslayer.plan import STATES
 
@@ -74,7 +75,7 @@ class CrossLayerAttention(nn.Module):
         compensation: Compensation | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
-        """Return the update (B, T, C) and the carry with what this layer lends; `kwargs` go to the attention function."""
+        """Return the update (B, T, C) and the carry with what this layer lends; `kwargs` go on to attention."""
         pairs = ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, None))
         states = [self._project(hidden_states, linear, norm) for linear, norm in pairs]  # (B, H or H_kv, T, D)
         states = _rotate(states, position_embeddings)
@@ -245,6 +246,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
                 "maps are not returned, since sharing never builds them; `crosslayer diagnose` measures them"
             )
         stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        check_flex(self.config._attn_implementation, stream.device)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
@@ -348,7 +350,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
         if generation_config.cache_implementation == "quantized":
             check_quantized(self.config)
-        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # type: ignore[misc]
 
 
 def _loans(config: CrossLayerConfig, layer: int) -> tuple[dict[int, str], dict[int, str]]:

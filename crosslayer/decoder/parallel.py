@@ -38,7 +38,7 @@ class CompensationParallel(ColwiseParallel):
 
 
 if torch.distributed.is_available():
-    ALL_PARALLEL_STYLES.register(COMPENSATION, CompensationParallel())
+    ALL_PARALLEL_STYLES.register(COMPENSATION, CompensationParallel())  # type: ignore[arg-type]
 
 
 def tensor_parallel_plan(qk_norm: bool, mixes: bool, compensates: bool) -> dict[str, str]:

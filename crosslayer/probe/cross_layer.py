@@ -68,7 +68,8 @@ def _mask(call: AttentionCall) -> Tensor | None:
     if not is_causal(call):
         return None
     rows, columns = call.query.shape[2], call.key.shape[2]
-    return torch.ones(rows, columns, dtype=torch.bool, device=call.query.device).tril()
+    mask = torch.ones(rows, columns, dtype=torch.bool, device=call.query.device).tril()
+    return mask if call.window is None else mask.triu(1 - call.window)  # row i sees columns i − window + 1 … i
 
 
 def _flat(heads: Tensor) -> Tensor:

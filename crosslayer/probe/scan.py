@@ -6,8 +6,7 @@ The forward pass keeps queries and keys; the maps are computed from them afterwa
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,7 @@ from crosslayer.probe.maps import UNREADABLE, map_sums
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.tokens import position_limit, position_table, top_tokens
 from crosslayer.probe.verdict import LayerShape, verdict
-from crosslayer.probe.visit import AttentionCall, attention_layers, layer_stack, no_cache, visited
+from crosslayer.probe.visit import AttentionCall, attention_layers, evaluating, layer_stack, no_cache, visited
 from crosslayer.text import pack
 
 SINK_THRESHOLD = 0.3  # of a head's mean attention to token 0, for the sink rate
@@ -117,18 +116,6 @@ def diagnose(
         shapes=found[0].shapes,
         seconds=time.perf_counter() - started,
     )
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model into evaluation mode inside the block, and every module back into its own afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 class _Sequence:
@@ -294,9 +281,8 @@ def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
     """
     if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2 or ids.is_floating_point():
         raise ValueError(f"ids are {ids.dtype} of shape {tuple(ids.shape)}; needed are integers (B ≥ 1, T ≥ 2)")
-    config, limit = model.config.get_text_config(), position_limit(model)
-    if limit is not None and ids.shape[1] > limit:
-        raise ValueError(f"length {ids.shape[1]} is above the model's {limit} positions")
+    config = model.config.get_text_config()
+    check_length(model, ids.shape[1])
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise ValueError(
             f"token ids reach from {int(ids.min())} to {int(ids.max())}; the vocabulary has {config.vocab_size}: "
@@ -304,6 +290,13 @@ def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
         )
     if config._attn_implementation == "flex_attention":
         raise ValueError(UNREADABLE)
+
+
+def check_length(model: PreTrainedModel, length: int) -> None:
+    """Refuse sequences of more tokens than the model has positions."""
+    limit = position_limit(model)
+    if limit is not None and length > limit:
+        raise ValueError(f"length {length} is above the model's {limit} positions")
 
 
 def _without_value(call: AttentionCall) -> AttentionCall:

@@ -135,6 +135,18 @@ def text_model(model: PreTrainedModel) -> nn.Module:
 
 
 @contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Put a model into evaluation mode inside the block, and every module back into its own afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
 def intercepted(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     """Send every attention call inside the stack of layers through `handler` before the model's own function.
 
@@ -157,11 +169,12 @@ def intercepted(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     name = f"{PREFIX}{current}_{id(model):x}"
     configs = _configs(model)
     before = [config._attn_implementation_internal for config in configs]
-    _handlers[name] = [handler]
-    AttentionInterface.register(name, _dispatch(name, current, _owners(model)))
-    if current in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[current])
+    attend = _dispatch(name, current, _owners(model))  # refuses what cannot be probed, before anything is registered
     try:
+        _handlers[name] = [handler]
+        AttentionInterface.register(name, attend)
+        if current in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[current])
         with quiet_transformers():
             model.set_attn_implementation(name)
         if model.config.get_text_config()._attn_implementation != name:

@@ -7,7 +7,7 @@ Flows: states of the lenders, within one forward pass. Reads: every borrower. Ca
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,12 +15,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from crosslayer.method import Method, load_method, merge_plans, mixes
 from crosslayer.plan import STATES, DepthPlan
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.verdict import LayerShape, may_share
 from crosslayer.probe.visit import AttentionCall, intercepted, layer_stack, no_cache, visited
 
+Wish = DepthPlan | Method | str | Mapping[str, Any] | Sequence[Method | str | Mapping[str, Any]]
+
 FIELDS = {"queries": "query", "keys": "key", "values": "value"}
+CHECKPOINTED = (
+    "a what-if cannot train with activation checkpointing, since borrowed states are gone when a layer is computed "
+    "again; turn it off: model.activation_checkpointing_disable()"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,17 +89,27 @@ def look(model: PreTrainedModel) -> Wiring:
 
 
 @contextmanager
-def what_if(model: PreTrainedModel, plan: DepthPlan, wiring: Wiring | None = None) -> Iterator[None]:
-    """Run `model` as if its layers were wired by `plan`; everything is restored on exit.
+def what_if(model: PreTrainedModel, plan: Wish, wiring: Wiring | None = None) -> Iterator[None]:
+    """Run `model` as if its layers were wired by `plan`, or by methods; everything is restored on exit.
 
     Forward passes, cached or not, and `generate` then give what the retrofitted model would give before any training.
     `wiring` saves the look at the model when many plans are tried.
 
     Raises:
-        ValueError: the model cannot be probed, or cannot follow the plan.
+        ValueError: the model cannot be probed, or cannot follow the plan; the plan changes nothing; a method mixes
+            states or streams; the model trains with activation checkpointing, which computes layers anew when their
+            lenders' states are gone.
 
     """
+    if model.is_activation_checkpointing and model.training:
+        raise ValueError(CHECKPOINTED)
     wiring = wiring or look(model)
+    plan = plan if isinstance(plan, DepthPlan) else _plan_of(plan, len(wiring.shapes))
+    if plan == DepthPlan.identity(plan.layers):
+        raise ValueError(
+            "the plan changes nothing: every layer owns what it reads; a method that mixes (resformer, attnres) does "
+            "so by weights of its own, which a what-if cannot show: convert the model by crosslayer.retrofit"
+        )
     wiring.check(plan)
     with ExitStack() as stack:
         if any(plan.lends(state, i) for state in STATES for i in range(plan.layers)):
@@ -102,6 +119,18 @@ def what_if(model: PreTrainedModel, plan: DepthPlan, wiring: Wiring | None = Non
                 if source is None and module is not None:
                     stack.callback(module.register_forward_hook(_silence).remove)
         yield
+
+
+def _plan_of(given: Method | str | Mapping[str, Any] | Sequence[Any], layers: int) -> DepthPlan:
+    entries = [given] if isinstance(given, Method | str | Mapping) else given
+    methods = [load_method(entry) for entry in entries]
+    mixing = [method.name() for method in methods if mixes(method)]
+    if mixing:
+        raise ValueError(
+            f"{', '.join(mixing)}: a what-if shows who borrows and what is dropped, not weights of a method's own that "
+            "mix states or streams; convert the model by crosslayer.retrofit"
+        )
+    return merge_plans(methods, layers)
 
 
 class _Loans:
@@ -124,6 +153,8 @@ class _Loans:
             if source is None:
                 continue
             if source != call.layer:
+                if (state, source) not in self.held:  # its layer is computed a second time
+                    raise ValueError(CHECKPOINTED)
                 changed[name] = self.held[state, source]
                 if self.last[state, source] == call.layer:
                     del self.held[state, source]

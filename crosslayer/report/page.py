@@ -43,7 +43,7 @@ h3 { font-size: 1rem; margin: 0 0 2px; }
 .panel { min-width: 0; } .wide { grid-column: 1 / -1; }
 .panel p { margin: 6px 0 0; color: var(--soft); font-size: .9rem; }
 .figure { height: 300px; margin-top: 6px; }
-.square { height: auto; aspect-ratio: 1 / 1.12; max-width: 470px; margin: 6px auto 0; }
+.square { height: auto; aspect-ratio: 1 / 0.98; max-width: 470px; margin: 6px auto 0; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; margin-top: 4px; }
 .legend button { border: 0; padding: 2px 0; background: none; font: inherit; font-size: .82rem; color: inherit; text-align: left; cursor: pointer; }
 .legend i { display: inline-block; width: 22px; border-top: 3px solid; margin-right: 6px; vertical-align: middle; }

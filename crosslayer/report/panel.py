@@ -191,10 +191,11 @@ def _width(panel: Panel) -> tuple[float, float]:
 
 def _span(panel: Panel) -> tuple[float, float]:
     """Return the ends of the vertical axis: of what is drawn, with some room, but none below a band that runs out."""
-    rows = [value for value in _rows(panel) if value > 0 or not panel.log_y]
-    low, high = _padded(*_reach(rows or [1.0]), panel.log_y)
-    points = [y for line in panel.lines for y in line.y if y is not None]
-    return (min(rows), high) if panel.log_y and rows and min(rows) < min(points) else (low, high)
+    rows = [value for value in _rows(panel) if value > 0 or not panel.log_y] or [1.0]
+    low, high = _padded(*_reach(rows), panel.log_y)
+    points = [y for line in panel.lines for y in line.y if y is not None and y > 0]
+    runs_out = panel.log_y and points and min(rows) <= min(points) / 2
+    return (min(rows), high) if runs_out else (low, high)
 
 
 def _padded(low: float, high: float, log: bool) -> tuple[float, float]:

@@ -139,7 +139,7 @@ def panels(record: RetrofitRecord) -> list[Panel]:
             for key, name in names.items()
         ]
         made.append(
-            Panel("calibration", "What W_c makes up for", sentence, "layer", "error", lines, log_y=True, wide=True)
+            Panel("calibration", "What W_c makes up for", sentence, "layer", "RMS error", lines, log_y=True, wide=True)
         )
     if curve:
         x = [point["share"] for point in curve]

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,7 +226,8 @@ def _turns(model: PreTrainedModel, ids: Tensor, drop: str, plan: DepthPlan, wiri
         if after is not None:
             found.setdefault(stream.layer, []).append(float(m.mean_cosine(stream.before, after)))
 
-    with what_if(model, plan, wiring), streams(model, see):
+    whole = plan == DepthPlan.identity(plan.layers)
+    with nullcontext() if whole else what_if(model, plan, wiring), streams(model, see):
         for sequence in ids:
             model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
     return {layer: float(np.mean(values)) for layer, values in found.items()}

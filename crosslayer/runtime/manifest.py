@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from crosslayer.decoder import CrossLayerConfig
 from crosslayer.environment import environment
 from crosslayer.plan import STATES
+from crosslayer.probe.visit import evaluating
 
 NAME = "manifest.json"
 IDS, LOGITS = 24, 16  # tokens of the fingerprint, and how many of the last one's logits it keeps
@@ -157,12 +158,8 @@ def fingerprint(model: PreTrainedModel, ids: list[int] | None = None) -> Fingerp
         raise ValueError(f"the fingerprint's ids reach {max(ids)}; the vocabulary has {size}")
     single = {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     used = model if single else copy.deepcopy(model).float()
-    training = used.training
-    used.eval()
-    try:
+    with evaluating(used):
         logits: Tensor = used(torch.tensor([ids], device=used.device), use_cache=False).logits[0, -1]  # (V)
-    finally:
-        used.train(training)
     kept = [logits.shape[0] * i // LOGITS for i in range(LOGITS)]
     return Fingerprint(ids=ids, dtype="float32", logits=logits[kept].tolist(), std=logits.std().item())
 

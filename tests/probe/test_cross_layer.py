@@ -1,11 +1,13 @@
 """The short forms of cross-layer attention against loops over heads and rows."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 import crosslayer
+from crosslayer.probe.cross_layer import CrossLayerCosines
 from crosslayer.probe.visit import visited
 from tests.tiny import tiny, tokens
 
@@ -47,6 +49,21 @@ def test_cosines_with_true_cross_layer_attention(family):
         for form, expected in naive(calls[2], other, window).items():
             assert found[f"cross_layer_{form}_{source}"][0, 2] == pytest.approx(expected, abs=1e-10)
             assert math.isnan(found[f"cross_layer_{form}_{source}"][0, 0])  # nothing is below the first layer
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_no_mask_means_causal_within_the_window(family):
+    model, ids, calls = tiny(family), tokens(batch=1, length=24), []
+    with torch.no_grad(), visited(model, calls.append):
+        model.base_model(ids, use_cache=False)
+    found = []
+    for mask in (True, False):
+        cosines = CrossLayerCosines()
+        for call in calls:
+            assert (call.window is not None) == (family == "mistral")
+            cosines.see(call if mask else dataclasses.replace(call, mask=None))
+        found.append(torch.stack([value for by_layer in cosines.found.values() for value in by_layer.values()]))
+    assert (found[0] - found[1]).abs().max() < 1e-12
 
 
 def test_capped_scores_are_refused():

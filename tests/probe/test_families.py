@@ -9,8 +9,9 @@ from transformers.modeling_utils import AttentionInterface
 
 import crosslayer
 from crosslayer import testing as contract
+from crosslayer.probe import visit
 from crosslayer.probe.stream import streams
-from crosslayer.probe.visit import attention_layers, layer_stack, visited
+from crosslayer.probe.visit import attention_layers, intercepted, layer_stack, visited
 from crosslayer.report.write import write_diagnosis
 from tests.tiny import BASE, CAUSAL, ENCODERS, tiny, tokens
 
@@ -219,3 +220,12 @@ def test_cross_layer_models_can_be_diagnosed(methods):
     entropy = record["measures"]["entropy"]["mean"]
     assert [value is not None for value in entropy] == [plan.attends(i) for i in range(6)]
     assert record["verdict"]["kv_share"]["elements"] == contract.predicted(model.config, 1, 24)
+
+
+def test_nothing_is_left_behind_when_a_model_is_refused():
+    sizes = {"num_layers": 2, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "vocab_size": 32}
+    model = AutoModel.from_config(AutoConfig.for_model("t5", **sizes))
+    with pytest.raises(ValueError, match="is an encoder-decoder"), intercepted(model, lambda call: call):
+        pass
+    registered = [*AttentionInterface._global_mapping, *AttentionMaskInterface._global_mapping]
+    assert not visit._handlers and not [name for name in registered if name.startswith(visit.PREFIX)]

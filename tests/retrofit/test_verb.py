@@ -223,7 +223,7 @@ def test_bad_input_is_one_line(monkeypatch, inputs, tmp_path, capsys, options, m
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *options) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert len(lines) == 1 and lines[0].startswith("crosslayer: error: ") and message in lines[0]
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out-*"))
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
 
 def test_an_existing_folder_is_kept_and_force_replaces_only_ours(monkeypatch, inputs, tmp_path, capsys):

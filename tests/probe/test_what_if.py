@@ -1,0 +1,64 @@
+"""What a what-if takes: plans and methods that are plans; and what it refuses."""
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.method import load_method
+from crosslayer.methods.cla import CLA
+from tests.tiny import tiny, tokens
+
+DROPPED = {"name": "drop", "attention": [2]}
+
+
+@pytest.mark.parametrize("given", ["cla", CLA(), {"name": "cla"}, ["cla"], [CLA()]])
+def test_methods_stand_for_their_plans(given):
+    model, ids = tiny("llama"), tokens()
+    with torch.no_grad():
+        with crosslayer.what_if(model, load_method("cla").plan(3)):
+            expected = model(ids).logits
+        with crosslayer.what_if(model, given):
+            assert torch.equal(model(ids).logits, expected)
+        assert not torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("given", ["resformer", {"name": "attnres", "block": 2}, ["cla", "resformer"]])
+def test_a_method_that_mixes_is_refused_by_name(given):
+    name = "attnres" if isinstance(given, dict) else "resformer"
+    message = rf"^{name}: a what-if shows who borrows and what is dropped, not weights"
+    with pytest.raises(ValueError, match=message), crosslayer.what_if(tiny("llama"), given):
+        pass
+
+
+def test_a_plan_that_changes_nothing_is_refused():
+    plan = load_method("resformer").plan(3)
+    with pytest.raises(ValueError, match="the plan changes nothing"), crosslayer.what_if(tiny("llama"), plan):
+        pass
+
+
+@pytest.mark.parametrize("given", ["cla", DROPPED])
+def test_training_with_checkpointing_is_refused(given):
+    model, ids = tiny("llama"), tokens()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    message = r"activation_checkpointing_disable\(\)"
+    with pytest.raises(ValueError, match=message), crosslayer.what_if(model.train(), given):
+        pass
+    with crosslayer.what_if(model.eval(), given), torch.no_grad():  # nothing is computed twice
+        model(ids)
+
+
+def test_a_layer_that_is_computed_again_is_refused():
+    model, ids = tiny("llama"), tokens()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    with crosslayer.what_if(model, "cla"):
+        loss = model.train()(ids, labels=ids, use_cache=False).loss
+        with pytest.raises(ValueError, match=r"activation_checkpointing_disable\(\)"):
+            loss.backward()
+
+
+def test_training_without_checkpointing():
+    model, ids = tiny("llama").train(), tokens()
+    with crosslayer.what_if(model, "cla"):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    layers = model.model.layers
+    assert layers[0].self_attn.k_proj.weight.grad.any() and layers[1].self_attn.k_proj.weight.grad is None

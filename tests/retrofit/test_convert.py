@@ -147,12 +147,12 @@ SHARES = [
 
 
 def test_the_cache_is_counted_beyond_the_window():
-    """Two of four layers see 8 tokens only: dropping one of those saves 7 tokens of a long context, not a quarter."""
+    """Two of four layers see 8 tokens only: dropping one of those saves those of a long context, not a quarter."""
     source = tiny(
         "qwen2", num_hidden_layers=4, use_sliding_window=True, sliding_window=8, max_window_layers=2, layer_types=None
     )
     assert source.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
-    for context, expected in ((40, (40 + 40 + 7) / (40 + 40 + 7 + 7)), (4, 3 / 4)):
+    for context, expected in ((40, (40 + 40 + 8) / (40 + 40 + 8 + 8)), (4, 3 / 4)):
         made = convert(source, [load_method({"name": "drop", "attention": (3,)})]).model
         assert allocated(made, context) / allocated(source, context) == pytest.approx(expected, abs=1e-12)
         cache = DynamicCache(config=made.config)

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import crosslayer
 from crosslayer import CrossLayerConfig, method
 from crosslayer import testing as contract
-from crosslayer.decoder.show import show
 from crosslayer.methods.cla import CLA
+from crosslayer.show import show
 
 OWN = '''
 """Halves: a user's own method.
@@ -34,7 +34,7 @@ class Halves(CLA):
 
 
 if __name__ == "__main__":
-    from crosslayer.decoder.show import show
+    from crosslayer.show import show
 
     show(__spec__.name)
 '''

@@ -17,7 +17,7 @@ def command(
         from rich.console import Console
         from rich.table import Table
 
-        from crosslayer.decoder.show import method_table
+        from crosslayer.show import method_table
 
     rows = method_table(layers)
     table = Table(*(f"KV cache, {layers} layers" if key == "cache" else key for key in rows[0]), show_lines=True)

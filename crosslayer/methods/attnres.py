@@ -123,6 +123,6 @@ def depth_attention(sources: tuple[Tensor, ...], directions: Tensor, eps: float)
 
 
 if __name__ == "__main__":
-    from crosslayer.decoder.show import show
+    from crosslayer.show import show
 
     show(__name__)

@@ -42,6 +42,6 @@ class Drop(Method):
 
 
 if __name__ == "__main__":
-    from crosslayer.decoder.show import show
+    from crosslayer.show import show
 
     show(__name__)

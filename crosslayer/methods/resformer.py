@@ -109,6 +109,6 @@ class _Mixer(HeadMixer):
 
 
 if __name__ == "__main__":
-    from crosslayer.decoder.show import show
+    from crosslayer.show import show
 
     show(__name__)

@@ -50,6 +50,6 @@ class SVFormer(Method):
 
 
 if __name__ == "__main__":
-    from crosslayer.decoder.show import show
+    from crosslayer.show import show
 
     show(__name__)

@@ -35,6 +35,6 @@ class UniAttn(Method):
 
 
 if __name__ == "__main__":
-    from crosslayer.decoder.show import show
+    from crosslayer.show import show
 
     show(__name__)

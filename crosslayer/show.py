@@ -5,7 +5,6 @@ import inspect
 import re
 import sys
 
-from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.method import Method, load_method, method_class, method_names
 
 
@@ -53,6 +52,8 @@ def show(module: str, layers: int = 8) -> None:
     `module` is the `__name__` of the module that calls this, however it is run: as `python scaled.py`, or by its own
     name as `python -m my_methods.scaled`. From elsewhere, give that name.
     """
+    from crosslayer.decoder.configuration import CrossLayerConfig  # the table of methods does without
+
     if module == "__main__" and (spec := sys.modules[module].__spec__) is not None:
         module = spec.name
     name = module.removeprefix("crosslayer.methods.")

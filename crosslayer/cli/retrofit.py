@@ -90,6 +90,7 @@ def command(
     fitted = [TextSource(name, config, split, column) for name in calibration_text or ()]
     say(f"reading {', '.join(source.describe() for source in [*judging, *fitted]) or 'the embedded corpus'}")
     texts = Texts.load(judging, fitted, seed)
+    texts.parts(request)  # says at once if there are too few windows
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     say("cutting the text into tokens")

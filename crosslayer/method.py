@@ -7,13 +7,17 @@ Shapes: B batch, T new tokens, C hidden, H heads, D head size.
 
 import dataclasses
 import difflib
+import functools
 import importlib
+import json
 import pkgutil
+import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -149,7 +153,7 @@ def load_method(entry: "str | Mapping[str, Any] | Method | type[Method]") -> Met
         return entry
     if isinstance(entry, type) and issubclass(entry, Method):
         return entry()
-    options = {"name": entry} if isinstance(entry, str) else dict(entry)
+    options = {"name": entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, Mapping) else {}
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise ValueError(f"cross_layer entry {entry!r} has no name; it needs one of {', '.join(method_names())}")
@@ -160,6 +164,7 @@ def load_method(entry: "str | Mapping[str, Any] | Method | type[Method]") -> Met
             close = difflib.get_close_matches(option, fields, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(fields) or 'none'}"
             raise ValueError(f"method {name!r} has no option {option!r}; {hint}")
+        _check_type(cls, option, options[option])
     return cls(**{key: _frozen(value) for key, value in options.items()})
 
 
@@ -257,6 +262,20 @@ def check_choice(name: str, option: str, value: Any, choices: Sequence[Any]) -> 
     """Refuse a value that is not among `choices`."""
     if value not in choices:
         raise ValueError(f"{name}: {option} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def _check_type(cls: type[Method], option: str, value: Any) -> None:
+    try:
+        _type_of(cls, option).validate_json(json.dumps(value), strict=True)
+    except (TypeError, ValidationError):
+        kind = get_type_hints(cls)[option]
+        words = kind.__name__ if isinstance(kind, type) else str(kind)
+        raise ValueError(f"{cls.name()}: {option} is {reprlib.repr(value)}; it must be {words}") from None
+
+
+@functools.cache
+def _type_of(cls: type[Method], option: str) -> TypeAdapter[Any]:
+    return TypeAdapter(get_type_hints(cls)[option])
 
 
 def _frozen(value: Any) -> Any:

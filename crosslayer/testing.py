@@ -44,7 +44,7 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-Entry = str | Mapping[str, Any] | Method
+Entry = str | Mapping[str, Any] | Method | type[Method]
 Check = Callable[[CrossLayerConfig], None]
 
 
@@ -52,7 +52,7 @@ def check_method(methods: Entry | Sequence[Entry], **shape: Any) -> None:
     """Run every check over one method, or over several together, in a tiny decoder.
 
     Args:
-        methods: a `Method`, its name, {"name": …, option: …}, or a list of them.
+        methods: a `Method` or its class, its name, {"name": …, option: …}, or a list of them.
         shape: fields of the config that differ from `SHAPE`, such as `num_hidden_layers=9`.
 
     Raises:
@@ -68,10 +68,10 @@ def check_method(methods: Entry | Sequence[Entry], **shape: Any) -> None:
             raise AssertionError(f"{check.__name__}: {error}") from error
 
 
-def config_of(methods: Entry | Sequence[Entry], **shape: Any) -> CrossLayerConfig:
-    """Return the config of a tiny decoder: `SHAPE`, changed by `shape`, with one method or a list."""
-    entries = [methods] if isinstance(methods, str | Mapping | Method) else list(methods)
-    return CrossLayerConfig(cross_layer=entries, **{**SHAPE, **shape})
+def config_of(methods: Entry | Sequence[Entry] | None, **shape: Any) -> CrossLayerConfig:
+    """Return the config of a tiny decoder: `SHAPE`, changed by `shape`, with one method, a list, or None."""
+    entries = list(methods) if isinstance(methods, list | tuple) else [methods]
+    return CrossLayerConfig(cross_layer=[entry for entry in entries if entry is not None], **{**SHAPE, **shape})
 
 
 def build(config: CrossLayerConfig, cls: type[CrossLayerForCausalLM] = CrossLayerForCausalLM) -> CrossLayerForCausalLM:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ import crosslayer
 from crosslayer import CrossLayerConfig, method
 from crosslayer import testing as contract
 from crosslayer.methods.cla import CLA
-from crosslayer.show import show
 
 OWN = '''
 """Halves: a user's own method.
@@ -32,11 +29,6 @@ from crosslayer.methods.cla import CLA
 class Halves(CLA):
     """CLA by another name."""
 
-
-if __name__ == "__main__":
-    from crosslayer.show import show
-
-    show(__spec__.name)
 '''
 
 
@@ -102,7 +94,8 @@ def test_a_module_that_is_imported_can_be_named(folder, name):
     assert config.plan == CLA(group=3).plan(6)
     assert CrossLayerConfig.from_dict(config.to_dict()).plan == config.plan
     cls = type(config.methods[0])
-    assert contract.config_of([cls]).methods == contract.config_of([cls()]).methods == [cls()]
+    for given in (cls, cls(), [cls], (cls(),)):
+        assert CrossLayerConfig(**contract.SHAPE, cross_layer=given).methods == [cls()]
 
 
 @pytest.mark.parametrize(("allowed", "name"), [("mine", "mine.halves"), ("mine.halves",) * 2, ("halves",) * 2])
@@ -133,12 +126,3 @@ def test_a_method_that_is_no_dataclass_is_refused(folder):
 def test_the_name_of_a_packaged_method_may_be_written_in_full():
     assert contract.config_of(["crosslayer.methods.cla"]).methods == [CLA()]
     assert method.method_class("cla") is CLA and dataclasses.is_dataclass(CLA)
-
-
-def test_a_users_module_shows_itself(folder, capsys):
-    show("mine.halves")
-    assert "a user's own method" in capsys.readouterr().out
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
-    command = [sys.executable, "-m", "mine.halves"]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "Halves(group=2" in found.stdout and "cached share: 50.00%" in found.stdout

@@ -1,13 +1,13 @@
 """What docs/METHODS.md tells authors of methods works as it stands there, outside of the package."""
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from crosslayer.testing import CHECKS
 
 ROOT = Path(__file__).parent.parent
 WORDS = ("Scaled values.", "V'_n = s V_n", "Scaled(by=2.0)", "cached share: 100.00%", "KV bytes per token in bf16")
@@ -38,12 +38,8 @@ def test_a_module_shows_itself_however_it_is_run(folder, capsys):
     assert all(word in by_path for word in WORDS), by_path
 
 
-def test_the_documents_test_passes_in_a_folder_of_its_own(folder):
-    """Run in a process of its own: `python scaled.py`, then its tests, as an author does."""
-    code = (
-        "import runpy, pytest; runpy.run_path('scaled.py', run_name='__main__'); raise SystemExit(pytest.main(['-q']))"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
-    ran = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0 and "14 passed" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-1000:]
-    assert all(word in ran.stdout for word in WORDS), ran.stdout
+def test_the_documents_test_passes(folder):
+    test = runpy.run_path(str(folder / "test_scaled.py"))
+    for check in CHECKS:
+        test["test_scaled"](check)
+    test["test_scaled_with_others"]()

@@ -14,7 +14,9 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @strict
 class CrossLayerConfig(LlamaConfig):
-    """`cross_layer` is a method or a list of methods, each a name or {"name": …, option: …}; empty means Llama.
+    """`cross_layer` is a method or a list of methods; empty means Llama.
+
+    Each is a name, {"name": …, option: …}, a `Method` or a class of them; they are kept as plain data.
 
     Beside Llama's fields: `qk_norm` (Qwen3), `attention_output_bias` (None: as `attention_bias`; Qwen2 has False),
     `sliding_window` with `layer_types`.
@@ -27,7 +29,7 @@ class CrossLayerConfig(LlamaConfig):
     model_type = "crosslayer"
     base_model_pp_plan = None  # what layers lend does not travel between the stages of a pipeline
 
-    cross_layer: list | dict | str | None = None
+    cross_layer: Any = None
     qk_norm: bool = False
     attention_output_bias: bool | None = None
     sliding_window: int | None = None
@@ -42,7 +44,7 @@ class CrossLayerConfig(LlamaConfig):
                 f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
                 f"{self.num_attention_heads}; set head_dim"
             )
-        given = self.cross_layer if isinstance(self.cross_layer, list) else [self.cross_layer]
+        given = self.cross_layer if isinstance(self.cross_layer, list | tuple) else [self.cross_layer]
         self.cross_layer = [to_entry(load_method(entry)) for entry in given if entry is not None]
         super().__post_init__(**kwargs)
         self._check_shapes()

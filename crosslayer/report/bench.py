@@ -6,14 +6,14 @@ from typing import Any
 
 from crosslayer.report.page import Table, page, save_page
 from crosslayer.report.panel import COLORS, QUIET, Line, Panel, same_scale
-from crosslayer.report.record import BenchRecord, whole_folder
-from crosslayer.runtime.summary import CLEAR, SIDES
+from crosslayer.report.record import CLEAR, BenchRecord, whole_folder
 
 TIMES = {
     "ttft": "time to first token",
     "tpot_dynamic": "time per token, dynamic cache",
     "tpot_static": "time per token, static cache",
 }
+SIDES = ("candidate", "baseline")
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 

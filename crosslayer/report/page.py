@@ -10,7 +10,6 @@ from plotly.offline import get_plotlyjs
 
 from crosslayer.report.panel import Panel, drawn, plotly_figure, save_svg
 from crosslayer.report.record import dumps
-from crosslayer.text import JOINED
 
 
 class Mark(NamedTuple):
@@ -133,8 +132,8 @@ def measured_on(settings: dict[str, Any]) -> str:
 
 
 def _origin(documents: list[int]) -> str:
-    """Return how many documents sequences come from."""
-    single, joined = len({*documents} - {JOINED}), documents.count(JOINED)
+    """Return how many documents sequences come from; a number below 0 stands for several."""
+    single, joined = len({number for number in documents if number >= 0}), sum(number < 0 for number in documents)
     words = [f"{single} document{'s' if single > 1 else ''}"] if single else []
     words += [f"{joined} joined from several documents"] if joined else []
     return f"from {' and '.join(words)}"

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from crosslayer.folder import check_target as check_target
 from crosslayer.folder import whole_folder as whole_folder
 
+CLEAR = 0.9  # the coverage from which an interval of a bench decides: 5 pairs
+
 
 class Measure(BaseModel):
     """A measure by layer: mean over n sequences and 95 % Student-t interval, a pair [low, high] for each entry."""

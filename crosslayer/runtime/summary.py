@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from crosslayer.report.record import CLEAR
 from crosslayer.runtime.costs import Load, Rates, Structure, predict
 
 SIDES = ("candidate", "baseline")
 TIMES = ("ttft", "tpot_dynamic", "tpot_static")
 FAR = 0.2  # a prediction that is further off is explained
 COVERAGE = 0.95  # of an interval, where there are enough pairs
-CLEAR = 0.9  # the coverage from which an interval decides: 5 pairs
 RATES = tuple(field.name for field in fields(Rates) if field.name != "asynchronous")
 Times = dict[str, dict[str, list[float]]]  # measure -> side -> seconds of each repeat
 

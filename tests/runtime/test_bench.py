@@ -37,7 +37,7 @@ BYTES = 8  # float64
 
 @pytest.fixture(scope="module")
 def found():
-    return bench(build(config_of(UNIATTN)), build(config_of(None)), SMALL)
+    return bench(build(config_of(UNIATTN)), build(config_of([])), SMALL)
 
 
 def test_costs_of_a_stock_llama_by_hand():
@@ -54,7 +54,7 @@ def test_costs_of_a_stock_llama_by_hand():
 @pytest.mark.parametrize(
     ("methods", "matrices", "stored", "attending"),
     [
-        (None, 6 * LAYER, 12, 6),
+        ([], 6 * LAYER, 12, 6),
         (UNIATTN, 6 * LAYER - 2 * (Q + K) + 2 * 32 * 32, 10, 6),
         ([{"name": "cla", "group": 2}], 6 * LAYER - 3 * (K + V), 6, 6),
         ([{"name": "svformer"}], 6 * LAYER - 5 * V, 7, 6),
@@ -168,7 +168,7 @@ def test_a_prediction_that_is_off_is_explained_by_what_was_seen():
 
 @torch.no_grad()
 def test_a_static_cache_filled_by_copying_decodes_alike():
-    for methods in (None, UNIATTN, [{"name": "svformer"}]):
+    for methods in ([], UNIATTN, [{"name": "svformer"}]):
         model, ids = build(config_of(methods)), tokens(length=12)
         cache = DynamicCache(config=model.config)
         model(ids[:, :11], past_key_values=cache, use_cache=True)
@@ -370,7 +370,7 @@ def saved(folder, model):
 
 def test_the_command_line(monkeypatch, tmp_path, capsys):
     ours = saved(tmp_path / "ours", build(config_of([{"name": "cla", "group": 2}])))
-    plain = saved(tmp_path / "plain", build(config_of(None)))
+    plain = saved(tmp_path / "plain", build(config_of([])))
     words = ["bench", ours, "--baseline", plain, "--context", "6,12", "--new-tokens", 2, "--repeats", 3]
     assert run(monkeypatch, *words, "--out", tmp_path / "out", "--device", "cpu") == 0
     captured = capsys.readouterr()

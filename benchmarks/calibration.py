@@ -3,7 +3,7 @@
     python benchmarks/calibration.py [--sequences 128] [--repeats 3]
 
 Each side runs in a process of its own, in turns. "original": forward passes with logits. "retrofit": conversion and
-calibration of W_c by ridge. "job", once: that with the damage on 64 windows, as on the command line.
+calibration of W_c as by default. "job", once: that with the damage on all domains, as on the command line.
 """
 
 import argparse
@@ -39,22 +39,25 @@ def side(name: str, sequences: int) -> None:
     import torch
 
     import crosslayer
+    from crosslayer.domains import FITTED, shared_out, split_domains
     from crosslayer.retrofit.job import Job
     from crosslayer.retrofit.request import Request
-    from crosslayer.text import TextSource, load_documents, split
+    from crosslayer.retrofit.texts import Texts
 
     model, tokenizer = crosslayer.load_model("smollm2")
-    documents = load_documents(TextSource())
-    ids = split(documents, tokenizer, parts={"calibration": sequences})["calibration"].ids
+    texts = Texts.load()
+    parts = {"calibration": shared_out(sequences, FITTED)}
+    windows = split_domains(texts.documents, tokenizer, parts=parts)["calibration"]
     started = time.perf_counter()
     if name == "original":
         with torch.no_grad():
-            for batch in ids.split(4):
+            for batch in windows.ids.split(4):
                 model(input_ids=batch, use_cache=False)
     elif name == "retrofit":
-        crosslayer.retrofit(model, {"name": "uniattn", "superblocks": GROUPS}, calibration=ids, share_weights=True)
+        method = {"name": "uniattn", "superblocks": GROUPS}
+        crosslayer.retrofit(model, method, calibration=windows.by_domain(), share_weights=True)
     else:
-        Job(model, tokenizer, Request(method="uniattn", calibration=sequences), Quiet).run(documents)
+        Job(model, tokenizer, Request(method="uniattn", calibration=sequences), Quiet).run(texts)
     seconds = time.perf_counter() - started
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     size = sum(p.numel() * p.element_size() for p in model.parameters())

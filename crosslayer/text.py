@@ -4,7 +4,7 @@ import itertools
 import json
 import random
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from crosslayer.progress import say
 
-DEFAULT_CORPUS = Path(__file__).parent / "data" / "default_corpus.tar.xz"
+DATA = Path(__file__).parent / "data"
 DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
 JOINED = -1  # the document of a window that is joined from several
 STREAMED = 4096  # documents of a stream that `split` takes
@@ -51,7 +51,7 @@ def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
 
     """
     if source.name is None:
-        return _embedded_documents()
+        return embedded_documents("default_corpus")
     path = Path(source.name).expanduser()
     if not path.exists():
         if path.suffix in READERS:
@@ -144,13 +144,19 @@ def packed(
 
 @dataclass(frozen=True)
 class Windows:
-    """Token sequences (N, T) and the number of the document that each is cut from; -1: joined from short ones."""
+    """Token sequences (N, T), the document that each is cut from (-1: joined from short ones), and its domain."""
 
     ids: Tensor
     documents: tuple[int, ...]
+    domains: tuple[str, ...] = ()  # empty: all of one
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def by_domain(self) -> dict[str, Tensor]:
+        """Return the sequences of each domain."""
+        names = dict.fromkeys(self.domains)
+        return {name: self.ids[[domain == name for domain in self.domains]] for name in names}
 
 
 def split(
@@ -269,10 +275,19 @@ def _next_word(text: str, at: int) -> int:
     return space if space >= 0 else at
 
 
-def _embedded_documents() -> list[str]:
-    with tarfile.open(DEFAULT_CORPUS, "r:xz") as archive:
-        files = sorted((m for m in archive.getmembers() if m.isfile()), key=lambda m: m.name)
-        return [archive.extractfile(m).read().decode("utf-8") for m in files]  # type: ignore[union-attr]
+def embedded_documents(archive: str, files: Sequence[str] = ()) -> list[str]:
+    """Return the documents of the named files (without suffix) of an embedded archive; without names, whole files."""
+    documents = []
+    with tarfile.open(DATA / f"{archive}.tar.xz", "r:xz") as opened:
+        for member in sorted((m for m in opened.getmembers() if m.isfile()), key=lambda m: m.name):
+            if not files or Path(member.name).stem in files:
+                text = opened.extractfile(member).read().decode("utf-8")  # type: ignore[union-attr]
+                documents += _separated(text) if files else [text]
+    return documents
+
+
+def _separated(text: str) -> list[str]:
+    return text.split(f"\n{DOCUMENT_LINE}\n")
 
 
 def _decode(path: Path) -> str:
@@ -288,7 +303,7 @@ def _decode(path: Path) -> str:
 
 
 def _txt_documents(path: Path, column: str) -> list[str]:
-    return _decode(path).split(f"\n{DOCUMENT_LINE}\n")
+    return _separated(_decode(path))
 
 
 def _jsonl_documents(path: Path, column: str) -> list[str]:

@@ -21,6 +21,7 @@ ALLOWED = {
     "decoder": {"method", "plan", "environment"},
     "testing": {"method", "decoder", "probe"},
     "text": {"environment", "progress"},
+    "domains": {"text"},
     "hub": set(),
     "embedded": {"environment", "folder"},
     "models": {"environment", "decoder", "embedded", "hub"},  # the decoder is registered when a model is loaded
@@ -30,7 +31,19 @@ ALLOWED = {
     "interventions": {"probe"},
     "intervene": {"interventions", "plan", "probe", "environment"},
     "effect": {"intervene", "interventions", "probe", "plan", "environment"},
-    "retrofit": {"plan", "method", "methods", "decoder", "text", "report", "folder", "environment", "probe", "runtime"},
+    "retrofit": {
+        "plan",
+        "method",
+        "methods",
+        "decoder",
+        "text",
+        "domains",
+        "report",
+        "folder",
+        "environment",
+        "probe",
+        "runtime",
+    },
     "runtime": {"plan", "method", "methods", "decoder", "models", "text", "report", "environment", "probe"},
 }
 

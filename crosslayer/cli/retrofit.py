@@ -17,7 +17,6 @@ from crosslayer.cli.options import (
     Force,
     Seed,
     Split,
-    Text,
     command_line,
     importing,
     print_line,
@@ -29,11 +28,21 @@ from crosslayer.progress import Progress, say
 def command(
     model: Annotated[str, typer.Argument(help="Hub name, local folder, or smollm2 (embedded).")],
     out: Annotated[Path, typer.Option(help="Folder for the model, its manifest and its receipt.")],
-    method: Annotated[str | None, typer.Option(help="uniattn, cla, svformer or drop.")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help='uniattn, cla, svformer or drop; or whole: a module of yours, {"name": "cla", "group": 3}.'),
+    ] = None,
     layers: Annotated[str, typer.Option(help="Groups such as 18-21,22-25 (0-based), top-half or auto.")] = "top-half",
     kv_budget: Annotated[float | None, typer.Option(help="Instead of a method: search for this cached share.")] = None,
+    kv_context: Annotated[
+        int | None,
+        typer.Option(help="Tokens at which the cache is counted. Default: 2048, or twice the largest window."),
+    ] = None,
     kl_budget: Annotated[float | None, typer.Option(help="Or search within this KL, in nats a token.")] = None,
-    compensation: Annotated[str, typer.Option(help="none, zero, mean, lstsq or ridge: how W_c is fitted.")] = "ridge",
+    compensation: Annotated[
+        str | None,
+        typer.Option(help="How W_c is fitted: layerwise (default where it can be), none, zero, mean, lstsq or ridge."),
+    ] = None,
     target: Annotated[str, typer.Option(help="Where W_c writes: attention, heads or mlp.")] = "attention",
     groups: Annotated[int, typer.Option(min=1, help="v: groups of windows with a mean of their own, for mean.")] = 1,
     merge: Annotated[str, typer.Option(help="Keys and values of a CLA group: first, mean or svd.")] = "first",
@@ -41,12 +50,19 @@ def command(
     select: Annotated[str, typer.Option(help="How drop ranks with auto: similarity or greedy.")] = "similarity",
     size: Annotated[int, typer.Option(help="Layers of a superblock of top-half.")] = 4,
     count: Annotated[int | None, typer.Option(min=1, help="Followers or dropped layers of auto.")] = None,
-    text: Text = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to judge it on, repeatable: each is a domain. Default: six embedded domains."),
+    ] = None,
+    calibration_text: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to fit and search on, repeatable. Default: --text, or embedded books, web and docs."),
+    ] = None,
     config: Config = None,
     split: Split = "train",
     column: Column = "text",
-    windows: Annotated[int, typer.Option(help="Windows on which the damage is measured; at least 32.")] = 64,
-    calibration: Annotated[int, typer.Option(min=1, help="Windows to which W_c is fitted.")] = 128,
+    windows: Annotated[int, typer.Option(help="Windows to measure the damage on; at least 16 a domain.")] = 96,
+    calibration: Annotated[int, typer.Option(min=1, help="Windows to which W_c is fitted, of all domains.")] = 128,
     length: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 512,
     seed: Seed = 0,
     bos: Bos = "auto",
@@ -59,23 +75,32 @@ def command(
 ) -> None:
     """Share or drop layers of a pretrained model, make up for it, and print what it costs and saves."""
     with importing():
-        from crosslayer import text as texts
         from crosslayer.models import load_model
         from crosslayer.report.record import check_target
         from crosslayer.retrofit.folder import write_retrofit
         from crosslayer.retrofit.job import Job
         from crosslayer.retrofit.request import Request
+        from crosslayer.retrofit.texts import Texts
+        from crosslayer.text import TextSource
 
     check_target(out, force)
     given = {key: value for key, value in locals().items() if key in Request.__dataclass_fields__}
-    request, source = Request(**given), texts.TextSource(text, config, split, column)
-    say(f"reading {source.describe()}")
-    documents = texts.load_documents(source, seed)
+    request = Request(**given)
+    judging = [TextSource(name, config, split, column) for name in text or ()]
+    fitted = [TextSource(name, config, split, column) for name in calibration_text or ()]
+    say(f"reading {', '.join(source.describe() for source in [*judging, *fitted]) or 'the embedded corpus'}")
+    texts = Texts.load(judging, fitted, seed)
+    texts.parts(request)  # says at once if there are too few windows
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     say("cutting the text into tokens")
-    outcome = Job(loaded, tokenizer, request, Progress).run(documents)
-    about = {"model": public_name(model), "text": source.describe(), "command": command_line()}
+    outcome = Job(loaded, tokenizer, request, Progress).run(texts)
+    about = {
+        "model": public_name(model),
+        "text": ", ".join(texts.judging),
+        "calibration_text": ", ".join(texts.fitted),
+        "command": command_line(),
+    }
     outcome.record["settings"] |= about
     say("drawing figures and writing model and report")
     sentences, found = write_retrofit(outcome, tokenizer, out, force=force, shim=remote_code_shim)

@@ -98,10 +98,10 @@ class InterventionRecord(Place):
 
 
 class RetrofitRecord(BaseModel):
-    """What `record.json` of a retrofit holds."""
+    """What `record.json` of a retrofit holds; `damage` by domain, the worst that nothing was fitted to first."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
-    schema_: str = Field(alias="schema", pattern="^crosslayer/retrofit/1$")
+    schema_: str = Field(alias="schema", pattern="^crosslayer/retrofit/2$")
     model: dict[str, Any]
     methods: list[dict[str, Any]]
     plan: dict[str, list[int | None]]

@@ -10,33 +10,83 @@ from crosslayer.report.record import RetrofitRecord
 
 def words(record: RetrofitRecord) -> list[str]:
     """Return the receipt in sentences."""
-    damage, cache, settings = record.damage, record.cache, record.settings
-    low, high = damage["ratio_ci95"]
+    cache = record.cache
     made = [
         f"{methods(record)}: the KV cache allocates {cache['share']:.2%} of the original's "
-        f"({cache['bytes_per_token_before']:,.0f} → {cache['bytes_per_token_after']:,.0f} bytes a token); "
+        f"({cache['bytes_per_token_before']:,.0f} → {cache['bytes_per_token_after']:,.0f} bytes a token, "
+        f"at {cache['context']:,.0f} tokens); "
         f"parameters {record.model['parameters_before'] / 1e6:.1f} → {record.model['parameters_after'] / 1e6:.1f} M.",
-        f"Perplexity {damage['perplexity_before']:.2f} → {damage['perplexity_after']:.2f}, ratio {damage['ratio']:.3f} "
-        f"({low:.3f} to {high:.3f}); KL to the original {damage['kl']:.4f} ({damage['kl_ci95'][0]:.4f} to "
-        f"{damage['kl_ci95'][1]:.4f}) nats a token, before any training.",
-        f"{damage['windows']} windows of {settings['length']} tokens from {damage['documents']} documents; 95 % paired "
-        "bootstrap, stratified by document: conditional on this corpus. Calibration text is excluded.",
+        *_damage_words(record),
     ]
     paper = record.choice.get("paper")
     if paper is not None:
         low, high = paper["ci95"]
         verdict = "better than" if high < 0 else "worse than" if low > 0 else "not told apart from"
         made.append(
-            "On text that was not searched, before compensation, the search's wiring "
+            "On windows that were not searched, before compensation, the search's wiring "
             f"({record.cache['share']:.2%} of the cache) is {verdict} fixed superblocks "
             f"({paper['share']:.2%}): KL {paper['search_minus_paper']:+.4f} ({low:+.4f} to {high:+.4f})."
         )
     return made
 
 
+def _damage_words(record: RetrofitRecord) -> list[str]:
+    """Return the damage in sentences: the worst domain, all domains, whether W_c helps, what the figures rest on."""
+    rows, everything = record.damage["domains"], record.damage["all"]
+    seen = [row for row in rows if row["seen"]]
+    worst = rows[0]
+    what = "text that it was fitted to (other windows)" if worst["seen"] else "text that it was not fitted to"
+    made = [
+        f"Worst on {what}, {worst['name']}: perplexity {worst['perplexity_before']:.2f} → "
+        f"{worst['perplexity_after']:.2f}, ratio {_with_interval(worst, 'ratio')}; KL to the original "
+        f"{_with_interval(worst, 'kl', 4)} nats a token, before any training."
+    ]
+    if len(rows) > 1:
+        parts = [("not fitted to", [row for row in rows if not row["seen"]]), ("fitted to", seen)]
+        listed = [f"{title}: {_ratios(group)}" for title, group in parts if group]
+        made.append(f"Perplexity ratio by domain, {'; '.join(listed)}.")
+    if "gain" in worst:
+        made.append(_gain_words(rows))
+    if len(seen) == len(rows):
+        made.append(
+            "All of this is text of the kind that it was fitted to: what it costs on other text was not measured; "
+            "fit it to one text (--calibration-text) and judge it on others (--text)."
+        )
+    made.append(
+        f"{everything['windows']} windows of {record.settings['length']} tokens, {worst['windows']} or so of each "
+        "domain; 95 % paired bootstrap within documents: conditional on these texts. No window was fitted to."
+    )
+    return made
+
+
+def _gain_words(rows: list[dict[str, Any]]) -> str:
+    """Say on which domains W_c lowers the KL, on which it does not, and mark those that it was not fitted to."""
+    verdicts = {
+        "lowers the KL on": [row for row in rows if row["gain_ci95"][1] < 0],
+        "raises it on": [row for row in rows if row["gain_ci95"][0] > 0],
+        "is not told apart from none on": [row for row in rows if row["gain_ci95"][0] <= 0 <= row["gain_ci95"][1]],
+    }
+    said = [f"{verdict} {', '.join(map(_gain, group))}" for verdict, group in verdicts.items() if group]
+    return f"Against the same wiring without it, W_c {'; '.join(said)}."
+
+
+def _gain(row: dict[str, Any]) -> str:
+    return f"{row['name']} ({row['without']['kl']:.3f} → {row['kl']:.3f})"
+
+
+def _ratios(rows: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{row['name']} {_with_interval(row, 'ratio')}" for row in rows)
+
+
+def _with_interval(row: dict[str, Any], key: str, digits: int = 3) -> str:
+    low, high = row[f"{key}_ci95"]
+    return f"{row[key]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
 def methods(record: RetrofitRecord) -> str:
     """Return the methods with the layers that they act on."""
-    return " + ".join(f"{entry['name']} ({_options(entry)})" for entry in record.methods)
+    shown = [(entry["name"], _options(entry)) for entry in record.methods]
+    return " + ".join(f"{name} ({options})" if options else name for name, options in shown)
 
 
 def _options(entry: dict[str, Any]) -> str:
@@ -59,13 +109,14 @@ def _layers(value: Any) -> str:
 
 def cards(record: RetrofitRecord) -> list[tuple[str, str, str]]:
     """Return the headline cards: title, figure, explanation."""
-    damage = record.damage
-    low, high = damage["ratio_ci95"]
+    worst, fitted = record.damage["domains"][0], record.calibration["windows"]
+    low, high = worst["ratio_ci95"]
+    about = f"{sum(fitted.values())} windows of {', '.join(fitted)}" if fitted else "no calibration text"
     return [
         ("KV cache", f"{record.cache['share']:.2%}", "of the original's bytes, as allocated"),
-        ("Perplexity", f"× {damage['ratio']:.3f}", f"95 %: {low:.3f} to {high:.3f}, before any training"),
-        ("KL", f"{damage['kl']:.3f}", "nats a token, to the original"),
-        ("Compensation", record.calibration["fit"], f"{record.calibration['windows']} windows of calibration text"),
+        ("Perplexity", f"× {worst['ratio']:.3f}", f"95 %: {low:.3f} to {high:.3f}, on {worst['name']}"),
+        ("KL", f"{worst['kl']:.3f}", f"nats a token, to the original, on {worst['name']}"),
+        ("Compensation", record.calibration["fit"], about),
     ]
 
 
@@ -119,10 +170,29 @@ def tables(record: RetrofitRecord) -> list[Table]:
     seconds = {f"{key}, seconds": f"{value:.1f}" for key, value in record.seconds.items()}
     made = [[key, str(value)] for key, value in {**record.settings, **seconds}.items() if value is not None]
     return [
+        _by_domain(record),
         ("Weights", ["", "count", "names"], rows),
         ("Who reads from whom (all other layers own everything)", ["layer", "queries", "keys", "values", "MLP"], plan),  # type: ignore[list-item]
         ("Made with", ["setting", "value"], [*made, *map(list, record.environment["versions"].items())]),  # type: ignore[list-item]
     ]
+
+
+def _by_domain(record: RetrofitRecord) -> Table:
+    """Return the damage of each domain, with and without W_c."""
+    rows = [
+        [
+            row["name"],
+            "fitted to" if row["seen"] else "",
+            str(row["windows"]),
+            _with_interval(row, "ratio"),
+            _with_interval(row["without"], "ratio") if "without" in row else "–",
+            _with_interval(row, "kl"),
+            _with_interval(row["without"], "kl") if "without" in row else "–",
+        ]
+        for row in record.damage["domains"]
+    ]
+    heads = ["domain", "", "windows", "perplexity ratio", "without W_c", "KL", "without W_c"]
+    return ("Damage by domain", heads, rows)  # type: ignore[return-value]
 
 
 def _source(source: int | None, layer: int) -> str:

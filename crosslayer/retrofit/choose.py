@@ -1,8 +1,9 @@
 """Which layers share or go: named by the user, the paper's superblocks, by map similarity, or searched by damage.
 
 The search is greedy over layers and methods: at each step it takes the move with the least measured KL to the original
-for each cached state that it saves. Every move is ranked once (of deep models every n-th layer's, for its neighbours);
-a move is measured again before it is taken, for as long as another looks better then (lazy greedy).
+for what it saves of the cache at a stated context (a layer with a sliding window has less to save than others). Every
+move is ranked once (of deep models every n-th layer's, for its neighbours); a move is measured again before it is
+taken, for as long as another looks better then (lazy greedy).
 """
 
 import math
@@ -20,7 +21,8 @@ from crosslayer.probe.verdict import Groups, LayerShape, may_share, paper_groups
 PASSES = 300  # over the search text, at most
 RANKED = 200  # passes for the first ranking, at most
 AGAIN = 6  # moves that are measured again for one pick, at most
-SAVES = {"uniattn": 1, "cla": 2, "drop": 2}  # cached states of a layer that a move saves
+SAVES = {"uniattn": ("keys",), "cla": ("keys", "values"), "drop": ("keys", "values")}  # states that a move saves
+CONTEXT = 2048  # tokens at which the cache is counted, unless a window is larger
 OWN = "own"
 
 
@@ -100,6 +102,34 @@ class Wires:
         return merge_plans(self.methods(), len(self.kinds))
 
 
+class CacheShare:
+    """What a plan keeps of the whole model's cache, in elements at `context` tokens."""
+
+    def __init__(self, shapes: Sequence[LayerShape | None], context: int | None = None):
+        windows = [shape.window for shape in shapes if shape is not None and shape.window is not None]
+        self.context = context or max([CONTEXT, *(2 * window for window in windows)])
+        empty = {"keys": 0, "values": 0}
+        self.sizes = [
+            empty if shape is None else dict(zip(empty, shape.cached(self.context), strict=True)) for shape in shapes
+        ]
+        self.total = sum(sum(size.values()) for size in self.sizes)
+
+    def of(self, plan: DepthPlan) -> float:
+        """Return the share that a plan keeps."""
+        kept = (size[state] for i, size in enumerate(self.sizes) for state in plan.stored(i))
+        return sum(kept) / self.total
+
+    def saved(self, move: tuple[str, int]) -> float:
+        """Return what a move saves, in states of a layer of mean size."""
+        kind, layer = move
+        return sum(self.sizes[layer][state] for state in SAVES[kind]) * 2 * len(self.sizes) / self.total
+
+    @property
+    def least(self) -> float:
+        """The smallest share that any plan can keep: that of one layer."""
+        return min(sum(size.values()) for size in self.sizes if sum(size.values())) / self.total
+
+
 @dataclass
 class Search:
     """A greedy search; `curve` holds, from the whole model on, the wires after each pick and their search damage."""
@@ -107,8 +137,12 @@ class Search:
     measure: Callable[[DepthPlan], float]  # KL to the original on the search text
     shapes: Sequence[LayerShape | None]
     kinds: tuple[str, ...] = ("uniattn", "cla", "drop")
+    context: int | None = None  # tokens at which the cache is counted
     passes: int = 0
     curve: list[tuple[Wires, float]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.cache = CacheShare(self.shapes, self.context)
 
     def run(self, share: float | None = None, kl: float | None = None) -> Wires:
         """Pick moves until the cached share is at most `share`, or as long as the damage stays within `kl`.
@@ -120,9 +154,9 @@ class Search:
         count = len(self.shapes)
         if (share is None) == (kl is None):
             raise ValueError("give either a share of the cache or a damage, not both")
-        if share is not None and not 1 / count <= share < 1:
+        if share is not None and not self.cache.least <= share < 1:
             raise ValueError(
-                f"a KV budget of {share:g} cannot be met; with {count} layers it lies from {1 / count:.4f} to 1"
+                f"a KV budget of {share:g} cannot be met; with {count} layers it lies from {self.cache.least:.4f} to 1"
             )
         wires, damage = Wires((OWN,) * count), 0.0
         self.curve = [(wires, damage)]
@@ -130,32 +164,33 @@ class Search:
         step = -(-len(moves) // RANKED)
         stale = {move: self._cost(wires, move, 0.0) for move in moves if move[1] % step == 0}
         refused: set[tuple[str, int]] = set()
-        while share is None or wires.plan.cached_fraction() > share + 1e-9:
+        while share is None or self.cache.of(wires.plan) > share + 1e-9:
             move = self._best(wires, damage, stale, refused)
             if move is None:
                 break
-            after = damage + stale.pop(move) * SAVES[move[0]]
+            after = damage + stale.pop(move) * self.cache.saved(move)
             if kl is not None and after > kl:
                 refused.add(move)
                 continue
             wires, damage = wires.take(*move), after
             self.curve.append((wires, damage))
         chosen = self.curve[-1][0]
-        if share is not None and chosen.plan.cached_fraction() > share + 1e-9:
+        if share is not None and self.cache.of(chosen.plan) > share + 1e-9:
             raise ValueError(
                 f"a KV budget of {share:g} cannot be met within {PASSES} passes; the nearest found is "
-                f"{chosen.plan.cached_fraction():.4f}"
+                f"{self.cache.of(chosen.plan):.4f}"
             )
         return chosen
 
     def _moves(self, wires: Wires) -> list[tuple[str, int]]:
         free = [i for i, kind in enumerate(wires.kinds) if kind == OWN and self.shapes[i] is not None]
-        return [(kind, i) for i in free for kind in self.kinds if wires.take(kind, i).valid(self.shapes)]
+        moves = [(kind, i) for i in free for kind in self.kinds if self.cache.saved((kind, i))]
+        return [move for move in moves if wires.take(*move).valid(self.shapes)]
 
     def _cost(self, wires: Wires, move: tuple[str, int], damage: float) -> float:
-        """Return the damage that a move adds, for each state that it saves."""
+        """Return the damage that a move adds, for each state of mean size that it saves."""
         self.passes += 1
-        return (self.measure(wires.take(*move).plan) - damage) / SAVES[move[0]]
+        return (self.measure(wires.take(*move).plan) - damage) / self.cache.saved(move)
 
     def _best(
         self, wires: Wires, damage: float, stale: dict[tuple[str, int], float], refused: set[tuple[str, int]]
@@ -177,14 +212,15 @@ class Search:
         return None
 
 
-def fixed_superblocks(shapes: list[LayerShape | None], share: float) -> tuple[Groups, float] | None:
+def fixed_superblocks(shapes: list[LayerShape | None], share: float, cache: CacheShare) -> tuple[Groups, float] | None:
     """Return the paper's superblocks in the top half, of the size whose cached share is nearest to `share`, if any."""
     tried = []
     for size in range(2, max(3, len(shapes) // 2 + 1)):
         groups = paper_groups(shapes, size)
         if groups:
             plan = UniAttn(tuple(map(tuple, groups))).plan(len(shapes))
-            tried.append((abs(plan.cached_fraction() - share), size != 4, groups, plan.cached_fraction()))
+            kept = cache.of(plan)
+            tried.append((abs(kept - share), size != 4, groups, kept))
     if not tried:
         return None
     _, _, groups, found = min(tried)

@@ -56,7 +56,7 @@ def write_retrofit(
 
 def headline(record: RetrofitRecord) -> dict[str, Any]:
     """Return the figures of the last line."""
-    damage = record.damage
+    worst = record.damage["domains"][0]
     borrows = [
         i
         for i in range(record.model["layers"])
@@ -66,10 +66,12 @@ def headline(record: RetrofitRecord) -> dict[str, Any]:
         "method": "+".join(entry["name"] for entry in record.methods),
         "layers": borrows,
         "kv_share": round(record.cache["share"], 6),
-        "perplexity_before": round(damage["perplexity_before"], 4),
-        "perplexity_after": round(damage["perplexity_after"], 4),
-        "perplexity_ratio_ci95": [round(end, 4) for end in damage["ratio_ci95"]],
-        "kl": round(damage["kl"], 5),
+        "worst_domain": worst["name"],
+        "seen": worst["seen"],
+        "perplexity_before": round(worst["perplexity_before"], 4),
+        "perplexity_after": round(worst["perplexity_after"], 4),
+        "perplexity_ratio_ci95": [round(end, 4) for end in worst["ratio_ci95"]],
+        "kl": round(worst["kl"], 5),
         "seconds": round(record.seconds["all"], 1),
     }
 

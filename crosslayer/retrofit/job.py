@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +22,15 @@ from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.verdict import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.probe.visit import no_cache
 from crosslayer.probe.what_if import Wiring, look, what_if
-from crosslayer.retrofit.choose import entries
-from crosslayer.retrofit.damage import damage, logits_of, losses
+from crosslayer.retrofit.choose import CONTEXT, CacheShare, entries
+from crosslayer.retrofit.damage import Losses, by_domain, logits_of, logits_without, losses
+from crosslayer.retrofit.moments import check_enough
 from crosslayer.retrofit.request import Meter, Request
 from crosslayer.retrofit.run import Retrofit, retrofit
 from crosslayer.retrofit.search import plan_by_damage
+from crosslayer.retrofit.texts import Texts
 from crosslayer.runtime.bench import cache_bytes
-from crosslayer.text import Windows, split
+from crosslayer.text import Windows
 
 STEP = 64  # tokens of the forward pass that shows what a cache allocates
 
@@ -50,19 +52,26 @@ class Job:
         self.seconds: dict[str, float] = {}
         self.choice: dict[str, Any] = {}
 
-    def run(self, documents: Iterable[str]) -> Outcome:
+    def run(self, texts: Texts) -> Outcome:
         """Do everything but writing."""
-        request, started = self.request, time.perf_counter()
-        given = split(
-            documents, self.tokenizer, parts=request.parts, length=request.length, seed=request.seed, bos=request.bos
-        )
+        started = time.perf_counter()
+        self._check_early(texts)
+        given = texts.windows(self.tokenizer, self.request)
         for windows in given.values():
             check_ids(self.model, windows.ids)
         methods = self._timed("choose", lambda: self._choose(given))
         made = self._timed("convert and calibrate", lambda: self._convert(methods, given))
         found = self._timed("damage", lambda: self._damage(made, given["evaluation"]))
         self.seconds["all"] = time.perf_counter() - started
-        return Outcome(made, self._record(made, found))
+        seen = texts.seen(self.request)
+        return Outcome(made, self._record(made, by_domain(found, seen, self.request.seed), given))
+
+    def _check_early(self, texts: Texts) -> None:
+        """Refuse too little calibration text before any search."""
+        request = self.request
+        if request.fits:
+            sizes = [count for count in texts.parts(request)["calibration"].values() if count]
+            check_enough(self.model.config.hidden_size, sizes, request.length, request.fit)
 
     def _timed(self, name: str, work: Callable[[], Any]) -> Any:
         started = time.perf_counter()
@@ -72,6 +81,11 @@ class Job:
 
     def _choose(self, given: dict[str, Windows]) -> list[Method]:
         request = self.request
+        own = request.own
+        if own is not None:
+            self.choice = {"how": "as given", "groups": []}
+            look(self.model).check(own.plan(self.layers))
+            return [own]
         if request.method is None:
             methods, self.choice = plan_by_damage(self.model, given, request, self.meter)
             return methods
@@ -118,24 +132,28 @@ class Job:
             return retrofit(
                 self.model,
                 methods,
-                calibration=given["calibration"].ids if request.fits else None,
-                fit=request.compensation if request.fits else "zero",
+                calibration=given["calibration"].by_domain() if request.fits else None,
+                fit=request.fit if request.fits else "zero",
                 groups=request.groups,
                 merge=request.merge,
                 progress=bar.step,
                 share_weights=True,
             )
 
-    def _damage(self, made: Retrofit, windows: Windows) -> dict[str, Any]:
+    def _damage(self, made: Retrofit, windows: Windows) -> dict[str, Losses]:
+        runs = {"after": logits_of(made.model)}
+        if made.fits:
+            runs["without"] = logits_without(made.model)
         with self.meter("measuring the damage", len(windows)) as bar:
-            found = losses(logits_of(self.model), {"after": logits_of(made.model)}, windows, bar.step)["after"]
-        return dataclasses.asdict(damage(found, self.request.seed))
+            return losses(logits_of(self.model), runs, windows, bar.step)
 
-    def _record(self, made: Retrofit, found: dict[str, Any]) -> dict[str, Any]:
+    def _record(self, made: Retrofit, found: dict[str, Any], given: dict[str, Windows]) -> dict[str, Any]:
         request = self.request
-        before, after = (allocated(model) for model in (self.model, made.model))
+        context = CacheShare(look(self.model).shapes, request.kv_context).context
+        before, after = (allocated(model, context) for model in (self.model, made.model))
+        read = given["calibration"].by_domain() if request.fits else {}
         return {
-            "schema": "crosslayer/retrofit/1",
+            "schema": "crosslayer/retrofit/2",
             "model": {
                 "class": type(self.model).__name__,
                 "retrofit_class": type(made.model).__name__,
@@ -149,25 +167,44 @@ class Job:
             "choice": self.choice,
             "weights": {"dropped": made.dropped, "merged": made.merged, "new": made.new},
             "calibration": {
-                "fit": request.compensation,
-                "windows": request.calibration if request.fits else 0,
+                "fit": request.fit,
+                "windows": {name: len(ids) for name, ids in read.items()},
                 "layers": [dataclasses.asdict(fit) for fit in made.fits],
             },
-            "cache": {"bytes_per_token_before": before, "bytes_per_token_after": after, "share": after / before},
+            "cache": {
+                "context": context,
+                "bytes_per_token_before": before,
+                "bytes_per_token_after": after,
+                "share": after / before,
+            },
             "damage": found,
-            "settings": dataclasses.asdict(request),
+            "settings": {**dataclasses.asdict(request), "compensation": request.fit},
             "seconds": self.seconds,
             "environment": environment(),
         }
 
 
 @torch.no_grad()
-def allocated(model: PreTrainedModel) -> float:
-    """Return the bytes that a dynamic cache allocates for each token of a short prompt."""
+def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
+    """Return the bytes that a dynamic cache allocates for each of `context` tokens.
+
+    A short prompt shows what each layer stores; a cache is then filled with so many tokens of it, in two steps, so that
+    a sliding window is cut as in decoding. Nothing is computed for a long context, and one layer is filled at a time.
+    """
     cache = DynamicCache(config=model.config)
     ids = torch.arange(STEP, device=model.device)[None] % model.config.vocab_size
     model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache_bytes(cache) / STEP
+    total = 0
+    for index, layer in enumerate(cache.layers):
+        states = (layer.keys, layer.values)
+        if states[0] is None or states[1] is None:
+            continue
+        filled = DynamicCache(config=model.config)
+        for count in (context - 1, 1):
+            parts = [state[:, :, :1].expand(-1, -1, count, -1) for state in states if state is not None]
+            filled.update(parts[0], parts[1], index)
+        total += cache_bytes(filled)
+    return total / context
 
 
 @torch.no_grad()

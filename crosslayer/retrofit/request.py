@@ -1,30 +1,35 @@
 """What a retrofit is asked to do, checked as a whole: options that contradict or would do nothing are refused."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from crosslayer.method import TARGETS, check_choice
+from crosslayer.method import TARGETS, Method, check_choice, load_method, to_entry
+from crosslayer.methods.cla import CLA
 from crosslayer.probe.verdict import PAPER_SIZE
-from crosslayer.retrofit.calibrate import FITS
 from crosslayer.retrofit.convert import MERGES
-from crosslayer.retrofit.damage import FEWEST
+from crosslayer.retrofit.moments import FITS
 
+DEFAULT_FIT = "layerwise"
 METHODS = ("uniattn", "cla", "svformer", "drop")
 DROPS = ("attention", "mlp", "layer")
 SELECTS = ("similarity", "greedy")
-CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 32
 Meter = Callable[[str, int], Any]  # what is done and how many steps → a context with `step(done, all)`
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to do; see `crosslayer retrofit --help`. `method` None leaves it to a budget."""
+    """What to do; see `crosslayer retrofit --help`. `method` None leaves it to a budget.
+
+    `method` is one of `METHODS`, whose layers are chosen here, or a whole method as `load_method` takes it: the name of
+    a user's own module, or JSON such as {"name": "cla", "group": 3}.
+    """
 
     method: str | None = None
     layers: str = "top-half"
-    compensation: str = "ridge"
+    compensation: str | None = None
     kv_budget: float | None = None
     kl_budget: float | None = None
     drop: str = "attention"
@@ -34,45 +39,47 @@ class Request:
     merge: str = "first"
     target: str = "attention"
     groups: int = 1
-    windows: int = 64
+    windows: int = 96
     calibration: int = 128
     length: int = 512
     seed: int = 0
     bos: str = "auto"
+    kv_context: int | None = None
 
     def __post_init__(self):
         budgets = [budget for budget in (self.kv_budget, self.kl_budget) if budget is not None]
         if len(budgets) + (self.method is not None) != 1:
             raise ValueError("give --method, or --kv-budget or --kl-budget, which choose methods and layers themselves")
         for name, value, known in (
-            ("method", self.method, (*METHODS, None)),
-            ("compensation", self.compensation, ("none", *FITS)),
+            ("compensation", self.compensation, ("none", *FITS, None)),
             ("drop", self.drop, DROPS),
             ("select", self.select, SELECTS),
             ("merge", self.merge, MERGES),
         ):
             check_choice("retrofit", name, value, known)
-        if self.windows < FEWEST:
-            raise ValueError(f"--windows {self.windows} is too few for an interval; use at least {FEWEST}")
         for name, budget in (("kv", self.kv_budget), ("kl", self.kl_budget)):
             if budget is not None and not (math.isfinite(budget) and budget > 0):
                 raise ValueError(f"--{name}-budget {budget} is no budget; it must be a number above 0")
+        if self.kv_context is not None and self.kv_context < 2:
+            raise ValueError(f"--kv-context {self.kv_context} is too short; it is a number of tokens, at least 2")
         if self.size < 2 or self.seed < 0 or self.groups < 1:
             raise ValueError("--size must be at least 2, --groups at least 1, --seed at least 0")
         self._check_unused()
 
     def _check_unused(self) -> None:
         """Refuse an option that would do nothing beside the others."""
-        dropping, named = self.method == "drop", self.method is not None
+        dropping, own = self.method == "drop", self.own
+        named = self.method is not None and own is None
         acts = {
             "layers": named,
             "drop": dropping,
             "select": dropping and self.layers == "auto",
             "size": named and self.layers == "top-half",
             "count": named and self.layers == "auto",
-            "merge": self.method == "cla",
-            "groups": self.compensation == "mean",
-            "target": self.compensation != "none" and not dropping,
+            "merge": self.method == "cla" or isinstance(own, CLA),
+            "groups": self.fit == "mean",
+            "target": self.fit != "none" and not dropping and own is None,
+            "compensation": own is None or _compensated(own) or self.fit == "none",
         }
         for option, does in acts.items():
             if not does and getattr(self, option) != Request.__dataclass_fields__[option].default:
@@ -80,23 +87,42 @@ class Request:
         check_choice("retrofit", "target", self.target, TARGETS)
 
     @property
+    def own(self) -> Method | None:
+        """The method itself where `method` gives it whole.
+
+        Raises:
+            ValueError: it is not known, or its options are wrong.
+
+        """
+        if self.method is None or self.method in METHODS:
+            return None
+        if not self.method.lstrip().startswith("{"):
+            return load_method(self.method)
+        try:
+            entry = json.loads(self.method)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--method {self.method!r} is not JSON ({error}); write a name or an object") from None
+        return load_method(entry)
+
+    @property
+    def fit(self) -> str:
+        """How W_c is fitted: as asked, or by default wherever there can be one."""
+        if self.compensation is not None:
+            return self.compensation
+        own = self.own
+        possible = _compensated(own) if own is not None else self.method != "drop" or self.drop == "attention"
+        return DEFAULT_FIT if possible else "none"
+
+    @property
     def writes(self) -> str | None:
         """Where W_c writes, None without it."""
-        return None if self.compensation == "none" else self.target
+        return None if self.fit == "none" else self.target
 
     @property
     def fits(self) -> bool:
         """Whether W_c is fitted to calibration text."""
-        return self.compensation not in ("none", "zero")
+        return self.fit not in ("none", "zero")
 
-    @property
-    def parts(self) -> dict[str, int]:
-        """The windows that are needed, by purpose; no token is used for two."""
-        found = {"evaluation": self.windows}
-        if self.fits:
-            found["calibration"] = self.calibration
-        if self.layers == "auto":
-            found["choice"] = CHOICE_WINDOWS
-        if self.method is None:
-            found |= {"search": SEARCH_WINDOWS, "trade-off": CURVE_WINDOWS}
-        return found
+
+def _compensated(method: Method) -> bool:
+    return to_entry(method).get("compensation") is not None

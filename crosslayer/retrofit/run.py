@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.method import Compensation, Method, check_choice, load_method, merge_plans
 from crosslayer.plan import DepthPlan
-from crosslayer.retrofit.calibrate import FITS, Fit, calibrate
+from crosslayer.retrofit.calibrate import Text, calibrate
 from crosslayer.retrofit.convert import convert
+from crosslayer.retrofit.moments import FITS, Fit
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ def retrofit(
     model: PreTrainedModel,
     methods: str | Mapping[str, Any] | Method | Sequence[str | Mapping[str, Any] | Method],
     *,
-    calibration: Tensor | None = None,
-    fit: str = "ridge",
+    calibration: Text | None = None,
+    fit: str = "layerwise",
     groups: int = 1,
     merge: str = "first",
     progress: Callable[[int, int], None] | None = None,
@@ -44,8 +44,9 @@ def retrofit(
     Args:
         model: the pretrained model.
         methods: one method or a list: names, {"name": …, option: …}, or `Method` objects.
-        calibration: token ids (N, T) without padding, to fit W_c where a method has a compensation.
-        fit: "zero", "mean" (Theorem 3.1 of UniAttn), "lstsq" or "ridge".
+        calibration: token ids (N, T) without padding, to fit W_c where a method has a compensation; or such ids by
+            domain, {"web": …, "code": …}: what is fitted to several carries over better to text of other kinds.
+        fit: "zero", "mean" (Theorem 3.1 of UniAttn), "lstsq", "ridge" or "layerwise" (see calibrate.py).
         groups: v of Theorem 3.1: how many groups of sequences have a mean of their own, for fit "mean".
         merge: keys and values of a CLA group: "first", "mean" or "svd".
         progress: called after each calibrated layer with (done, all).

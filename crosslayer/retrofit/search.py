@@ -30,8 +30,8 @@ def plan_by_damage(
 
     """
     wiring = look(model)
-    measure = _Measure(model, wiring, given["search"])
-    search = Search(measure, wiring.shapes)
+    measure = Measure(model, wiring, given["search"])
+    search = Search(measure, wiring.shapes, context=request.kv_context)
     expected = len(wiring.shapes) * len(SAVES) * 3 // 2
     what = f"searching, about {expected} of at most {PASSES} forward passes, {expected * measure.seconds:.0f} s"
     with meter(what, expected) as bar:
@@ -45,7 +45,7 @@ def plan_by_damage(
     return methods, {"how": "search", "passes": search.passes, "kinds": chosen.kinds, "curve": curve, **beside}
 
 
-class _Measure:
+class Measure:
     """KL to the original over the search text, whose logits are kept."""
 
     def __init__(self, model: PreTrainedModel, wiring: Wiring, windows: Windows):
@@ -56,6 +56,7 @@ class _Measure:
         self.step = lambda done: None
 
     def __call__(self, plan: DepthPlan) -> float:
+        """Run the model as if wired by `plan` over the windows; return the mean KL, in nats a token."""
         run = logits_if(self.model, plan, self.wiring)
         pairs = zip(self.windows.ids, self.original, strict=True)
         found = [compare(original, run(ids[None].to(self.model.device))[0], ids)[2] for ids, original in pairs]
@@ -74,13 +75,13 @@ def _curve(
     if not points:
         return [], {}
     runs = {str(i): logits_if(model, wires.plan, wiring) for i, (wires, _) in enumerate(points)}
-    fixed = fixed_superblocks(wiring.shapes, points[-1][0].plan.cached_fraction())
+    fixed = fixed_superblocks(wiring.shapes, search.cache.of(points[-1][0].plan), search.cache)
     if fixed is not None:
         plan = merge_plans([UniAttn(tuple(map(tuple, fixed[0])))], len(wiring.shapes))
         runs["paper"] = logits_if(model, plan, wiring)
     with meter("measuring the trade-off on unseen text", len(windows)) as bar:
         found = losses(logits_of(model), runs, windows, bar.step)
-    curve = [_point(wires, kl, found[str(i)]) for i, (wires, kl) in enumerate(points)]
+    curve = [_point(wires, kl, found[str(i)], search) for i, (wires, kl) in enumerate(points)]
     if fixed is None:  # no two layers of the top half may share
         return curve, {}
     gap, interval = difference(found[str(len(points) - 1)], found["paper"])
@@ -95,8 +96,8 @@ def _curve(
     return curve, {"paper": paper}
 
 
-def _point(wires: Wires, kl: float, found: Losses) -> dict[str, Any]:
+def _point(wires: Wires, kl: float, found: Losses, search: Search) -> dict[str, Any]:
     counts = {kind: wires.kinds.count(kind) for kind in SAVES}
     measured = damage(found)
-    share = wires.plan.cached_fraction()
+    share = search.cache.of(wires.plan)
     return {"share": share, "kl_search": kl, "kl": measured.kl, "kl_ci95": measured.kl_ci95, **counts}

@@ -3,7 +3,7 @@
 import pytest
 
 from crosslayer.probe.verdict import LayerShape
-from crosslayer.retrofit.choose import PASSES, SAVES, Search, Wires, fixed_superblocks
+from crosslayer.retrofit.choose import PASSES, SAVES, CacheShare, Search, Wires, fixed_superblocks
 
 SHAPE = LayerShape(4, 2, 8, 8, True)
 
@@ -29,7 +29,7 @@ def costs(seed, layers):
     import random
 
     generator = random.Random(seed)
-    return {kind: [generator.random() * SAVES[kind] for _ in range(layers)] for kind in SAVES}
+    return {kind: [generator.random() * len(SAVES[kind]) for _ in range(layers)] for kind in SAVES}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -44,12 +44,12 @@ def test_with_additive_damage_the_search_takes_the_cheapest_states(seed):
     # the first pick is the cheapest possible move for each state that it saves
     singles = [Wires(("own",) * layers).take(kind, i) for kind in SAVES for i in range(layers)]
     cheapest = min(
-        additive(given)(w.plan) / sum(SAVES[k] for k in w.kinds if k != "own")
+        additive(given)(w.plan) / sum(len(SAVES[k]) for k in w.kinds if k != "own")
         for w in singles
         if w.valid([SHAPE] * layers)
     )
     first = search.curve[1]
-    assert first[1] / sum(SAVES[k] for k in first[0].kinds if k != "own") == pytest.approx(cheapest)
+    assert first[1] / sum(len(SAVES[k]) for k in first[0].kinds if k != "own") == pytest.approx(cheapest)
 
 
 def test_a_move_that_became_dear_is_measured_again():
@@ -82,10 +82,32 @@ def test_a_dear_move_does_not_hide_a_cheap_one_within_the_budget():
 
 def test_moves_that_become_possible_are_tried():
     """Layer 2 can read layer 0 only once layer 1, of another mask, has no attention."""
-    windowed = LayerShape(4, 2, 8, 8, True, window=8)
+    windowed = LayerShape(4, 2, 8, 8, True, window=16)
     given = {"drop": [9.0, 0.1, 9.0], "cla": [9.0, 9.0, 0.1]}
-    chosen = Search(additive(given), [SHAPE, windowed, SHAPE], kinds=("cla", "drop")).run(share=0.34)
+    chosen = Search(additive(given), [SHAPE, windowed, SHAPE], kinds=("cla", "drop"), context=16).run(share=0.35)
     assert chosen.kinds == ("own", "drop", "cla")
+
+
+def test_a_window_has_little_to_save_at_a_long_context():
+    """Layers 0 and 2 see everything, 1 and 3 a window of 8: at 32 tokens those keep 7, and dropping one saves less."""
+    windowed = LayerShape(4, 2, 8, 8, True, window=8)
+    shapes = [SHAPE, windowed, SHAPE, windowed]
+    cache = CacheShare(shapes, 32)
+    assert cache.of(Wires(("own", "drop", "own", "own")).plan) == pytest.approx((32 + 32 + 7) / 78)
+    assert cache.of(Wires(("own", "own", "drop", "own")).plan) == pytest.approx((32 + 7 + 7) / 78)
+    assert cache.saved(("drop", 2)) == pytest.approx(2 * 32 * 4 / 78) and cache.least == pytest.approx(7 / 78)
+    assert (
+        CacheShare(shapes).context == 2048 and CacheShare([LayerShape(4, 2, 8, 8, True, window=4096)]).context == 8192
+    )
+    given = {"drop": [9.0, 0.02, 0.05, 0.02]}
+    chosen = Search(additive(given), shapes, kinds=("drop",), context=32).run(share=0.65)
+    assert chosen.kinds == ("own", "own", "drop", "own")  # counting states, the cheaper two windows would go first
+    assert Search(additive(given), shapes, kinds=("drop",), context=7).run(share=0.5).kinds == (
+        "own",
+        "drop",
+        "own",
+        "drop",
+    )
 
 
 def test_deep_models_are_searched_within_the_passes():
@@ -115,7 +137,7 @@ def test_wires_follow_the_rules_of_plans():
 
 
 def test_fixed_superblocks():
-    groups, share = fixed_superblocks([SHAPE] * 30, 0.85)
+    groups, share = fixed_superblocks([SHAPE] * 30, 0.85, CacheShare([SHAPE] * 30))
     assert (groups, share) == ([[18, 19, 20, 21], [22, 23, 24, 25], [26, 27, 28, 29]], 0.85)
-    groups, share = fixed_superblocks([SHAPE] * 30, 0.88)
+    groups, share = fixed_superblocks([SHAPE] * 30, 0.88, CacheShare([SHAPE] * 30))
     assert share == pytest.approx(53 / 60) and len(groups) == 7

@@ -13,6 +13,7 @@ from crosslayer.retrofit.choose import entries
 from crosslayer.retrofit.convert import convert
 from crosslayer.retrofit.job import allocated
 from crosslayer.retrofit.run import retrofit
+from crosslayer.runtime.bench import cache_bytes
 from tests.tiny import tiny, tokens
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -143,6 +144,21 @@ SHARES = [
     ("uniattn", 30, "16-17,18-19,20-21,22-23,24-25,26-27,28-29", 53 / 60),
     ("svformer", 30, "0-29", 31 / 60),
 ]
+
+
+def test_the_cache_is_counted_beyond_the_window():
+    """Two of four layers see 8 tokens only: dropping one of those saves those of a long context, not a quarter."""
+    source = tiny(
+        "qwen2", num_hidden_layers=4, use_sliding_window=True, sliding_window=8, max_window_layers=2, layer_types=None
+    )
+    assert source.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
+    for context, expected in ((40, (40 + 40 + 8) / (40 + 40 + 8 + 8)), (4, 3 / 4)):
+        made = convert(source, [load_method({"name": "drop", "attention": (3,)})]).model
+        assert allocated(made, context) / allocated(source, context) == pytest.approx(expected, abs=1e-12)
+        cache = DynamicCache(config=made.config)
+        for length in (context - 1, 1):  # as it is in decoding
+            made(tokens(batch=1, length=length), past_key_values=cache)
+        assert cache_bytes(cache) == pytest.approx(allocated(made, context) * context)
 
 
 @pytest.mark.parametrize(("name", "layers", "groups", "share"), SHARES, ids=str)

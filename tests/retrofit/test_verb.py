@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from crosslayer.method import allow_methods
 from crosslayer.report.record import RetrofitRecord
 from crosslayer.runtime.manifest import check_files
 from tests.test_cli import run
@@ -44,14 +45,18 @@ def test_the_folder_opens_with_automodel_and_tells_its_story(monkeypatch, inputs
     assert retrofit(monkeypatch, inputs, out, "--method", "uniattn", "--layers", "4-5,6-7", "--remote-code-shim") == 0
     captured = capsys.readouterr()
     line = json.loads(captured.out.strip().splitlines()[-1])
-    keys = "method layers kv_share perplexity_before perplexity_after perplexity_ratio_ci95 kl seconds"
+    keys = (
+        "method layers kv_share worst_domain seen perplexity_before perplexity_after perplexity_ratio_ci95 kl seconds"
+    )
     assert list(line) == keys.split()
     assert (line["method"], line["layers"], line["kv_share"]) == ("uniattn", [5, 7], 0.875)
-    assert "conditional on this corpus" in captured.out
+    assert "conditional on these texts" in captured.out
+    assert "what it costs on other text was not measured" in captured.out
     text = (out / "record.json").read_text()
     record = RetrofitRecord.model_validate(json.loads(text))
     assert [fit["layer"] for fit in record.calibration["layers"]] == [5, 7] and str(tmp_path) not in text
-    assert record.damage["windows"] == 32 and record.damage["documents"] == 4
+    assert record.damage["all"]["windows"] == 32 and record.damage["all"]["documents"] == 4
+    assert [(row["name"], row["seen"]) for row in record.damage["domains"]] == [("text.txt", True)]
     assert {p.name for p in out.iterdir()} >= {
         "config.json",
         "model.safetensors",
@@ -71,7 +76,7 @@ def test_the_folder_opens_with_automodel_and_tells_its_story(monkeypatch, inputs
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "CrossLayerForCausalLM (0, 1, 2, 3, 4, 4, 6, 6)"
     card = (out / "README.md").read_text()
-    assert "crosslayer retrofit model --text text.txt" in card and "conditional on this corpus" in card
+    assert "crosslayer retrofit model --text text.txt" in card and "conditional on these texts" in card
 
 
 def test_the_shim_loads_and_saves_again(monkeypatch, inputs, tmp_path):
@@ -92,7 +97,7 @@ def test_the_shim_loads_and_saves_again(monkeypatch, inputs, tmp_path):
 
 def test_whole_layers_need_no_package(monkeypatch, inputs, tmp_path):
     out = tmp_path / "out"
-    options = ("--method", "drop", "--drop", "layer", "--layers", "auto", "--count", 2, "--compensation", "none")
+    options = ("--method", "drop", "--drop", "layer", "--layers", "auto", "--count", 2)
     assert retrofit(monkeypatch, inputs, out, *options) == 0
     code = (
         f"import sys; from transformers import AutoModelForCausalLM as A; m = A.from_pretrained({str(out)!r})\n"
@@ -102,11 +107,48 @@ def test_whole_layers_need_no_package(monkeypatch, inputs, tmp_path):
     assert found.stdout.strip() == "LlamaForCausalLM 6 False"
 
 
+def test_the_worst_domain_that_was_not_fitted_to_leads(monkeypatch, inputs, tmp_path, capsys):
+    """Two texts judge, a third and one of them are fitted to: the receipt marks which, and says where W_c helps."""
+    generator = random.Random(1)
+    for name, words in (("other", range(300, 500)), ("third", range(100))):
+        documents = [" ".join(f"w{generator.choice(words)}" for _ in range(900)) for _ in range(3)]
+        (inputs / f"{name}.txt").write_text("\n<|doc|>\n".join(documents))
+    out, fitted = tmp_path / "out", ("text.txt", "third.txt")
+    options = ["--text", inputs / "other.txt"]
+    for name in fitted:
+        options += ["--calibration-text", inputs / name]
+    assert retrofit(monkeypatch, inputs, out, "--method", "cla", "--layers", "4-7", *options) == 0
+    captured = capsys.readouterr().out
+    record = json.loads((out / "record.json").read_text())
+    rows = record["damage"]["domains"]
+    assert [(row["name"], row["seen"], row["windows"]) for row in rows] == [
+        ("other.txt", False, 16),
+        ("text.txt", True, 16),
+    ]
+    assert record["calibration"]["windows"] == {"text.txt": 8, "third.txt": 8}
+    assert rows[0]["gain"] == pytest.approx(rows[0]["kl"] - rows[0]["without"]["kl"], rel=1e-9)
+    assert "Worst on text that it was not fitted to, other.txt" in captured
+    assert "not fitted to: other.txt" in captured and "; fitted to: text.txt" in captured
+    assert "Against the same wiring without it, W_c" in captured and "on other text was not measured" not in captured
+    assert json.loads(captured.strip().splitlines()[-1])["worst_domain"] == "other.txt"
+    assert all(0 < fit["left_out"] < 10 for fit in record["calibration"]["layers"])
+
+
+def test_without_any_text_three_embedded_domains_are_fitted_and_six_judge(monkeypatch, inputs, tmp_path, capsys):
+    words = ("--method", "cla", "--layers", "6-7", "--compensation", "lstsq", "--windows", 96, "--length", 8)
+    assert run(monkeypatch, "retrofit", inputs / "model", "--out", tmp_path / "out", *map(str, words)) == 0
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    seen = {row["name"]: row["seen"] for row in record["damage"]["domains"]}
+    assert seen == {"science": False, "speeches": False, "code": False, "books": True, "web": True, "docs": True}
+    assert list(record["calibration"]["windows"].values()) == [43, 43, 42]
+
+
 WAYS = [
     ("--method", "cla", "--layers", "auto", "--merge", "mean"),
     ("--method", "drop", "--layers", "auto", "--select", "greedy", "--count", 2),
     ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
-    ("--method", "drop", "--layers", "2,5", "--drop", "mlp", "--compensation", "none"),
+    ("--method", "drop", "--layers", "2,5", "--drop", "mlp"),
+    ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}', "--merge", "mean"),
 ]
 
 
@@ -128,16 +170,42 @@ def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs,
     assert (out / "figures" / "trade_off.svg").is_file()
 
 
+def test_a_method_of_ones_own(monkeypatch, inputs, tmp_path, capsys):
+    """A module that is allowed, named as in Python: its plan is applied, and the receipt names it."""
+    (tmp_path / "every_third.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from crosslayer.method import Method\n"
+        "from crosslayer.methods.cla import CLA\n\n\n"
+        "@dataclass(frozen=True)\n"
+        "class EveryThird(Method):\n"
+        "    def plan(self, layers):\n"
+        "        return CLA(group=3).plan(layers)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    allow_methods("every_third")
+    out = tmp_path / "out"
+    assert retrofit(monkeypatch, inputs, out, "--method", "every_third") == 0
+    record = json.loads((out / "record.json").read_text())
+    assert record["methods"] == [{"name": "every_third"}] and record["plan"]["keys"] == [0, 0, 0, 3, 3, 3, 6, 6]
+    assert record["calibration"]["fit"] == "none" and record["choice"]["how"] == "as given"
+    assert capsys.readouterr().out.startswith("every_third: the KV cache allocates 37.50%")
+
+
 BAD = [
     (("--method", "uniattn", "--layers", "6-9"), "'6-9' is out of range; layers go from 0 to 7"),
-    (("--method", "uniatn"), "method is 'uniatn'; it must be one of 'uniattn', 'cla'"),
+    (("--method", "uniatn"), "method 'uniatn' is not known; did you mean 'uniattn'?"),
+    (("--method", "{'name': 'cla'}"), "is not JSON"),
+    (("--method", '{"name": "cla", "group": 2}', "--compensation", "ridge"), "--compensation ridge does nothing"),
+    (("--method", '{"name": "cla", "group": 2}', "--layers", "4-5"), "--layers 4-5 does nothing"),
+    (("--method", "cla", "--kv-context", 1), "--kv-context 1 is too short"),
     (("--method", "cla", "--kv-budget", 0.8), "give --method, or --kv-budget or --kl-budget"),
     ((), "give --method, or --kv-budget or --kl-budget"),
     (("--kv-budget", 0.01), "a KV budget of 0.01 cannot be met; with 8 layers it lies from 0.1250 to 1"),
-    (("--method", "cla", "--windows", 31), "--windows 31 is too few for an interval; use at least 32"),
-    (("--method", "uniattn", "--calibration", 2), "calibration text has 32 tokens; ridge needs at least 128"),
+    (("--method", "cla", "--windows", 15), "--windows 15 is too few for an interval; use at least 16"),
+    (("--kv-budget", 0.7, "--calibration", 2), "calibration text has 32 tokens; layerwise needs at least 128"),
+    (("--method", "uniattn", "--calibration", 2), "calibration text has 32 tokens; layerwise needs at least 128"),
     (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
-    (("--method", "drop", "--drop", "mlp", "--layers", "1"), "not for a dropped mlp; use none"),
+    (("--method", "drop", "--drop", "mlp", "--layers", "1", "--compensation", "ridge"), "not for a dropped mlp"),
     (("--method", "cla", "--layers", "4-5", "--select", "greedy"), "--select greedy does nothing with these options"),
     (("--method", "uniattn", "--merge", "svd"), "--merge svd does nothing with these options"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "groups [1, 2] have no second layer"),

@@ -1,0 +1,199 @@
+"""How W_c carries over: fitted on each kind of text × judged on each, for four wirings: the tables of docs/RETROFIT.md.
+
+    python benchmarks/transfer.py --extra philosophy=FILE.txt.xz physics=FILE.txt.xz    # two hours on one core
+    python benchmarks/transfer.py --only drop-9 --extra …                               # one wiring
+    python benchmarks/transfer.py --table                                               # the printed tables
+
+Results are written after each judged domain, and what is there is not measured again. Losses are kept by window, so
+that differences are paired. Files hold text (.txt or .txt.xz), documents separated by a line <|doc|>. Matrix products
+are in bfloat16 where the CPU has them (streams and sums are not): the KL of that alone is 1e-4 here.
+"""
+
+import argparse
+import json
+import lzma
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from streams import Known, Upper, from_known
+
+import crosslayer
+from crosslayer.domains import FITTED, embedded_domains, split_domains
+from crosslayer.environment import environment
+from crosslayer.method import Method, load_method, merge_plans, to_entry
+from crosslayer.plan import parse_layers
+from crosslayer.probe.what_if import look
+from crosslayer.retrofit.calibrate import calibrate
+from crosslayer.retrofit.choose import Search, entries
+from crosslayer.retrofit.convert import convert
+from crosslayer.retrofit.damage import Losses, compare, damage, difference
+from crosslayer.retrofit.search import Measure
+from crosslayer.text import Windows
+
+RESULTS = Path(__file__).parent / "results" / "transfer.json"
+FOURS = "18-21,22-25,26-29"
+WIRINGS = {"uniattn-4": ("uniattn", FOURS), "cla-4": ("cla", FOURS), "drop-9": ("drop", "19-21,23-25,27-29")}
+SEARCHES = {"search-85": FITTED, "search-85-books": ("books",)}  # wiring → what was searched on
+FITS = ("none", "books", "web", "docs", "mixture", "mixture, ridge")
+FEW = ("none", "books", "mixture")  # of searched wirings
+BUDGET = 0.85
+START = 18  # below it no wiring changes anything, but the searched ones
+KNOWN: dict[int, Known] = {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*WIRINGS, *SEARCHES]
+    parser.add_argument("--only", nargs="*", choices=names, default=names)
+    parser.add_argument("--extra", nargs="*", default=[], metavar="NAME=FILE", help="text that nothing is fitted to")
+    parser.add_argument("--judge", nargs="*", default=["books", "web", "docs", "code"], help="embedded domains")
+    parser.add_argument("--windows", type=int, default=16, help="of each judged domain")
+    parser.add_argument("--calibration", type=int, default=72, help="windows of each fit")
+    parser.add_argument("--length", type=int, default=256, help="tokens a window")
+    parser.add_argument("--table", action="store_true", help="print the tables from the results, measure nothing")
+    args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(RESULTS.read_text())))
+        return
+    torch.set_float32_matmul_precision("medium")
+    model, tokenizer = crosslayer.load_model("smollm2")
+    documents: dict[str, Any] = embedded_domains()
+    documents |= {name: read(Path(path)) for name, path in (pair.split("=", 1) for pair in args.extra)}
+    judged = [name for name in documents if name in args.judge or name not in embedded_domains()]
+    parts = {
+        "judged": dict.fromkeys(judged, args.windows),
+        "fit": dict.fromkeys(FITTED, args.calibration),
+        "search": dict.fromkeys(FITTED, 3),
+    }
+    texts = split_domains(documents, tokenizer, parts=parts, length=args.length)
+    for name in args.only:
+        measure(model, name, texts, args)
+
+
+def read(path: Path) -> list[str]:
+    """Return the documents of a file."""
+    data = path.read_bytes()
+    return (lzma.decompress(data) if path.suffix == ".xz" else data).decode().split("\n<|doc|>\n")
+
+
+@torch.no_grad()
+def measure(model: Any, name: str, texts: dict[str, Windows], args: argparse.Namespace) -> None:
+    """Fit a wiring on everything and judge it everywhere."""
+    found = load().get(name, {})
+    if "methods" not in found:
+        chosen = methods_of(model, name, texts)
+        save(name, {"methods": [to_entry(method) for method in chosen], "environment": environment()})
+        save(name, {"settings": {"windows": args.windows, "calibration": args.calibration, "length": args.length}})
+        found = load()[name]
+    wanted = FEW if name in SEARCHES else FITS if name == "uniattn-4" else FITS[:-1]
+    judged = dict(sorted(texts["judged"].by_domain().items(), key=lambda pair: pair[0] in FITTED))  # unseen ones first
+    if all(set(wanted) <= set(found.get("cells", {}).get(domain, {})) for domain in judged):
+        return
+    methods = [load_method(entry) for entry in found["methods"]]
+    plan = merge_plans(methods, len(model.model.layers))
+    sources = [[plan.queries[i], plan.keys[i], plan.values[i], i] for i in range(len(plan.keys))]
+    lowest = min(min(j for j in row if j is not None) for row in sources if set(row) != {row[-1]})
+    first = START if lowest >= START else lowest
+    plain = Upper(convert(model, []).model, first, args.length)
+    known, pool = KNOWN.setdefault(first, Known(plain)), texts["fit"].by_domain()
+    made = {fit: fitted(model, methods, fit, pool, (known, first)) for fit in wanted}
+    uppers = {fit: Upper(one, first, args.length) for fit, one in made.items()}
+    for domain, ids in judged.items():
+        cells: dict[str, Any] = {fit: [] for fit in wanted if fit not in found.get("cells", {}).get(domain, {})}
+        started = time.perf_counter()
+        for window in ids if cells else ():
+            stream = known(window[None])
+            original = plain.logits(stream)
+            for fit, rows in cells.items():
+                rows.append(compare(original, uppers[fit].logits(stream), window))
+        rows = [row for row, kind in enumerate(texts["judged"].domains) if kind == domain]
+        cells = {fit: pack(losses, [texts["judged"].documents[row] for row in rows]) for fit, losses in cells.items()}
+        save(name, {"cells": {domain: cells}})
+        shown = ", ".join(
+            f"{fit} {np.exp(np.subtract(c['after'], c['before']).mean()):.3f}" for fit, c in cells.items()
+        )
+        print(f"{name} judged on {domain}, {time.perf_counter() - started:.0f} s: {shown}", flush=True)
+
+
+def methods_of(model: Any, name: str, texts: dict[str, Windows]) -> list[Method]:
+    """Return the methods of a wiring, with W_c; searched ones on windows of their domains."""
+    layers = len(model.model.layers)
+    if name in WIRINGS:
+        method, groups = WIRINGS[name]
+        return entries(method, parse_layers(groups, layers), layers, "attention")
+    domains, pool, wiring = SEARCHES[name], texts["search"], look(model)
+    each = 3 // len(domains)  # three windows in all
+    ids = torch.cat([pool.by_domain()[domain][:each] for domain in domains])
+    search = Search(Measure(model, wiring, Windows(ids, tuple(range(len(ids))))), wiring.shapes)
+    chosen = search.run(BUDGET)
+    print(f"{name}: {search.passes} passes, {chosen.kinds}", flush=True)
+    return chosen.methods("attention")
+
+
+def fitted(model: Any, methods: list[Method], fit: str, pool: dict[str, torch.Tensor], below: tuple[Known, int]) -> Any:
+    """Return the model with W_c fitted as `fit` says; a mixture has as many windows as one domain alone."""
+    made = from_known(convert(model, methods).model, *below)
+    if fit == "none":
+        return made
+    text, how = [*fit.split(", "), "layerwise"][:2]
+    mixture = {name: ids[: len(ids) // len(pool)] for name, ids in pool.items()}
+    calibration = mixture if text == "mixture" else {text: pool[text]}
+    started = time.perf_counter()
+    fits = calibrate(from_known(convert(model, []).model, *below), made, calibration, how)
+    left = [f"{one.layer}: {one.penalty:g}, {one.left_out:.2f}" for one in fits if one.penalty and one.left_out]
+    print(f"fitted on {fit}, {time.perf_counter() - started:.0f} s; penalty, left: {'; '.join(left)}", flush=True)
+    return made
+
+
+def pack(losses: list[tuple[float, float, float]], documents: list[int]) -> dict[str, Any]:
+    """Return the losses of each window as they are written."""
+    columns = np.round(np.array(losses).T, 6).tolist()
+    return {**dict(zip(("before", "after", "kl"), columns, strict=True)), "documents": documents}
+
+
+def load() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def save(name: str, more: dict[str, Any]) -> None:
+    """Merge into the file."""
+    results = load()
+    entry = results.setdefault(name, {})
+    for domain, cells in more.pop("cells", {}).items():
+        entry.setdefault("cells", {}).setdefault(domain, {}).update(cells)
+    entry |= more
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return a Markdown table for each wiring: perplexity ÷ the original's, fitted on × judged on, and the KL."""
+    lines = []
+    for name in [*WIRINGS, *SEARCHES]:
+        cells = results.get(name, {}).get("cells", {})
+        if not cells:
+            continue
+        fits = [fit for fit in FITS if fit in next(iter(cells.values()))]
+        lines += [f"| {name}: fitted on | {' | '.join(cells)} |", "|" + "---|" * (len(cells) + 1)]
+        lines += [f"| {fit} | {' | '.join(_cell(one, fit) for one in cells.values())} |" for fit in fits]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(cells: dict[str, Any], fit: str) -> str:
+    """Return ratio with interval, and KL; † where it is not told apart from none, †† where it is more."""
+    one, none = (_losses(cells[key]) for key in (fit, "none"))
+    found, (low, high) = damage(one), difference(one, none)[1]
+    mark = "" if fit == "none" or high < 0 else " ††" if low > 0 else " †"
+    low, high = found.ratio_ci95
+    return f"{found.ratio:.2f} ({low:.2f}-{high:.2f}), {found.kl:.2f}{mark}"
+
+
+def _losses(cell: dict[str, Any]) -> Losses:
+    return Losses(*(np.array(cell[key]) for key in ("before", "after", "kl")), tuple(cell["documents"]))
+
+
+if __name__ == "__main__":
+    main()

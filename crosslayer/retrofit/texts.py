@@ -1,0 +1,93 @@
+"""Which text a retrofit reads: by domain, for fitting and for judging, and no token for two purposes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from crosslayer.domains import FITTED, embedded_domains, load_domains, shared_out, split_domains
+from crosslayer.retrofit.damage import FEWEST
+from crosslayer.retrofit.request import Request
+from crosslayer.text import TextSource, Windows
+
+CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 36
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents by domain, and which domains W_c and the choice of layers are fitted to, and which judge the result.
+
+    A domain that is fitted and judges is cut into windows that serve one purpose each.
+    """
+
+    documents: Mapping[str, Iterable[str]]
+    fitted: tuple[str, ...]
+    judging: tuple[str, ...]
+
+    @classmethod
+    def load(cls, judging: Sequence[TextSource] = (), fitted: Sequence[TextSource] = (), seed: int = 0) -> "Texts":
+        """Read the sources; without any to judge on, all embedded domains judge.
+
+        Without sources to fit to, those that judge are fitted; without either, three of the embedded domains.
+
+        Raises:
+            ValueError: a source cannot be read, or two have the same name.
+
+        """
+        named = list(dict.fromkeys([*judging, *fitted]))
+        documents = load_domains(named, seed)
+        names = dict(zip(named, documents, strict=True))
+        judges = [names[source] for source in dict.fromkeys(judging)]
+        fits = [names[source] for source in dict.fromkeys(fitted)]
+        if not judges:
+            embedded = embedded_domains()
+            doubled = sorted(set(embedded) & set(documents))
+            if doubled:
+                raise ValueError(f"{doubled[0]!r} is the name of an embedded domain; give --text too, or rename it")
+            documents, judges = {**documents, **embedded}, list(embedded)
+            fits = fits or list(FITTED)
+        return cls(documents, tuple(fits or judges), tuple(judges))
+
+    def seen(self, request: Request) -> frozenset[str]:
+        """Return the domains to which anything is fitted, among those that judge."""
+        reads = set(self.parts(request)) & {"calibration", "choice", "search"}
+        return frozenset(set(self.fitted) & set(self.judging)) if reads else frozenset()
+
+    def parts(self, request: Request) -> dict[str, dict[str, int]]:
+        """Return the windows that are needed, by purpose and domain.
+
+        Raises:
+            ValueError: there are too few windows for an interval in each domain.
+
+        """
+        if request.windows < FEWEST * len(self.judging):
+            each = f" for each of the {len(self.judging)} domains" if len(self.judging) > 1 else ""
+            raise ValueError(
+                f"--windows {request.windows} is too few for an interval{each}; use at least "
+                f"{FEWEST * len(self.judging)}"
+            )
+        counts = {"evaluation": shared_out(request.windows, self.judging)}
+        if request.fits:
+            counts["calibration"] = shared_out(request.calibration, self.fitted)
+        if request.layers == "auto":
+            counts["choice"] = shared_out(CHOICE_WINDOWS, self.fitted)
+        if request.method is None:
+            counts["search"] = shared_out(max(SEARCH_WINDOWS, len(self.fitted)), self.fitted)
+            counts["trade-off"] = shared_out(CURVE_WINDOWS, self.judging)
+        return counts
+
+    def windows(self, tokenizer: PreTrainedTokenizerBase, request: Request) -> dict[str, Windows]:
+        """Cut the windows of every purpose.
+
+        Raises:
+            ValueError: a domain has too little text; the message names it.
+
+        """
+        return split_domains(
+            self.documents,
+            tokenizer,
+            parts=self.parts(request),
+            length=request.length,
+            seed=request.seed,
+            bos=request.bos,
+        )

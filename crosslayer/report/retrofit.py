@@ -110,12 +110,12 @@ def _layers(value: Any) -> str:
 def cards(record: RetrofitRecord) -> list[tuple[str, str, str]]:
     """Return the headline cards: title, figure, explanation."""
     worst, fitted = record.damage["domains"][0], record.calibration["windows"]
-    low, high = worst["ratio_ci95"]
+    (low, high), (kl_low, kl_high) = worst["ratio_ci95"], worst["kl_ci95"]
     about = f"{sum(fitted.values())} windows of {', '.join(fitted)}" if fitted else "no calibration text"
     return [
         ("KV cache", f"{record.cache['share']:.2%}", "of the original's bytes, as allocated"),
         ("Perplexity", f"× {worst['ratio']:.3f}", f"95 %: {low:.3f} to {high:.3f}, on {worst['name']}"),
-        ("KL", f"{worst['kl']:.3f}", f"nats a token, to the original, on {worst['name']}"),
+        ("KL", f"{worst['kl']:.3f}", f"95 %: {kl_low:.3f} to {kl_high:.3f} nats a token, on {worst['name']}"),
         ("Compensation", record.calibration["fit"], about),
     ]
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 
 from crosslayer.decoder.families import to_config
 from crosslayer.environment import environment
@@ -196,13 +197,12 @@ def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
     model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     total = 0
     for index, layer in enumerate(cache.layers):
-        states = (layer.keys, layer.values)
-        if states[0] is None or states[1] is None:
+        if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
             continue
         filled = DynamicCache(config=model.config)
         for count in (context - 1, 1):
-            parts = [state[:, :, :1].expand(-1, -1, count, -1) for state in states if state is not None]
-            filled.update(parts[0], parts[1], index)
+            keys, values = (state[:, :, :1].expand(-1, -1, count, -1) for state in (layer.keys, layer.values))
+            filled.update(keys, values, index)  # (1, H_kv, count, D)
         total += cache_bytes(filled)
     return total / context
 

@@ -4,6 +4,7 @@ A domain is text of one kind, by name: what a model is fitted to one says little
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,22 @@ FITTED = ("books", "web", "docs")  # domains to which a retrofit is fitted by de
 def embedded_domains(names: Iterable[str] = tuple(EMBEDDED)) -> dict[str, Iterable[str]]:
     """Return the documents of the embedded corpus by domain."""
     return {name: embedded_documents(*EMBEDDED[name]) for name in names}
+
+
+def check_table_options(sources: Sequence[TextSource]) -> None:
+    """Refuse a configuration, split or column where no source has any.
+
+    Raises:
+        ValueError: the option would do nothing; the message names it.
+
+    """
+    local = [source.name is None or Path(source.name).expanduser().exists() for source in sources]
+    plain = [source.name is None or source.name.endswith(".txt") for source in sources]
+    for option, idle in {"config": all(local), "split": all(local), "column": all(plain)}.items():
+        value, default = vars(sources[0])[option], vars(TextSource())[option]
+        if idle and value != default:
+            what = "text is no table" if option == "column" else "text is no dataset of the hub"
+            raise ValueError(f"--{option} {value} does nothing, since the {what}; leave it out")
 
 
 def load_domains(sources: Sequence[TextSource], seed: int = 0) -> dict[str, Iterable[str]]:

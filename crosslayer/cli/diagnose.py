@@ -49,6 +49,7 @@ def command(
     """Show sinks, value drains, peaks, concentration and redundancy of every layer of a pretrained model."""
     with importing():
         from crosslayer import text as texts
+        from crosslayer.domains import check_table_options
         from crosslayer.models import load_model
         from crosslayer.probe.scan import check_length
         from crosslayer.probe.scan import diagnose as run
@@ -57,6 +58,7 @@ def command(
 
     check_target(out, force)
     source = texts.TextSource(text, config, split, column)
+    check_table_options([source])
     say(f"reading {source.describe()}")
     documents = texts.load_documents(source, seed)
     texts.check_size(documents, sequences, length)

@@ -68,6 +68,7 @@ def command(
     """
     with importing():
         from crosslayer import text as texts
+        from crosslayer.domains import check_table_options
         from crosslayer.effect import effect, scan_groups
         from crosslayer.intervene import check_positions, parse_interventions
         from crosslayer.models import load_model
@@ -85,6 +86,7 @@ def command(
     }
     check_target(out, force)
     source = texts.TextSource(text, config, split, column)
+    check_table_options([source])
     check_positions(parse_interventions(changes, file, layers, DEEPEST), length)
     scan_groups(scan, DEEPEST)
     if probes is not None and probes > sequences:

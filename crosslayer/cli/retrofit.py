@@ -75,6 +75,7 @@ def command(
 ) -> None:
     """Share or drop layers of a pretrained model, make up for it, and print what it costs and saves."""
     with importing():
+        from crosslayer.domains import check_table_options
         from crosslayer.models import load_model
         from crosslayer.report.record import check_target
         from crosslayer.retrofit.folder import write_retrofit
@@ -84,10 +85,29 @@ def command(
         from crosslayer.text import TextSource
 
     check_target(out, force)
-    given = {key: value for key, value in locals().items() if key in Request.__dataclass_fields__}
-    request = Request(**given)
+    request = Request(
+        method=method,
+        layers=layers,
+        compensation=compensation,
+        kv_budget=kv_budget,
+        kv_context=kv_context,
+        kl_budget=kl_budget,
+        drop=drop,
+        select=select,
+        size=size,
+        count=count,
+        merge=merge,
+        target=target,
+        groups=groups,
+        windows=windows,
+        calibration=calibration,
+        length=length,
+        seed=seed,
+        bos=bos,
+    )
     judging = [TextSource(name, config, split, column) for name in text or ()]
     fitted = [TextSource(name, config, split, column) for name in calibration_text or ()]
+    check_table_options([*judging, *fitted] or [TextSource(None, config, split, column)])
     say(f"reading {', '.join(source.describe() for source in [*judging, *fitted]) or 'the embedded corpus'}")
     texts = Texts.load(judging, fitted, seed)
     texts.parts(request)  # says at once if there are too few windows

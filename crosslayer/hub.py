@@ -1,6 +1,7 @@
 """Models of the Hugging Face hub: one short question says whether one is there, before anything is loaded."""
 
 import threading
+from pathlib import Path
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -23,30 +24,32 @@ def is_hub_name(name: str) -> bool:
     return True
 
 
-def hub_options(name: str) -> dict[str, bool]:
-    """Return the options with which transformers loads a hub's model: those of the cache where the hub cannot be had.
+def hub_source(name: str) -> str:
+    """Return from where transformers loads a hub's model: its name, or its folder in the cache if the hub is away.
 
-    Without this question it tries some ten times, for up to a minute, to reach a hub that cannot be reached.
+    Without this question it tries some ten times, for up to a minute, to reach a hub that cannot be reached; and even
+    with `local_files_only` it asks for an adapter, where peft is installed.
 
     Raises:
         ValueError: the hub has no such model or does not hand it out, or it can be had from neither hub nor cache.
 
     """
-    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    cached = try_to_load_from_cache(name, "config.json")
+    cached = cached if isinstance(cached, str) else None
     if is_offline_mode():
         answer: Exception | None = OSError("HF_HUB_OFFLINE is set")
     else:
         answer = _ask(name, BRIEFLY if cached else PATIENCE)
     if answer is None:
-        return {}
+        return name
     if isinstance(answer, GatedRepoError):
         raise ValueError(f"model {name!r} is gated: accept its terms on the Hugging Face hub, then `hf auth login`")
     if isinstance(answer, RepositoryNotFoundError):
         raise ValueError(f"there is no folder {name!r}, and the Hugging Face hub has no such model, or a private one")
     if isinstance(answer, EntryNotFoundError):
         raise ValueError(f"{name!r} on the Hugging Face hub has no config.json; it is no model of transformers")
-    if cached:
-        return {"local_files_only": True}
+    if cached is not None:
+        return str(Path(cached).parent)
     raise ValueError(f"there is no folder {name!r}, and the Hugging Face hub cannot be reached ({_short(answer)})")
 
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from crosslayer.embedded import EMBEDDED, embedded_folder
 from crosslayer.environment import quiet_transformers
-from crosslayer.hub import hub_options, is_hub_name
+from crosslayer.hub import hub_source, is_hub_name
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +53,16 @@ def load_model(
     import crosslayer.decoder  # noqa: F401  registers our model
 
     target = resolve_device(device)
-    folder, where = _source(name)
+    folder = _source(name)
     wanted = resolve_dtype(dtype, target)
     with _one_line_errors(name):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **where)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if config.is_encoder_decoder:
             raise ValueError("it is an encoder-decoder; decoders and encoders are supported")
         if "vocab_size" not in config.get_text_config().to_dict():
             raise ValueError(f"{config.model_type} is no language model: its config has no vocabulary")
         auto = AutoModelForCausalLM if _is_causal(config) else AutoModel
-        tokenizer = _tokenizer(folder, where)
+        tokenizer = _tokenizer(folder)
         loaded: Any = auto.from_pretrained(
             folder,
             config=config,
@@ -71,7 +71,6 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are named below
-            **where,
         )
     model, info = loaded
     _check_complete(name, model, info)
@@ -111,23 +110,23 @@ def _is_causal(config) -> bool:
     return any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
 
 
-def _source(name: str) -> tuple[str, dict[str, bool]]:
-    """Return from where transformers loads a model, and with which options.
+def _source(name: str) -> str:
+    """Return the folder or hub name from which transformers loads a model.
 
     Raises:
         ValueError: it is not there, or a local folder cannot be opened safely; transformers words it less clearly.
 
     """
     if name in EMBEDDED:
-        return str(embedded_folder(name)), {}
+        return str(embedded_folder(name))
     folder = Path(name).expanduser()
     if folder.exists():
         _check_folder(name, folder)
-        return str(folder), {}
+        return str(folder)
     if not is_hub_name(name):
         raise ValueError(f"model folder {name!r} does not exist; {_alternatives()}")
     try:
-        return name, hub_options(name)
+        return hub_source(name)
     except ValueError as error:
         raise ValueError(f"{error}; {_alternatives()}") from error
 
@@ -180,10 +179,10 @@ def _some(weights: list[str]) -> str:
     return f"{len(weights)} weights ({', '.join(weights[:3])}{more})"
 
 
-def _tokenizer(folder: str, where: dict[str, bool]) -> PreTrainedTokenizerBase:
+def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer; where there is none, transformers speaks of packages to install."""
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **where)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except OSError:  # a hub that cannot be reached any more
         raise
     except Exception as error:

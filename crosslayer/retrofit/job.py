@@ -195,7 +195,8 @@ def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
     ids = torch.arange(STEP, device=model.device)[None] % model.config.vocab_size
     model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     total = 0
-    for index, layer in enumerate(cache.layers):
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
         states = (layer.keys, layer.values)
         if states[0] is None or states[1] is None:
             continue

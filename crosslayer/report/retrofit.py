@@ -52,9 +52,10 @@ def _damage_words(record: RetrofitRecord) -> list[str]:
             "All of this is text of the kind that it was fitted to: what it costs on other text was not measured; "
             "fit it to one text (--calibration-text) and judge it on others (--text)."
         )
+    counts = sorted({row["windows"] for row in rows})
     made.append(
-        f"{everything['windows']} windows of {record.settings['length']} tokens, {worst['windows']} or so of each "
-        "domain; 95 % paired bootstrap within documents: conditional on these texts. No window was fitted to."
+        f"{everything['windows']} windows of {record.settings['length']} tokens, {'-'.join(map(str, counts))} of each "
+        "domain, none of them fitted to; 95 % paired bootstrap within documents: conditional on these texts."
     )
     return made
 

@@ -8,27 +8,16 @@ TYPE_CHECKING = False  # as type checkers know it; typing itself is not needed
 if IS_COMMAND and not TYPE_CHECKING:
     interrupts.watch()
     hide_bars()  # the verbs import what they need
+
+    def __getattr__(name: str):
+        """Load what the package offers when a module asks for it, as a user's own method may."""
+        if name not in __all__:
+            raise AttributeError(f"module 'crosslayer' has no attribute {name!r}")
+        from crosslayer import api
+
+        return vars(api)[name]
 else:
-    from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
-    from crosslayer.effect import Effect, effect
-    from crosslayer.intervene import (
-        Ablate,
-        Forbid,
-        PositionSwap,
-        ScaleValues,
-        TokenSwap,
-        Waiver,
-        intervene,
-        waiver,
-    )
-    from crosslayer.method import allow_methods
-    from crosslayer.models import load_model
-    from crosslayer.plan import DepthPlan
-    from crosslayer.probe.scan import Diagnosis, diagnose
-    from crosslayer.probe.what_if import what_if
-    from crosslayer.retrofit.run import Retrofit, retrofit
-    from crosslayer.runtime.bench import bench
-    from crosslayer.runtime.verify import verify
+    from crosslayer.api import *
 
 __all__ = [
     "Ablate",

@@ -8,13 +8,25 @@ import sys
 NAME = "crosslayer"
 
 
+FLAGS = frozenset("bBdEhiIOPqsStuvVx")  # of Python itself, which may stand before the m in one word
+
+
+def _module_of_m() -> str | None:
+    """Return the module that Python was asked to run by `-m`, however it was written: -m NAME, -um NAME, -mNAME."""
+    for number, word in enumerate(sys.orig_argv):
+        before, m, behind = word[1:].partition("m")
+        if word[:1] == "-" and m and FLAGS.issuperset(before):
+            return behind or "".join(sys.orig_argv[number + 1 : number + 2])
+    return None
+
+
 def _is_command() -> bool:
     """Return whether this process is `crosslayer …` or `python -m crosslayer …`.
 
     While Python looks for the module of `-m`, which imports this package, `sys.argv[0]` is "-m".
     """
     if sys.argv[:1] == ["-m"]:
-        return NAME in sys.orig_argv and sys.orig_argv[sys.orig_argv.index(NAME) - 1] == "-m"
+        return _module_of_m() == NAME
     last = sys.argv[0].replace("\\", "/").rpartition("/")[2] if sys.argv else ""
     return last.removesuffix(".exe") == NAME
 

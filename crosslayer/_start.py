@@ -8,7 +8,7 @@ from types import FrameType
 from crosslayer._path import NAME
 
 INTERRUPTED = 130
-INTERRUPT_LINE = f"{NAME}: interrupted, nothing was written"
+INTERRUPT_LINE = f"{NAME}: interrupted, nothing is half-written"
 PATIENCE, TRIES = 3, 3  # seconds until an interrupt that a library swallowed is raised again, and how often
 # progress bars of other libraries, which fill a log with carriage returns
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
@@ -52,7 +52,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def caught(self) -> None:
-        """Raise no more; the process is about to end."""
+        """Raise no more: what is cleaned up must not be interrupted, and then the process ends."""
         if self.raised and sys.platform != "win32":
             signal.setitimer(signal.ITIMER_REAL, 0)
         if self.raised:

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from crosslayer._start import interrupts
+
 WRITTEN = {"record.json", "report.html", "figures"}  # what a folder of results may hold
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems without locks answer
 
@@ -99,6 +101,7 @@ def filled(target: Path) -> Iterator[Path]:
             raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
+        interrupts.caught()  # one that is raised again would end the cleaning up
         shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -13,6 +13,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -32,7 +33,10 @@ DTYPES = {
 
 SENTENCE = 200  # characters of a library's error that are shown
 MISSED = re.compile(r"(^|\.)pooler\.")  # what may be missing: no measure of ours reads a pooler
-LEFT_OVER = re.compile(r"(^|\.)pooler\.|rotary_emb\.inv_freq$|(^|\.)position_ids$")  # and buffers of old versions
+# what may be left over: that, and buffers that old versions saved, of positions and of causal masks
+LEFT_OVER = re.compile(
+    r"(^|\.)pooler\.|rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(masked_)?bias$|\.attn\.causal_mask$"
+)
 
 
 def load_model(
@@ -57,6 +61,7 @@ def load_model(
     wanted = resolve_dtype(dtype, target)
     with _one_line_errors(name):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _check_config(config)
         if config.is_encoder_decoder:
             raise ValueError("it is an encoder-decoder; decoders and encoders are supported")
         if "vocab_size" not in config.get_text_config().to_dict():
@@ -137,11 +142,25 @@ def _check_folder(name: str, folder: Path) -> None:
         raise ValueError(f"{name!r} is a file, not a model folder; {_alternatives()}")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name!r} has no config.json; a model folder holds config.json and model.safetensors")
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{name!r} holds an adapter (adapter_config.json), which is applied only where peft is installed; merge it "
+            "first: merge_and_unload() of peft, then save_pretrained"
+        )
     if not list(folder.glob("*.safetensors")):
         pickled = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
         if pickled:
             raise ValueError(f"{name!r} has only pickled weights ({pickled[0]}); convert them to safetensors first")
         raise ValueError(f"{name!r} has no weights; a model folder holds config.json and model.safetensors")
+
+
+def _check_config(config: PreTrainedConfig) -> None:
+    """Refuse a config that asks for pickled weights or for attention code from the hub."""
+    weights = str(config.to_dict().get("transformers_weights") or ".safetensors")
+    if not weights.endswith((".safetensors", ".safetensors.index.json")):
+        raise ValueError(f"its config names the weights {weights!r}; only safetensors are read")
+    if "/" in str(config._attn_implementation or ""):
+        raise ValueError(f"its config asks for attention {config._attn_implementation!r}, code of the hub, never run")
 
 
 def _alternatives() -> str:
@@ -186,6 +205,8 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
     except OSError:  # a hub that cannot be reached any more
         raise
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError("its tokenizer needs code of its own, which never runs") from error
         raise ValueError("it has no tokenizer that can be read; tokenizer.json must lie beside the model") from error
 
 

@@ -106,7 +106,7 @@ def test_an_interrupt_leaves_nothing(tmp_path):
                 break
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read().splitlines()
-    assert process.wait(timeout=60) == 130 and rest[-1] == "crosslayer: interrupted, nothing was written"
+    assert process.wait(timeout=60) == 130 and rest[-1] == "crosslayer: interrupted, nothing is half-written"
     assert all(line.startswith("diagnosing: ") for line in rest[:-1])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
 

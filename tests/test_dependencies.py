@@ -47,3 +47,16 @@ finally:
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "LOADED []"
+
+
+def test_a_command_still_offers_what_the_package_does():
+    """A method of the user's own is imported by the command, and imports from crosslayer."""
+    code = """
+import sys
+sys.argv = ["crosslayer"]
+import crosslayer
+assert "torch" not in sys.modules
+from crosslayer import DepthPlan, CrossLayerConfig
+assert DepthPlan.identity(2).layers == 2 and all(getattr(crosslayer, name) for name in crosslayer.__all__)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

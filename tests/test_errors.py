@@ -1,6 +1,7 @@
 """How the command line ends when something fails: who can mend it, and in one line."""
 
 import io
+import json
 import resource
 import sys
 
@@ -98,4 +99,6 @@ def test_a_terminal_that_knows_only_ascii_gets_escapes(monkeypatch, inputs, tmp_
     words = ("--text", inputs / "text.txt", "--sequences", 2, "--length", 16, "--waiver", 5)
     assert run(monkeypatch, "intervene", inputs / "model", "--out", tmp_path / "é", *words) == 0
     terminal.flush()
-    assert b"\\xe9" in terminal.buffer.getvalue()
+    lines = terminal.buffer.getvalue().decode("ascii").splitlines()
+    assert any(line.startswith("report: ") and "\\xe9" in line for line in lines)
+    assert json.loads(lines[-1])["model"] == "model"

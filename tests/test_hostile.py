@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from crosslayer import CrossLayerConfig, CrossLayerForCausalLM, method
+from crosslayer import CrossLayerConfig, CrossLayerForCausalLM, _path, method
 from tests.test_bad_input import type_in
 from tests.test_text import WORDS, tokenizer
 
@@ -110,11 +110,28 @@ def in_a_process(folder, tmp_path, verb, words):
     assert not ran(folder) and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (["python", "-m", "crosslayer", "verify", "."], "crosslayer"),
+        (["python", "-um", "crosslayer"], "crosslayer"),
+        (["python", "-W", "error", "-Bsm", "crosslayer"], "crosslayer"),
+        (["python", "-mcrosslayer", "--version"], "crosslayer"),
+        (["python", "-X", "importtime", "-m", "crosslayer.show"], "crosslayer.show"),
+        (["python", "-m", "pytest", "-m", "crosslayer"], "pytest"),
+        (["python", "script.py"], None),
+    ],
+)
+def test_the_module_that_python_runs_is_known_however_it_is_written(monkeypatch, words, module):
+    monkeypatch.setattr(sys, "orig_argv", words)
+    assert _path._module_of_m() == module
+
+
 SCRIPT, MODULE = [str(Path(sys.executable).with_name("crosslayer"))], [sys.executable, "-m", "crosslayer"]
 
 
 @pytest.mark.parametrize("folder", ["hostile.method"], indirect=True)
-@pytest.mark.parametrize("words", [SCRIPT, MODULE], ids=["script", "module"])
+@pytest.mark.parametrize("words", [SCRIPT, [sys.executable, "-um", "crosslayer"]], ids=["script", "module"])
 def test_a_process_in_the_folder_runs_nothing(folder, tmp_path, words):
     in_a_process(folder, tmp_path, "generate", words)
 

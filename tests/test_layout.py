@@ -8,6 +8,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "crosslayer"
 # part of the package -> other parts that it may import
 ALLOWED = {
+    "_path": set(),
+    "_start": {"_path"},
+    "progress": set(),
     "environment": set(),
     "plan": set(),
     "method": {"plan", "decoder", "methods"},  # the decoder's config for type checks; the folder of methods, to list it
@@ -26,7 +29,7 @@ ALLOWED = {
     "embedded": {"environment", "folder"},
     "models": {"environment", "decoder", "embedded", "hub"},  # the decoder is registered when a model is loaded
     "probe": {"environment", "text", "plan", "method"},  # methods stand for their plans in a what-if
-    "folder": set(),
+    "folder": {"_start"},
     "report": {"folder", "text"},  # a window of several documents has a number of its own
     "interventions": {"probe"},
     "intervene": {"interventions", "plan", "probe", "environment"},
@@ -69,6 +72,12 @@ def test_imports_go_one_way():
         if part(path) in ALLOWED:
             extra = imported(path) - ALLOWED[part(path)] - {part(path)}
             assert not extra, f"{path.name} imports {extra}"
+
+
+def test_nothing_is_imported_before_the_working_directory_leaves_the_path():
+    tree = ast.parse((PACKAGE / "_path.py").read_text())
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert names == ["sys"] and not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
 
 
 def test_methods_never_import_one_another():

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import crosslayer
-from crosslayer import embedded, hub
+from crosslayer import embedded, hub, models
 from crosslayer.folder import exclusive
 from crosslayer.models import resolve_dtype
 from crosslayer.testing import build, config_of
@@ -144,6 +144,50 @@ def test_ours_have_nothing_left_over(folder):
     crosslayer.load_model(str(folder))
     add_weights(folder, "model.pooler.weight")
     with pytest.raises(ValueError, match=r": 1 weights \(model.pooler.weight\) are in the checkpoint"):
+        crosslayer.load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "buffers"),
+    [
+        ("gpt2", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"]),
+        ("llama", ["model.layers.0.self_attn.rotary_emb.inv_freq"]),
+        ("gpt_neo", ["transformer.h.0.attn.attention.bias", "transformer.h.0.attn.attention.masked_bias"]),
+    ],
+)
+def test_only_buffers_are_left_over(family, buffers):
+    assert all(models.LEFT_OVER.search(name) for name in buffers), family
+    for name in (
+        "h.0.attn.c_attn.bias",
+        "layers.0.self_attn.q_proj.bias",
+        "transformer.h.0.attn.attention.out_proj.bias",
+    ):
+        assert not models.LEFT_OVER.search(name)
+
+
+def change(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"transformers_weights": "adapter_model.bin"}, "names the weights 'adapter_model.bin'; only safetensors"),
+        ({"_attn_implementation": "evil/kernel"}, "asks for attention 'evil/kernel', code of the hub, never run"),
+        ({"attn_implementation": "evil/kernel"}, "asks for attention 'evil/kernel', code of the hub, never run"),
+    ],
+)
+def test_a_config_brings_neither_pickles_nor_code(folder, values, message):
+    torch.save({}, folder / "adapter_model.bin")
+    change(folder, **values)
+    with pytest.raises(ValueError, match=message):
+        crosslayer.load_model(str(folder))
+
+
+def test_an_adapter_beside_a_model_is_refused(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds an adapter .*merge it first"):
         crosslayer.load_model(str(folder))
 
 

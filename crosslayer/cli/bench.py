@@ -1,6 +1,5 @@
 """`crosslayer bench`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from crosslayer.cli.options import (
     Seed,
     command_line,
     importing,
+    print_headline,
     print_line,
     public_name,
 )
@@ -67,7 +67,7 @@ def command(
         say("drawing figures and writing the report")
         print_line(f"report: {write_bench(record, out, force)}")
     covered = {"interval_coverage": checked.interval_coverage}
-    print_line(json.dumps({**names, **covered, "results": headline(checked)}, ensure_ascii=False))
+    print_headline({**names, **covered, "results": headline(checked)})
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

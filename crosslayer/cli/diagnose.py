@@ -1,6 +1,5 @@
 """`crosslayer diagnose`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +21,7 @@ from crosslayer.cli.options import (
     Text,
     command_line,
     importing,
+    print_headline,
     print_line,
     public_name,
 )
@@ -83,4 +83,4 @@ def command(
     for word in record["verdict"]["words"]:
         print_line(word)
     print_line(f"report: {page}")
-    print_line(json.dumps(headline, ensure_ascii=False))
+    print_headline(headline)

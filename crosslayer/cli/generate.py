@@ -1,11 +1,10 @@
 """`crosslayer generate`."""
 
-import json
 from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import AllowMethods, Debug, Device, Dtype, Seed, importing, print_line, public_name
+from crosslayer.cli.options import AllowMethods, Debug, Device, Dtype, Seed, importing, print_headline, public_name
 from crosslayer.progress import say
 
 
@@ -34,4 +33,4 @@ def command(
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     say("generating")
     found = run(loaded, tokenizer, prompt, sampling=sampling, chat=chat)
-    print_line(json.dumps({"model": public_name(model), **found}, ensure_ascii=False))
+    print_headline({"model": public_name(model), **found})

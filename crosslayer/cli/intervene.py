@@ -1,6 +1,5 @@
 """`crosslayer intervene`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +21,7 @@ from crosslayer.cli.options import (
     Text,
     command_line,
     importing,
+    print_headline,
     print_line,
     public_name,
 )
@@ -117,4 +117,4 @@ def command(
     for sentence in words(checked):
         print_line(sentence)
     print_line(f"report: {page}")
-    print_line(json.dumps({"model": about["model"], **headline(checked)}, ensure_ascii=False))
+    print_headline({"model": about["model"], **headline(checked)})

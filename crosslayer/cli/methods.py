@@ -1,11 +1,10 @@
 """`crosslayer methods`."""
 
-import json
 from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import Debug, importing, print_line
+from crosslayer.cli.options import Debug, importing, print_headline
 
 
 def command(
@@ -24,4 +23,4 @@ def command(
     for row in rows:
         table.add_row(*row.values())
     Console().print(table)
-    print_line(json.dumps({row["method"]: row["cache"] for row in rows}))
+    print_headline({row["method"]: row["cache"] for row in rows})

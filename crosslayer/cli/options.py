@@ -1,12 +1,13 @@
 """What verbs share: options, and how they print."""
 
+import json
 import re
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -58,6 +59,12 @@ def importing() -> Iterator[None]:
 def print_line(text: str) -> None:
     """Print one line of the result on stdout, at once."""
     print(text, flush=True)
+
+
+def print_headline(figures: dict[str, Any]) -> None:
+    """Print the last line of the result, one JSON object, in characters that stdout can show."""
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    print_line(json.dumps(figures, ensure_ascii=not unicode))
 
 
 def public_name(model: str) -> str:

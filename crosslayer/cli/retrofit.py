@@ -1,6 +1,5 @@
 """`crosslayer retrofit`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from crosslayer.cli.options import (
     Split,
     command_line,
     importing,
+    print_headline,
     print_line,
     public_name,
 )
@@ -127,4 +127,4 @@ def command(
     for sentence in sentences:
         print_line(sentence)
     print_line(f"report: {out / 'report.html'}")
-    print_line(json.dumps(found, ensure_ascii=False))
+    print_headline(found)

@@ -1,6 +1,5 @@
 """`crosslayer verify`."""
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -8,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import AllowMethods, Debug, Device, Force, command_line, importing, print_line, public_name
+from crosslayer.cli.options import (
+    AllowMethods,
+    Debug,
+    Device,
+    Force,
+    command_line,
+    importing,
+    print_headline,
+    print_line,
+    public_name,
+)
 from crosslayer.progress import Progress, say
 
 
@@ -39,7 +48,7 @@ def command(
         print_line(f"report: {write_record(rows, about, out, force)}")
     kinds = {"passed": PASS, "failed": FAIL, "not_applicable": NOT_APPLICABLE}
     counts = {key: sum(row.status == kind for row in rows) for key, kind in kinds.items()}
-    print_line(json.dumps({"model": about["model"], **counts, "seconds": seconds}, ensure_ascii=False))
+    print_headline({"model": about["model"], **counts, "seconds": seconds})
     if counts["failed"]:
         raise typer.Exit(1)
 

@@ -8,6 +8,7 @@ from typing import Any
 from transformers.utils.generic import TransformersKwargs
 
 LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")  # options of the loss function
+LEAKED = ("tokenizer", "assistant_tokenizer")  # of `generate`, which lets them through to `forward`
 # what layers hand on to the attention function: transformers' own, continuous batching's and vLLM's
 PASSED_ON = frozenset(
     [*TransformersKwargs.__annotations__, "attention_instances", "cache", "read_index", "write_index", "block_table",

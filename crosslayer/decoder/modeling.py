@@ -29,7 +29,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 
 from crosslayer.decoder.caches import check_cache, check_quantized, update_single, without_empty_layers
 from crosslayer.decoder.configuration import CrossLayerConfig
-from crosslayer.decoder.keywords import LOSS, check_keywords
+from crosslayer.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.environment import check_flex
 from crosslayer.method import Carry, Compensation, HeadMixer, Mixing, Residual
 from crosslayer.plan import STATES
@@ -324,10 +324,11 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return logits (B, T, V), or of the last `logits_to_keep` tokens, and the loss where `labels` are given.
 
-        Beside `labels` the loss takes `shift_labels` (labels that are shifted already), `ignore_index` and
-        `num_items_in_batch`.
+        The loss also takes `shift_labels` (labels that are shifted already; they suffice alone, as where the sequence
+        is split over ranks), `ignore_index` and `num_items_in_batch`.
         """
         options = {name: kwargs.pop(name) for name in LOSS if name in kwargs}
+        kwargs = {name: value for name, value in kwargs.items() if name not in LEAKED}
         check_keywords(CrossLayerForCausalLM.forward, kwargs)
         outputs = self.model(
             input_ids=input_ids,
@@ -341,7 +342,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
         loss = None
-        if labels is not None:
+        if labels is not None or options.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states

@@ -80,6 +80,11 @@ def generate(
             max_new_tokens=sampling.new_tokens,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),  # type: ignore[arg-type]
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            num_beams=1,  # whatever the folder's generation_config.json says
+            num_return_sequences=1,
+            cache_implementation=None,
+            return_dict_in_generate=False,
+            tokenizer=tokenizer,
             **chosen,
         )
     seconds, count = time.perf_counter() - started, found.shape[1] - ids.shape[1]

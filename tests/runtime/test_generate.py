@@ -40,6 +40,17 @@ def test_generate_samples_by_its_seed(monkeypatch, saved, capsys):
 
 
 @pytest.mark.parametrize(
+    "values",
+    [{"return_dict_in_generate": True}, {"cache_implementation": "static"}, {"num_beams": 3}],
+    ids=str,
+)
+def test_generate_does_not_depend_on_the_folders_generation_config(monkeypatch, saved, capsys, values):
+    (saved / "generation_config.json").write_text(json.dumps(values))
+    assert run(monkeypatch, "generate", saved, "the whale w9", "--max-new-tokens", 3) == 0
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["new_tokens"] <= 3
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["  "], "the prompt is empty"),

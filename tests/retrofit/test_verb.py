@@ -155,6 +155,9 @@ WAYS = [
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_other_ways(monkeypatch, inputs, tmp_path, options):
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *options) == 0
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert record["settings"]["compensation"] == record["calibration"]["fit"]
+    assert (record["calibration"]["fit"] == "ridge") == ("--merge" in options)
     AutoTokenizer.from_pretrained(tmp_path / "out")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(torch.tensor([[5, 6]]), max_new_tokens=3)
 
@@ -207,6 +210,7 @@ BAD = [
     (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
     (("--method", "drop", "--drop", "mlp", "--layers", "1", "--compensation", "ridge"), "not for a dropped mlp"),
     (("--method", "cla", "--layers", "4-5", "--select", "greedy"), "--select greedy does nothing with these options"),
+    (("--method", "cla", "--merge", "svd", "--compensation", "layerwise"), "layerwise makes up for followers alone"),
     (("--method", "uniattn", "--merge", "svd"), "--merge svd does nothing with these options"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "groups [1, 2] have no second layer"),
     (("--method", "drop", "--layers", "auto", "--count", 8), "--count 8: the model has 8 layers, and one must stay"),

@@ -120,7 +120,7 @@ def command(
     about = {
         "model": public_name(model),
         "text": ", ".join(texts.judging),
-        "calibration_text": ", ".join(texts.fitted),
+        **({"calibration_text": ", ".join(texts.read(request))} if texts.read(request) else {}),
         "command": command_line(),
     }
     outcome.record["settings"] |= about

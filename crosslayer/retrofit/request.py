@@ -83,6 +83,7 @@ class Request:
             "count": named and self.layers == "auto",
             "merge": self.method == "cla" or isinstance(own, CLA),
             "groups": self.fit == "mean",
+            "calibration": self.fits,
             "target": self.fit != "none" and not dropping and own is None,
             "compensation": own is None or _compensated(own) or self.fit == "none",
         }

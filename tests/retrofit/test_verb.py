@@ -205,7 +205,7 @@ BAD = [
     (("--method", "cla", "--kv-context", 1), "--kv-context 1 is too short"),
     (("--method", "cla", "--kv-budget", 0.8), "give --method, or --kv-budget or --kl-budget"),
     ((), "give --method, or --kv-budget or --kl-budget"),
-    (("--kv-budget", 0.01, "--calibration", 16), "a KV budget of 0.01 cannot be met; with 8 layers it lies from 0.1250 to 1"),
+    (("--kv-budget", 0.01, "--calibration", 16), "0.01 cannot be met; with 8 layers it lies from 0.1250 to 1"),
     (("--method", "cla", "--windows", 15), "--windows 15 is too few for an interval; use at least 16"),
     (("--kv-budget", 0.7, "--calibration", 2), "calibration text has 32 tokens; layerwise needs at least 128"),
     (("--method", "uniattn", "--calibration", 2), "calibration text has 32 tokens; layerwise needs at least 128"),

@@ -83,10 +83,17 @@ def read(path: Path) -> list[str]:
 def measure(model: Any, name: str, texts: dict[str, Windows], args: argparse.Namespace) -> None:
     """Fit a wiring on everything and judge it everywhere."""
     found = load().get(name, {})
+    settings = {
+        **{key: vars(args)[key] for key in ("windows", "calibration", "length")},
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    stored = found.get("settings", settings)
+    if settings != {"matmul_precision": "medium", **stored}:  # older results do not say it
+        raise SystemExit(f"{RESULTS.name} holds {name} with {stored}, and not with {settings}; move it away")
     if "methods" not in found:
         chosen = methods_of(model, name, texts)
         save(name, {"methods": [to_entry(method) for method in chosen], "environment": environment()})
-        save(name, {"settings": {"windows": args.windows, "calibration": args.calibration, "length": args.length}})
+        save(name, {"settings": settings})
         found = load()[name]
     wanted = FEW if name in SEARCHES else FITS if name == "uniattn-4" else FITS[:-1]
     judged = dict(sorted(texts["judged"].by_domain().items(), key=lambda pair: pair[0] in FITTED))  # unseen ones first

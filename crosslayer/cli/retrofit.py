@@ -41,7 +41,9 @@ def command(
     kl_budget: Annotated[float | None, typer.Option(help="Or search within this KL, in nats a token.")] = None,
     compensation: Annotated[
         str | None,
-        typer.Option(help="How W_c is fitted: layerwise (default where it can be), none, zero, mean, lstsq or ridge."),
+        typer.Option(
+            help="How W_c is fitted: layerwise (default; with --merge ridge), none, zero, mean, lstsq or ridge."
+        ),
     ] = None,
     target: Annotated[str, typer.Option(help="Where W_c writes: attention, heads or mlp.")] = "attention",
     groups: Annotated[int, typer.Option(min=1, help="v: groups of windows with a mean of their own, for mean.")] = 1,
@@ -118,7 +120,7 @@ def command(
     about = {
         "model": public_name(model),
         "text": ", ".join(texts.judging),
-        "calibration_text": ", ".join(texts.fitted),
+        **({"calibration_text": ", ".join(texts.read(request))} if texts.read(request) else {}),
         "command": command_line(),
     }
     outcome.record["settings"] |= about

@@ -55,16 +55,25 @@ def _damage_words(record: RetrofitRecord) -> list[str]:
     counts = sorted({row["windows"] for row in rows})
     made.append(
         f"{everything['windows']} windows of {record.settings['length']} tokens, {'-'.join(map(str, counts))} of each "
-        "domain, none of them fitted to; 95 % paired bootstrap within documents: conditional on these texts."
+        f"domain, none of them fitted to; 95 % paired bootstrap, {_drawn(rows)}: conditional on these texts."
     )
     return made
 
 
+def _drawn(rows: list[dict[str, Any]]) -> str:
+    """Say within what windows were drawn."""
+    single = [row["name"] for row in rows if row["strata"] == 1]
+    independent = "drawn by window, taken as independent"
+    if len(single) == len(rows):
+        return independent
+    return f"drawn within documents (of {', '.join(single)}: {independent})" if single else "drawn within documents"
+
+
 def _gain_words(rows: list[dict[str, Any]]) -> str:
-    """Say on which domains W_c lowers the KL, on which it does not, and mark those that it was not fitted to."""
+    """Say on which domains W_c lowers the KL, on which it raises it, and on which neither can be told."""
     verdicts = {
         "lowers the KL on": [row for row in rows if row["gain_ci95"][1] < 0],
-        "raises it on": [row for row in rows if row["gain_ci95"][0] > 0],
+        "raises the KL on": [row for row in rows if row["gain_ci95"][0] > 0],
         "is not told apart from none on": [row for row in rows if row["gain_ci95"][0] <= 0 <= row["gain_ci95"][1]],
     }
     said = [f"{verdict} {', '.join(map(_gain, group))}" for verdict, group in verdicts.items() if group]

@@ -168,8 +168,31 @@ def _same(one: CrossLayerDecoderLayer, two: CrossLayerDecoderLayer) -> bool:
     """Return whether two layers have the very same weights and the second borrows nothing."""
     if two.self_attn is None or two.self_attn.borrows or len(two.self_attn.mixers):
         return False
+    return _same_weights(one, two)
+
+
+def _same_weights(one: nn.Module, two: nn.Module) -> bool:
     weights, others = dict(one.named_parameters()), dict(two.named_parameters())
     return set(weights) == set(others) and all(weights[n].data_ptr() == others[n].data_ptr() for n in weights)
+
+
+def changed_alone(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM) -> list[int]:
+    """Return the layers in which something changes that is in no layerwise target, and that only "ridge" sees.
+
+    That is a layer without W_c, such as a leader whose keys and values were merged, or a dropped MLP that W_c does not
+    write to. The models share their weights' tensors.
+    """
+    found = []
+    for number, (one, two) in enumerate(zip(_layers(original), _layers(model), strict=True)):
+        compensation = two._modules.get("compensation")
+        if not isinstance(compensation, Compensation):
+            covered = _same(one, two)
+        else:
+            assert one.mlp is not None
+            covered = compensation.target == "mlp" or (two.mlp is not None and _same_weights(one.mlp, two.mlp))
+        if not covered:
+            found.append(number)
+    return found
 
 
 class _EnoughError(Exception):

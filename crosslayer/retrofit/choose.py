@@ -8,7 +8,7 @@ taken, for as long as another looks better then (lazy greedy).
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from crosslayer.method import Method, merge_plans
 from crosslayer.methods.cla import CLA
@@ -110,7 +110,8 @@ class CacheShare:
         self.context = context or max([CONTEXT, *(2 * window for window in windows)])
         empty = {"keys": 0, "values": 0}
         self.sizes = [
-            empty if shape is None else dict(zip(empty, shape.cached(self.context), strict=True)) for shape in shapes
+            empty if shape is None else dict(zip(empty, _allocated(shape, self.context), strict=True))
+            for shape in shapes
         ]
         self.total = sum(sum(size.values()) for size in self.sizes)
 
@@ -128,6 +129,12 @@ class CacheShare:
     def least(self) -> float:
         """The smallest share that any plan can keep: that of one layer."""
         return min(sum(size.values()) for size in self.sizes if sum(size.values())) / self.total
+
+
+def _allocated(shape: LayerShape, context: int) -> tuple[int, int]:
+    """Return the elements of keys and values that a cache allocates: a whole window, of which one token is not kept."""
+    tokens = context if shape.window is None else min(context, shape.window)
+    return replace(shape, window=None).cached(tokens)
 
 
 @dataclass

@@ -3,8 +3,10 @@
     ratio = exp(mean(nll_after − nll_before)),  KL = mean over tokens of Σ p_before (log p_before − log p_after)
 
 Intervals are percentiles of windows drawn again within each document, n − 1 of its n (Rao and Wu 1988), so that the
-spread is not understated; documents of fewer than 8 windows are drawn as one. Draws are spread by Student's t over the
-normal quantile, since a domain may have 16 windows only. Conditional on this text.
+spread is not understated. Documents of fewer than 8 windows are drawn as one (with the first larger document, where
+they have fewer than 8 together); where that leaves one stratum (`Damage.strata`), windows are taken as independent.
+Draws are spread by Student's t over the normal quantile, since a domain may have 16 windows only. Conditional on this
+text.
 """
 
 from collections.abc import Callable
@@ -59,6 +61,7 @@ class Damage:
     kl_ci95: tuple[float, float]
     windows: int
     documents: int
+    strata: int  # within which windows are drawn; 1: windows are taken as independent
 
 
 def logits_of(model: PreTrainedModel) -> Run:
@@ -143,6 +146,7 @@ def damage(found: Losses, seed: int = 0) -> Damage:
         _interval(weights @ found.kl),
         len(found.before),
         len(set(found.documents)),
+        len(_strata(found.documents)),
     )
 
 
@@ -170,20 +174,25 @@ def difference(one: Losses, other: Losses, seed: int = 0) -> tuple[float, tuple[
 
 def _weights(documents: tuple[int, ...], seed: int) -> np.ndarray:
     """Return the weight of each window in the mean of each draw, (DRAWS, N)."""
-    generator, names = np.random.default_rng(seed), np.array(documents)
+    generator, groups = np.random.default_rng(seed), _strata(documents)
+    weights = np.zeros((DRAWS, len(documents)))
+    for rows in groups:
+        count = len(rows)
+        drawn = generator.multinomial(count - 1, np.full(count, 1 / count), size=DRAWS)
+        weights[:, rows] = drawn * (count / (count - 1) / len(documents))
+    spread = stats.t.ppf(0.975, len(documents) - len(groups)) / stats.norm.ppf(0.975)
+    return (1 + spread * (weights * len(documents) - 1)) / len(documents)
+
+
+def _strata(documents: tuple[int, ...]) -> list[np.ndarray]:
+    """Return the windows of each stratum: large documents, and all small ones as one."""
+    names = np.array(documents)
     strata = [np.flatnonzero(names == name) for name in sorted(set(documents))]
     large = [rows for rows in strata if len(rows) >= STRATUM]
     small = np.concatenate([np.empty(0, int), *(rows for rows in strata if len(rows) < STRATUM)])
     if large and len(small) < STRATUM:
         large[0], small = np.concatenate([large[0], small]), small[:0]
-    weights = np.zeros((DRAWS, len(names)))
-    groups = [*large, small] if len(small) else large
-    for rows in groups:
-        count = len(rows)
-        drawn = generator.multinomial(count - 1, np.full(count, 1 / count), size=DRAWS)
-        weights[:, rows] = drawn * (count / (count - 1) / len(names))
-    spread = stats.t.ppf(0.975, len(names) - len(groups)) / stats.norm.ppf(0.975)
-    return (1 + spread * (weights * len(names) - 1)) / len(names)
+    return [*large, small] if len(small) else large
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:

@@ -134,7 +134,7 @@ class Job:
                 self.model,
                 methods,
                 calibration=given["calibration"].by_domain() if request.fits else None,
-                fit=request.fit if request.fits else "zero",
+                fit=request.compensation if request.fits else "zero",
                 groups=request.groups,
                 merge=request.merge,
                 progress=bar.step,
@@ -153,6 +153,7 @@ class Job:
         context = CacheShare(look(self.model).shapes, request.kv_context).context
         before, after = (allocated(model, context) for model in (self.model, made.model))
         read = given["calibration"].by_domain() if request.fits else {}
+        fit = made.fit if made.fits else request.fit
         return {
             "schema": "crosslayer/retrofit/2",
             "model": {
@@ -168,7 +169,7 @@ class Job:
             "choice": self.choice,
             "weights": {"dropped": made.dropped, "merged": made.merged, "new": made.new},
             "calibration": {
-                "fit": request.fit,
+                "fit": fit,
                 "windows": {name: len(ids) for name, ids in read.items()},
                 "layers": [dataclasses.asdict(fit) for fit in made.fits],
             },
@@ -179,7 +180,7 @@ class Job:
                 "share": after / before,
             },
             "damage": found,
-            "settings": {**dataclasses.asdict(request), "compensation": request.fit},
+            "settings": {**dataclasses.asdict(request), "compensation": fit},
             "seconds": self.seconds,
             "environment": environment(),
         }

@@ -64,6 +64,11 @@ class Request:
             raise ValueError(f"--kv-context {self.kv_context} is too short; it is a number of tokens, at least 2")
         if self.size < 2 or self.seed < 0 or self.groups < 1:
             raise ValueError("--size must be at least 2, --groups at least 1, --seed at least 0")
+        if self.compensation == "layerwise" and self.merge != "first":
+            raise ValueError(
+                f"--compensation layerwise makes up for followers alone, and --merge {self.merge} also changes their "
+                "leader; use ridge"
+            )
         self._check_unused()
 
     def _check_unused(self) -> None:
@@ -78,6 +83,7 @@ class Request:
             "count": named and self.layers == "auto",
             "merge": self.method == "cla" or isinstance(own, CLA),
             "groups": self.fit == "mean",
+            "calibration": self.fits,
             "target": self.fit != "none" and not dropping and own is None,
             "compensation": own is None or _compensated(own) or self.fit == "none",
         }
@@ -111,7 +117,9 @@ class Request:
             return self.compensation
         own = self.own
         possible = _compensated(own) if own is not None else self.method != "drop" or self.drop == "attention"
-        return DEFAULT_FIT if possible else "none"
+        if not possible:
+            return "none"
+        return DEFAULT_FIT if self.merge == "first" else "ridge"  # a leader that changes is in no layerwise target
 
     @property
     def writes(self) -> str | None:

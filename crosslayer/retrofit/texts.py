@@ -17,12 +17,14 @@ CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 36
 class Texts:
     """Documents by domain, and which domains W_c and the choice of layers are fitted to, and which judge the result.
 
-    A domain that is fitted and judges is cut into windows that serve one purpose each.
+    A domain that is fitted and judges is cut into windows that serve one purpose each. `named`: those that are fitted
+    were asked for, and not taken by default.
     """
 
     documents: Mapping[str, Iterable[str]]
     fitted: tuple[str, ...]
     judging: tuple[str, ...]
+    named: bool = False
 
     @classmethod
     def load(cls, judging: Sequence[TextSource] = (), fitted: Sequence[TextSource] = (), seed: int = 0) -> "Texts":
@@ -46,18 +48,22 @@ class Texts:
                 raise ValueError(f"{doubled[0]!r} is the name of an embedded domain; give --text too, or rename it")
             documents, judges = {**documents, **embedded}, list(embedded)
             fits = fits or list(FITTED)
-        return cls(documents, tuple(fits or judges), tuple(judges))
+        return cls(documents, tuple(fits or judges), tuple(judges), bool(fitted))
+
+    def read(self, request: Request) -> tuple[str, ...]:
+        """Return the domains to which W_c or the choice of layers is fitted; none where nothing is."""
+        return self.fitted if set(self.parts(request)) & {"calibration", "choice", "search"} else ()
 
     def seen(self, request: Request) -> frozenset[str]:
         """Return the domains to which anything is fitted, among those that judge."""
-        reads = set(self.parts(request)) & {"calibration", "choice", "search"}
-        return frozenset(set(self.fitted) & set(self.judging)) if reads else frozenset()
+        return frozenset(self.read(request)) & frozenset(self.judging)
 
     def parts(self, request: Request) -> dict[str, dict[str, int]]:
         """Return the windows that are needed, by purpose and domain.
 
         Raises:
-            ValueError: there are too few windows for an interval in each domain.
+            ValueError: there are too few windows for an interval in each domain, or nothing is fitted to text that was
+                given for that.
 
         """
         if request.windows < FEWEST * len(self.judging):
@@ -74,6 +80,10 @@ class Texts:
         if request.method is None:
             counts["search"] = shared_out(max(SEARCH_WINDOWS, len(self.fitted)), self.fitted)
             counts["trade-off"] = shared_out(CURVE_WINDOWS, self.judging)
+        if self.named and not counts.keys() - {"evaluation"}:
+            raise ValueError(
+                "--calibration-text does nothing here, as neither W_c nor a choice of layers is fitted; leave it out"
+            )
         return counts
 
     def windows(self, tokenizer: PreTrainedTokenizerBase, request: Request) -> dict[str, Windows]:

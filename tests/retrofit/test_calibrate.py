@@ -1,5 +1,7 @@
 """W_c against what it promises: Theorem 3.1, least squares, held-out ridge, and a naive bottom-up loop."""
 
+import re
+
 import pytest
 import torch
 
@@ -206,6 +208,26 @@ def test_a_mixer_below_parts_the_streams(source):
             one(text())
         hook.remove()
     assert fit.token_before == pytest.approx((seen[0] - seen[1]).square().sum(-1).mean().sqrt().item(), rel=1e-6)
+
+
+def test_what_changes_outside_of_w_c_is_fitted_by_ridge(source):
+    """A merged leader and a dropped MLP are in no layerwise target: ridge by default, and layerwise is refused."""
+    both = {"name": "drop", "attention": (2, 4), "mlp": (4,), "compensation": "attention"}
+    alone = {"name": "drop", "attention": (4,), "mlp": (1,), "compensation": "attention"}
+    ids = text()
+    assert retrofit(source, METHODS["cla"], calibration=ids).fit == "layerwise"
+    assert retrofit(source, METHODS["mlp"], calibration=ids).fit == "layerwise"
+    assert retrofit(source, "cla").fit is None
+    cases = [
+        (METHODS["cla"], "mean", [1, 3]),
+        (METHODS["cla"], "svd", [1, 3]),
+        (both, "first", [4]),
+        (alone, "first", [1]),
+    ]
+    for method, merge, layers in cases:
+        assert retrofit(source, method, calibration=ids, merge=merge).fit == "ridge"
+        with pytest.raises(ValueError, match=rf"makes up for nothing in layers {re.escape(str(layers))}.*use ridge"):
+            retrofit(source, method, calibration=ids, merge=merge, fit="layerwise")
 
 
 def test_bad_calibrations(source):

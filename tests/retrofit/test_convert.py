@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from crosslayer.method import load_method
 from crosslayer.plan import parse_layers
 from crosslayer.probe.what_if import look, what_if
-from crosslayer.retrofit.choose import entries
+from crosslayer.retrofit.choose import CacheShare, entries
 from crosslayer.retrofit.convert import convert
 from crosslayer.retrofit.job import allocated
 from crosslayer.retrofit.run import retrofit
@@ -159,6 +159,8 @@ def test_the_cache_is_counted_beyond_the_window():
         for length in (context - 1, 1):  # as it is in decoding
             made(tokens(batch=1, length=length), past_key_values=cache)
         assert cache_bytes(cache) == pytest.approx(allocated(made, context) * context)
+        counted = CacheShare(look(source).shapes, context).of(made.config.plan)
+        assert counted == pytest.approx(expected, abs=1e-12)  # the search counts what the receipt does
 
 
 @pytest.mark.parametrize(("name", "layers", "groups", "share"), SHARES, ids=str)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from crosslayer.probe.what_if import what_if
+from crosslayer.report.retrofit import _drawn, _gain_words
 from crosslayer.retrofit.damage import Losses, by_domain, damage, difference, logits_of, logits_without, losses
 from crosslayer.retrofit.run import retrofit
 from crosslayer.text import Windows, split
@@ -98,7 +99,17 @@ def test_strata_are_documents():
     """Two documents of constant, different change: drawn within documents, the mean cannot move."""
     change = np.array([0.0] * 20 + [1.0] * 20)
     found = damage(Losses(np.zeros(40), change, change, (0,) * 20 + (1,) * 20))
-    assert found.ratio_ci95 == pytest.approx((math.exp(0.5),) * 2)
+    assert found.ratio_ci95 == pytest.approx((math.exp(0.5),) * 2) and found.strata == 2
+    assert damage(planted(0.1, 0.05, count=32, documents=8)).strata == 1  # of four windows each
+
+
+def test_words_say_how_windows_were_drawn_and_what_w_c_raises():
+    rows = [{"name": "a", "strata": 1}, {"name": "b", "strata": 2}]
+    independent = "drawn by window, taken as independent"
+    assert (_drawn(rows[:1]), _drawn(rows[1:])) == (independent, "drawn within documents")
+    assert _drawn(rows) == f"drawn within documents (of a: {independent})"
+    raised = {"name": "a", "kl": 0.3, "without": {"kl": 0.2}, "gain_ci95": (0.05, 0.15)}
+    assert _gain_words([raised]) == "Against the same wiring without it, W_c raises the KL on a (0.200 → 0.300)."
 
 
 def test_few_windows_are_refused():

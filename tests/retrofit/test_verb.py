@@ -18,7 +18,7 @@ from tests.test_cli import run
 from tests.test_text import WORDS, tokenizer
 from tests.tiny import tiny
 
-QUICK = ("--windows", 32, "--length", 16, "--calibration", 16)
+QUICK = ("--windows", 32, "--length", 16)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_the_worst_domain_that_was_not_fitted_to_leads(monkeypatch, inputs, tmp_
         ("other.txt", False, 16),
         ("text.txt", True, 16),
     ]
-    assert record["calibration"]["windows"] == {"text.txt": 8, "third.txt": 8}
+    assert record["calibration"]["windows"] == {"text.txt": 64, "third.txt": 64}
     assert rows[0]["gain"] == pytest.approx(rows[0]["kl"] - rows[0]["without"]["kl"], rel=1e-9)
     assert "Worst on text that it was not fitted to, other.txt" in captured
     assert "not fitted to: other.txt" in captured and "; fitted to: text.txt" in captured
@@ -155,6 +155,9 @@ WAYS = [
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_other_ways(monkeypatch, inputs, tmp_path, options):
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *options) == 0
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert record["settings"]["compensation"] == record["calibration"]["fit"]
+    assert (record["calibration"]["fit"] == "ridge") == ("--merge" in options)
     AutoTokenizer.from_pretrained(tmp_path / "out")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(torch.tensor([[5, 6]]), max_new_tokens=3)
 
@@ -166,6 +169,7 @@ def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs,
     assert json.loads(output.out.strip().splitlines()[-1])["kv_share"] <= 0.7
     assert "searching, about 36 of at most 300 forward passes" in output.err
     choice = json.loads((out / "record.json").read_text())["choice"]
+    assert json.loads((out / "record.json").read_text())["settings"]["calibration_text"] == "text.txt"
     assert choice["passes"] <= 300 and choice["curve"][-1]["share"] <= 0.7 and len(choice["paper"]["ci95"]) == 2
     assert (out / "figures" / "trade_off.svg").is_file()
 
@@ -188,6 +192,7 @@ def test_a_method_of_ones_own(monkeypatch, inputs, tmp_path, capsys):
     record = json.loads((out / "record.json").read_text())
     assert record["methods"] == [{"name": "every_third"}] and record["plan"]["keys"] == [0, 0, 0, 3, 3, 3, 6, 6]
     assert record["calibration"]["fit"] == "none" and record["choice"]["how"] == "as given"
+    assert "calibration_text" not in record["settings"]
     assert capsys.readouterr().out.startswith("every_third: the KV cache allocates 37.50%")
 
 
@@ -200,13 +205,17 @@ BAD = [
     (("--method", "cla", "--kv-context", 1), "--kv-context 1 is too short"),
     (("--method", "cla", "--kv-budget", 0.8), "give --method, or --kv-budget or --kl-budget"),
     ((), "give --method, or --kv-budget or --kl-budget"),
-    (("--kv-budget", 0.01), "a KV budget of 0.01 cannot be met; with 8 layers it lies from 0.1250 to 1"),
+    (("--kv-budget", 0.01, "--calibration", 16), "0.01 cannot be met; with 8 layers it lies from 0.1250 to 1"),
     (("--method", "cla", "--windows", 15), "--windows 15 is too few for an interval; use at least 16"),
     (("--kv-budget", 0.7, "--calibration", 2), "calibration text has 32 tokens; layerwise needs at least 128"),
     (("--method", "uniattn", "--calibration", 2), "calibration text has 32 tokens; layerwise needs at least 128"),
+    (("--method", "cla", "--compensation", "none", "--calibration", 64), "--calibration 64 does nothing"),
+    (("--method", "cla", "--compensation", "none", "--layers", "6-7", "--calibration-text", "TEXT"),
+     "--calibration-text does nothing here"),
     (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
     (("--method", "drop", "--drop", "mlp", "--layers", "1", "--compensation", "ridge"), "not for a dropped mlp"),
     (("--method", "cla", "--layers", "4-5", "--select", "greedy"), "--select greedy does nothing with these options"),
+    (("--method", "cla", "--merge", "svd", "--compensation", "layerwise"), "layerwise makes up for followers alone"),
     (("--method", "uniattn", "--merge", "svd"), "--merge svd does nothing with these options"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "groups [1, 2] have no second layer"),
     (("--method", "drop", "--layers", "auto", "--count", 8), "--count 8: the model has 8 layers, and one must stay"),
@@ -220,6 +229,7 @@ BAD = [
 
 @pytest.mark.parametrize(("options", "message"), BAD, ids=str)
 def test_bad_input_is_one_line(monkeypatch, inputs, tmp_path, capsys, options, message):
+    options = [inputs / "text.txt" if option == "TEXT" else option for option in options]
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *options) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert len(lines) == 1 and lines[0].startswith("crosslayer: error: ") and message in lines[0]

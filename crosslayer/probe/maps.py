@@ -105,16 +105,23 @@ class _Blocks:
                 out.fill_(BLOCKED)
                 continue
             kv_head = head * call.key.shape[1] // self.heads[i]
-            torch.mm(self.query[i][head, start:stop] * call.scaling, self.key[i][kv_head, :, :width], out=out)
+            query, key = self.query[i][head, start:stop], self.key[i][kv_head, :, :width]
+            torch.addmm(out, query, key, beta=0, alpha=call.scaling, out=out)
             if call.position_bias is not None:
                 bias = call.position_bias
                 out += bias[0, head % bias.shape[1], start:stop, :width]
             if call.softcap is not None:
                 out.div_(call.softcap).tanh_().mul_(call.softcap)
+            if self.masks.shared:
+                continue
             allowed = biases[i]
             if allowed is not None:
                 allowed = allowed[head % len(allowed)]
                 out[:, width - allowed.shape[-1] :] += allowed
+        allowed = biases[0] if self.masks.shared else None
+        if allowed is not None:
+            allowed = allowed[head % len(allowed)]
+            scores[:, :, width - allowed.shape[-1] :] += allowed
         totals = {i: scores[i].logsumexp(-1) for i, call in enumerate(self.calls) if call.sinks is not None}
         torch.softmax(scores, dim=-1, out=scores)
         for i, call in enumerate(self.calls):
@@ -135,6 +142,7 @@ class _Masks:
             key = (id(call.mask), call.causal, call.window) if call.mask is None else id(call.mask)
             self.keys.append(key)
             self.kinds.setdefault(key, call)
+        self.shared = len(self.kinds) == 1
         self.all_causal = all(is_causal(call) for call in self.kinds.values())
 
     def width(self, stop: int) -> int:

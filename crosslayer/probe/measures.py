@@ -7,7 +7,8 @@ LLMDrop (He et al., 2024).
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
+
+SMALLEST_NORM = 1e-12  # a vector of zeros is at right angles to every other
 
 
 def working(x: Tensor) -> Tensor:
@@ -50,8 +51,8 @@ def token_similarity(stream: Tensor) -> Tensor:
     ResFormer Eq. 13: with unit vectors u_i, the sum over i ≠ j is ‖Σ u_i‖² − T. High means over-smoothing.
     """
     tokens = len(stream)
-    units = torch.nn.functional.normalize(working(stream), dim=-1)
-    return (units.sum(dim=0).double().square().sum() - tokens) / (tokens * (tokens - 1))
+    sum_of_units = working(stream).T @ hidden_norms(stream).clamp_min(SMALLEST_NORM).reciprocal()  # (C,)
+    return (sum_of_units.double().square().sum() - tokens) / (tokens * (tokens - 1))
 
 
 def mean_cosine(before: Tensor, after: Tensor) -> Tensor:
@@ -59,7 +60,9 @@ def mean_cosine(before: Tensor, after: Tensor) -> Tensor:
 
     LLMDrop ranks attention by cos(x, x + Attn(x)), ShortGPT layers by cos(x, layer(x)): near 1 means redundant.
     """
-    return cosine_similarity(working(before), working(after), dim=-1).mean()
+    products = torch.linalg.vecdot(working(before), working(after))  # (T,)
+    norms = hidden_norms(before).clamp_min(SMALLEST_NORM) * hidden_norms(after).clamp_min(SMALLEST_NORM)
+    return (products / norms).mean()
 
 
 def l1_over_l2(update: Tensor) -> Tensor:

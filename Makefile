@@ -50,7 +50,7 @@ $(TRANSFORMERS): $(STAMP)
 test-transformers: $(TRANSFORMERS)
 	$(BIN)/python -m pip install --quiet --no-deps parameterized
 	CROSSLAYER_TRANSFORMERS_TESTS=$${CROSSLAYER_TRANSFORMERS_TESTS:-$(TRANSFORMERS)/tests} \
-	  OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow -rs tests/test_transformers.py
+	  OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow -rs tests/decoder/test_transformers.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/diagnose.py

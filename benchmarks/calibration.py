@@ -39,10 +39,10 @@ def side(name: str, sequences: int) -> None:
     import torch
 
     import crosslayer
-    from crosslayer.domains import FITTED, shared_out, split_domains
-    from crosslayer.retrofit.job import Job
-    from crosslayer.retrofit.request import Request
-    from crosslayer.retrofit.texts import Texts
+    from crosslayer.conversion.job import Job
+    from crosslayer.conversion.request import Request
+    from crosslayer.conversion.texts import Texts
+    from crosslayer.corpus.domains import FITTED, shared_out, split_domains
 
     model, tokenizer = crosslayer.load_model("smollm2")
     texts = Texts.load()

@@ -24,8 +24,9 @@ from pathlib import Path
 import torch
 
 import crosslayer
+from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.corpus.windows import pack
 from crosslayer.probe import measures as m
-from crosslayer.text import TextSource, load_documents, pack
 
 HERE = Path(__file__).resolve()
 

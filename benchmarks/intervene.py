@@ -23,12 +23,13 @@ import numpy as np
 import torch
 
 import crosslayer
-from crosslayer.effect import effect
+from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.corpus.windows import pack
+from crosslayer.diagnosis.scan import summarise
 from crosslayer.environment import environment
-from crosslayer.intervene import PositionSwap, waiver
-from crosslayer.probe.scan import summarise
-from crosslayer.report.panel import Line, Panel, save_svg
-from crosslayer.text import TextSource, load_documents, pack
+from crosslayer.intervention.apply import PositionSwap, waiver
+from crosslayer.intervention.measure import effect
+from crosslayer.output.panel import Line, Panel, save_svg
 
 HERE = Path(__file__).parent
 RESULTS, FIGURES = HERE / "results" / "intervene.json", HERE.parent / "docs" / "figures"

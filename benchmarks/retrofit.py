@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import crosslayer
+from crosslayer.benchmark.compare import Settings, bench
+from crosslayer.conversion.choose import entries
+from crosslayer.conversion.damage import damage, logits_of, losses
+from crosslayer.conversion.job import allocated
+from crosslayer.conversion.rewire import retrofit
+from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
 from crosslayer.method import to_entry
 from crosslayer.plan import parse_layers
-from crosslayer.retrofit.choose import entries
-from crosslayer.retrofit.damage import damage, logits_of, losses
-from crosslayer.retrofit.job import allocated
-from crosslayer.retrofit.run import retrofit
-from crosslayer.runtime.bench import Settings, bench
-from crosslayer.text import TextSource, load_documents, split
 
 PARTS = ("damage", "times", "table")
 RESULTS = Path(__file__).parent / "results" / "retrofit.json"

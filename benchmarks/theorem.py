@@ -19,11 +19,12 @@ from streams import Upper
 from torch import Tensor
 
 import crosslayer
+from crosslayer.conversion.convert import convert
+from crosslayer.conversion.damage import compare
+from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
 from crosslayer.method import load_method
-from crosslayer.retrofit.convert import convert
-from crosslayer.retrofit.damage import compare
-from crosslayer.text import TextSource, load_documents, split
 
 RESULTS = Path(__file__).parent / "results" / "theorem.json"
 BLOCK = (18, 19, 20, 21)

@@ -21,17 +21,17 @@ import torch
 from streams import Known, Upper, from_known
 
 import crosslayer
-from crosslayer.domains import FITTED, embedded_domains, split_domains
+from crosslayer.conversion.calibrate import calibrate
+from crosslayer.conversion.choose import Search, entries
+from crosslayer.conversion.convert import convert
+from crosslayer.conversion.damage import Losses, compare, damage, difference
+from crosslayer.conversion.search import Measure
+from crosslayer.corpus.domains import FITTED, embedded_domains, split_domains
+from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
 from crosslayer.method import Method, load_method, merge_plans, to_entry
 from crosslayer.plan import parse_layers
 from crosslayer.probe.what_if import look
-from crosslayer.retrofit.calibrate import calibrate
-from crosslayer.retrofit.choose import Search, entries
-from crosslayer.retrofit.convert import convert
-from crosslayer.retrofit.damage import Losses, compare, damage, difference
-from crosslayer.retrofit.search import Measure
-from crosslayer.text import Windows
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
 FOURS = "18-21,22-25,26-29"

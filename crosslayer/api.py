@@ -1,8 +1,10 @@
 """What `import crosslayer` offers; importing it loads torch and transformers."""
 
+from crosslayer.benchmark.compare import bench
+from crosslayer.conversion.rewire import Retrofit, retrofit
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.effect import Effect, effect
-from crosslayer.intervene import (
+from crosslayer.diagnosis.scan import Diagnosis, diagnose
+from crosslayer.intervention.apply import (
     Ablate,
     Forbid,
     PositionSwap,
@@ -12,11 +14,9 @@ from crosslayer.intervene import (
     intervene,
     waiver,
 )
+from crosslayer.intervention.measure import Effect, effect
 from crosslayer.method import allow_methods
-from crosslayer.models import load_model
+from crosslayer.models.load import load_model
 from crosslayer.plan import DepthPlan
-from crosslayer.probe.scan import Diagnosis, diagnose
 from crosslayer.probe.what_if import what_if
-from crosslayer.retrofit.run import Retrofit, retrofit
-from crosslayer.runtime.bench import bench
-from crosslayer.runtime.verify import verify
+from crosslayer.verification.verify_model import verify

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
 
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.method import Method
-from crosslayer.probe.visit import visited
+from crosslayer.probe.intercept import visited
 
 TOLERANCE = 1e-10
 VOCABULARY = 64

@@ -12,7 +12,7 @@ from crosslayer import testing as contract
 from crosslayer.decoder import CrossLayerForCausalLM
 from crosslayer.method import Method, load_method, merge_plans, method_names
 from crosslayer.plan import STATES, DepthPlan
-from tests.tiny import tokens
+from tests.helpers.tiny import tokens
 
 
 @st.composite

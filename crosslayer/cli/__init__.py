@@ -14,8 +14,8 @@ from crosslayer import __version__
 from crosslayer._start import INTERRUPT_LINE, INTERRUPTED, interrupts
 from crosslayer.cli import bench, diagnose, errors, generate, intervene, methods, retrofit, verify
 from crosslayer.cli.options import Debug, print_line
-from crosslayer.folder import release_targets
-from crosslayer.progress import say
+from crosslayer.output.folder import release_targets
+from crosslayer.output.progress import say
 
 app = typer.Typer(
     no_args_is_help=True,

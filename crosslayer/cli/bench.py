@@ -18,7 +18,7 @@ from crosslayer.cli.options import (
     print_line,
     public_name,
 )
-from crosslayer.progress import Progress, say
+from crosslayer.output.progress import Progress, say
 
 
 def command(
@@ -40,11 +40,11 @@ def command(
     """Measure cache, time to first token, time per token and memory of a model beside a baseline, in turns."""
     contexts, batches = _numbers("--context", context), _numbers("--batch", batch)
     with importing():
-        from crosslayer.models import load_model
-        from crosslayer.report.bench import headline, sentences, show, write_bench
-        from crosslayer.report.record import BenchRecord, check_target
-        from crosslayer.runtime.bench import Settings, check
-        from crosslayer.runtime.bench import bench as run
+        from crosslayer.benchmark.compare import Settings, check
+        from crosslayer.benchmark.compare import bench as run
+        from crosslayer.benchmark.page import headline, sentences, show, write_bench
+        from crosslayer.models.load import load_model
+        from crosslayer.output.record import BenchRecord, check_target
 
     if out is not None:
         check_target(out, force)

@@ -25,7 +25,7 @@ from crosslayer.cli.options import (
     print_line,
     public_name,
 )
-from crosslayer.progress import Progress, say
+from crosslayer.output.progress import Progress, say
 
 
 def command(
@@ -48,25 +48,26 @@ def command(
 ) -> None:
     """Show sinks, value drains, peaks, concentration and redundancy of every layer of a pretrained model."""
     with importing():
-        from crosslayer import text as texts
-        from crosslayer.domains import check_table_options
-        from crosslayer.models import load_model
-        from crosslayer.probe.scan import check_length
-        from crosslayer.probe.scan import diagnose as run
-        from crosslayer.report.record import check_target
-        from crosslayer.report.write import write_diagnosis
+        from crosslayer.corpus.documents import TextSource, load_documents
+        from crosslayer.corpus.domains import check_table_options
+        from crosslayer.corpus.windows import check_size, packed
+        from crosslayer.diagnosis.scan import check_length
+        from crosslayer.diagnosis.scan import diagnose as run
+        from crosslayer.diagnosis.write import write_diagnosis
+        from crosslayer.models.load import load_model
+        from crosslayer.output.record import check_target
 
     check_target(out, force)
-    source = texts.TextSource(text, config, split, column)
+    source = TextSource(text, config, split, column)
     check_table_options([source])
     say(f"reading {source.describe()}")
-    documents = texts.load_documents(source, seed)
-    texts.check_size(documents, sequences, length)
+    documents = load_documents(source, seed)
+    check_size(documents, sequences, length)
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     check_length(loaded, length)
     say("cutting the text into tokens")
-    windows = texts.packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
+    windows = packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
     settings = {
         "model": public_name(model),
         "text": source.describe(),

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from crosslayer.cli.options import AllowMethods, Debug, Device, Dtype, Seed, importing, print_headline, public_name
-from crosslayer.progress import say
+from crosslayer.output.progress import say
 
 
 def command(
@@ -22,9 +22,9 @@ def command(
 ) -> None:
     """Continue a prompt, token by token."""
     with importing():
-        from crosslayer.models import load_model
-        from crosslayer.runtime.generate import Sampling
-        from crosslayer.runtime.generate import generate as run
+        from crosslayer.generation.run import Sampling
+        from crosslayer.generation.run import generate as run
+        from crosslayer.models.load import load_model
 
     sampling = Sampling(max_new_tokens, temperature, seed)
     if not prompt.strip():

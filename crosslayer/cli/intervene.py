@@ -25,7 +25,7 @@ from crosslayer.cli.options import (
     print_line,
     public_name,
 )
-from crosslayer.progress import Progress, say
+from crosslayer.output.progress import Progress, say
 
 DEEPEST = 10_000  # layers that no model has: what a layer's number may be before the model is known
 
@@ -67,14 +67,15 @@ def command(
     The report is about the first position that is named, in the order of the options below; --file comes last.
     """
     with importing():
-        from crosslayer import text as texts
-        from crosslayer.domains import check_table_options
-        from crosslayer.effect import effect, scan_groups
-        from crosslayer.intervene import check_positions, parse_interventions
-        from crosslayer.models import load_model
-        from crosslayer.probe.scan import check_length
-        from crosslayer.report.intervention import headline, words, write_intervention
-        from crosslayer.report.record import InterventionRecord, check_target
+        from crosslayer.corpus.documents import TextSource, load_documents
+        from crosslayer.corpus.domains import check_table_options
+        from crosslayer.corpus.windows import check_size, packed
+        from crosslayer.diagnosis.scan import check_length
+        from crosslayer.intervention.apply import check_positions, parse_interventions
+        from crosslayer.intervention.measure import effect, scan_groups
+        from crosslayer.intervention.page import headline, words, write_intervention
+        from crosslayer.models.load import load_model
+        from crosslayer.output.record import InterventionRecord, check_target
 
     changes = {
         "waiver": waiver,
@@ -85,15 +86,15 @@ def command(
         "ablate": ablate,
     }
     check_target(out, force)
-    source = texts.TextSource(text, config, split, column)
+    source = TextSource(text, config, split, column)
     check_table_options([source])
     check_positions(parse_interventions(changes, file, layers, DEEPEST), length)
     scan_groups(scan, DEEPEST)
     if probes is not None and probes > sequences:
         raise ValueError(f"--probes {probes} are more than the {sequences} sequences; use at most that many")
     say(f"reading {source.describe()}")
-    documents = texts.load_documents(source, seed)
-    texts.check_size(documents, sequences, length)
+    documents = load_documents(source, seed)
+    check_size(documents, sequences, length)
     say(f"loading {model}")
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     depth = loaded.config.get_text_config().num_hidden_layers
@@ -101,7 +102,7 @@ def command(
     options = {"scan": scan_groups(scan, depth), "controls": controls, "probes": probes, "seed": seed}
     check_length(loaded, length)
     say("cutting the text into tokens")
-    windows = texts.packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
+    windows = packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
     about = {
         "model": public_name(model),
         "text": source.describe(),

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from crosslayer._start import interrupts
-from crosslayer.progress import say
+from crosslayer.output.progress import say
 
 LARGEST_SEED = 2**63 - 1  # torch takes no larger one
 

@@ -22,7 +22,7 @@ from crosslayer.cli.options import (
     print_line,
     public_name,
 )
-from crosslayer.progress import Progress, say
+from crosslayer.output.progress import Progress, say
 
 
 def command(
@@ -77,14 +77,14 @@ def command(
 ) -> None:
     """Share or drop layers of a pretrained model, make up for it, and print what it costs and saves."""
     with importing():
-        from crosslayer.domains import check_table_options
-        from crosslayer.models import load_model
-        from crosslayer.report.record import check_target
-        from crosslayer.retrofit.folder import write_retrofit
-        from crosslayer.retrofit.job import Job
-        from crosslayer.retrofit.request import Request
-        from crosslayer.retrofit.texts import Texts
-        from crosslayer.text import TextSource
+        from crosslayer.conversion.folder import write_retrofit
+        from crosslayer.conversion.job import Job
+        from crosslayer.conversion.request import Request
+        from crosslayer.conversion.texts import Texts
+        from crosslayer.corpus.documents import TextSource
+        from crosslayer.corpus.domains import check_table_options
+        from crosslayer.models.load import load_model
+        from crosslayer.output.record import check_target
 
     check_target(out, force)
     request = Request(

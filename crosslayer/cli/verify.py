@@ -18,7 +18,7 @@ from crosslayer.cli.options import (
     print_line,
     public_name,
 )
-from crosslayer.progress import Progress, say
+from crosslayer.output.progress import Progress, say
 
 
 def command(
@@ -32,8 +32,15 @@ def command(
 ) -> None:
     """Prove that a causal language model is right: its files, and every way to run it."""
     with importing():
-        from crosslayer.report.record import check_target
-        from crosslayer.runtime.verify import FAIL, NOT_APPLICABLE, PASS, check_count, verify_source, write_record
+        from crosslayer.output.record import check_target
+        from crosslayer.verification.verify_model import (
+            FAIL,
+            NOT_APPLICABLE,
+            PASS,
+            check_count,
+            verify_source,
+            write_record,
+        )
 
     if out is not None:
         check_target(out, force)
@@ -60,7 +67,7 @@ def _print_checks(rows: list) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from crosslayer.report.verification import UNITS
+    from crosslayer.verification.page import UNITS
 
     colours, table = {"PASS": "green", "FAIL": "red"}, Table(box=SIMPLE, pad_edge=False, caption=UNITS)
     for column in ("check", "dtype", "result", "difference", "tolerance"):

@@ -49,3 +49,15 @@ def check_quantized(config: CrossLayerConfig) -> None:
             f"{names}: a quantised cache holds keys and values of every layer, and layers {partial} store less; "
             "use the default cache, or cache_implementation='static'"
         )
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Return allocated bytes of a cache's states, from the storages; a shared one counts once."""
+    storages = {}
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(size for pointer, size in storages.items() if pointer)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from crosslayer.probe.intercept import AttentionCall
 from crosslayer.probe.measures import working
-from crosslayer.probe.visit import AttentionCall
 
 BLOCKED = -1e30  # finite, so that a row without any allowed key gives no NaN
 UNREADABLE = "masks of flex attention cannot be read; load the model with sdpa or eager attention"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from crosslayer.probe.visit import attention_layers, layer_stack
+from crosslayer.probe.intercept import attention_layers, layer_stack
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.probe.intercept import text_model
 from crosslayer.probe.measures import working
-from crosslayer.probe.visit import text_model
 
 PER_SEQUENCE, SHOWN = 10, 5
 

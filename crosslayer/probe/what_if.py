@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from crosslayer.method import Method, load_method, merge_plans, mixes
 from crosslayer.plan import STATES, DepthPlan
+from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, visited
+from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
-from crosslayer.probe.verdict import LayerShape, may_share
-from crosslayer.probe.visit import AttentionCall, intercepted, layer_stack, no_cache, visited
 
 Wish = DepthPlan | Method | str | Mapping[str, Any] | Sequence[Method | str | Mapping[str, Any]]
 

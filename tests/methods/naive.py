@@ -79,7 +79,7 @@ class Naive:
 
 def check(model, naive, length=7):
     """Compare a model with its naive form on one sequence."""
-    from tests.tiny import tokens
+    from tests.helpers.tiny import tokens
 
     ids = tokens(batch=1, length=length)
     with torch.no_grad():

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from crosslayer.decoder.families import FAMILIES, from_model, to_config, to_model
+from crosslayer.decoder.weights import FAMILIES, from_model, to_config, to_model
 from crosslayer.methods.attnres import depth_attention
 from crosslayer.testing import build, close, config_of
-from tests.tiny import tiny, tokens
+from tests.helpers.tiny import tiny, tokens
 
 
 def same_weights(config, model):

@@ -14,11 +14,11 @@ import torch
 from scipy import stats
 
 import crosslayer
+from crosslayer.diagnosis.scan import by_position, summarise
 from crosslayer.probe import measures as m
+from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.maps import map_sums
-from crosslayer.probe.scan import by_position, summarise
-from crosslayer.probe.visit import AttentionCall, visited
-from tests.tiny import tiny, tokens
+from tests.helpers.tiny import tiny, tokens
 
 TOLERANCE = 1e-10
 FAMILIES = ["llama", "mistral", "gemma2", "bert"]

@@ -6,7 +6,7 @@ import torch
 import crosslayer
 from crosslayer.method import load_method
 from crosslayer.methods.cla import CLA
-from tests.tiny import tiny, tokens
+from tests.helpers.tiny import tiny, tokens
 
 DROPPED = {"name": "drop", "attention": [2]}
 

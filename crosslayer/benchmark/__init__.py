@@ -1,0 +1,1 @@
+"""Measure two models in turns: cache, times, memory."""

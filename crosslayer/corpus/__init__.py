@@ -1,0 +1,1 @@
+"""Text: documents by domain, and the token sequences cut from them."""

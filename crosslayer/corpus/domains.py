@@ -1,0 +1,102 @@
+"""Text of several kinds: the embedded domains, several sources at once, and windows from all of them.
+
+A domain is text of one kind, by name: what a model is fitted to one says little about another.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from crosslayer.corpus.documents import TextSource, embedded_documents, load_documents
+from crosslayer.corpus.windows import Windows, split
+
+EMBEDDED = {  # domain → archive and files in it; sources and licences: data/SOURCES.md
+    "books": ("default_corpus", ("moby_dick", "pride_and_prejudice", "sense_and_sensibility")),
+    "science": ("default_corpus", ("newton_opticks",)),
+    "speeches": ("default_corpus", ("sotu_sample",)),
+    "web": ("modern_corpus", ("web",)),
+    "docs": ("modern_corpus", ("docs",)),
+    "code": ("modern_corpus", ("code",)),
+}
+FITTED = ("books", "web", "docs")  # domains to which a retrofit is fitted by default; the others only judge it
+
+
+def embedded_domains(names: Iterable[str] = tuple(EMBEDDED)) -> dict[str, Iterable[str]]:
+    """Return the documents of the embedded corpus by domain."""
+    return {name: embedded_documents(*EMBEDDED[name]) for name in names}
+
+
+def check_table_options(sources: Sequence[TextSource]) -> None:
+    """Refuse a configuration, split or column where no source has any.
+
+    Raises:
+        ValueError: the option would do nothing; the message names it.
+
+    """
+    local = [source.name is None or Path(source.name).expanduser().exists() for source in sources]
+    plain = [source.name is None or source.name.endswith(".txt") for source in sources]
+    for option, idle in {"config": all(local), "split": all(local), "column": all(plain)}.items():
+        value, default = vars(sources[0])[option], vars(TextSource())[option]
+        if idle and value != default:
+            what = "text is no table" if option == "column" else "text is no dataset of the hub"
+            raise ValueError(f"--{option} {value} does nothing, since the {what}; leave it out")
+
+
+def load_domains(sources: Sequence[TextSource], seed: int = 0) -> dict[str, Iterable[str]]:
+    """Return the documents of several sources, each a domain by its short name.
+
+    Raises:
+        ValueError: a source cannot be read, or two have the same name.
+
+    """
+    found: dict[str, Iterable[str]] = {}
+    for source in sources:
+        name = source.describe()
+        if name in found:
+            raise ValueError(f"two texts are called {name!r}; a domain goes by its file's name, so rename one")
+        found[name] = load_documents(source, seed)
+    return found
+
+
+def shared_out(count: int, domains: Sequence[str]) -> dict[str, int]:
+    """Return equal numbers of windows for each domain, `count` in all; the first take what is left over."""
+    return {name: (count + len(domains) - 1 - place) // len(domains) for place, name in enumerate(domains)}
+
+
+def split_domains(
+    domains: Mapping[str, Iterable[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    parts: Mapping[str, Mapping[str, int]],
+    length: int = 512,
+    seed: int = 0,
+    bos: str = "auto",
+) -> dict[str, Windows]:
+    """Cut each domain into disjoint parts, such as {"evaluation": {"web": 16, "code": 16}, "calibration": {"web": 64}}.
+
+    Raises:
+        ValueError: a domain has too little text; the message names it.
+
+    """
+    found: dict[str, list[tuple[str, Windows]]] = {part: [] for part in parts}
+    for name, documents in domains.items():
+        wanted = {part: counts[name] for part, counts in parts.items() if counts.get(name)}
+        if not wanted:
+            continue
+        try:
+            cut = split(documents, tokenizer, parts=wanted, length=length, seed=seed, bos=bos)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}" if len(domains) > 1 else str(error)) from None
+        for part, windows in cut.items():
+            found[part].append((name, windows))
+    return {part: _joined(pairs) for part, pairs in found.items() if pairs}
+
+
+def _joined(pairs: list[tuple[str, Windows]]) -> Windows:
+    """Return the windows of several domains as one, with documents numbered anew."""
+    keys = [(name, document) for name, windows in pairs for document in windows.documents]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    ids = torch.cat([windows.ids for _, windows in pairs])
+    return Windows(ids, tuple(numbers[key] for key in keys), tuple(name for name, _ in keys))

@@ -1,0 +1,1 @@
+"""Measure every layer of a model in one forward pass a sequence."""

@@ -1,0 +1,1 @@
+"""Change what attention sees, and measure what follows."""

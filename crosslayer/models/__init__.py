@@ -1,0 +1,1 @@
+"""A model and its tokenizer from a name: a folder, the hub, or a package."""

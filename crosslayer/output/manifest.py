@@ -1,0 +1,182 @@
+"""The manifest of a saved model: a SHA-256 of every file, the plan, and logits on fixed ids as a fingerprint.
+
+It is no signature: whoever can change the files can write a new manifest. It finds what was damaged or edited since.
+"""
+
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from crosslayer.decoder import CrossLayerConfig
+from crosslayer.environment import environment
+from crosslayer.plan import STATES
+from crosslayer.probe.intercept import evaluating
+
+NAME = "manifest.json"
+IDS, LOGITS = 24, 16  # tokens of the fingerprint, and how many of the last one's logits it keeps
+LARGEST = 2**24  # bytes of a manifest; 100,000 files need less
+
+
+class Fingerprint(BaseModel):
+    """Logits of the last of `ids` at `LOGITS` evenly spaced entries of the vocabulary; `std` is that of all of them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    ids: list[int] = Field(min_length=1, max_length=IDS)
+    dtype: Literal["float32"]
+    logits: list[float] = Field(min_length=LOGITS, max_length=LOGITS)
+    std: float = Field(gt=0)
+
+
+class Manifest(BaseModel):
+    """What `manifest.json` holds; `schema_` is written as "schema"."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+    schema_: Literal["crosslayer/manifest/1"] = Field(alias="schema")
+    files: dict[str, str]
+    plan: dict[str, list[int | None]] | None
+    methods: list[dict[str, Any]] | None
+    fingerprint: Fingerprint
+    versions: dict[str, str | None]
+
+
+def write_manifest(folder: Path, model: PreTrainedModel) -> None:
+    """Write `manifest.json` into a folder that holds everything else already.
+
+    Args:
+        folder: the saved model, its tokenizer, model card, record and figures.
+        model: the model that was saved there; one that is not in float32 is copied.
+
+    Raises:
+        ValueError: the folder holds something that is not a regular file.
+
+    """
+    files = _entries(folder)
+    odd = [name for name, path in files.items() if not path.is_file()]
+    if odd:
+        raise ValueError(f"{folder.name!r} holds {odd[0]!r}, which is not a regular file; a manifest lists files")
+    manifest = Manifest(
+        schema="crosslayer/manifest/1",
+        files={name: _digest(path) for name, path in files.items()},
+        plan=plan_of(model),
+        methods=methods_of(model),
+        fingerprint=fingerprint(model),
+        versions=environment()["versions"],
+    )
+    text = json.dumps(manifest.model_dump(by_alias=True), ensure_ascii=False, allow_nan=False, indent=1)
+    handle, partial = tempfile.mkstemp(prefix=f".{NAME}-", dir=folder)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(partial).chmod(0o644)
+        Path(partial).replace(folder / NAME)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            Path(partial).unlink()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check `manifest.json`, which may come from anyone.
+
+    Raises:
+        ValueError: it is not JSON, has another shape, or names a file outside the folder.
+
+    """
+    path = folder / NAME
+    try:
+        if not path.is_file() or path.stat().st_size > LARGEST:
+            raise ValueError(f"it is not a file of at most {LARGEST:,} bytes")
+        manifest = Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{NAME}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except RecursionError:
+        raise ValueError(f"{NAME}: it is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{NAME}: {error}") from None
+    for name in manifest.files:
+        inside = PurePosixPath(name)
+        if not name or inside.is_absolute() or ".." in inside.parts or "\\" in name or "\0" in name:
+            raise ValueError(f"{NAME}: {name!r} is not a path inside the folder")
+    return manifest
+
+
+def check_files(folder: Path) -> list[str]:
+    """Return, a line each, the files that are missing, changed, or not listed in the folder's manifest.
+
+    Only what lies in the folder is read: names in the manifest are looked up among the files that are there.
+
+    Raises:
+        ValueError: as `read_manifest`.
+
+    """
+    listed, found = read_manifest(folder).files, _entries(folder)
+    missing = [f"{name} is missing" for name in listed if name not in found]
+    extra = [f"{name} is not listed" for name in found if name not in listed]
+    both = [(name, path) for name, path in found.items() if name in listed]
+    changed = [f"{name} is changed" for name, path in both if not path.is_file() or _digest(path) != listed[name]]
+    return sorted(missing + changed + extra)
+
+
+def plan_of(model: PreTrainedModel) -> dict[str, list[int | None]] | None:
+    """Return the plan of one of our models as lists, or None for a stock model."""
+    if not isinstance(model.config, CrossLayerConfig):
+        return None
+    plan = model.config.plan
+    return {vector: list(plan.sources(vector)) for vector in (*STATES, "mlps")}
+
+
+def methods_of(model: PreTrainedModel) -> list[dict[str, Any]] | None:
+    """Return the methods of one of our models as JSON has them, or None for a stock model."""
+    if not isinstance(model.config, CrossLayerConfig):
+        return None
+    return json.loads(json.dumps(model.config.cross_layer))
+
+
+@torch.no_grad()
+def fingerprint(model: PreTrainedModel, ids: list[int] | None = None) -> Fingerprint:
+    """Compute the fingerprint in float32; `ids` default to a fixed sequence.
+
+    Raises:
+        ValueError: an id is outside the vocabulary.
+
+    """
+    text = model.config.get_text_config(decoder=True)
+    size = text.vocab_size
+    if ids is None:
+        ids = [(7 + 7919 * i) % size for i in range(min(IDS, positions(model)))]
+    if not all(0 <= i < size for i in ids):
+        raise ValueError(f"the fingerprint's ids reach {max(ids)}; the vocabulary has {size}")
+    single = {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    used = model if single else copy.deepcopy(model).float()
+    with evaluating(used):
+        logits: Tensor = used(torch.tensor([ids], device=used.device), use_cache=False).logits[0, -1]  # (V)
+    kept = [logits.shape[0] * i // LOGITS for i in range(LOGITS)]
+    return Fingerprint(ids=ids, dtype="float32", logits=logits[kept].tolist(), std=logits.std().item())
+
+
+def positions(model: PreTrainedModel) -> int:
+    """Return how many positions a model has; far more than enough where its config names no limit."""
+    text = model.config.get_text_config(decoder=True)
+    return getattr(text, "max_position_embeddings", None) or 2**31
+
+
+def _entries(folder: Path) -> dict[str, Path]:
+    """Return everything below a folder but folders and the manifest; a link to a folder counts, it is not followed."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {name: path for name, path in names.items() if name != NAME}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,88 @@
+"""Heads, mask and score function of a layer's attention: what must agree where layers share."""
+
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedConfig
+
+from crosslayer.probe.intercept import AttentionCall, stored_states
+from crosslayer.probe.maps import is_causal
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads, mask and score function of one attention layer; layers may share only where all of it agrees.
+
+    `stored` says which of keys and values the layer keeps in the cache; it does not count in the comparison.
+    """
+
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    causal: bool
+    kind: str | None = None  # the config's layer type
+    window: int | None = None
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    stored: tuple[str, ...] = field(default=("keys", "values"), compare=False)
+
+    @staticmethod
+    def of(call: AttentionCall, causal: bool, kind: str | None, stored: tuple[str, ...]) -> "LayerShape":
+        """Read the shape off a visited call."""
+        return LayerShape(
+            heads=call.query.shape[1],
+            kv_heads=call.key.shape[1],
+            key_size=call.key.shape[3],
+            value_size=call.value.shape[3],
+            causal=causal,
+            kind=kind,
+            window=call.window,
+            scaling=call.scaling,
+            softcap=call.softcap,
+            sinks=call.sinks is not None,
+            stored=stored,
+        )
+
+    @staticmethod
+    def read(calls: list[AttentionCall], config: PreTrainedConfig, layers: int) -> list["LayerShape | None"]:
+        """Return the shape of each layer of a stack, None for one that was not visited."""
+        causal = {id(call.mask): is_causal(call) for call in {id(c.mask): c for c in calls}.values()}
+        kinds: list[str | None] = list(getattr(config, "layer_types", None) or [None] * layers)
+        for layer, rotated in enumerate(getattr(config, "no_rope_layers", None) or []):  # 1: rotary, 0: none
+            kinds[layer] = kinds[layer] if rotated else f"{kinds[layer] or 'attention'} without rope"
+        found: list[LayerShape | None] = [None] * layers
+        for call in calls:
+            one = call.causal if call.mask is None else causal[id(call.mask)]
+            found[call.layer] = LayerShape.of(call, one, kinds[call.layer], stored_states(config, call.layer))
+        return found
+
+    @property
+    def mask(self) -> str:
+        """The mask in words."""
+        words = "causal" if self.causal else "bidirectional"
+        if self.window is not None:
+            return f"{words}, window {self.window}"
+        return words if self.kind in (None, "full_attention") else f"{words}, {self.kind}"
+
+    def cached(self, length: int) -> tuple[int, int]:
+        """Return the elements of keys and of values that one sequence of `length` tokens leaves in the cache.
+
+        A sliding layer keeps what the next token can see beside itself: window − 1 tokens, as in transformers.
+        """
+        tokens = length if self.window is None else min(length, self.window - 1)
+        sizes = {"keys": self.key_size, "values": self.value_size}
+        keys, values = (self.kv_heads * size * tokens if s in self.stored else 0 for s, size in sizes.items())
+        return keys, values
+
+    def even_share(self, length: int) -> float:
+        """Return a'_0 if every row spread its attention evenly over what it may see."""
+        if not self.causal:
+            return 1 / length
+        rows = length if self.window is None else min(length, self.window)
+        return sum(1 / seen for seen in range(1, rows + 1)) / length
+
+
+def may_share(one: LayerShape | None, other: LayerShape | None) -> bool:
+    """Return whether two layers may share maps or keys: same heads, sizes, mask and soft-cap."""
+    return one is not None and one == other

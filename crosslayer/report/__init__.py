@@ -1,1 +1,0 @@
-"""Records of results and the pages that show them."""

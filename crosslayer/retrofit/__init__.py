@@ -1,1 +1,0 @@
-"""Give a pretrained model another wiring, make up for what it loses, and say what it cost."""

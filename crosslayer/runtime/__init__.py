@@ -1,1 +1,0 @@
-"""Run a model and measure it: what it computes, what it costs."""

@@ -1,0 +1,1 @@
+"""Prove that every way to run a model gives the same numbers."""

@@ -1,0 +1,136 @@
+"""The command line as a user meets it: a folder of results, or one line and exit status 2."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from crosslayer import cli
+from crosslayer.output.record import DiagnosisRecord
+from tests.cli.test_start import heeding
+from tests.corpus.test_text import WORDS, tokenizer
+from tests.helpers.tiny import tiny
+
+KEYS = [
+    "first_token_share",
+    "entropy",
+    "sink_rate",
+    "top_importance",
+    "value_norm_ratio",
+    "hidden_norm_ratio",
+    "mlp_l1_l2",
+    "token_similarity",
+    "value_spectrum",
+    "map_similarity",
+    "map_similarity_per_head",
+    "map_similarity_without_first",
+    "attention_io_similarity",
+    "layer_io_similarity",
+    "stream_norm",
+]
+
+
+def run(monkeypatch, *words):
+    """Run the command line in this process and return its exit status."""
+    monkeypatch.setattr(sys, "argv", ["crosslayer", *map(str, words)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return stop.value.code
+
+
+def test_diagnose_writes_a_whole_folder(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "results"
+    assert run(monkeypatch, "diagnose", "minilm", "--sequences", 2, "--length", 64, "--out", out) == 0
+    captured = capsys.readouterr()
+    headline = json.loads(captured.out.strip().splitlines()[-1])
+    assert headline["report"] == str(out / "report.html")
+    assert "diagnosing: 2 of 2" in captured.err
+    text = (out / "record.json").read_text()
+    record = json.loads(text)
+    DiagnosisRecord.model_validate(record)
+    assert set(KEYS) <= set(record["measures"])
+    for name, measure in record["measures"].items():
+        assert len(measure["mean"]) == 6 and measure["n"] == 2 and len(measure["ci95"]) == 6, name
+    assert record["position_table"]["outliers"][:2] == [0, 511]
+    assert record["settings"]["command"].startswith("crosslayer diagnose minilm")
+    assert str(tmp_path) not in text  # no path of the machine
+    page = (out / "report.html").read_text()
+    assert "http://" not in page.split("<script>")[0] and "src=" not in page.split("<script>")[0]
+    svgs = {path.stem for path in (out / "figures").iterdir()}
+    assert {"map_similarity", "importance_by_position", "position_table"} <= svgs and len(svgs) == 16
+    assert [p.name for p in tmp_path.iterdir()] == ["results"]
+
+    assert run(monkeypatch, "diagnose", "minilm", "--out", out) == 2
+    assert "exists; give another name, or --force" in capsys.readouterr().err
+    assert run(monkeypatch, "diagnose", "minilm", "--sequences", 1, "--length", 32, "--out", out, "--force") == 0
+    assert json.loads((out / "record.json").read_text())["measures"]["entropy"]["ci95"] is None
+    assert [p.name for p in tmp_path.iterdir()] == ["results"]
+
+
+def test_a_folder_of_something_else_is_never_replaced(monkeypatch, tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert run(monkeypatch, "diagnose", "minilm", "--out", tmp_path, "--force") == 2
+    assert "holds more than crosslayer wrote" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_hostile_token_text_stays_text(tmp_path):
+    import crosslayer
+    from crosslayer.diagnosis.write import write_diagnosis
+    from tests.helpers.tiny import tokens
+
+    record = crosslayer.diagnose(tiny("llama"), tokens()).record()
+    record["top_tokens"][0][0]["token"] = record["settings"]["model"] = "</script><script>alert(1)</script>"
+    page, _ = write_diagnosis(record, tmp_path / "out")
+    assert "<script>alert" not in page.read_text()
+
+
+def test_an_interrupt_leaves_nothing(tmp_path):
+    tiny("llama", dtype=torch.float32, vocab_size=len(WORDS)).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("w1 " * 1000 * 16)
+    words = [sys.executable, "-m", "crosslayer", "diagnose", tmp_path / "model", "--text", tmp_path / "text.txt"]
+    words += ["--sequences", "1000", "--length", "16", "--out", tmp_path / "out"]
+    process = heeding(words)
+    assert process.stderr is not None
+    with process.stderr:
+        for line in process.stderr:
+            if line.startswith("diagnosing: "):
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read().splitlines()
+    assert process.wait(timeout=60) == 130 and rest[-1] == "crosslayer: interrupted, nothing is half-written"
+    assert all(line.startswith("diagnosing: ") for line in rest[:-1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
+
+
+def test_writing_is_all_or_nothing(tmp_path):
+    from crosslayer.output.record import whole_folder
+
+    with pytest.raises(RuntimeError), whole_folder(tmp_path / "out") as folder:
+        (folder / "half").write_text("x")
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_is_fast():
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "crosslayer", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "diagnose" in done.stdout
+    assert time.perf_counter() - started < 20  # a few seconds when quiet: the imports of torch
+
+
+def test_documents_name_only_options_that_exist():
+    root = Path(__file__).parent.parent.parent
+    verbs = typer.main.get_command(cli.app).commands.values()
+    known = {word for verb in verbs for option in verb.params for word in (*option.opts, *option.secondary_opts)}
+    for name in ("README.md", "docs/RETROFIT.md"):
+        named = set(re.findall(r"--[a-z]+[a-z-]*", (root / name).read_text())) - {"--no-deps", "--lens"}
+        assert len(named) > 5 and named <= known, (name, named - known)

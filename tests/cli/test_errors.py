@@ -1,0 +1,104 @@
+"""How the command line ends when something fails: who can mend it, and in one line."""
+
+import io
+import json
+import resource
+import sys
+
+import pytest
+import torch
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError
+
+from crosslayer import cli
+from crosslayer.cli.errors import FAULT, MEND, explain
+from tests.cli.test_cli import run
+from tests.corpus.test_text import WORDS, tokenizer
+from tests.helpers.tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A tiny Llama with a tokenizer, and a text."""
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny("llama", dtype=torch.float32, vocab_size=len(WORDS), num_hidden_layers=4).save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    (folder / "text.txt").write_text(" ".join(f"w{i * i % 499}" for i in range(4000)))
+    return folder
+
+
+class Schema(BaseModel):
+    """Stands for a record."""
+
+    share: float
+
+
+def schema_error():
+    try:
+        Schema.model_validate({"share": "much"})
+    except ValidationError as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ValueError("two\nlines"), MEND, "two lines"),
+        (ValueError("a \x1b[31mred\x1b[0m name"), MEND, "a \\x1b[31mred\\x1b[0m name"),
+        (ValueError(), MEND, "ValueError"),
+        (OSError(28, "No space left on device"), MEND, "[Errno 28] No space left on device"),
+        (MemoryError(), MEND, "memory ran out; use fewer or shorter sequences"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MEND, "memory ran out"),
+        (
+            SafetensorError("I/O error: No space left on device"),
+            MEND,
+            "weights could not be read or written: I/O error",
+        ),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), FAULT, "RuntimeError: mat1 and mat2"),
+        (KeyError("layers"), FAULT, "this is a fault, and not yours: KeyError: 'layers' (--debug shows where"),
+        (schema_error(), FAULT, "ValidationError"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_who_can_mend_it(error, status, line):
+    found, text = explain(error)
+    assert found == status and line in text and "\n" not in text
+
+
+def test_a_fault_is_one_line_and_a_traceback_on_request(monkeypatch, capsys):
+    def fail(**_):
+        raise KeyError("layers")
+
+    monkeypatch.setattr(cli, "app", fail)
+    assert run(monkeypatch, "methods") == 70
+    assert capsys.readouterr().err.count("\n") == 1
+    assert run(monkeypatch, "methods", "--debug") == 70
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line(monkeypatch, inputs, tmp_path, capsys):
+    words = ("--text", inputs / "text.txt", "--windows", 32, "--length", 16, "--compensation", "none")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))  # less than the weights
+    try:
+        out = tmp_path / "out"
+        status = run(
+            monkeypatch, "retrofit", inputs / "model", "--method", "cla", "--layers", "2-3", "--out", out, *words
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert status == 2 and len(lines) == 1 and "File too large" in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_terminal_that_knows_only_ascii_gets_escapes(monkeypatch, inputs, tmp_path):
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    words = ("--text", inputs / "text.txt", "--sequences", 2, "--length", 16, "--waiver", 5)
+    assert run(monkeypatch, "intervene", inputs / "model", "--out", tmp_path / "é", *words) == 0
+    terminal.flush()
+    lines = terminal.buffer.getvalue().decode("ascii").splitlines()
+    assert any(line.startswith("report: ") and "\\xe9" in line for line in lines)
+    assert json.loads(lines[-1])["model"] == "model"

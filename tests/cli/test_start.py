@@ -1,0 +1,159 @@
+"""How a command starts and is interrupted: at once, in one line, whatever a library does with the exception."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from crosslayer import _start, cli
+from crosslayer._start import BARS, INTERRUPT_LINE, Interrupts, hide_bars
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def interrupts(monkeypatch):
+    """The command line's own, behind a signal that is really sent; everything is put back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(_start, "PATIENCE", 0.05)
+    monkeypatch.setattr(Interrupts, "_end", lambda self: (_ for _ in ()).throw(Ended))
+    watched = Interrupts()
+    watched.watch()
+    monkeypatch.setattr(cli, "interrupts", watched)
+    yield watched
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def heed() -> None:
+    """Heed Ctrl-C, also where the tests run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def heeding(words) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed)
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def wait() -> None:
+    """Wait longer than the command line is patient."""
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        pass
+
+
+def test_while_nothing_exists_the_process_just_ends(interrupts):
+    with pytest.raises(Ended):
+        press()
+
+
+def test_later_it_is_an_exception_and_raised_again_until_it_is_caught(interrupts):
+    interrupts.at_once = False
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    for _ in range(_start.TRIES - 1):  # a library swallowed it
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    with pytest.raises(Ended):
+        wait()
+
+
+def test_a_second_press_does_not_disturb_the_cleaning_up(interrupts):
+    interrupts.at_once = False
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    interrupts.caught()
+    press()
+    wait()
+
+
+def test_an_interrupt_that_a_library_turned_into_another_error_is_one(interrupts, monkeypatch, capsys):
+    interrupts.at_once = False
+
+    def turn(**_):
+        try:
+            press()
+        except KeyboardInterrupt:
+            raise ImportError("cannot import name 'Tensor'") from None
+
+    monkeypatch.setattr(cli, "app", turn)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 130 and capsys.readouterr().err == f"{INTERRUPT_LINE}\n"
+
+
+def test_a_process_that_ignores_interrupts_goes_on_doing_so():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        Interrupts().watch()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_while_libraries_are_imported_is_one_line(tmp_path):
+    words = [sys.executable, "-m", "crosslayer", "diagnose", "smollm2", "--out", str(tmp_path / "out")]
+    process = heeding(words)
+    assert process.stderr is not None
+    with process.stderr:
+        assert process.stderr.readline() == "importing torch and transformers\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == f"{INTERRUPT_LINE}\n"
+    assert process.wait(timeout=60) == 130 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_moment_is_one_line(tmp_path):
+    words = [sys.executable, "-m", "crosslayer", "diagnose", "smollm2", "--sequences", "20"]
+    words += ["--out", str(tmp_path / "out")]
+    for moment in (0.3, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10):
+        process = heeding(words)
+        time.sleep(moment)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=60)[1]
+        assert process.returncode == 130 and error.endswith(f"{INTERRUPT_LINE}\n"), (moment, error)
+        assert "Traceback" not in error and error.count("interrupted") == 1, (moment, error)
+        assert not list(tmp_path.iterdir()), moment
+
+
+def test_bars_of_other_libraries_are_switched_off_where_stderr_is_no_terminal(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for name in BARS:
+        monkeypatch.delenv(name, raising=False)
+    hide_bars()
+    assert not set(BARS) & set(os.environ)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setenv(BARS[0], "0")  # what the user decided stays
+    hide_bars()
+    assert [os.environ[name] for name in BARS] == ["0", "1", "1"]
+    for name in BARS:
+        monkeypatch.delenv(name)
+
+
+def test_no_bar_is_drawn_in_a_log():
+    code = (
+        "import sys; sys.argv = ['crosslayer']; import crosslayer\n"
+        "import datasets, tqdm, tqdm.auto, huggingface_hub.utils as hub\n"
+        "datasets.Dataset.from_dict({'x': [1, 2]}).map(lambda row: row, load_from_cache_file=False)\n"
+        "for bar in (tqdm.tqdm, tqdm.auto.tqdm, hub.tqdm): list(bar(range(3)))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in BARS} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and done.stderr == ""

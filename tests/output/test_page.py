@@ -1,0 +1,265 @@
+"""The pages in a real browser with the network off, wide and narrow."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+
+import crosslayer
+from crosslayer.benchmark.compare import Settings, bench
+from crosslayer.benchmark.page import write_bench
+from crosslayer.conversion.page import panels as retrofit_panels
+from crosslayer.diagnosis.write import write_diagnosis
+from crosslayer.environment import environment
+from crosslayer.intervention.apply import waiver
+from crosslayer.intervention.measure import effect
+from crosslayer.intervention.page import write_intervention
+from crosslayer.output.page import page, save_page
+from crosslayer.output.panel import Line, Panel, drawn, plotly_figure, same_scale
+from crosslayer.output.record import RetrofitRecord
+from crosslayer.verification.page import write_verification
+from tests.helpers.tiny import tiny, tokens
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+LAYERS = 12
+SHARES = ("first_token_share", "adjacent_map_similarity", "attention_received", "first_token")
+FLAT = (1, math.sqrt(32))
+POSSIBLE = {  # by figure: bands lie between these
+    **dict.fromkeys(SHARES, (0, 1)),
+    **dict.fromkeys(("io_similarity", "token_similarity", "cross_layer"), (-1, 1)),
+    **dict.fromkeys(("hidden_norm_ratio", "value_norm_ratio", "stream_norm", "trade_off"), (0, math.inf)),
+    "entropy": (0, math.log(48)),
+    "mlp_l1_l2": FLAT,
+}
+# What a designer would not let pass, as words; empty where all is well.
+LOOK = """
+const wrong = [], box = (node) => node.getBoundingClientRect();
+const between = (a, b) => a.left >= b.left - 1 && a.right <= b.right + 1;
+const inside = (a, b) => between(a, b) && a.top >= b.top - 1 && a.bottom <= b.bottom + 1;
+if (document.documentElement.scrollWidth > innerWidth) wrong.push("the page scrolls sideways");
+for (const table of document.querySelectorAll(".scroll"))
+  if (table.scrollWidth > table.clientWidth) wrong.push("a table scrolls sideways: " + table.innerText.slice(0, 40));
+for (const figure of document.querySelectorAll(".figure")) {
+  const say = (words) => wrong.push(figure.id + ": " + words), frame = box(figure), panel = figure.closest(".panel");
+  const plot = box(figure.querySelector(".nsewdrag")), marks = ".scatterlayer .trace path, .heatmaplayer image";
+  if (!figure.querySelector(".main-svg") || !figure.querySelector(marks)) say("nothing is drawn");
+  if (!inside(frame, box(panel)) || plot.width < 150 || plot.height < 150) say("no room");
+  if (figure.querySelector("g.legend .traces, .colorbar")) say("a legend inside of the plot");
+  const legend = panel.querySelector(".legend"), heat = figure.querySelector(".heatmaplayer image");
+  if (!legend && (heat || figure._fullData.length > 3)) say("no legend");
+  if (legend && (box(legend).bottom > plot.top || !inside(box(legend), box(panel)))) say("its legend is not above it");
+  for (const item of legend ? legend.children : [])
+    if (!inside(box(item), box(legend))) say("its legend is cut");
+  const labels = [...figure.querySelectorAll(".xtick text, .ytick text, .g-xtitle text, .g-ytitle text")];
+  for (const label of labels) if (!inside(box(label), frame)) say("cut: " + label.textContent);
+  const row = [...figure.querySelectorAll(".xtick text")].map(box).sort((a, b) => a.left - b.left);
+  if (row.some((label, i) => i && label.left < row[i - 1].right)) say("labels overlap");
+  for (const side of ["x", "y"]) {
+    const ticks = [...figure.querySelectorAll(`.${side}tick text`)].map((label) => label.textContent);
+    if (!ticks.length) say("no ticks");
+    const whole = (text) => /^[0-9]+$/.test(text) && Number(text) < LAST;
+    if (figure.layout[side + "axis"].title.text === "layer" && !ticks.every(whole)) say("layers " + ticks);
+  }
+}
+return wrong;
+""".replace("LAST", str(LAYERS))
+
+
+def widen(record):
+    """Make every interval by layer far wider than what is possible."""
+    if isinstance(record, list):
+        for entry in record:
+            widen(entry)
+    elif isinstance(record, dict):
+        if isinstance(record.get("mean"), list) and record.get("ci95") is not None:
+            record["ci95"] = _wider(record["mean"])
+        widen([*record.values()])
+
+
+def _wider(mean):
+    return [_wider(x) if isinstance(x, list) else [None, None] if x is None else [x - 99, x + 99] for x in mean]
+
+
+def diagnosed(folder):
+    found = crosslayer.diagnose(
+        tiny("gpt2", num_hidden_layers=LAYERS), tokens(batch=3, length=48), cross_layer=True,
+        settings={"text": "a text", "documents": [0, 0, 2]},
+    ).record()  # fmt: skip
+    widen(found)
+    return write_diagnosis(found, folder)[0]
+
+
+def intervened(folder):
+    record = effect(tiny("llama", num_hidden_layers=LAYERS), tokens(batch=2, length=48), waiver(23)).record()
+    widen(record)
+    return write_intervention(record, folder)
+
+
+def benched(folder):
+    model = tiny("llama")
+    record = bench(model, model, Settings(contexts=(4,), batches=(1,), new_tokens=1, repeats=3))
+    record["rows"] = [{**record["rows"][0], "context": c, "batch": b} for b in (1, 16) for c in (512, 2048, 32768)]
+    record["rows"][0]["ttft"]["notes"] = [{"off": 0.5, "words": "the ratio is +50% off the prediction: " + "why " * 20}]
+    return write_bench(record, folder)
+
+
+def retrofitted(folder):
+    keys = ("token_before", "token_after", "mean_before", "mean_after")
+    fits = [{"layer": layer, **{key: 10.0 ** (i - layer) for i, key in enumerate(keys)}} for layer in range(6)]
+    curve = [{"share": 1 - i / 9, "kl": i / 5, "kl_ci95": (i / 5 - 0.3, i / 5 + 0.2)} for i in range(6)]
+    paper = {"share": 0.85, "kl": 0.7, "kl_ci95": (0.6, 0.9)}
+    record = RetrofitRecord.model_construct(calibration={"layers": fits}, choice={"curve": curve, "paper": paper})
+    panels = retrofit_panels(record)
+    folder.mkdir()
+    save_page(folder, page("Retrofit", "of a model", [], [], panels, []), {}, panels)
+    return folder / "report.html"
+
+
+def verified(folder):
+    row = {"dtype": "bfloat16", "difference": None, "tolerance": None, "reason": ""}
+    checks = [
+        {**row, "name": "static cache", "status": "PASS", "difference": 0.000012, "tolerance": 0.001},
+        {**row, "name": "left-padded batch", "status": "FAIL", "difference": 0.2, "tolerance": 0.001},
+        {**row, "name": "compiled", "status": "FAIL", "reason": "InductorError: " + "a long word or two " * 9},
+        {**row, "name": "flex attention", "status": "NOT APPLICABLE", "reason": "<b>this model has none</b>"},
+    ]
+    record = {"schema": "crosslayer/verify/1", "model": "ours", "command": "crosslayer verify ours", "seconds": 9.0}
+    return write_verification({**record, "checks": checks, "environment": environment()}, folder)
+
+
+PAGES = {f.__name__: f for f in (diagnosed, intervened, benched, retrofitted, verified)}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    return {name: make(folder / name) for name, make in PAGES.items()}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("chromium and chromedriver are not installed")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    flags = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run", "disable-sync",
+             "disable-background-networking", "disable-component-update", "hide-scrollbars")  # fmt: skip
+    for flag in flags:
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.execute_cdp_cmd("Network.enable", {})
+    offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+    driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
+    yield driver
+    driver.quit()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_cut_overlaps_or_needs_the_network(browser, pages, width):
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    figures = {"diagnosed": 17, "intervened": 10, "benched": 4, "retrofitted": 2, "verified": 0}
+    for name, file in pages.items():
+        browser.get(file.as_uri())
+        assert len(browser.find_elements("css selector", ".figure")) == figures[name], name
+        assert browser.execute_script(LOOK) == [], name
+    errors = [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+    assert not errors
+
+
+def test_a_click_on_the_legend_hides_a_line_and_its_band(browser, pages):
+    browser.get(pages["diagnosed"].as_uri())
+    visible = "return document.getElementById('figure-first_token_share').data.map((trace) => trace.visible !== false)"
+    button = browser.find_element("css selector", "#figure-first_token_share").find_element("xpath", "..//button")
+    assert browser.execute_script(visible) == [True] * 6
+    for expected in ([False] * 3 + [True] * 3, [True] * 6):
+        browser.execute_script("arguments[0].click()", button)
+        assert browser.execute_script(visible) == expected
+        assert button.get_attribute("aria-pressed") == str(expected[0]).lower()
+
+
+def shown(file):
+    """Return the figures of a page as its browser gets them, by key."""
+    text = file.read_text()
+    start = text.index("const FIGURES = ") + len("const FIGURES = ")
+    found, _ = json.JSONDecoder().raw_decode(text, start)
+    return {name.removeprefix("figure-"): figure for name, figure in found.items()}
+
+
+def test_bands_end_at_what_is_possible(pages):
+    seen = set()
+    for file in (pages[name] for name in ("diagnosed", "intervened", "retrofitted")):
+        for key, figure in shown(file).items():
+            edges = [trace["y"] for trace in figure["data"] if trace.get("hoverinfo") == "skip"]
+            for edge in edges:
+                low, high = POSSIBLE[key]
+                assert all(low <= y <= high for y in edge if y is not None), key
+                seen.add(key)
+            if edges and key != "trade_off":  # all were far too wide
+                assert {edges[0][5], edges[1][5]} & {*POSSIBLE[key]} or figure["layout"]["yaxis"]["type"] == "log", key
+    assert seen == {*POSSIBLE}
+
+
+def test_a_logarithmic_axis_is_not_stretched_by_a_band_that_reaches_zero():
+    line = Line("a", [0, 1], [2.0, 8.0], [-5.0, 7.0], [3.0, 9.0])
+    panel = Panel("a", "a", "", "layer", "norm", [line], log_y=True, bounds=(0, math.inf))
+    assert drawn(panel)[0].low == [1.0, 7.0]
+    assert plotly_figure(panel)["layout"]["yaxis"]["range"][0] == 0
+    panel = replace(panel, lines=[replace(line, low=[1.9, 7.0])])  # no band runs out: some room below
+    assert plotly_figure(panel)["layout"]["yaxis"]["range"][0] < math.log10(1.9)
+
+
+def test_positions_are_counted_from_zero(pages):
+    for name, keys in {"diagnosed": ["importance_by_position"], "intervened": ["attention_before"]}.items():
+        for key in keys:
+            figure = shown(pages[name])[key]
+            axis, heat = figure["layout"]["xaxis"], figure["data"][0]
+            assert axis["title"]["text"] == "position (0 = first token)" and axis["ticktext"][0] == "0"
+            assert heat["text"][0][0] == "0" and heat["text"][0][-1].endswith("47")
+            place = dict(zip(axis["ticktext"], axis["tickvals"], strict=True))["23" if name == "intervened" else "20"]
+            column = sum(edge < place for edge in heat["x"]) - 1
+            assert "23" in heat["text"][0][column] or "20" in heat["text"][0][column]
+    text = "".join(file.read_text() for file in pages.values())
+    assert "1 = first token" not in text
+
+
+def test_a_quantity_has_one_scale_and_one_color(pages):
+    figures = shown(pages["intervened"])
+    received = [f for f in figures.values() if f["layout"]["yaxis"]["title"]["text"] == "attention received"]
+    assert len(received) >= 4 and len({tuple(f["layout"]["yaxis"]["range"]) for f in received}) == 1
+    sides = {t["name"]: set() for f in figures.values() for t in f["data"] if t.get("name") in ("before", "after")}
+    for figure in figures.values():
+        for trace in figure["data"]:
+            if trace.get("name") in sides:
+                sides[trace["name"]].add(trace["line"]["color"])
+    assert [len(colors) for colors in sides.values()] == [1, 1] and sides["before"] != sides["after"]
+    heats = [trace for f in figures.values() for trace in f["data"] if trace["type"] == "heatmap"]
+    assert len({(heat["zmin"], heat["zmax"]) for heat in heats}) == 1
+    ratios = [f["layout"]["yaxis"]["range"] for key, f in shown(pages["benched"]).items() if key.startswith("ratios")]
+    assert len(ratios) == 2 and ratios[0] == ratios[1]
+    wide, narrow = (Panel(key, "", "", "x", "y", [Line("", [0], [y])]) for key, y in (("a", 9.0), ("b", 1.0)))
+    assert {panel.y_range for panel in same_scale([wide, narrow])} == {(0.5, 9.5)}
+
+
+def test_the_subtitle_says_what_was_measured(pages):
+    words = pages["diagnosed"].read_text().split("class='sub'>")[1].split("</p>")[0]
+    assert "3 sequences of 48 tokens, a text · from 2 documents" in words
+    assert "95 % Student-t intervals over sequences, which they take as independent" in words
+    assert "own tokens · bands" in pages["intervened"].read_text()
+
+
+def test_the_page_of_a_verification(pages):
+    text = pages["verified"].read_text()
+    assert len(text) < 20_000 and not (pages["verified"].parent / "figures").exists()  # no figures, no Plotly
+    assert "left-padded batch (bfloat16) failed: a difference of 0.2, the tolerance is 0.001." in text
+    assert "compiled (bfloat16) failed: InductorError" in text and "1 of 3" in text
+    assert "<span class='fail'>FAIL</span>" in text and "<span class='pass'>PASS</span>" in text
+    skipped = text.split("what was skipped, and why")[1].split("</table>")[0]
+    assert "flex attention" in skipped and "&lt;b&gt;this model has none" in skipped
+    assert "One check does not apply" in text and "1.2e-05" in text

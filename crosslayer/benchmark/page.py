@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from crosslayer.benchmark.record import CLEAR, BenchRecord
+from crosslayer.output.folder import whole_folder
 from crosslayer.output.page import Table, page, save_page
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
-from crosslayer.output.record import CLEAR, BenchRecord, whole_folder
 
 TIMES = {
     "ttft": "time to first token",

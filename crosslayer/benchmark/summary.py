@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from crosslayer.benchmark.costs import Load, Rates, Structure, predict
-from crosslayer.output.record import CLEAR
+from crosslayer.benchmark.record import CLEAR
 
 SIDES = ("candidate", "baseline")
 TIMES = ("ttft", "tpot_dynamic", "tpot_static")

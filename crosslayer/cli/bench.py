@@ -43,8 +43,9 @@ def command(
         from crosslayer.benchmark.compare import Settings, check
         from crosslayer.benchmark.compare import bench as run
         from crosslayer.benchmark.page import headline, sentences, show, write_bench
+        from crosslayer.benchmark.record import BenchRecord
         from crosslayer.models.load import load_model
-        from crosslayer.output.record import BenchRecord, check_target
+        from crosslayer.output.folder import check_target
 
     if out is not None:
         check_target(out, force)

@@ -55,7 +55,7 @@ def command(
         from crosslayer.diagnosis.scan import diagnose as run
         from crosslayer.diagnosis.write import write_diagnosis
         from crosslayer.models.load import load_model
-        from crosslayer.output.record import check_target
+        from crosslayer.output.folder import check_target
 
     check_target(out, force)
     source = TextSource(text, config, split, column)

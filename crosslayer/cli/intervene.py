@@ -74,8 +74,9 @@ def command(
         from crosslayer.intervention.apply import check_positions, parse_interventions
         from crosslayer.intervention.measure import effect, scan_groups
         from crosslayer.intervention.page import headline, words, write_intervention
+        from crosslayer.intervention.record import InterventionRecord
         from crosslayer.models.load import load_model
-        from crosslayer.output.record import InterventionRecord, check_target
+        from crosslayer.output.folder import check_target
 
     changes = {
         "waiver": waiver,

@@ -84,7 +84,7 @@ def command(
         from crosslayer.corpus.documents import TextSource
         from crosslayer.corpus.domains import check_table_options
         from crosslayer.models.load import load_model
-        from crosslayer.output.record import check_target
+        from crosslayer.output.folder import check_target
 
     check_target(out, force)
     request = Request(

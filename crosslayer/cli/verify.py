@@ -32,7 +32,7 @@ def command(
 ) -> None:
     """Prove that a causal language model is right: its files, and every way to run it."""
     with importing():
-        from crosslayer.output.record import check_target
+        from crosslayer.output.folder import check_target
         from crosslayer.verification.verify_model import (
             FAIL,
             NOT_APPLICABLE,

@@ -8,10 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 from crosslayer.conversion.job import Outcome
 from crosslayer.conversion.page import cards, methods, model_card, panels, tables, words
+from crosslayer.conversion.record import RetrofitRecord
 from crosslayer.environment import quiet_transformers
+from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.page import page, save_page
-from crosslayer.output.record import RetrofitRecord, dumps, whole_folder
+from crosslayer.output.record import dumps
 
 SHIM = """\"\"\"Lets `trust_remote_code=True` find the installed package: pip install crosslayer.\"\"\"
 

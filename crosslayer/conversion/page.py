@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
+from crosslayer.conversion.record import RetrofitRecord
 from crosslayer.output.page import Table, runs
 from crosslayer.output.panel import COLORS, Line, Panel
-from crosslayer.output.record import RetrofitRecord
 
 
 def words(record: RetrofitRecord) -> list[str]:

@@ -10,12 +10,57 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.output.progress import Meter, Silent
+
 JOINED = -1  # the document of a window that is joined from several
 SAMPLES, SAMPLE = 64, 2000  # pieces and characters of each that say how many tokens a text has
 STREAMED = 4096  # documents of a stream that `split` takes
 WORD = 1000  # characters, within which a text that has spaces shows one
 ROOM = 1.2  # how far beyond that estimate it is still tried
 CHARACTERS_PER_TOKEN = 6  # an upper estimate for text, so that one piece fills one sequence
+
+
+Text = Tensor | TextSource | Iterable[str] | None
+
+
+def read_windows(
+    text: Text,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    sequences: int = 8,
+    length: int = 512,
+    seed: int = 0,
+    bos: str = "auto",
+    meter: Meter = Silent,
+) -> "Windows":
+    """Return token sequences of a text: token ids (N, T) as they are; everything else is read and cut by `packed`.
+
+    Args:
+        text: token ids, a source, documents (one string is one document), or None for the embedded corpus.
+        tokenizer: needed for everything but token ids.
+        sequences: how many sequences are cut; like `length`, `seed` and `bos` not for token ids.
+        length: tokens of a sequence.
+        seed: of the order in which pieces are taken.
+        bos: "auto", "yes" or "no", as in `pack`.
+        meter: shows what is being done.
+
+    Raises:
+        ValueError: a source cannot be read, there is too little text, or the tokenizer is missing.
+
+    """
+    if isinstance(text, Tensor):
+        return Windows(text, ())
+    if tokenizer is None:
+        raise ValueError("texts need tokenizer=…; without one give token ids (B, T)")
+    documents = [text] if isinstance(text, str) else text
+    if documents is None or isinstance(documents, TextSource):
+        source = documents or TextSource()
+        with meter(f"reading {source.describe()}", 0):
+            documents = load_documents(source, seed)
+    check_size(documents, sequences, length)
+    with meter("cutting the text into tokens", 0):
+        return packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
 
 
 def check_size(documents: Iterable[str], sequences: int, length: int) -> None:
@@ -97,7 +142,7 @@ class Windows:
     """Token sequences (N, T), the document that each is cut from (-1: joined from short ones), and its domain."""
 
     ids: Tensor
-    documents: tuple[int, ...]
+    documents: tuple[int, ...]  # empty: unknown
     domains: tuple[str, ...] = ()  # empty: all of one
 
     def __len__(self) -> int:

@@ -3,9 +3,10 @@
 import math
 from typing import Any
 
+from crosslayer.diagnosis.record import DiagnosisRecord
 from crosslayer.output.page import Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel, by_position
-from crosslayer.output.record import DiagnosisRecord, Measure
+from crosslayer.output.record import Measure
 
 LAYER = "layer"
 FIRST, *OTHERS = COLORS  # the first token has one color on the whole page, what is not about it has others

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from crosslayer.diagnosis import page as diagnosis
+from crosslayer.diagnosis.record import DiagnosisRecord
+from crosslayer.output.folder import whole_folder
 from crosslayer.output.page import measured_on, page, save_page
-from crosslayer.output.record import DiagnosisRecord, whole_folder
 
 
 def write_diagnosis(record: dict[str, Any], out: Path, force: bool = False) -> tuple[Path, dict[str, Any]]:

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from crosslayer.intervention.record import ByLayer, InterventionRecord, LossBehind, Place
+from crosslayer.output.folder import whole_folder
 from crosslayer.output.page import Table, measured_on, page, runs, save_page
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, by_position, same_scale
-from crosslayer.output.record import ByLayer, InterventionRecord, LossBehind, Measure, Place, whole_folder
+from crosslayer.output.record import Measure
 
 LAYER = "layer"
 SHARE = "attention received"

@@ -21,6 +21,7 @@ from transformers import (
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.embedded import EMBEDDED, embedded_folder
 from crosslayer.models.hub import hub_source, is_hub_name
+from crosslayer.output.progress import Meter, Silent
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,30 @@ def load_model(
         )
     torch.nn.Module.to(model.eval(), target)
     return model, tokenizer
+
+
+def model_and_tokenizer(
+    model: PreTrainedModel | str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    meter: Meter = Silent,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Return a model and its tokenizer: as they are, or, where `model` is a name, loaded by `load_model`.
+
+    Raises:
+        ValueError: as `load_model`; or `dtype`, `device` or a tokenizer is given in vain.
+
+    """
+    if isinstance(model, PreTrainedModel):
+        if dtype is not None or device is not None:
+            raise ValueError("dtype and device are for a model that is named; this one is loaded already")
+        return model, tokenizer
+    if tokenizer is not None:
+        raise ValueError("a model that is named brings its own tokenizer; leave tokenizer=… out")
+    with meter(f"loading {model}", 0):
+        return load_model(str(model), dtype=dtype, device=device)
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

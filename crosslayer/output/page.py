@@ -3,6 +3,7 @@
 import html
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +82,23 @@ for (const button of document.querySelectorAll(".legend button")) {
   };
 }
 """
+
+
+@dataclass(frozen=True)
+class Page:
+    """The parts of a page: every text is escaped when `html` puts them together. `lead` comes before the figures."""
+
+    title: str
+    subtitle: str
+    cards: Sequence[tuple[str, str, str]]  # title, figure, note
+    words: Sequence[str]
+    panels: list[Panel]
+    tables: Sequence[Table]
+    lead: Sequence[Table] = ()
+
+    def html(self) -> str:
+        """Return the page as one HTML string."""
+        return page(self.title, self.subtitle, self.cards, self.words, self.panels, self.tables, self.lead)
 
 
 def page(

@@ -2,6 +2,9 @@
 
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol, Self
 
 QUIET = 5  # seconds between two lines
 SMOOTHING = 0.3  # how far the time that is left follows what the last step says
@@ -10,6 +13,32 @@ SMOOTHING = 0.3  # how far the time that is left follows what the last step says
 def say(text: str) -> None:
     """Print one line on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+class Steps(Protocol):
+    """What a running meter takes: how many steps are done, of how many, and what runs now."""
+
+    def step(self, done: int, total: int, doing: str = "") -> None:
+        """Show how far the work is."""
+
+
+Meter = Callable[[str, int], AbstractContextManager[Steps]]  # what is done, and in how many steps (0: unknown)
+
+
+class Silent:
+    """The meter of Python calls: it shows nothing."""
+
+    def __init__(self, what: str, total: int = 0):
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def step(self, done: int, total: int, doing: str = "") -> None:
+        """Show nothing."""
 
 
 class Remaining:
@@ -36,13 +65,19 @@ class Remaining:
 
 
 class Progress:
-    """Progress on stderr: a bar with the time that is left on a terminal, plain lines otherwise."""
+    """The meter of the command line: on stderr, a bar with the time that is left on a terminal, plain lines otherwise.
 
-    def __init__(self, what: str, total: int):
+    Work of 0 steps, whose length is not known, is one line.
+    """
+
+    def __init__(self, what: str, total: int = 0):
         self.what, self.total, self.started, self.bar = what, total, time.monotonic(), None
         self.said, self.remaining, self.shown = self.started, Remaining(), (-1, "")
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
+        if not self.total:
+            say(self.what)
+            return self
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from crosslayer.output.folder import whole_folder
 from crosslayer.output.page import Mark, Table, page, save_page
-from crosslayer.output.record import CheckRow, VerifyRecord, whole_folder
+from crosslayer.verification.record import CheckRow, VerifyRecord
 
 UNITS = "Differences are in standard deviations of the logits: the largest; below float32 the root mean square."
 KINDS = {"PASS": "pass", "FAIL": "fail", "NOT APPLICABLE": "skip"}

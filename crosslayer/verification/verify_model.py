@@ -16,9 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from crosslayer.environment import environment, quiet_transformers
 from crosslayer.models.load import DTYPES, EMBEDDED, load_model, resolve_device
 from crosslayer.output import manifest
-from crosslayer.output.record import CheckRow, VerifyRecord
 from crosslayer.verification.checks import BEAMS, CHECKS, NEW, Found, NotApplicable, Subject
 from crosslayer.verification.page import write_verification
+from crosslayer.verification.record import CheckRow, VerifyRecord
 
 PASS, FAIL, NOT_APPLICABLE = "PASS", "FAIL", "NOT APPLICABLE"
 TOKENS, FEWEST, SEED = 33, 16, 0

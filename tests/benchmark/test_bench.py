@@ -17,9 +17,9 @@ from crosslayer.benchmark import page as report
 from crosslayer.benchmark.compare import Settings, bench, static_copy
 from crosslayer.benchmark.costs import Attention, Load, Rates, predict, structure
 from crosslayer.benchmark.machine import free_memory, measure_rates, operators, peak_memory
+from crosslayer.benchmark.record import BenchRecord
 from crosslayer.benchmark.summary import SIDES, TIMES, coverage, explain, paired_ratio, unsteadiest, verdict
 from crosslayer.decoder.caches import cache_bytes
-from crosslayer.output.record import BenchRecord
 from crosslayer.testing import SHAPE, build, config_of
 from tests.cli.test_cli import run
 from tests.helpers.tiny import VOCABULARY, tiny, tokens

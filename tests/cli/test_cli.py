@@ -13,7 +13,7 @@ import torch
 import typer
 
 from crosslayer import cli
-from crosslayer.output.record import DiagnosisRecord
+from crosslayer.diagnosis.record import DiagnosisRecord
 from tests.cli.test_start import heeding
 from tests.corpus.test_text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
@@ -112,7 +112,7 @@ def test_an_interrupt_leaves_nothing(tmp_path):
 
 
 def test_writing_is_all_or_nothing(tmp_path):
-    from crosslayer.output.record import whole_folder
+    from crosslayer.output.folder import whole_folder
 
     with pytest.raises(RuntimeError), whole_folder(tmp_path / "out") as folder:
         (folder / "half").write_text("x")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from crosslayer.conversion.record import RetrofitRecord
 from crosslayer.method import allow_methods
 from crosslayer.output.manifest import check_files
-from crosslayer.output.record import RetrofitRecord
 from tests.cli.test_cli import run
 from tests.corpus.test_text import WORDS, tokenizer
 from tests.helpers.tiny import tiny

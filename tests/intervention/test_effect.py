@@ -22,8 +22,8 @@ from crosslayer.intervention.apply import (
     waiver,
 )
 from crosslayer.intervention.measure import _elsewhere, effect
+from crosslayer.intervention.record import InterventionRecord
 from crosslayer.models.load import load_model
-from crosslayer.output.record import InterventionRecord
 from tests.cli.test_cli import run
 from tests.helpers.tiny import tiny, tokens
 

@@ -11,6 +11,7 @@ import crosslayer
 from crosslayer.benchmark.compare import Settings, bench
 from crosslayer.benchmark.page import write_bench
 from crosslayer.conversion.page import panels as retrofit_panels
+from crosslayer.conversion.record import RetrofitRecord
 from crosslayer.diagnosis.write import write_diagnosis
 from crosslayer.environment import environment
 from crosslayer.intervention.apply import waiver
@@ -18,7 +19,6 @@ from crosslayer.intervention.measure import effect
 from crosslayer.intervention.page import write_intervention
 from crosslayer.output.page import page, save_page
 from crosslayer.output.panel import Line, Panel, drawn, plotly_figure, same_scale
-from crosslayer.output.record import RetrofitRecord
 from crosslayer.verification.page import write_verification
 from tests.helpers.tiny import tiny, tokens
 

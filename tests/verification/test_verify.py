@@ -13,10 +13,10 @@ from transformers.models.llama import modeling_llama
 
 from crosslayer.decoder.modeling import CrossLayerAttention
 from crosslayer.output import manifest
-from crosslayer.output.record import VerifyRecord
 from crosslayer.testing import build, config_of
 from crosslayer.verification import verify_model as verify
 from crosslayer.verification.checks import CHECKS
+from crosslayer.verification.record import VerifyRecord
 from tests.cli.test_cli import run
 from tests.helpers.tiny import VOCABULARY, tiny
 

@@ -1,0 +1,62 @@
+"""What every result can do: give its record, save a folder with a page, show that page in a notebook."""
+
+import html
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from crosslayer.output.folder import whole_folder
+from crosslayer.output.page import Page, save_page
+
+NOTEBOOK_HEIGHT = 800  # pixels of the page inside a notebook's cell
+
+
+class Result(BaseModel):
+    """The result of a verb: its fields are what `record.json` holds, checked on construction, and frozen."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    def record(self) -> dict[str, Any]:
+        """Return everything as plain data, exactly what `record.json` holds."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Self:
+        """Build a result from its record; `pydantic.ValidationError` (a `ValueError`) where the record does not fit."""
+        return cls.model_validate(record)
+
+    @abstractmethod
+    def layout(self) -> Page:
+        """Return the parts of the page."""
+
+    @abstractmethod
+    def headline(self) -> dict[str, Any]:
+        """Return the few figures that the last line of the command line holds."""
+
+    def page(self) -> str:
+        """Return the page as one self-contained HTML document."""
+        return self.layout().html()
+
+    def save(self, folder: str | Path, force: bool = False) -> Path:
+        """Write record.json, report.html and one SVG for each figure; return the page's path.
+
+        Raises:
+            ValueError: the folder exists and `force` is not set, or it cannot be written.
+
+        """
+        target = Path(folder)
+        with whole_folder(target, force) as partial:
+            self._write(partial)
+        return target / "report.html"
+
+    def _write(self, folder: Path) -> None:
+        """Write all files of the result into an empty folder."""
+        layout = self.layout()
+        save_page(folder, layout.html(), self.record(), layout.panels)
+
+    def _repr_html_(self) -> str:
+        """Show the page in a notebook, in a frame of its own, so that neither's style reaches the other."""
+        content = html.escape(self.page(), quote=True)
+        return f"<iframe srcdoc='{content}' style='width: 100%; height: {NOTEBOOK_HEIGHT}px; border: 0'></iframe>"

@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from crosslayer.output.panel import Panel, drawn, plotly_figure, save_svg
 from crosslayer.output.record import dumps
+from crosslayer.output.words import measured_on, ranges as runs  # noqa: F401  until all merged
 
 
 class Mark(NamedTuple):
@@ -86,32 +87,3 @@ def save_page(folder: Path, text: str, record: dict[str, Any], panels: list[Pane
     for panel in panels:
         (folder / "figures").mkdir(exist_ok=True)
         save_svg(panel, folder / "figures")
-
-
-def measured_on(sequences: int, length: int, text: str | None, documents: Sequence[int] | None) -> str:
-    """Return on which text something was measured, and what the bands of the figures are."""
-    windows = f"{sequences} sequences of {length} tokens, {text or 'own tokens'}"
-    origin = f" · {_origin(documents)}" if documents else ""
-    return (
-        f"{windows}{origin} · bands: 95 % Student-t intervals over sequences, which they take as independent, cut off at "
-        "what is possible"
-    )
-
-
-def _origin(documents: Sequence[int]) -> str:
-    """Return how many documents sequences come from; a number below 0 stands for several."""
-    single, joined = len({number for number in documents if number >= 0}), sum(number < 0 for number in documents)
-    words = [f"{single} document{'s' if single > 1 else ''}"] if single else []
-    words += [f"{joined} joined from several documents"] if joined else []
-    return f"from {' and '.join(words)}"
-
-
-def runs(numbers: list[int] | tuple[int, ...]) -> str:
-    """Return whole numbers with ranges for neighbours: 0-2, 7."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1][-1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)

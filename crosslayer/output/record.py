@@ -1,10 +1,14 @@
 """What records have in common."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+LARGEST = 2**28  # bytes of a record; a diagnosis of 30 layers has 0.8 MB
+DEEPEST = 32  # lists and objects inside of one another, far more than any record has
 
 
 class Frozen(BaseModel):
@@ -83,3 +87,42 @@ class Options(BaseModel):
 def dumps(record: dict[str, Any]) -> str:
     """Write a record as JSON; a NaN or an infinity is an error, never a value."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read `record.json` of a folder, which may come from anyone; its keys are not checked here.
+
+    Raises:
+        ValueError: there is none, or it is too large, no JSON object or nested too deeply; the message is one line.
+
+    """
+    path = folder / "record.json"
+    if not path.is_file():
+        raise ValueError(f"{folder.name!r} holds no record.json; name a folder that crosslayer wrote")
+    try:
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"it is larger than {LARGEST:,} bytes")
+        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        if not isinstance(record, dict):
+            raise ValueError("it holds no JSON object, and a record is one")
+        _check_depth(record)
+    except RecursionError:
+        raise ValueError("record.json: it is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"record.json: {error}") from None
+    return record
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"it holds {constant}, which is no JSON")
+
+
+def _check_depth(record: dict[str, Any]) -> None:
+    """Refuse lists and objects inside of one another beyond `DEEPEST`."""
+    level: list[Any] = [record]
+    for _ in range(DEEPEST):
+        inner = [child.values() if isinstance(child, dict) else child for child in level]
+        level = [part for children in inner for part in children if isinstance(part, dict | list)]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")

@@ -55,6 +55,8 @@ def main() -> None:
         status = app(standalone_mode=False)
     except typer.Exit as stop:
         status = stop.exit_code
+    except SystemExit as stop:  # 1: nobody reads what typer or rich print, which is no error of ours
+        status = 0 if stop.code == 1 else stop.code
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except typer.TyperException as error:

@@ -7,12 +7,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from crosslayer._start import interrupts
-from crosslayer.output.progress import say
+from crosslayer.output.progress import print_to, say
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 LARGEST_SEED = 2**63 - 1  # torch takes no larger one
 
@@ -58,7 +61,17 @@ def importing() -> Iterator[None]:
 
 def print_line(text: str) -> None:
     """Print one line of the result on stdout, at once."""
-    print(text, flush=True)
+    print_to(sys.stdout, text)
+
+
+def print_table(table: "Table", width: int | None = None) -> None:
+    """Print a table of rich on stdout; `width` in characters, by default that of the terminal."""
+    from rich.console import Console
+
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(table)
+    print_line(capture.get().rstrip("\n"))
 
 
 def print_headline(figures: dict[str, Any]) -> None:

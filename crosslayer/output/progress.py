@@ -1,10 +1,11 @@
 """Progress of a long computation, for people: a bar on a terminal, plain lines elsewhere; always on stderr."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol, Self
+from typing import Protocol, Self, TextIO
 
 QUIET = 5  # seconds between two lines
 SMOOTHING = 0.3  # how far the time that is left follows what the last step says
@@ -12,7 +13,17 @@ SMOOTHING = 0.3  # how far the time that is left follows what the last step says
 
 def say(text: str) -> None:
     """Print one line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print_to(sys.stderr, text)
+
+
+def print_to(stream: TextIO, text: str) -> None:
+    """Print one line at once; where its reader has gone (`| head`), go on without printing: the work is wanted."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # what is left in the buffer goes there too, also when the process ends
+        os.close(nowhere)
 
 
 class Steps(Protocol):

@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from crosslayer.output.panel import Panel, drawn, plotly_figure, save_svg
 from crosslayer.output.record import dumps
-from crosslayer.output.words import measured_on, ranges as runs  # noqa: F401  until all merged
+from crosslayer.output.words import measured_on  # noqa: F401  until all merged
 
 
 class Mark(NamedTuple):

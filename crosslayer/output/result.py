@@ -75,7 +75,7 @@ def load_as(kinds: Sequence[type[AnyResult]], folder: Path) -> AnyResult:
         folder: the folder of record.json.
 
     Raises:
-        ValueError: there is no record, it is damaged, or no type reads its version; one line.
+        ValueError: there is no record, it is damaged, or no type reads its version.
 
     """
     record = read_record(folder)

@@ -15,7 +15,7 @@ import typer
 from crosslayer import cli
 from crosslayer.diagnosis.record import DiagnosisRecord
 from tests.cli.test_start import heeding
-from tests.corpus.test_text import WORDS, tokenizer
+from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
 
 KEYS = [

@@ -1,4 +1,4 @@
-"""What every result can do: it is saved, loaded again equal, and shown in a notebook; a record is hostile.
+"""What every result can do: it is saved, loaded again equal, and shown in a notebook; a record is hostile."""
 
 import html
 import json

@@ -47,7 +47,7 @@ def main() -> None:
     """Run the command line.
 
     The exit status is 0 (done), 1 (a check failed), 2 (something that the user can mend), 70 (a fault of ours) or 130
-    (interrupted); all but the first two come with one line.
+    (interrupted); all but the first two come with a single line.
     """
     _print_anything()
     try:

@@ -17,14 +17,14 @@ from crosslayer.output.progress import print_to, say
 if TYPE_CHECKING:
     from rich.table import Table
 
-LARGEST_SEED = 2**63 - 1  # torch takes no larger one
+LARGEST_SEED = 2**63 - 1  # torch takes no larger seed
 
 Text = Annotated[str | None, typer.Option(help=".txt, .jsonl or .parquet, or a datasets name.")]
 Config = Annotated[str | None, typer.Option(help="Configuration of a dataset.")]
 Split = Annotated[str, typer.Option(help="Split of a dataset.")]
 Column = Annotated[str, typer.Option(help="Text column of a table or dataset.")]
 Bos = Annotated[str, typer.Option(help="First token: auto (as the tokenizer has it), yes or no.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU, or the CPU where there is none.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")]
 Sequences = Annotated[int, typer.Option(min=1, help="Sequences to measure; intervals need two.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens a sequence.")]
@@ -60,7 +60,7 @@ def importing() -> Iterator[None]:
 
 
 def print_line(text: str) -> None:
-    """Print one line of the result on stdout, at once."""
+    """Print a line of the result on stdout, at once."""
     print_to(sys.stdout, text)
 
 
@@ -75,7 +75,7 @@ def print_table(table: "Table", width: int | None = None) -> None:
 
 
 def print_headline(figures: dict[str, Any]) -> None:
-    """Print the last line of the result, one JSON object, in characters that stdout can show."""
+    """Print the last line of the result, a JSON object, in characters that stdout can show."""
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     print_line(json.dumps(figures, ensure_ascii=not unicode))
 

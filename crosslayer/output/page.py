@@ -38,7 +38,7 @@ class Page:
     lead: Sequence[Table] = ()
 
     def html(self) -> str:
-        """Return the page as one HTML string."""
+        """Return the page as HTML."""
         figures = {f"figure-{panel.key}": plotly_figure(panel) for panel in self.panels}
         plotly = get_plotlyjs() if figures else ""
         return _templates().get_template("page.html").render(page=self, figures=figures, plotly=plotly)
@@ -81,7 +81,7 @@ def page(
 
 
 def save_page(folder: Path, text: str, record: dict[str, Any], panels: list[Panel]) -> None:
-    """Write report.html, record.json and one SVG for each figure into a folder."""
+    """Write report.html, record.json and an SVG for each figure into a folder."""
     (folder / "report.html").write_text(text, encoding="utf-8")
     (folder / "record.json").write_text(dumps(record), encoding="utf-8")
     for panel in panels:

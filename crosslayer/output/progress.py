@@ -12,12 +12,12 @@ SMOOTHING = 0.3  # how far the time that is left follows what the last step says
 
 
 def say(text: str) -> None:
-    """Print one line on stderr."""
+    """Print a line on stderr."""
     print_to(sys.stderr, text)
 
 
 def print_to(stream: TextIO, text: str) -> None:
-    """Print one line at once; where its reader has gone (`| head`), go on without printing: the work is wanted."""
+    """Print a line at once; where its reader has gone (`| head`), go on without printing: the work is wanted."""
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
@@ -56,7 +56,7 @@ class Remaining:
     """The time that is left, smoothed: single steps differ, and the first is slower than all others."""
 
     def __init__(self):
-        self.first: tuple[int, float] | None = None  # steps done and the time when the first one had ended
+        self.first: tuple[int, float] | None = None  # steps done and the time when the first had ended
         self.left: float | None = None
         self.at = 0.0
 
@@ -78,7 +78,7 @@ class Remaining:
 class Progress:
     """The meter of the command line: on stderr, a bar with the time that is left on a terminal, plain lines otherwise.
 
-    Work of 0 steps, whose length is not known, is one line.
+    Work of 0 steps, whose length is not known, is a single line.
     """
 
     def __init__(self, what: str, total: int = 0):

@@ -38,11 +38,11 @@ class Result(BaseModel):
         """Return the few figures that the last line of the command line holds."""
 
     def page(self) -> str:
-        """Return the page as one self-contained HTML document."""
+        """Return the page as a self-contained HTML document."""
         return self.layout().html()
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
-        """Write record.json, report.html and one SVG for each figure; return the page's path.
+        """Write record.json, report.html and an SVG for each figure; return the page's path.
 
         Raises:
             ValueError: the folder exists and `force` is not set, or it cannot be written.

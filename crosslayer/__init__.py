@@ -1,23 +1,59 @@
-"""crosslayer: attention across depth. Importing it registers its model with transformers' Auto classes."""
+"""crosslayer: attention across depth. Importing it registers its model with transformers' Auto classes.
+
+Only that model is loaded with the package; every verb is loaded when its name is first used.
+"""
 
 from crosslayer._path import IS_COMMAND  # before any other import
 from crosslayer._start import hide_bars, interrupts
 
 TYPE_CHECKING = False  # as type checkers know it; typing itself is not needed
 
-if IS_COMMAND and not TYPE_CHECKING:
-    interrupts.watch()
-    hide_bars()  # the verbs import what they need
+if TYPE_CHECKING:
+    from crosslayer.benchmark.compare import bench
+    from crosslayer.conversion.rewire import Retrofit, retrofit
+    from crosslayer.corpus.documents import TextSource
+    from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
+    from crosslayer.diagnosis.scan import Diagnosis, diagnose
+    from crosslayer.intervention.apply import intervene
+    from crosslayer.intervention.kinds import Ablate, Forbid, PositionSwap, ScaleValues, TokenSwap, Waiver, waiver
+    from crosslayer.intervention.measure import Effect, effect
+    from crosslayer.method import HeadMixer, Method, Residual, allow_methods
+    from crosslayer.models.load import load_model
+    from crosslayer.plan import DepthPlan
+    from crosslayer.probe.what_if import what_if
+    from crosslayer.results import load_result
+    from crosslayer.verification.verify_model import verify
 
-    def __getattr__(name: str):
-        """Load what the package offers when a module asks for it, as a user's own method may."""
-        if name not in __all__:
-            raise AttributeError(f"module 'crosslayer' has no attribute {name!r}")
-        from crosslayer import api
-
-        return vars(api)[name]
-else:
-    from crosslayer.api import *
+# Where each public name is defined; the imports above say the same to type checkers and editors.
+_HOMES = {
+    "Ablate": "intervention.kinds",
+    "CrossLayerConfig": "decoder",
+    "CrossLayerForCausalLM": "decoder",
+    "DepthPlan": "plan",
+    "Diagnosis": "diagnosis.scan",
+    "Effect": "intervention.measure",
+    "Forbid": "intervention.kinds",
+    "HeadMixer": "method",
+    "Method": "method",
+    "PositionSwap": "intervention.kinds",
+    "Residual": "method",
+    "Retrofit": "conversion.rewire",
+    "ScaleValues": "intervention.kinds",
+    "TextSource": "corpus.documents",
+    "TokenSwap": "intervention.kinds",
+    "Waiver": "intervention.kinds",
+    "allow_methods": "method",
+    "bench": "benchmark.compare",
+    "diagnose": "diagnosis.scan",
+    "effect": "intervention.measure",
+    "intervene": "intervention.apply",
+    "load_model": "models.load",
+    "load_result": "results",
+    "retrofit": "conversion.rewire",
+    "verify": "verification.verify_model",
+    "waiver": "intervention.kinds",
+    "what_if": "probe.what_if",
+}
 
 __all__ = [
     "Ablate",
@@ -27,9 +63,13 @@ __all__ = [
     "Diagnosis",
     "Effect",
     "Forbid",
+    "HeadMixer",
+    "Method",
     "PositionSwap",
+    "Residual",
     "Retrofit",
     "ScaleValues",
+    "TextSource",
     "TokenSwap",
     "Waiver",
     "allow_methods",
@@ -38,9 +78,33 @@ __all__ = [
     "effect",
     "intervene",
     "load_model",
+    "load_result",
     "retrofit",
     "verify",
     "waiver",
     "what_if",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    """Load a public name when it is first used (PEP 562), and keep it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'crosslayer' has no attribute {name!r}")
+    from importlib import import_module
+
+    public = getattr(import_module(f"crosslayer.{_HOMES[name]}"), name)
+    globals()[name] = public
+    return public
+
+
+def __dir__() -> list[str]:
+    """Name also what is not loaded yet, for completion in editors and notebooks."""
+    return sorted({*globals(), *__all__})
+
+
+if IS_COMMAND:
+    interrupts.watch()
+    hide_bars()  # a verb imports what it needs
+else:
+    import crosslayer.decoder  # noqa: F401  registers the model

@@ -1,20 +1,128 @@
 """What records have in common."""
 
 import json
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+LARGEST = 2**28  # bytes of a record; a diagnosis of 30 layers has 0.8 MB
+DEEPEST = 32  # lists and objects inside of one another, far more than any record has
 
 
-class Measure(BaseModel):
+class Frozen(BaseModel):
+    """A part of a record: it does not change, and holds no key that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
+
+
+class Measure(Frozen):
     """A measure by layer: mean over n sequences and 95 % Student-t interval, a pair [low, high] for each entry."""
 
-    model_config = ConfigDict(extra="forbid")
     mean: list[Any]
     ci95: list[Any] | None = Field(description="None for a single sequence")
     n: int = Field(ge=1)
+
+    @property
+    def array(self) -> np.ndarray:
+        """The mean as float64, NaN where a layer has no such sublayer."""
+        return np.array(self.mean, dtype=float)
+
+    @property
+    def interval(self) -> np.ndarray | None:
+        """The ends of the 95 % interval, (…, 2) for a mean of shape (…), None for a single sequence."""
+        return None if self.ci95 is None else np.array(self.ci95, dtype=float)
+
+
+class PositionBins(Frozen):
+    """A quantity of single positions, averaged over bins that widen with the position.
+
+    `edges` holds the first position of each bin, `length` the tokens of a sequence, `mean` (L, bins) the mean of one
+    position in the bin.
+    """
+
+    edges: list[int]
+    length: int = Field(ge=1)
+    mean: list[list[float | None]]
+
+
+class Machine(Frozen):
+    """The kind of machine that a result was made on, without its name."""
+
+    system: str
+    processor: str
+    cores: int | None
+    threads: int
+    gpu: str | None
+
+
+class Environment(Frozen):
+    """What `crosslayer.environment.environment` returns: versions of packages, None where missing, and the machine."""
+
+    versions: dict[str, str | None]
+    machine: Machine
+
+
+class Options(BaseModel):
+    """What a verb is asked to do: checked as a whole when it is built.
+
+    Raises:
+        ValueError: an option is wrong; the message is one line.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **options: Any):
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            words = str(first["ctx"]["error"]) if first["type"] == "value_error" else f"{place}: {first['msg']}"
+            raise ValueError(words) from None
 
 
 def dumps(record: dict[str, Any]) -> str:
     """Write a record as JSON; a NaN or an infinity is an error, never a value."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read `record.json` of a folder, which may come from anyone; its keys are not checked here.
+
+    Raises:
+        ValueError: there is none, or it is too large, no JSON object or nested too deeply; the message is one line.
+
+    """
+    path = folder / "record.json"
+    if not path.is_file():
+        raise ValueError(f"{folder.name!r} holds no record.json; name a folder that crosslayer wrote")
+    try:
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"it is larger than {LARGEST:,} bytes")
+        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        if not isinstance(record, dict):
+            raise ValueError("it holds no JSON object, and a record is one")
+        _check_depth(record)
+    except RecursionError:
+        raise ValueError("record.json: it is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"record.json: {error}") from None
+    return record
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"it holds {constant}, which is no JSON")
+
+
+def _check_depth(record: dict[str, Any]) -> None:
+    """Refuse lists and objects inside of one another beyond `DEEPEST`."""
+    level: list[Any] = [record]
+    for _ in range(DEEPEST):
+        inner = [child.values() if isinstance(child, dict) else child for child in level]
+        level = [part for children in inner for part in children if isinstance(part, dict | list)]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")

@@ -18,7 +18,7 @@ from torch import Tensor
 from crosslayer.conversion.moments import FITS, Fit, Moments, check_enough
 from crosslayer.conversion.streams import Streams, computes_the_same, layers_of, same_weights
 from crosslayer.decoder.modeling import CrossLayerDecoderLayer, CrossLayerForCausalLM
-from crosslayer.method import Compensation, check_choice
+from crosslayer.method import Compensation, Method, check_choice
 
 Text = Tensor | Mapping[str, Tensor]  # ids (N, T), or those of each domain by name
 
@@ -50,7 +50,8 @@ def calibrate(
     sizes = [len(ids) for ids in domains]
     _check(model, domains, fit, groups)
     streams = Streams(original, model, torch.cat(domains), follow_original=fit != "layerwise")
-    compensated = [number for number, layer in enumerate(streams.layers_after) if _compensation(layer) is not None]
+    targets = model.config.wiring.compensation
+    compensated = [layer for layer, target in enumerate(targets) if target is not None]
     highest = compensated[-1]
     fits = []
     for layer in range(highest + 1):
@@ -66,8 +67,8 @@ def calibrate(
 def _fit(streams: Streams, layer: int, fit: str, moments: Moments) -> Fit:
     """Fit W_c of a layer to what the layer lacks without it."""
     rewired = streams.layers_after[layer]
-    compensation = _compensation(rewired)
-    assert compensation is not None
+    compensation = rewired.compensation
+    assert isinstance(compensation, Compensation)
     compensation.reset()
     first = 0  # sequence of the batch
     for normed, lack in streams.gaps(layer, compensation.target):  # (B, T, C) each
@@ -87,11 +88,11 @@ def _fit(streams: Streams, layer: int, fit: str, moments: Moments) -> Fit:
 def _check(model: CrossLayerForCausalLM, domains: list[Tensor], fit: str, groups: int) -> None:
     """Refuse what cannot be fitted."""
     check_choice("calibrate", "fit", fit, FITS)
-    layers = layers_of(model)
-    if all(_compensation(layer) is None for layer in layers):
+    wiring = model.config.wiring
+    if not any(wiring.compensation):
         raise ValueError("no layer has a W_c to fit; give the method compensation='attention'")
-    if any(residual in layer._modules for layer in layers for residual in ("attn_residual", "mlp_residual")):
-        names = ", ".join(method.name() for method in model.config.methods)
+    if any(type(method).residual is not Method.residual for method in wiring.methods):
+        names = ", ".join(method.name() for method in wiring.methods)
         raise ValueError(f"{names}: W_c is fitted between plain residual streams; train it instead (fit 'zero')")
     lengths = {ids.shape[1] for ids in domains}
     if len(lengths) != 1:
@@ -108,20 +109,16 @@ def changed_alone(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM)
     That is a layer without W_c, such as a leader whose keys and values were merged, or an MLP that is gone and that W_c
     does not write to. The models share their weights' tensors.
     """
-    pairs = zip(layers_of(original), layers_of(model), strict=True)
-    return [number for number, (before, after) in enumerate(pairs) if not _is_covered(before, after)]
+    alone = []
+    for layer, (before, after) in enumerate(zip(layers_of(original), layers_of(model), strict=True)):
+        if not _is_covered(before, after, model.config.wiring.compensation[layer]):
+            alone.append(layer)
+    return alone
 
 
-def _is_covered(before: CrossLayerDecoderLayer, after: CrossLayerDecoderLayer) -> bool:
+def _is_covered(before: CrossLayerDecoderLayer, after: CrossLayerDecoderLayer, target: str | None) -> bool:
     """Return whether all that changes in a layer is in the target of its W_c."""
-    compensation = _compensation(after)
-    if compensation is None:
+    if target is None:
         return computes_the_same(before, after)
     assert before.mlp is not None
-    return compensation.target == "mlp" or (after.mlp is not None and same_weights(before.mlp, after.mlp))
-
-
-def _compensation(layer: CrossLayerDecoderLayer) -> Compensation | None:
-    """Return the W_c of a layer."""
-    compensation = layer._modules.get("compensation")
-    return compensation if isinstance(compensation, Compensation) else None
+    return target == "mlp" or (after.mlp is not None and same_weights(before.mlp, after.mlp))

@@ -1,6 +1,6 @@
 """What a change costs on text that it was not fitted to: perplexity and KL, paired by window, with intervals.
 
-    ratio = exp(mean(nll_after − nll_before))
+ratio = exp(mean(nll_after − nll_before))
 """
 
 import numpy as np

@@ -82,4 +82,3 @@ class RetrofitOptions(Options):
     def changed(self) -> dict[str, Any]:
         """Return the options that are not at their default."""
         return self.model_dump(exclude_defaults=True)
-

@@ -126,7 +126,7 @@ class Domains(Frozen):
     all: Damage
 
 
-class Texts(Frozen):
+class TextsRecord(Frozen):
     """Names of the domains that were read."""
 
     judged: list[str] = Field(description="on which the damage was measured")
@@ -156,7 +156,7 @@ class RetrofitRecord(Frozen):
     cache: CacheRecord
     damage: Domains
     options: RetrofitOptions = Field(description="what was asked for")
-    texts: Texts
+    texts: TextsRecord
     command: str | None = Field(None, description="the command line, where it was one")
     seconds: Seconds
     environment: Environment

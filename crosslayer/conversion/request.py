@@ -101,7 +101,9 @@ class Request:
             check_choice("retrofit", "part", options.part, self.kind.parts)
         if options.target is not None:
             kinds = searched_methods() if self.kind is None else [self.kind]
-            check_choice("retrofit", "target", options.target, sorted({name for kind in kinds for name in kind.targets}))
+            check_choice(
+                "retrofit", "target", options.target, sorted({name for kind in kinds for name in kind.targets})
+            )
 
 
 def _method_of(options: RetrofitOptions) -> tuple[type[Method] | None, Method | None]:

@@ -10,14 +10,17 @@ TYPE_CHECKING = False  # as type checkers know it; typing itself is not needed
 
 if TYPE_CHECKING:
     from crosslayer.benchmark.compare import bench
-    from crosslayer.conversion.rewire import Retrofit, retrofit
+    from crosslayer.conversion.job import retrofit
+    from crosslayer.conversion.result import Receipt
+    from crosslayer.conversion.rewire import Rewired, rewire
     from crosslayer.corpus.documents import TextSource
     from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
     from crosslayer.diagnosis.scan import Diagnosis, diagnose
     from crosslayer.intervention.apply import intervene
     from crosslayer.intervention.kinds import Ablate, Forbid, PositionSwap, ScaleValues, TokenSwap, Waiver, waiver
     from crosslayer.intervention.measure import Effect, effect
-    from crosslayer.method import HeadMixer, Method, Residual, allow_methods
+    from crosslayer.method import HeadMixer, Method, Residual
+    from crosslayer.methods import allow_methods
     from crosslayer.models.load import load_model
     from crosslayer.plan import DepthPlan
     from crosslayer.probe.what_if import what_if
@@ -37,19 +40,21 @@ _HOMES = {
     "Method": "method",
     "PositionSwap": "intervention.kinds",
     "Residual": "method",
-    "Retrofit": "conversion.rewire",
+    "Receipt": "conversion.result",
+    "Rewired": "conversion.rewire",
     "ScaleValues": "intervention.kinds",
     "TextSource": "corpus.documents",
     "TokenSwap": "intervention.kinds",
     "Waiver": "intervention.kinds",
-    "allow_methods": "method",
+    "allow_methods": "methods",
     "bench": "benchmark.compare",
     "diagnose": "diagnosis.scan",
     "effect": "intervention.measure",
     "intervene": "intervention.apply",
     "load_model": "models.load",
     "load_result": "results",
-    "retrofit": "conversion.rewire",
+    "retrofit": "conversion.job",
+    "rewire": "conversion.rewire",
     "verify": "verification.verify_model",
     "waiver": "intervention.kinds",
     "what_if": "probe.what_if",
@@ -67,7 +72,8 @@ __all__ = [
     "Method",
     "PositionSwap",
     "Residual",
-    "Retrofit",
+    "Receipt",
+    "Rewired",
     "ScaleValues",
     "TextSource",
     "TokenSwap",
@@ -80,6 +86,7 @@ __all__ = [
     "load_model",
     "load_result",
     "retrofit",
+    "rewire",
     "verify",
     "waiver",
     "what_if",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.corpus.documents import TextSource, embedded_documents, load_documents
@@ -66,8 +67,8 @@ def shared_out(count: int, domains: Sequence[str]) -> dict[str, int]:
 
 
 def split_domains(
-    domains: Mapping[str, Iterable[str]],
-    tokenizer: PreTrainedTokenizerBase,
+    domains: Mapping[str, Tensor | Iterable[str]],
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     parts: Mapping[str, Mapping[str, int]],
     length: int = 512,
@@ -75,6 +76,8 @@ def split_domains(
     bos: str = "auto",
 ) -> dict[str, Windows]:
     """Cut each domain into disjoint parts, such as {"evaluation": {"web": 16, "code": 16}, "calibration": {"web": 64}}.
+
+    Of a domain of token ids (N, T) each row is a window; all others are documents, which need the tokenizer.
 
     Raises:
         ValueError: a domain has too little text; the message names it.
@@ -86,12 +89,29 @@ def split_domains(
         if not wanted:
             continue
         try:
-            cut = split(documents, tokenizer, parts=wanted, length=length, seed=seed, bos=bos)
+            if isinstance(documents, Tensor):
+                cut = _split_ids(documents, wanted)
+            elif tokenizer is None:
+                raise ValueError("texts need tokenizer=…; without it give token ids (N, T)")
+            else:
+                cut = split(documents, tokenizer, parts=wanted, length=length, seed=seed, bos=bos)
         except ValueError as error:
             raise ValueError(f"{name}: {error}" if len(domains) > 1 else str(error)) from None
         for part, windows in cut.items():
             windows_of[part].append((name, windows))
     return {part: _joined(pairs) for part, pairs in windows_of.items() if pairs}
+
+
+def _split_ids(ids: Tensor, parts: Mapping[str, int]) -> dict[str, Windows]:
+    """Deal out the rows of token ids (N, T), each of which is taken for a document of its own."""
+    if sum(parts.values()) > len(ids):
+        needs = ", ".join(f"{count} for {name}" for name, count in parts.items())
+        raise ValueError(f"there are {len(ids)} windows of token ids; {sum(parts.values())} are needed ({needs})")
+    windows, start = {}, 0
+    for name, count in parts.items():
+        rows = range(start, start + count)
+        windows[name], start = Windows(ids[start : start + count], tuple(rows)), start + count
+    return windows
 
 
 def _joined(pairs: list[tuple[str, Windows]]) -> Windows:

@@ -23,7 +23,7 @@ from crosslayer.conversion.rewire import retrofit
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
-from crosslayer.method import to_entry
+from crosslayer.methods import to_entry
 from crosslayer.plan import parse_layers
 
 PARTS = ("damage", "times", "table")

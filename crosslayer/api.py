@@ -15,7 +15,7 @@ from crosslayer.intervention.apply import (
     waiver,
 )
 from crosslayer.intervention.measure import Effect, effect
-from crosslayer.method import allow_methods
+from crosslayer.methods import allow_methods
 from crosslayer.models.load import load_model
 from crosslayer.plan import DepthPlan
 from crosslayer.probe.what_if import what_if

@@ -34,7 +34,7 @@ def _allow(names: list[str] | None) -> list[str] | None:
     """Allow modules before anything is loaded."""
     if names:
         with importing():
-            from crosslayer.method import allow_methods
+            from crosslayer.methods import allow_methods
         allow_methods(*names)
     return names
 

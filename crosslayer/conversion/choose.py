@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from crosslayer.diagnosis.groups import Groups, paper_groups
-from crosslayer.method import Method, merge_plans
+from crosslayer.method import Method
+from crosslayer.methods import merge_plans
 from crosslayer.methods.cla import CLA
 from crosslayer.methods.drop import Drop
 from crosslayer.methods.svformer import SVFormer

@@ -19,7 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.decoder.weights import FAMILIES, to_config
-from crosslayer.method import Method, Mixing, check_choice, to_entry
+from crosslayer.method import Method, Mixing, check_choice
+from crosslayer.methods import to_entry
 from crosslayer.methods.cla import CLA
 from crosslayer.methods.drop import Drop
 

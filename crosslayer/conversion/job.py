@@ -26,7 +26,8 @@ from crosslayer.decoder.weights import to_config
 from crosslayer.diagnosis.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.diagnosis.scan import diagnose
 from crosslayer.environment import environment
-from crosslayer.method import Method, merge_plans, to_entry
+from crosslayer.method import Method
+from crosslayer.methods import merge_plans, to_entry
 from crosslayer.plan import DepthPlan, parse_layers
 from crosslayer.probe import measures as m
 from crosslayer.probe.intercept import no_cache

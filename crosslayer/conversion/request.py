@@ -9,7 +9,8 @@ from typing import Any
 from crosslayer.conversion.convert import MERGES
 from crosslayer.conversion.moments import FITS
 from crosslayer.diagnosis.groups import PAPER_SIZE
-from crosslayer.method import TARGETS, Method, check_choice, load_method, to_entry
+from crosslayer.method import TARGETS, Method, check_choice
+from crosslayer.methods import load_method, to_entry
 from crosslayer.methods.cla import CLA
 
 DEFAULT_FIT = "layerwise"

@@ -11,7 +11,8 @@ from crosslayer.conversion.calibrate import Text, calibrate, changed_alone
 from crosslayer.conversion.convert import convert
 from crosslayer.conversion.moments import FITS, Fit
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.method import Compensation, Method, check_choice, load_method, merge_plans
+from crosslayer.method import Compensation, Method, check_choice
+from crosslayer.methods import load_method, merge_plans
 from crosslayer.plan import DepthPlan
 
 

@@ -11,7 +11,8 @@ from crosslayer.conversion.choose import PASSES, SAVES, Search, Wires, fixed_sup
 from crosslayer.conversion.damage import Losses, compare, damage, difference, logits_if, logits_of, losses
 from crosslayer.conversion.request import Meter, Request
 from crosslayer.corpus.windows import Windows
-from crosslayer.method import Method, merge_plans
+from crosslayer.method import Method
+from crosslayer.methods import merge_plans
 from crosslayer.methods.uniattn import UniAttn
 from crosslayer.plan import DepthPlan
 from crosslayer.probe.what_if import Wiring, look

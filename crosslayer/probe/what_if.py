@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from crosslayer.method import Method, load_method, merge_plans, mixes
+from crosslayer.method import Method, mixes
+from crosslayer.methods import load_method, merge_plans
 from crosslayer.plan import STATES, DepthPlan
 from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, visited
 from crosslayer.probe.shapes import LayerShape, may_share

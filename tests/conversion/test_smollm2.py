@@ -8,7 +8,7 @@ from benchmarks.retrofit import WIRINGS
 from crosslayer.conversion.choose import entries
 from crosslayer.conversion.job import allocated
 from crosslayer.conversion.rewire import retrofit
-from crosslayer.method import merge_plans
+from crosslayer.methods import merge_plans
 from crosslayer.output.manifest import write_manifest
 from crosslayer.plan import parse_layers
 from crosslayer.verification.verify_model import verify_source

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.method import load_method
+from crosslayer.methods import load_method
 from crosslayer.methods.cla import CLA
 from tests.helpers.tiny import tiny, tokens
 

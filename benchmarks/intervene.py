@@ -25,11 +25,11 @@ import torch
 import crosslayer
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import pack
-from crosslayer.diagnosis.scan import summarise
 from crosslayer.environment import environment
 from crosslayer.intervention.apply import PositionSwap, waiver
 from crosslayer.intervention.measure import effect
 from crosslayer.output.panel import Line, Panel, save_svg
+from crosslayer.output.summary import summarise
 
 HERE = Path(__file__).parent
 RESULTS, FIGURES = HERE / "results" / "intervene.json", HERE.parent / "docs" / "figures"

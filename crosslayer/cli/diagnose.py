@@ -51,11 +51,11 @@ def command(
         from crosslayer.corpus.documents import TextSource, load_documents
         from crosslayer.corpus.domains import check_table_options
         from crosslayer.corpus.windows import check_size, packed
-        from crosslayer.diagnosis.scan import check_length
         from crosslayer.diagnosis.scan import diagnose as run
         from crosslayer.diagnosis.write import write_diagnosis
         from crosslayer.models.load import load_model
         from crosslayer.output.folder import check_target
+        from crosslayer.probe.tokens import check_length
 
     check_target(out, force)
     source = TextSource(text, config, split, column)

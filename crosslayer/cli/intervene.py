@@ -70,13 +70,13 @@ def command(
         from crosslayer.corpus.documents import TextSource, load_documents
         from crosslayer.corpus.domains import check_table_options
         from crosslayer.corpus.windows import check_size, packed
-        from crosslayer.diagnosis.scan import check_length
         from crosslayer.intervention.apply import check_positions, parse_interventions
         from crosslayer.intervention.measure import effect, scan_groups
         from crosslayer.intervention.page import headline, words, write_intervention
         from crosslayer.intervention.record import InterventionRecord
         from crosslayer.models.load import load_model
         from crosslayer.output.folder import check_target
+        from crosslayer.probe.tokens import check_length
 
     changes = {
         "waiver": waiver,

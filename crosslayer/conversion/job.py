@@ -24,13 +24,14 @@ from crosslayer.corpus.windows import Windows
 from crosslayer.decoder.caches import cache_bytes
 from crosslayer.decoder.weights import to_config
 from crosslayer.diagnosis.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
-from crosslayer.diagnosis.scan import check_ids, diagnose
+from crosslayer.diagnosis.scan import diagnose
 from crosslayer.environment import environment
 from crosslayer.method import Method, merge_plans, to_entry
 from crosslayer.plan import DepthPlan, parse_layers
 from crosslayer.probe import measures as m
 from crosslayer.probe.intercept import no_cache
 from crosslayer.probe.stream import LayerStream, streams
+from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import Wiring, look, what_if
 
 STEP = 64  # tokens of the forward pass that shows what a cache allocates

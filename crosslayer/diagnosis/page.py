@@ -130,7 +130,7 @@ def _extremes(measure: Measure) -> tuple[tuple[int, float], tuple[int, float]]:
 def _positions(record: DiagnosisRecord) -> Panel:
     found = record.importance_by_position
     z = [[None if v is None else math.log10(max(v * found["length"], 1e-3)) for v in row] for row in found["mean"]]
-    drawn = by_position(found, z, "log₁₀ of a′ · T", (-1.0, 2.0))
+    drawn = by_position(found["edges"], found["length"], z, "log₁₀ of a′ · T", (-1.0, 2.0))
     sentence = (
         "How much attention each position receives, against an even spread (0 = even, 1 = ten times as much), positions on a "
         "logarithmic axis. A bright column at the left is a sink at the first token; causal models give early positions more "

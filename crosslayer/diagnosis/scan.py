@@ -4,7 +4,6 @@ Flows: tokens → visited attention calls and residual streams → measures of o
 The forward pass keeps queries and keys; the maps are computed from them afterwards, block by block (`probe/maps.py`).
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,23 +11,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import pack
 from crosslayer.diagnosis.cross_layer import CrossLayerCosines
+from crosslayer.diagnosis.tokens import position_table, top_tokens
 from crosslayer.diagnosis.verdict import verdict
 from crosslayer.environment import environment
+from crosslayer.output.summary import by_position, summarise
 from crosslayer.probe import measures as m
 from crosslayer.probe.intercept import AttentionCall, attention_layers, evaluating, layer_stack, no_cache, visited
-from crosslayer.probe.maps import UNREADABLE, map_sums
+from crosslayer.probe.maps import map_sums
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.stream import LayerStream, streams
-from crosslayer.probe.tokens import position_limit, position_table, top_tokens
+from crosslayer.probe.tokens import check_ids
 
 SINK_THRESHOLD = 0.3  # of a head's mean attention to token 0, for the sink rate
-POSITION_BINS = 128
 
 Progress = Callable[[int, int], None]  # sequences done, sequences in all
 
@@ -111,7 +110,7 @@ def diagnose(
         model=describe(model, found[0]),
         settings={"sequences": len(ids), "length": ids.shape[1], **packing, **(settings or {})},
         samples=samples,
-        positions=by_position(shares),
+        positions=by_position(shares).model_dump(),
         tokens=top_tokens(shares, ids.cpu().numpy(), tokenizer),
         position_table=position_table(model),
         shapes=found[0].shapes,
@@ -212,33 +211,6 @@ class _Sequence:
         return full if next(iter(by_layer.values())).dim() else full[:, 0]
 
 
-def summarise(sample: np.ndarray) -> dict[str, Any]:
-    """Return the mean over sequences and its 95 % Student-t interval, (N, …) → {"mean", "ci95", "n"}.
-
-    `ci95` has a pair [low, high] for each entry of the mean; it is None for a single sequence.
-    """
-    count, mean = len(sample), sample.mean(axis=0)
-    if count < 2:
-        return {"mean": _plain(mean), "ci95": None, "n": count}
-    half = stats.t.ppf(0.975, count - 1) * sample.std(axis=0, ddof=1) / math.sqrt(count)
-    return {"mean": _plain(mean), "ci95": _plain(np.stack([mean - half, mean + half], axis=-1)), "n": count}
-
-
-def by_position(shares: np.ndarray, single: Iterable[int] = ()) -> dict[str, Any]:
-    """Return importance by position, averaged over sequences and bins that widen with the position.
-
-    `edges[i]` is the first position of bin i; `mean` is (L, bins), the mean a' of one position in the bin. Positions in
-    `single` have bins of their own.
-    """
-    mean = shares.mean(axis=0)
-    size = mean.shape[-1]
-    edges = np.unique(np.geomspace(1, size + 1, POSITION_BINS + 1).round().astype(int) - 1)[:-1]
-    edges = np.unique([*edges, *(edge for p in single for edge in (p, p + 1) if edge < size)])
-    widths = np.diff(np.append(edges, size))
-    binned = np.add.reduceat(mean, edges, axis=-1) / widths
-    return {"edges": edges.tolist(), "length": size, "mean": _plain(binned)}
-
-
 def describe(model: PreTrainedModel, one: "_Sequence") -> dict[str, Any]:
     """Return what the record says of the model itself."""
     config = model.config.get_text_config()
@@ -258,13 +230,6 @@ def describe(model: PreTrainedModel, one: "_Sequence") -> dict[str, Any]:
     }
 
 
-def _plain(values: np.ndarray) -> Any:
-    """Turn an array into nested lists with None for what is undefined (NaN, or a ratio to zero)."""
-    plain = np.asarray(values).astype(object)
-    plain[~np.isfinite(values)] = None
-    return plain.tolist()
-
-
 def _as_ids(given: Tensor | Iterable[str], tokenizer: PreTrainedTokenizerBase | None, packing: dict) -> Tensor:
     if isinstance(given, Tensor):
         if packing:
@@ -273,31 +238,6 @@ def _as_ids(given: Tensor | Iterable[str], tokenizer: PreTrainedTokenizerBase | 
     if tokenizer is None:
         raise ValueError("texts need tokenizer=…; without one give token ids (B, T)")
     return pack([given] if isinstance(given, str) else given, tokenizer, **packing)
-
-
-def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
-    """Refuse ids that are no integers (B ≥ 1, T ≥ 2), not in the vocabulary, or more than the model's positions.
-
-    A model with flex attention is refused too, before it compiles its masks, which takes long.
-    """
-    if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2 or ids.is_floating_point():
-        raise ValueError(f"ids are {ids.dtype} of shape {tuple(ids.shape)}; needed are integers (B ≥ 1, T ≥ 2)")
-    config = model.config.get_text_config()
-    check_length(model, ids.shape[1])
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise ValueError(
-            f"token ids reach from {int(ids.min())} to {int(ids.max())}; the vocabulary has {config.vocab_size}: "
-            "ids and tokenizer must be this model's"
-        )
-    if config._attn_implementation == "flex_attention":
-        raise ValueError(UNREADABLE)
-
-
-def check_length(model: PreTrainedModel, length: int) -> None:
-    """Refuse sequences of more tokens than the model has positions."""
-    limit = position_limit(model)
-    if limit is not None and length > limit:
-        raise ValueError(f"length {length} is above the model's {limit} positions")
 
 
 def _without_value(call: AttentionCall) -> AttentionCall:

@@ -14,10 +14,8 @@ def write_diagnosis(record: dict[str, Any], out: Path, force: bool = False) -> t
     checked = DiagnosisRecord.model_validate(record)
     model, settings = checked.model, checked.settings
     name = settings.get("model") or model["class"]
-    subtitle = (
-        f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers · "
-        f"{measured_on(settings)}"
-    )
+    text = measured_on(settings["sequences"], settings["length"], settings.get("text"), settings.get("documents"))
+    subtitle = f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers · {text}"
     panels = diagnosis.panels(checked)
     with whole_folder(out, force) as folder:
         text = page(

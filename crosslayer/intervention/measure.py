@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from crosslayer.diagnosis.scan import by_position, check_ids, evaluating, summarise
 from crosslayer.environment import environment
 from crosslayer.intervention.apply import (
     KINDS,
@@ -38,12 +37,13 @@ from crosslayer.intervention.apply import (
     positions_of,
     to_entry,
 )
+from crosslayer.output.summary import by_position, summarise
 from crosslayer.plan import parse_layers
 from crosslayer.probe import measures as m
-from crosslayer.probe.intercept import AttentionCall, attention_layers, layer_stack, no_cache, visited
+from crosslayer.probe.intercept import AttentionCall, attention_layers, evaluating, layer_stack, no_cache, visited
 from crosslayer.probe.maps import is_causal, map_sums, rows_that_see
 from crosslayer.probe.stream import LayerStream, streams
-from crosslayer.probe.tokens import position_limit
+from crosslayer.probe.tokens import check_ids, position_limit
 
 MEASURES = ("attention_received", "hidden_norm_ratio", "value_norm_ratio", "mlp_l1_l2")
 BELOW, ABOVE = (0.1, 0.25, 0.5), (0.1, 0.25)  # of the depth: where the groups of a scan end and begin
@@ -80,10 +80,10 @@ class Effect:
             **chosen,
             "others": places[1:],
             "attention_by_position": {
-                "edges": heat["before"]["edges"],
-                "length": heat["before"]["length"],
-                "before": heat["before"]["mean"],
-                "after": heat["after"]["mean"],
+                "edges": heat["before"].edges,
+                "length": heat["before"].length,
+                "before": heat["before"].mean,
+                "after": heat["after"].mean,
             },
             "scan": self.scan,
             "controls": self.controls,

@@ -20,7 +20,8 @@ def write_intervention(record: dict[str, Any], out: Path, force: bool = False) -
     """Write an intervention to `out`, whole or not at all; return the page's path."""
     checked = InterventionRecord.model_validate(record)
     model, settings = checked.model, checked.settings
-    subtitle = f"{describe(checked.interventions)} · {measured_on(settings)}"
+    text = measured_on(settings["sequences"], settings["length"], settings.get("text"), settings.get("documents"))
+    subtitle = f"{describe(checked.interventions)} · {text}"
     figures = panels(checked)
     with whole_folder(out, force) as folder:
         title = f"Intervention on {settings.get('model') or model['class']}"
@@ -240,7 +241,7 @@ def _line(name: str, found: Measure, color: str) -> Line:
 def _heat(record: InterventionRecord, side: str) -> Panel:
     found = record.attention_by_position
     z = [[None if v is None else math.log10(max(v, 1e-4)) for v in row] for row in found[side]]
-    drawn = by_position(found, z, "log₁₀ of the share", (-4.0, 0.0), record.position)
+    drawn = by_position(found["edges"], found["length"], z, "log₁₀ of the share", (-4.0, 0.0), record.position)
     words = (
         "Mean attention that a position receives from the tokens that may see it, positions on a logarithmic axis. "
         "Bright columns are sinks."

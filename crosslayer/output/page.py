@@ -138,18 +138,17 @@ def save_page(folder: Path, text: str, record: dict[str, Any], panels: list[Pane
         save_svg(panel, folder / "figures")
 
 
-def measured_on(settings: dict[str, Any]) -> str:
+def measured_on(sequences: int, length: int, text: str | None, documents: Sequence[int] | None) -> str:
     """Return on which text something was measured, and what the bands of the figures are."""
-    made = f"{settings['sequences']} sequences of {settings['length']} tokens, {settings.get('text', 'own tokens')}"
-    documents = settings.get("documents")
-    origin = "" if documents is None else f" · {_origin(documents)}"
+    windows = f"{sequences} sequences of {length} tokens, {text or 'own tokens'}"
+    origin = f" · {_origin(documents)}" if documents else ""
     return (
-        f"{made}{origin} · bands: 95 % Student-t intervals over sequences, which they take as independent, cut off at "
+        f"{windows}{origin} · bands: 95 % Student-t intervals over sequences, which they take as independent, cut off at "
         "what is possible"
     )
 
 
-def _origin(documents: list[int]) -> str:
+def _origin(documents: Sequence[int]) -> str:
     """Return how many documents sequences come from; a number below 0 stands for several."""
     single, joined = len({number for number in documents if number >= 0}), sum(number < 0 for number in documents)
     words = [f"{single} document{'s' if single > 1 else ''}"] if single else []

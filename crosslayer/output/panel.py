@@ -69,14 +69,18 @@ class Panel:
 
 
 def by_position(
-    found: dict[str, Any], z: list[list[float | None]], label: str, limits: tuple[float, float], position: int = 0
+    edges: Sequence[int],
+    length: int,
+    z: list[list[float | None]],
+    label: str,
+    limits: tuple[float, float],
+    position: int = 0,
 ) -> dict[str, Any]:
     """Return `heat`, `log_x` and `x_ticks` of a panel of layers by bins of positions, counted from 0.
 
-    Bin i holds the positions found["edges"][i] to found["edges"][i + 1] − 1, the last up to found["length"] − 1.
-    Position p reaches from p + 1 to p + 2 of a logarithmic axis. `position` is sure to have a label.
+    Bin i holds the positions edges[i] to edges[i + 1] − 1, the last up to length − 1. Position p reaches from p + 1 to
+    p + 2 of a logarithmic axis. `position` is sure to have a label.
     """
-    edges, length = found["edges"], found["length"]
     ends = [*edges[1:], length]
     columns = [str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in zip(edges, ends, strict=True)]
     heat = Heat([edge + 1.0 for edge in (*edges, length)], [*range(len(z))], z, label, limits, columns=columns)

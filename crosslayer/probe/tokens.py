@@ -1,71 +1,14 @@
-"""Which tokens and positions attract attention: top tokens by layer, and the rows of a learned position table."""
+"""What a model takes: how many positions it has, and which token ids."""
 
-from collections import defaultdict
-from typing import Any
-
-import numpy as np
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from crosslayer.probe.intercept import text_model
-from crosslayer.probe.measures import working
-
-PER_SEQUENCE, SHOWN = 10, 5
-
-
-def top_tokens(
-    shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None
-) -> list[list[dict[str, Any]]]:
-    """Return, by layer, the tokens that hold most of the importance among each sequence's ten largest a'.
-
-    `shares` is (N, L, T), `ids` (N, T). Occurrences of one token are added up, the first position kept apart; `share`
-    is the mean over sequences.
-    """
-    result = []
-    for layer in range(shares.shape[1]):
-        if np.isnan(shares[0, layer]).any():
-            result.append([])
-            continue
-        total: dict[tuple[int, bool], float] = defaultdict(float)
-        places: dict[tuple[int, bool], set[int]] = defaultdict(set)
-        for one, tokens in zip(shares[:, layer], ids, strict=True):
-            for position in np.argsort(-one)[:PER_SEQUENCE]:
-                key = (-1, True) if position == 0 else (int(tokens[position]), False)
-                total[key] += float(one[position]) / len(ids)
-                places[key].add(int(position))
-        best = sorted(total, key=lambda key: -total[key])[:SHOWN]
-        result.append([_entry(key, total[key], sorted(places[key]), ids, tokenizer) for key in best])
-    return result
-
-
-def _entry(key: tuple[int, bool], share: float, places: list[int], ids: np.ndarray, tokenizer) -> dict[str, Any]:
-    token, first = key
-    same = len(set(ids[:, 0].tolist())) == 1
-    if first and not same:
-        text = "first token"
-    else:
-        number = int(ids[0, 0]) if first else token
-        text = tokenizer.decode([number]) if tokenizer is not None else str(number)
-    return {"token": text, "first": first, "share": share, "positions": places}
-
-
-def position_table(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Return the norms of the rows of a learned absolute position table, None where the model has none.
-
-    `outliers` are the rows whose norm is above 1.5 times the median, largest first.
-    """
-    embedding = position_embedding(model)
-    if embedding is None:
-        return None
-    name, table = embedding
-    norms = working(table.weight.detach()).norm(dim=-1).double().cpu().numpy()
-    median = float(np.median(norms))
-    outliers = [int(row) for row in np.argsort(-norms) if norms[row] > 1.5 * median]
-    return {"name": name, "norms": norms.tolist(), "median": median, "outliers": outliers[:10]}
+from crosslayer.probe.maps import UNREADABLE
 
 
 def position_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding] | None:
-    """Return name and module of the text model's learned position table, found by its name (BERT, GPT-2, OPT)."""
+    """Return name and module of the text model's learned position table, known by its name (BERT, GPT-2, OPT)."""
     for name, module in text_model(model).named_modules():
         leaf = name.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):
@@ -76,8 +19,39 @@ def position_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding] | Non
 def position_limit(model: PreTrainedModel) -> int | None:
     """Return how many positions a model has; rows of the table that stand for padding (RoBERTa) are none."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    found = position_embedding(model)
-    if found is None or found[1].padding_idx is None:
+    embedding = position_embedding(model)
+    if embedding is None:
         return limit
-    rows = found[1].num_embeddings - found[1].padding_idx - 1
+    _, table = embedding
+    if table.padding_idx is None:
+        return limit
+    rows = table.num_embeddings - table.padding_idx - 1
     return rows if limit is None else min(limit, rows)
+
+
+def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
+    """Refuse token ids that a model cannot take.
+
+    Raises:
+        ValueError: `ids` are no integers (B ≥ 1, T ≥ 2), not in the vocabulary, or more than the model's positions; or
+            the model has flex attention, whose masks cannot be read and would take long to compile.
+
+    """
+    if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2 or ids.is_floating_point():
+        raise ValueError(f"ids are {ids.dtype} of shape {tuple(ids.shape)}; needed are integers (B ≥ 1, T ≥ 2)")
+    config = model.config.get_text_config()
+    check_length(model, ids.shape[1])
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        raise ValueError(
+            f"token ids reach from {int(ids.min())} to {int(ids.max())}; the vocabulary has {config.vocab_size}: "
+            "ids and tokenizer must be this model's"
+        )
+    if config._attn_implementation == "flex_attention":
+        raise ValueError(UNREADABLE)
+
+
+def check_length(model: PreTrainedModel, length: int) -> None:
+    """Refuse sequences of more tokens than the model has positions, by a ValueError."""
+    limit = position_limit(model)
+    if limit is not None and length > limit:
+        raise ValueError(f"length {length} is above the model's {limit} positions")

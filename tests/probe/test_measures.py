@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 import crosslayer
-from crosslayer.diagnosis.scan import by_position, summarise
+from crosslayer.output.summary import by_position, measure
 from crosslayer.probe import measures as m
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.maps import map_sums
@@ -280,19 +280,19 @@ def test_spectrum_with_fewer_tokens_than_dimensions():
 
 
 def test_interval_of_one_sequence_is_none_and_gaps_stay():
-    one = summarise(np.array([[1.0, np.nan]]))
-    assert one == {"mean": [1.0, None], "ci95": None, "n": 1}
-    two = summarise(np.array([[1.0, np.nan], [3.0, np.nan]]))
-    assert two["mean"] == [2.0, None] and two["ci95"][1] == [None, None]
-    assert two["ci95"][0] == pytest.approx([2 - 12.706204736432095, 2 + 12.706204736432095])
+    one = measure(np.array([[1.0, np.nan]]))
+    assert one.model_dump() == {"mean": [1.0, None], "ci95": None, "n": 1} and one.interval is None
+    two = measure(np.array([[1.0, np.nan], [3.0, np.nan]]))
+    assert two.ci95 is not None and two.mean == [2.0, None] and two.ci95[1] == [None, None]
+    assert two.ci95[0] == pytest.approx([2 - 12.706204736432095, 2 + 12.706204736432095])
 
 
 def test_importance_by_position_keeps_the_first_token_alone_and_all_mass():
     shares = np.random.default_rng(0).dirichlet(np.ones(1000), size=(2, 3))
     found = by_position(shares)
-    widths = np.diff([*found["edges"], found["length"]])
-    assert found["edges"][0] == 0 and widths[0] == 1
-    assert np.allclose((np.array(found["mean"]) * widths).sum(axis=-1), 1)
+    widths = np.diff([*found.edges, found.length])
+    assert found.edges[0] == 0 and widths[0] == 1
+    assert np.allclose((np.array(found.mean) * widths).sum(axis=-1), 1)
 
 
 def test_sequences_do_not_influence_each_other():

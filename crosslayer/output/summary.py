@@ -1,0 +1,49 @@
+"""Means over sequences with their intervals, and importance by position: arrays in, parts of a record out."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from crosslayer.output.record import Measure, PositionBins
+
+POSITION_BINS = 128
+
+
+def measure(sample: np.ndarray) -> Measure:
+    """Return what a record holds of a measure by layer, (N, L), (N, L, L) or (N, L, k) over N sequences."""
+    return Measure.model_validate(summarise(sample))
+
+
+def summarise(sample: np.ndarray) -> dict[str, Any]:
+    """Return the mean over sequences and its 95 % Student-t interval, (N, …) → {"mean", "ci95", "n"}.
+
+    `ci95` has a pair [low, high] for each entry of the mean; it is None for a single sequence.
+    """
+    count, mean = len(sample), sample.mean(axis=0)
+    if count < 2:
+        return {"mean": plain(mean), "ci95": None, "n": count}
+    half = stats.t.ppf(0.975, count - 1) * stats.sem(sample, axis=0)
+    return {"mean": plain(mean), "ci95": plain(np.stack([mean - half, mean + half], axis=-1)), "n": count}
+
+
+def by_position(shares: np.ndarray, single: Iterable[int] = ()) -> PositionBins:
+    """Return importance by position, (N, L, T), averaged over sequences and bins that widen with the position.
+
+    Positions in `single` have bins of their own.
+    """
+    mean = shares.mean(axis=0)  # (L, T)
+    size = mean.shape[-1]
+    edges = np.unique(np.geomspace(1, size + 1, POSITION_BINS + 1).round().astype(int) - 1)[:-1]
+    edges = np.unique([*edges, *(edge for p in single for edge in (p, p + 1) if edge < size)])
+    widths = np.diff(np.append(edges, size))
+    binned = np.add.reduceat(mean, edges, axis=-1) / widths  # (L, bins)
+    return PositionBins(edges=edges.tolist(), length=size, mean=plain(binned))
+
+
+def plain(values: np.ndarray) -> Any:
+    """Turn an array into nested lists with None for what is undefined (NaN, or a ratio to zero)."""
+    entries = np.asarray(values).astype(object)
+    entries[~np.isfinite(values)] = None
+    return entries.tolist()

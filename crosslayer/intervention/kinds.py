@@ -10,12 +10,12 @@ Shapes: B batch, H heads, T new tokens, S keys, C hidden.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat
+from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -248,6 +248,49 @@ class Ablate(Intervention):
 
 ByLayer = Waiver | Forbid | ScaleValues  # act in the layers that they name, at several positions
 Kind = ByLayer | PositionSwap | TokenSwap | Ablate
+Entry = Annotated[Kind, Field(discriminator="kind")]  # as records and files hold it
+
+
+def load_intervention(entry: Mapping[str, Any]) -> Kind:
+    """Build an intervention from plain data such as {"kind": "waiver", "positions": [255]}; `to_entry` undoes it.
+
+    Raises:
+        ValueError: the kind, an option or a value is not known.
+
+    """
+    kinds = {cls.__dataclass_fields__["kind"].default: cls for cls in Kind.__args__}
+    kind = entry.get("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"intervention {kind!r} is not known; use one of {', '.join(kinds)}")
+    try:
+        return TypeAdapter(kinds[kind]).validate_python({str(name): option for name, option in entry.items()})
+    except ValidationError as error:
+        raise ValueError(f"{kind}: {first_reason(error)}") from None
+
+
+def first_reason(error: ValidationError) -> str:
+    """Return in one line what the first error of a validation says, and of which option."""
+    first = error.errors()[0]
+    place, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    return f"{place}: {reason}" if place else reason
+
+
+def to_entry(intervention: Kind) -> dict[str, Any]:
+    """Return plain data for JSON or YAML."""
+    return dataclasses.asdict(intervention)
+
+
+def waiver(*positions: int, layers: Sequence[int] | None = None) -> Waiver:
+    """Return the waiver of these positions, in all layers or in some.
+
+    Raises:
+        ValueError: there is no position, or one is negative.
+
+    """
+    chosen = "all" if layers is None else tuple(layers)
+    isolated = load_intervention({"kind": "waiver", "positions": positions, "layers": chosen})
+    assert isinstance(isolated, Waiver)
+    return isolated
 
 
 def positions_of(intervention: Kind) -> tuple[int, ...]:

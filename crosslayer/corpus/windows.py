@@ -49,18 +49,42 @@ def read_windows(
         ValueError: a source cannot be read, there is too little text, or the tokenizer is missing.
 
     """
-    if isinstance(text, Tensor):
-        return Windows(text, ())
+    opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=meter)
+    if isinstance(opened, Tensor):
+        return Windows(opened, ())
     if tokenizer is None:
         raise ValueError("texts need tokenizer=…; without one give token ids (B, T)")
+    with meter("cutting the text into tokens", 0):
+        return packed(opened, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
+
+
+def open_text(
+    text: Text, *, sequences: int, length: int, seed: int = 0, meter: Meter = Silent
+) -> Tensor | Iterable[str]:
+    """Return the documents of a text, or token ids as they are, before any model is there to cut them.
+
+    Raises:
+        ValueError: a source cannot be read, or its text is too short whatever the tokenizer.
+
+    """
+    if isinstance(text, Tensor):
+        return text
     documents = [text] if isinstance(text, str) else text
     if documents is None or isinstance(documents, TextSource):
         source = documents or TextSource()
         with meter(f"reading {source.describe()}", 0):
             documents = load_documents(source, seed)
     check_size(documents, sequences, length)
-    with meter("cutting the text into tokens", 0):
-        return packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
+    return documents
+
+
+def text_name(text: Text) -> str | None:
+    """Return how a result calls its text: what a source says of itself, "own texts", or None for token ids."""
+    if isinstance(text, Tensor):
+        return None
+    if text is None or isinstance(text, TextSource):
+        return (text or TextSource()).describe()
+    return "own texts"
 
 
 def check_size(documents: Iterable[str], sequences: int, length: int) -> None:

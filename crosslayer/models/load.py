@@ -113,6 +113,15 @@ def model_and_tokenizer(
         return load_model(str(model), dtype=dtype, device=device)
 
 
+def public_name(model: PreTrainedModel | str | Path) -> str:
+    """Return how a result calls a model: its name without the folders above it, or its class where it has none."""
+    name = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
+    folder = Path(name).expanduser()
+    if name and (folder.is_absolute() or folder.is_dir()):
+        return folder.resolve().name
+    return name or type(model).__name__
+
+
 def resolve_device(device: str | torch.device | None) -> torch.device:
     """Turn a device's name into the device; `None` means the first GPU if there is one, else the CPU."""
     if device is None:

@@ -4,13 +4,18 @@ import json
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
-class Measure(BaseModel):
+class Frozen(BaseModel):
+    """A part of a record: it does not change, and holds no key that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
+
+
+class Measure(Frozen):
     """A measure by layer: mean over n sequences and 95 % Student-t interval, a pair [low, high] for each entry."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     mean: list[Any]
     ci95: list[Any] | None = Field(description="None for a single sequence")
     n: int = Field(ge=1)
@@ -26,17 +31,53 @@ class Measure(BaseModel):
         return None if self.ci95 is None else np.array(self.ci95, dtype=float)
 
 
-class PositionBins(BaseModel):
+class PositionBins(Frozen):
     """A quantity of single positions, averaged over bins that widen with the position.
 
     `edges` holds the first position of each bin, `length` the tokens of a sequence, `mean` (L, bins) the mean of one
     position in the bin.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     edges: list[int]
     length: int = Field(ge=1)
     mean: list[list[float | None]]
+
+
+class Machine(Frozen):
+    """The kind of machine that a result was made on, without its name."""
+
+    system: str
+    processor: str
+    cores: int | None
+    threads: int
+    gpu: str | None
+
+
+class Environment(Frozen):
+    """What `crosslayer.environment.environment` returns: versions of packages, None where missing, and the machine."""
+
+    versions: dict[str, str | None]
+    machine: Machine
+
+
+class Options(BaseModel):
+    """What a verb is asked to do: checked as a whole when it is built.
+
+    Raises:
+        ValueError: an option is wrong; the message is one line.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **options: Any):
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            words = str(first["ctx"]["error"]) if first["type"] == "value_error" else f"{place}: {first['msg']}"
+            raise ValueError(words) from None
 
 
 def dumps(record: dict[str, Any]) -> str:

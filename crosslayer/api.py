@@ -4,17 +4,10 @@ from crosslayer.benchmark.compare import bench
 from crosslayer.conversion.rewire import Retrofit, retrofit
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.diagnosis.scan import Diagnosis, diagnose
-from crosslayer.intervention.apply import (
-    Ablate,
-    Forbid,
-    PositionSwap,
-    ScaleValues,
-    TokenSwap,
-    Waiver,
-    intervene,
-    waiver,
-)
-from crosslayer.intervention.measure import Effect, effect
+from crosslayer.intervention.apply import intervene
+from crosslayer.intervention.kinds import Ablate, Forbid, PositionSwap, ScaleValues, TokenSwap, Waiver, waiver
+from crosslayer.intervention.measure import effect
+from crosslayer.intervention.result import Effect
 from crosslayer.method import allow_methods
 from crosslayer.models.load import load_model
 from crosslayer.plan import DepthPlan

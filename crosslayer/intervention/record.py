@@ -3,30 +3,28 @@
 Shapes: L layers. A measure by layer holds None where a layer has no such sublayer.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from crosslayer.intervention.kinds import Entry
-from crosslayer.output.record import Measure, PositionBins
+from crosslayer.output.record import Environment, Frozen, Measure, PositionBins
 
-FIXED = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+Role = Literal["intervened", "first token", "left alone"]
 
 
-class Scalar(BaseModel):
+class Scalar(Frozen):
     """A measure that has no layers: mean over n sequences and 95 % Student-t interval."""
 
-    model_config = FIXED
     mean: float
     ci95: list[float] | None = Field(description="None for a single sequence")
     n: int = Field(ge=1)
 
 
-class Change(BaseModel):
+class Change(Frozen):
     """A measure by layer before and under an intervention, with the paired difference over sequences."""
 
-    model_config = FIXED
     before: Measure
     after: Measure
     difference: Measure
@@ -37,21 +35,19 @@ class Change(BaseModel):
         return np.stack([self.before.array, self.after.array])
 
 
-class LossChange(BaseModel):
+class LossChange(Frozen):
     """Cross-entropy of what the tokens behind a position predict, in nats a token, before and after."""
 
-    model_config = FIXED
     before: Scalar
     after: Scalar
     difference: Scalar
 
 
-class Place(BaseModel):
+class Place(Frozen):
     """What was measured at a position, and what the position is to the record."""
 
-    model_config = FIXED
     position: int = Field(ge=0)
-    role: Literal["intervened", "first token", "left alone"]
+    role: Role
     attention_received: Change
     hidden_norm_ratio: Change
     value_norm_ratio: Change
@@ -59,10 +55,9 @@ class Place(BaseModel):
     loss_behind: LossChange | None = Field(description="None for encoders, and for positions before all that changes")
 
 
-class Reading(BaseModel):
+class Reading(Frozen):
     """The measures of a position by layer, over the probes, in a single state of the model."""
 
-    model_config = FIXED
     attention_received: Measure
     hidden_norm_ratio: Measure
     value_norm_ratio: Measure
@@ -75,28 +70,26 @@ class Trial(Reading):
     layers: list[int]
 
 
-class Control(BaseModel):
+class Control(Frozen):
     """The interventions elsewhere, or with random content, and what they do to their own first position."""
 
-    model_config = FIXED
     interventions: list[Entry] = Field(min_length=1)
     position: int = Field(ge=0)
     before: Reading
     after: Reading
 
 
-class AttentionByPosition(BaseModel):
+class AttentionByPosition(Frozen):
     """Attention received by all positions, by layer and bin of positions, before and after."""
 
-    model_config = FIXED
     before: PositionBins
     after: PositionBins
 
 
-class ModelFacts(BaseModel):
+class ModelFacts(Frozen):
     """What the record says of the model itself."""
 
-    model_config = FIXED
+    name: str = Field(description="without folders above it, or the class")
     class_: str = Field(alias="class")
     type: str
     layers: int = Field(ge=1)
@@ -104,11 +97,9 @@ class ModelFacts(BaseModel):
     causal: bool
 
 
-class Settings(BaseModel):
-    """What was run: on which model and text, how much of it, and what was drawn at random."""
+class Settings(Frozen):
+    """What was run: on which text, how much of it, and the seed of all that is drawn at random."""
 
-    model_config = FIXED
-    model: str
     text: str | None = Field(description="None where token ids were handed over")
     documents: list[int] | None = Field(description="the document of each sequence, below 0 for several")
     bos: str | None = Field(description="None where token ids were handed over")
@@ -116,13 +107,11 @@ class Settings(BaseModel):
     length: int = Field(ge=2)
     probes: int = Field(ge=1, description="sequences of scan and controls, the first of all")
     seed: int
-    command: str | None = Field(default=None, description="None for a call from Python")
 
 
-class EffectRecord(BaseModel):
+class EffectRecord(Frozen):
     """What `record.json` of an intervention holds; `places` begins with the first position intervened on."""
 
-    model_config = FIXED
     schema_: Literal["crosslayer/intervention/2"] = Field("crosslayer/intervention/2", alias="schema")
     model: ModelFacts
     settings: Settings
@@ -132,4 +121,5 @@ class EffectRecord(BaseModel):
     scan: list[Trial]
     controls: list[Control]
     seconds: float
-    environment: dict[str, Any]
+    command: str | None = Field(None, description="as typed; None from Python")
+    environment: Environment

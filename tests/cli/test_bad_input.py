@@ -113,7 +113,7 @@ CASES = [
     ("intervene {kit}/model --waiver -3", MEND, "waiver|No such option"),
     ("intervene {kit}/model --waiver 5 --scan 0-99", MEND, "'0-99' is out of range; layers go from 0 to 7"),
     ("intervene {kit}/model --waiver 5 --scan x", MEND, "neither a layer nor a range"),
-    ("intervene {kit}/model --waiver 5 --layers 8", MEND, "'8' is out of range; layers go from 0 to 7"),
+    ("intervene {kit}/model --waiver 5 --layers 8", MEND, "layer 8 does not exist; layers go from 0 to 7"),
     ("intervene {kit}/model --waiver 5 --layers 3-1", MEND, "'3-1' is out of range"),
     ("intervene {kit}/model --token-swap 5:7 --layers 3", MEND, "--layers does nothing without"),
     ("intervene {kit}/model --waiver 16", MEND, "position 16 is outside of the sequences of 16 tokens"),

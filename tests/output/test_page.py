@@ -14,9 +14,9 @@ from crosslayer.conversion.page import panels as retrofit_panels
 from crosslayer.conversion.record import RetrofitRecord
 from crosslayer.diagnosis.write import write_diagnosis
 from crosslayer.environment import environment
-from crosslayer.intervention.apply import waiver
+from crosslayer.intervention.kinds import waiver
 from crosslayer.intervention.measure import effect
-from crosslayer.intervention.page import write_intervention
+from crosslayer.intervention.result import Effect
 from crosslayer.output.page import page, save_page
 from crosslayer.output.panel import Line, Panel, drawn, plotly_figure, same_scale
 from crosslayer.verification.page import write_verification
@@ -93,9 +93,10 @@ def diagnosed(folder):
 
 
 def intervened(folder):
-    record = effect(tiny("llama", num_hidden_layers=LAYERS), tokens(batch=2, length=48), waiver(23)).record()
+    model = tiny("llama", num_hidden_layers=LAYERS)
+    record = effect(model, tokens(batch=2, length=48), interventions=[waiver(23)]).record()
     widen(record)
-    return write_intervention(record, folder)
+    return Effect.from_record(record).save(folder)
 
 
 def benched(folder):

@@ -19,4 +19,4 @@ from crosslayer.method import allow_methods
 from crosslayer.models.load import load_model
 from crosslayer.plan import DepthPlan
 from crosslayer.probe.what_if import what_if
-from crosslayer.verification.verify_model import verify
+from crosslayer.verification.run import verify

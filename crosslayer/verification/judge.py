@@ -10,10 +10,10 @@ from crosslayer.verification.record import FAIL, NOT_APPLICABLE, PASS, Check
 # float32. More layers and other kernels need room; the mildest fault planted, positions off by one behind the cache,
 # makes 0.85.
 EXACT = {"float64": 1e-8, "float32": 1e-3}
-# Lower precisions have no single number: the root mean square of what bfloat16's rounding does to the plain pass is 0.045
-# in SmolLM2, 0.01 to 0.04 in tiny models, 0.26 in SmolLM2 with the values of a single layer in all others
-# (arXiv 2410.17897). Two roundings were at most 1.4 times that from one another, √2 as if independent. Positions off by
-# one make 0.094, unrelated logits 1.4.
+# Lower precisions have no single number: the root mean square of what bfloat16's rounding does to the plain pass is
+# 0.045 in SmolLM2, 0.01 to 0.04 in tiny models, 0.26 in SmolLM2 where all layers but the first borrow their values
+# (arXiv 2410.17897). Two roundings were at most 1.4 times that from each other, √2 as if independent. Positions off
+# by one make 0.094, unrelated logits 1.4.
 ROUNDINGS, FLOOR, WEAK = 2, 0.005, 0.5
 SENTENCE = 200  # characters of an error that are shown
 
@@ -32,7 +32,7 @@ class NotApplicable(Exception):
 
 
 def tolerance_of(dtype: str, rounding: float) -> tuple[float, str]:
-    """Return what a dtype tolerates, and a note where that tells little; `rounding` is what it does to the plain pass."""
+    """Return what a dtype tolerates whose rounding moves the plain pass so far, and a note where that tells little."""
     tolerance = EXACT.get(dtype) or max(FLOOR, ROUNDINGS * rounding)
     return tolerance, f"weak: rounding alone moves logits by {rounding:.1f}" if tolerance > WEAK else ""
 

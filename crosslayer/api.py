@@ -1,6 +1,6 @@
 """What `import crosslayer` offers; importing it loads torch and transformers."""
 
-from crosslayer.benchmark.compare import bench
+from crosslayer.benchmark.run import bench
 from crosslayer.conversion.rewire import Retrofit, retrofit
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.diagnosis.scan import Diagnosis, diagnose

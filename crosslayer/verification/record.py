@@ -30,9 +30,9 @@ class Check(Frozen):
 class VerificationRecord(Frozen):
     """What `record.json` of a verification holds."""
 
-    schema_: Literal["crosslayer/verify/2"] = Field("crosslayer/verify/2", alias="schema")
+    schema_: Literal["crosslayer/verify/2"] = Field(default="crosslayer/verify/2", alias="schema")
     model: str = Field(description="name of the model without folders above it, or its class")
-    command: str | None = Field(None, description="as typed; None from Python")
+    command: str | None = Field(default=None, description="as typed; None from Python")
     checks: tuple[Check, ...]
     seconds: float
     environment: Environment

@@ -115,7 +115,7 @@ def model_and_tokenizer(
 
 def public_name(model: PreTrainedModel | str | Path) -> str:
     """Return how a result calls a model: its name without the folders above it, or its class where it has none."""
-    name = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
+    name = str((model.name_or_path or "") if isinstance(model, PreTrainedModel) else model)
     folder = Path(name).expanduser()
     if name and (folder.is_absolute() or folder.is_dir()):
         return folder.resolve().name

@@ -80,8 +80,8 @@ class Options(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            words = str(first["ctx"]["error"]) if first["type"] == "value_error" else f"{place}: {first['msg']}"
-            raise ValueError(words) from None
+            own = first["msg"].removeprefix("Value error, ") if first["type"] == "value_error" else None
+            raise ValueError(own or f"{place}: {first['msg']}") from None
 
 
 def dumps(record: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from crosslayer import load_model
 from tests.cli.test_cli import run
-from tests.verification.test_verify import ours, save
+from tests.helpers.saved import ours, save
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from crosslayer.intervention.measure import effect
 from crosslayer.intervention.result import Effect
 from crosslayer.output.page import page, save_page
 from crosslayer.output.panel import Line, Panel, drawn, plotly_figure, same_scale
-from crosslayer.verification.page import write_verification
+from crosslayer.verification.result import Verification
 from tests.helpers.tiny import tiny, tokens
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -127,8 +127,8 @@ def verified(folder):
         {**row, "name": "compiled", "status": "FAIL", "reason": "InductorError: " + "a long word or two " * 9},
         {**row, "name": "flex attention", "status": "NOT APPLICABLE", "reason": "<b>this model has none</b>"},
     ]
-    record = {"schema": "crosslayer/verify/1", "model": "ours", "command": "crosslayer verify ours", "seconds": 9.0}
-    return write_verification({**record, "checks": checks, "environment": environment()}, folder)
+    record = {"schema": "crosslayer/verify/2", "model": "ours", "command": "crosslayer verify ours", "seconds": 9.0}
+    return Verification.from_record({**record, "checks": checks, "environment": environment()}).save(folder)
 
 
 PAGES = {f.__name__: f for f in (diagnosed, intervened, benched, retrofitted, verified)}

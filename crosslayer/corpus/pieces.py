@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -49,9 +49,10 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, bos: str = "auto") -> tup
         token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
         if token is None:
             raise ValueError("bos = 'yes', but this tokenizer has no beginning-of-sequence token; use auto or no")
+        assert isinstance(token, int)
         return [token], []
-    plain: Any = tokenizer.encode("a", add_special_tokens=False)
-    full: Any = tokenizer.encode("a")
+    plain = cast(list[int], tokenizer.encode("a", add_special_tokens=False))
+    full = cast(list[int], tokenizer.encode("a"))
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
             return full[:start], full[start + len(plain) :]

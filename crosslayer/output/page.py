@@ -11,7 +11,6 @@ from plotly.offline import get_plotlyjs
 
 from crosslayer.output.panel import Panel, drawn, plotly_figure, save_svg
 from crosslayer.output.record import dumps
-from crosslayer.output.words import measured_on  # noqa: F401  until all merged
 
 
 class Mark(NamedTuple):
@@ -66,18 +65,6 @@ def _pairs(head: Sequence[str], row: Sequence[Cell]) -> Iterator[tuple[str, Cell
 def _signed(number: float) -> str:
     """Write an end of a scale of colors, with a proper minus."""
     return f"{number:g}".replace("-", "−")
-
-
-def page(
-    title: str,
-    subtitle: str,
-    cards: Sequence[tuple[str, str, str]],
-    words: Sequence[str],
-    panels: list[Panel],
-    tables: Sequence[Table],
-    lead: Sequence[Table] = (),
-) -> str:
-    return Page(title, subtitle, cards, words, panels, tables, lead).html()
 
 
 def save_page(folder: Path, text: str, record: dict[str, Any], panels: list[Panel]) -> None:

@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Heat:
-    """A heat map, z[row][column]; `x` are centres or, if there is another, edges; `limits` are the ends of the color scale.
+    """A heat map, z[row][column]; `x` are centres, or edges if there is another; `limits` end the color scale.
 
     `columns` names the columns where a pointer is over them, instead of `x`.
     """

@@ -6,13 +6,13 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from crosslayer.benchmark.compare import Settings, bench
+from crosslayer.diagnosis.write import write_diagnosis
 
 import crosslayer
-from crosslayer.benchmark.compare import Settings, bench
 from crosslayer.benchmark.page import write_bench
 from crosslayer.conversion.page import panels as retrofit_panels
 from crosslayer.conversion.record import RetrofitRecord
-from crosslayer.diagnosis.write import write_diagnosis
 from crosslayer.environment import environment
 from crosslayer.intervention.kinds import waiver
 from crosslayer.intervention.measure import effect

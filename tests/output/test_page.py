@@ -1,5 +1,6 @@
 """The pages in a real browser with the network off, wide and narrow."""
 
+import copy
 import json
 import math
 import shutil
@@ -8,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 import crosslayer
-from crosslayer.benchmark.compare import Settings, bench
-from crosslayer.benchmark.page import write_bench
+from crosslayer.benchmark.result import Benchmark
+from crosslayer.benchmark.run import bench
 from crosslayer.conversion.page import panels as retrofit_panels
 from crosslayer.conversion.record import RetrofitRecord
 from crosslayer.diagnosis.write import write_diagnosis
@@ -100,10 +101,12 @@ def intervened(folder):
 
 def benched(folder):
     model = tiny("llama")
-    record = bench(model, model, Settings(contexts=(4,), batches=(1,), new_tokens=1, repeats=3))
-    record["rows"] = [{**record["rows"][0], "context": c, "batch": b} for b in (1, 16) for c in (512, 2048, 32768)]
-    record["rows"][0]["ttft"]["notes"] = [{"off": 0.5, "words": "the ratio is +50% off the prediction: " + "why " * 20}]
-    return write_bench(record, folder)
+    record = bench(model, model, contexts=(4,), new_tokens=1, repeats=3).record()
+    row = record["rows"][0]
+    record["rows"] = [copy.deepcopy(row) | {"context": c, "batch": b} for b in (1, 16) for c in (512, 2048, 32768)]
+    words = "the ratio is +50% off the prediction: " + "why " * 20
+    record["rows"][0]["ttft"]["notes"] = [{"off": 0.5, "words": words}]
+    return Benchmark.from_record(record).save(folder)
 
 
 def retrofitted(folder):

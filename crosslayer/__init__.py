@@ -36,6 +36,7 @@ __all__ = [
     "bench",
     "diagnose",
     "effect",
+    "generate",
     "intervene",
     "load_model",
     "retrofit",

@@ -4,6 +4,7 @@ from crosslayer.benchmark.run import bench
 from crosslayer.conversion.rewire import Retrofit, retrofit
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.diagnosis.scan import Diagnosis, diagnose
+from crosslayer.generation.run import generate
 from crosslayer.intervention.apply import (
     Ablate,
     Forbid,

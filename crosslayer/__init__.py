@@ -90,6 +90,7 @@ __all__ = [
     "bench",
     "diagnose",
     "effect",
+    "generate",
     "intervene",
     "load_model",
     "load_result",

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+GROUP = Path("/sys/fs/cgroup")
 LIMITS = (  # of a control group, and what it uses: version 2 and 1
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -27,8 +28,7 @@ def _group_free() -> float:
     """Return bytes left under the limit of this process's control group, of which psutil knows nothing."""
     for limit, usage in LIMITS:
         with contextlib.suppress(OSError, ValueError):
-            group = Path("/sys/fs/cgroup")
-            return int((group / limit).read_text()) - int((group / usage).read_text())
+            return int((GROUP / limit).read_text()) - int((GROUP / usage).read_text())
     return float("inf")
 
 

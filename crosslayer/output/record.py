@@ -72,7 +72,7 @@ class Options(BaseModel):
 
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     def __init__(self, **options: Any):
         try:

@@ -29,7 +29,7 @@ def words(record: VerificationRecord) -> list[str]:
         sentences.append(f"All {len(record.applicable)} checks that apply passed.")
     skipped = len(record.skipped)
     if skipped:
-        subject = f"{skipped} checks do" if skipped > 1 else "1 check does"
+        subject = f"{skipped} checks do" if skipped > 1 else "One check does"
         sentences.append(f"{subject} not apply, and nothing was verified by them; the second table says why.")
     return [*sentences, UNITS]
 

@@ -16,7 +16,7 @@ from crosslayer.verification.checks import CHECKS
 from crosslayer.verification.subject import subject_of
 from tests.helpers.saved import ours
 from tests.helpers.tiny import tiny
-from tests.verification.checks import by_name, only
+from tests.helpers.verifications import by_name, only
 
 
 def lose_one_layer(monkeypatch):

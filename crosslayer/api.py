@@ -3,7 +3,8 @@
 from crosslayer.benchmark.compare import bench
 from crosslayer.conversion.rewire import Retrofit, retrofit
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.diagnosis.scan import Diagnosis, diagnose
+from crosslayer.diagnosis.result import Diagnosis
+from crosslayer.diagnosis.scan import diagnose
 from crosslayer.intervention.apply import (
     Ablate,
     Forbid,

@@ -116,14 +116,12 @@ class Job:
             raise ValueError("--layers auto ranks attention and whole layers; name the layers whose MLP goes")
         if request.method == "drop" and request.select == "greedy":
             return [[layer] for layer in sorted(_greedy(self.model, ids, count, request.drop))]
-        with self.meter("choosing layers", len(ids)) as bar:
-            found = diagnose(self.model, ids, progress=bar.step)
+        found = diagnose(self.model, ids, progress=self.meter)
         if request.method == "drop":
-            name = "attention_io_similarity" if request.drop == "attention" else "layer_io_similarity"
-            ranked = np.argsort(-found.samples[name].mean(axis=0), kind="stable")
+            turned = found.attention_io_similarity if request.drop == "attention" else found.layer_io_similarity
+            ranked = np.argsort(-turned, kind="stable")
             return [[int(layer)] for layer in sorted(ranked[:count])]
-        similarity = found.samples["map_similarity_without_first"].mean(axis=0)
-        groups = similar_groups(similarity, found.shapes, count)
+        groups = similar_groups(found.map_similarity_without_first, look(self.model).shapes, count)
         reached = sum(len(group) - 1 for group in groups)
         if reached < count:
             raise ValueError(f"--count {count}: masks allow at most {reached} layers to follow another")

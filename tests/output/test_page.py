@@ -12,7 +12,6 @@ from crosslayer.benchmark.compare import Settings, bench
 from crosslayer.benchmark.page import write_bench
 from crosslayer.conversion.page import panels as retrofit_panels
 from crosslayer.conversion.record import RetrofitRecord
-from crosslayer.diagnosis.write import write_diagnosis
 from crosslayer.environment import environment
 from crosslayer.intervention.apply import waiver
 from crosslayer.intervention.measure import effect
@@ -84,12 +83,12 @@ def _wider(mean):
 
 
 def diagnosed(folder):
-    found = crosslayer.diagnose(
+    record = crosslayer.diagnose(
         tiny("gpt2", num_hidden_layers=LAYERS), tokens(batch=3, length=48), cross_layer=True,
         settings={"text": "a text", "documents": [0, 0, 2]},
     ).record()  # fmt: skip
-    widen(found)
-    return write_diagnosis(found, folder)[0]
+    widen(record)
+    return crosslayer.Diagnosis.from_record(record).save(folder)
 
 
 def intervened(folder):

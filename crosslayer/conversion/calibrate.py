@@ -49,7 +49,7 @@ def calibrate(
     sizes = [len(ids) for ids in domains]
     _check(model, domains, fit, groups)
     run, made = _Streams(original, model, torch.cat(domains), fit != "layerwise"), []
-    compensated = [i for i, layer in enumerate(run.two) if "compensation" in layer._modules]
+    compensated = [i for i, layer in enumerate(run.two) if layer.compensation is not None]
     for layer in range(compensated[-1] + 1):
         if layer in compensated:
             made.append(run.fit(layer, fit, Moments(run.theirs[0], sizes, groups)))
@@ -64,7 +64,7 @@ def _check(model: CrossLayerForCausalLM, domains: list[Tensor], fit: str, groups
     check_choice("calibrate", "fit", fit, FITS)
     if not any(isinstance(module, Compensation) for module in model.modules()):
         raise ValueError("no layer has a W_c to fit; give the method compensation='attention'")
-    if any(residual in layer._modules for layer in _layers(model) for residual in ("attn_residual", "mlp_residual")):
+    if any(layer.attn_residual is not None or layer.mlp_residual is not None for layer in _layers(model)):
         names = ", ".join(method.name() for method in model.config.methods)
         raise ValueError(f"{names}: W_c is fitted between plain residual streams; train it instead (fit 'zero')")
     lengths = {ids.shape[1] for ids in domains}
@@ -184,7 +184,7 @@ def changed_alone(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM)
     """
     found = []
     for number, (one, two) in enumerate(zip(_layers(original), _layers(model), strict=True)):
-        compensation = two._modules.get("compensation")
+        compensation = two.compensation
         if not isinstance(compensation, Compensation):
             covered = _same(one, two)
         else:

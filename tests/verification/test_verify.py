@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, PreTra
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama import modeling_llama
 
-from crosslayer.decoder.modeling import CrossLayerAttention
+from crosslayer.decoder.attention import CrossLayerAttention
 from crosslayer.output import manifest
 from crosslayer.testing import build, config_of
 from crosslayer.verification import verify_model as verify

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.models.llama import modeling_llama
 
 from crosslayer import verify
-from crosslayer.decoder.modeling import CrossLayerAttention
+from crosslayer.decoder.attention import CrossLayerAttention
 from crosslayer.verification import judge
 from crosslayer.verification import run as module
 from crosslayer.verification.checks import CHECKS

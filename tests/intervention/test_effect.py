@@ -214,7 +214,7 @@ def test_positions_far_apart_are_shifted_alike():
 
 def test_layers_without_attention_are_not_scanned():
     plain = tiny("llama", num_hidden_layers=6)
-    model = crosslayer.retrofit(plain, {"name": "drop", "attention": (0, 3)}).model
+    model = crosslayer.rewire(plain, {"name": "drop", "attention": (0, 3)}).model
     record = effect(model, tokens(), waiver(K)).record()
     assert [one["layers"] for one in record["scan"]] == [[], [1], [1, 2], [2, 4, 5], [1, 2, 4, 5]]
     assert record["attention_received"]["after"]["mean"][0] is None

@@ -10,8 +10,9 @@ import pytest
 import crosslayer
 from crosslayer.benchmark.compare import Settings, bench
 from crosslayer.benchmark.page import write_bench
+from crosslayer.conversion.moments import Fit
 from crosslayer.conversion.page import panels as retrofit_panels
-from crosslayer.conversion.record import RetrofitRecord
+from crosslayer.conversion.record import Calibration, Choice, CurvePoint, FixedBlocks, RetrofitRecord, SearchRecord
 from crosslayer.diagnosis.write import write_diagnosis
 from crosslayer.environment import environment
 from crosslayer.intervention.apply import waiver
@@ -107,11 +108,17 @@ def benched(folder):
 
 
 def retrofitted(folder):
-    keys = ("token_before", "token_after", "mean_before", "mean_after")
-    fits = [{"layer": layer, **{key: 10.0 ** (i - layer) for i, key in enumerate(keys)}} for layer in range(6)]
-    curve = [{"share": 1 - i / 9, "kl": i / 5, "kl_ci95": (i / 5 - 0.3, i / 5 + 0.2)} for i in range(6)]
-    paper = {"share": 0.85, "kl": 0.7, "kl_ci95": (0.6, 0.9)}
-    record = RetrofitRecord.model_construct(calibration={"layers": fits}, choice={"curve": curve, "paper": paper})
+    fits = [Fit(layer, *(10.0 ** (i - layer) for i in range(4))) for layer in range(6)]
+    curve = [
+        CurvePoint(share=1 - i / 9, kl_search=i / 5, kl=i / 5, kl_ci95=(i / 5 - 0.3, i / 5 + 0.2), layers={})
+        for i in range(6)
+    ]
+    interval = {"kl_ci95": (0.6, 0.9), "search_minus_fixed_ci95": (-0.2, 0.1)}
+    blocks = FixedBlocks(method="cla", blocks=[[4, 5]], share=0.85, kl=0.7, search_minus_fixed=-0.1, **interval)
+    search = SearchRecord(passes=9, kinds=[], curve=curve, fixed=[blocks])
+    record = RetrofitRecord.model_construct(
+        calibration=Calibration(fit="ridge", windows={}, layers=fits), choice=Choice(how="search", search=search)
+    )
     panels = retrofit_panels(record)
     folder.mkdir()
     save_page(folder, page("Retrofit", "of a model", [], [], panels, []), {}, panels)

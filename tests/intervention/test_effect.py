@@ -236,7 +236,7 @@ def test_positions_far_apart_are_shifted_alike():
 
 def test_layers_without_attention_are_not_scanned():
     plain = tiny("llama", num_hidden_layers=6)
-    model = crosslayer.retrofit(plain, {"name": "drop", "attention": (0, 3)}).model
+    model = crosslayer.rewire(plain, {"name": "drop", "attention": (0, 3)}).model
     result = effect(model, tokens(), interventions=[waiver(K)])
     assert [trial.layers for trial in result.scan] == [[], [1], [1, 2], [2, 4, 5], [1, 2, 4, 5]]
     assert result.main.attention_received.after.mean[0] is None

@@ -23,7 +23,7 @@ from crosslayer.probe.measures import mean_cosine
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.what_if import Wiring, look, what_if
 
-SIMILARITIES = {"attention": "attention_io_similarity", "layer": "layer_io_similarity"}  # what goes → measure
+RANKED = ("attention", "layer")  # what may go by the likeness of its input and output
 
 
 def choose(
@@ -84,17 +84,16 @@ class Automatic:
         if self.kind.grouped:
             return self._similar_maps(ids)
         taken = self._what_goes()
-        if taken not in SIMILARITIES:
+        if taken not in RANKED:
             raise ValueError("--layers auto ranks attention and whole layers; name the layers whose MLP goes")
         greedy = self.request.options.select == "greedy"
         chosen = self._greedy(ids, taken) if greedy else self._least_turning(ids, taken)
         return [[layer] for layer in sorted(chosen)]
 
     def _similar_maps(self, ids: Tensor) -> Groups:
-        with self.progress("choosing layers", len(ids)) as bar:
-            diagnosis = diagnose(self.model, ids, progress=bar.step)
-        similarity = diagnosis.samples["map_similarity_without_first"].mean(axis=0)  # (N, L, L) → (L, L)
-        groups = similar_groups(similarity, diagnosis.shapes, self.count)
+        diagnosis = diagnose(self.model, ids, progress=self.progress)
+        shapes = look(self.model).shapes
+        groups = similar_groups(diagnosis.map_similarity_without_first, shapes, self.count)
         reached = sum(len(group) - 1 for group in groups)
         if reached < self.count:
             raise ValueError(f"--count {self.count}: masks allow at most {reached} layers to follow another")
@@ -116,9 +115,8 @@ class Automatic:
 
     def _least_turning(self, ids: Tensor, taken: str) -> list[int]:
         """Return the layers whose input and output are most similar."""
-        with self.progress("choosing layers", len(ids)) as bar:
-            diagnosis = diagnose(self.model, ids, progress=bar.step)
-        similarity = diagnosis.samples[SIMILARITIES[taken]].mean(axis=0)  # (N, L) → (L,)
+        diagnosis = diagnose(self.model, ids, progress=self.progress)
+        similarity = {"attention": diagnosis.attention_io_similarity, "layer": diagnosis.layer_io_similarity}[taken]
         return [int(layer) for layer in np.argsort(-similarity, kind="stable")[: self.count]]
 
     @torch.no_grad()

@@ -107,12 +107,12 @@ def command(
         bos=bos,
         dtype=dtype,
         device=device,
+        settings={"command": command_line()},
         progress=Progress,
     )
-    result = result.model_copy(update={"command": command_line()})
     say("drawing figures and writing the report")
     page = result.save(out, force)
-    for sentence in result.sentences():
+    for sentence in result.words:
         print_line(sentence)
     print_line(f"report: {page}")
     print_headline(result.headline())

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,6 +13,7 @@ from crosslayer.methods import to_entry
 from crosslayer.output.record import Options
 
 SELECTS = ("similarity", "greedy")
+Budget = Annotated[float, Field(allow_inf_nan=True)] | None  # our own message says what a budget is
 
 
 class RetrofitOptions(Options):
@@ -29,11 +30,11 @@ class RetrofitOptions(Options):
         "the name of a module, a mapping or its JSON such as {'name': …, 'group': 3}. None: a budget chooses",
     )
     layers: str = Field("top-half", description="groups such as 18-21,22-25 (0-based), top-half or auto")
-    kv_budget: float | None = Field(None, description="search for this share of the cache")
+    kv_budget: Budget = Field(None, description="search for this share of the cache")
     kv_context: int | None = Field(
         None, description="tokens at which the cache is counted; None: 2048, or twice the largest window"
     )
-    kl_budget: float | None = Field(None, description="search within this KL, in nats a token")
+    kl_budget: Budget = Field(None, description="search within this KL, in nats a token")
     compensation: str | None = Field(
         None, description="how W_c is fitted: none, zero, mean, lstsq, ridge or layerwise; None: what suits the method"
     )

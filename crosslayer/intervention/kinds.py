@@ -238,7 +238,7 @@ class Ablate(Intervention):
                 others = running.real(row, hidden.shape[1])  # (T,)
                 others[index] = False
                 if self.value == "mean" and not others.any():
-                    raise ValueError("the mean of other tokens needs more than one new token; use zero when decoding")
+                    raise ValueError("the mean of other tokens needs other new tokens; use zero when decoding")
                 hidden[row, index] = 0 if self.value == "zero" else hidden[row, others].mean(0)
             return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
@@ -269,7 +269,7 @@ def load_intervention(entry: Mapping[str, Any]) -> Kind:
 
 
 def first_reason(error: ValidationError) -> str:
-    """Return in one line what the first error of a validation says, and of which option."""
+    """Return what the first error of a validation says, and of which option, in a single line."""
     first = error.errors()[0]
     place, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     return f"{place}: {reason}" if place else reason
@@ -284,7 +284,7 @@ def waiver(*positions: int, layers: Sequence[int] | None = None) -> Waiver:
     """Return the waiver of these positions, in all layers or in some.
 
     Raises:
-        ValueError: there is no position, or one is negative.
+        ValueError: there is no position, or a position is negative.
 
     """
     chosen = "all" if layers is None else tuple(layers)

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.corpus.windows import Text, Windows, open_text, read_windows, text_name
+from crosslayer.corpus.windows import Text, open_text, read_windows, text_name
 from crosslayer.environment import environment
 from crosslayer.intervention.apply import intervene
-from crosslayer.intervention.kinds import Kind, layers_of
+from crosslayer.intervention.kinds import Kind, first_reason, layers_of
 from crosslayer.intervention.parts import facts, place, reading, trial
 from crosslayer.intervention.readings import Passes, Sample
 from crosslayer.intervention.record import AttentionByPosition, Control, Role, Settings, Trial
@@ -48,12 +49,13 @@ def effect(
     bos: str = "auto",
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
+    settings: Mapping[str, Any] | None = None,
     progress: Meter = Silent,
 ) -> Effect:
     """Measure what interventions do to sinks, drains, peaks and the loss; the model is left unchanged.
 
     Args:
-        model: any model that `intervene` and `diagnose` take, or the name of one, which is then loaded.
+        model: any model that `intervene` and `diagnose` take, or the name under which to load it.
         text: token ids (N, T) without padding, a `TextSource`, documents, or None for the embedded corpus.
         tokenizer: of a model that is loaded already; needed for everything but token ids.
         interventions: entered together, as objects or as the plain data that a record holds; the result is about the
@@ -68,7 +70,8 @@ def effect(
         seed: of the order in which pieces of text are taken, and of random positions and contents.
         bos: the first token of a sequence: "auto" (as the tokenizer has it), "yes" or "no".
         dtype: of a model that is named; default float32 on a CPU.
-        device: of a model that is named; default the first GPU if there is one.
+        device: of a model that is named; default the first GPU, else the CPU.
+        settings: what the result's settings should say beside what is known here, the command for example.
         progress: shows what is being done.
 
     Raises:
@@ -78,23 +81,31 @@ def effect(
     """
     if isinstance(text, Tensor) and text.dim() == 2:
         sequences, length = text.shape
-    options: dict[str, Any] = {"sequences": sequences, "length": length, "seed": seed, "bos": bos}
-    request = Request(interventions=interventions, scan=scan, controls=controls, probes=probes, **options)
+    windowing: dict[str, Any] = {"sequences": sequences, "length": length, "seed": seed, "bos": bos}
+    asked: dict[str, Any] = {"interventions": interventions, "scan": scan, "controls": controls, "probes": probes}
+    request = Request(**asked, **windowing)
     opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=progress)
     loaded, tokenizer = model_and_tokenizer(model, tokenizer, dtype=dtype, device=device, meter=progress)
     if not isinstance(opened, Tensor):
         check_length(loaded, length)
-    windows = read_windows(opened, tokenizer, **options, meter=progress)
-    settings = Settings(
-        text=text_name(text),
-        documents=None if isinstance(text, Tensor) else list(windows.documents),
-        bos=None if isinstance(text, Tensor) else bos,
-        sequences=sequences,
-        length=length,
-        probes=request.probe_count,
-        seed=seed,
-    )
-    return _measured(loaded, windows, request, public_name(model), settings, progress)
+    windows = read_windows(opened, tokenizer, **windowing, meter=progress)
+    known = {"model": public_name(model), "text": text_name(text), "documents": list(windows.documents)}
+    known["bos"] = None if isinstance(text, Tensor) else bos
+    return _measured(loaded, windows.ids, request, _settings(request, {**known, **(settings or {})}), progress)
+
+
+def _settings(request: Request, known: dict[str, Any]) -> Settings:
+    """Return what the record says of the run."""
+    try:
+        return Settings(
+            sequences=request.sequences,
+            length=request.length,
+            probes=request.probe_count,
+            seed=request.seed,
+            **known,
+        )
+    except ValidationError as error:
+        raise ValueError(f"settings: {first_reason(error)}") from None
 
 
 class _Experiment(NamedTuple):
@@ -115,17 +126,15 @@ class _Samples(NamedTuple):
     controls: list[Sample]
 
 
-def _measured(
-    model: PreTrainedModel, windows: Windows, request: Request, name: str, settings: Settings, meter: Meter
-) -> Effect:
+def _measured(model: PreTrainedModel, ids: Tensor, request: Request, settings: Settings, meter: Meter) -> Effect:
     """Run everything that is asked for and put the result together."""
     started = time.perf_counter()
-    check_ids(model, windows.ids)
+    check_ids(model, ids)
     experiment = _planned(model, request)
-    samples = _run(model, windows.ids, settings.probes, experiment, meter)
+    samples = _run(model, ids, settings.probes, experiment, meter)
     before, after, roles = samples.before, samples.after, experiment.roles
     return Effect(
-        model=facts(model, name, before.causal),
+        model=facts(model, before.causal),
         settings=settings,
         interventions=list(experiment.interventions),
         places=[place(position, role, i, before, after) for i, (position, role) in enumerate(roles.items())],

@@ -20,7 +20,7 @@ def layout(record: EffectRecord) -> Page:
     settings = record.settings
     text = measured_on(settings.sequences, settings.length, settings.text, settings.documents)
     return Page(
-        title=f"Intervention on {record.model.name}",
+        title=f"Intervention on {settings.model}",
         subtitle=f"{describe(record.interventions)} · {text}",
         cards=cards(record),
         words=sentences(record),
@@ -43,7 +43,7 @@ def cards(record: EffectRecord) -> list[tuple[str, str, str]]:
         cards.append(("Attention on the first token", _shares(first), "mean over layers"))
     if main.loss_behind is not None:
         change = main.loss_behind.difference
-        span = "one sequence" if change.ci95 is None else f"95 %: {change.ci95[0]:+.3f} to {change.ci95[1]:+.3f}"
+        span = "a single sequence" if change.ci95 is None else f"95 %: {change.ci95[0]:+.3f} to {change.ci95[1]:+.3f}"
         cards.append(("Loss behind it", f"{change.mean:+.3f}", f"nats a token; {span}"))
     return cards
 
@@ -84,7 +84,7 @@ def _state_panels(record: EffectRecord) -> list[Panel]:
     """Return the norms of the position's states, and the shape of what the MLP adds to it."""
     main = record.places[0]
     at, ratio, norm = f"position {main.position}", "norm ÷ median of the others", (0.0, math.inf)
-    words = f"Hidden state of {at}, entering each layer. A jump marks the layer before it as the one that makes a peak."
+    words = f"Hidden state of {at}, entering each layer. A jump marks the layer before it as the maker of a peak."
     panels = [_sides("hidden_norm_ratio", "Hidden-state peak", words, ratio, main.hidden_norm_ratio, norm)]
     words = f"Value states of {at}. Low where attention is high: attention parked where it does little."
     panels.append(_sides("value_norm_ratio", "Value drain", words, ratio, main.value_norm_ratio, norm))
@@ -168,7 +168,7 @@ def _heat(record: EffectRecord, side: str, bins: PositionBins) -> Panel:
 
 def tables(record: EffectRecord) -> list[Table]:
     """Return the table of settings and versions."""
-    rows = {**record.model.model_dump(by_alias=True), **record.settings.model_dump(), "command": record.command}
+    rows = {**record.model.model_dump(by_alias=True), **record.settings.model_dump(exclude={"model"})}
     rows |= {f"{package} version": version for package, version in record.environment.versions.items()}
     rows |= {**record.environment.machine.model_dump(), "seconds": f"{record.seconds:.1f}"}
     shown: list[list[str | list[str]]] = []

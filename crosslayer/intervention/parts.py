@@ -14,11 +14,10 @@ from crosslayer.output.summary import measure, summarise
 from crosslayer.probe.intercept import layer_stack
 
 
-def facts(model: PreTrainedModel, name: str, causal: bool) -> ModelFacts:
+def facts(model: PreTrainedModel, causal: bool) -> ModelFacts:
     """Return what the record says of the model itself."""
     return ModelFacts(
-        name=name,
-        class_=type(model).__name__,
+        **{"class": type(model).__name__},
         type=model.config.model_type,
         layers=len(layer_stack(model)),
         hidden_size=model.config.get_text_config().hidden_size,

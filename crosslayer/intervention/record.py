@@ -11,6 +11,7 @@ from pydantic import Field
 from crosslayer.intervention.kinds import Entry
 from crosslayer.output.record import Environment, Frozen, Measure, PositionBins
 
+SCHEMA = "crosslayer/intervention/2"
 Role = Literal["intervened", "first token", "left alone"]
 
 
@@ -89,7 +90,6 @@ class AttentionByPosition(Frozen):
 class ModelFacts(Frozen):
     """What the record says of the model itself."""
 
-    name: str = Field(description="without folders above it, or the class")
     class_: str = Field(alias="class")
     type: str
     layers: int = Field(ge=1)
@@ -98,21 +98,26 @@ class ModelFacts(Frozen):
 
 
 class Settings(Frozen):
-    """What was run: on which text, how much of it, and the seed of all that is drawn at random."""
+    """What was run: `model` and `text` as a result calls them, how the text was cut, and the seed of all that is drawn.
 
-    text: str | None = Field(description="None where token ids were handed over")
-    documents: list[int] | None = Field(description="the document of each sequence, below 0 for several")
-    bos: str | None = Field(description="None where token ids were handed over")
+    For token ids `text` and `bos` are None and `documents` is empty.
+    """
+
+    model: str
+    text: str | None
+    documents: list[int] = Field(description="number of each sequence's document, below 0 for several")
+    bos: str | None
     sequences: int = Field(ge=1)
     length: int = Field(ge=2)
     probes: int = Field(ge=1, description="sequences of scan and controls, the first of all")
     seed: int
+    command: str | None = Field(default=None, description="as typed; None from Python")
 
 
 class EffectRecord(Frozen):
     """What `record.json` of an intervention holds; `places` begins with the first position intervened on."""
 
-    schema_: Literal["crosslayer/intervention/2"] = Field("crosslayer/intervention/2", alias="schema")
+    schema_: Literal["crosslayer/intervention/2"] = Field(default=SCHEMA, alias="schema")
     model: ModelFacts
     settings: Settings
     interventions: list[Entry] = Field(min_length=1)
@@ -121,5 +126,4 @@ class EffectRecord(Frozen):
     scan: list[Trial]
     controls: list[Control]
     seconds: float
-    command: str | None = Field(None, description="as typed; None from Python")
     environment: Environment

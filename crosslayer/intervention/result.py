@@ -75,6 +75,11 @@ class Effect(EffectRecord, Result):
                  for control in self.controls]  # fmt: skip
         return np.array(sides, dtype=float).reshape(-1, 2, self.model.layers)
 
+    @property
+    def words(self) -> list[str]:
+        """What was measured, in sentences."""
+        return sentences(self)
+
     def layout(self) -> Page:
         """Return the parts of the page."""
         return layout(self)
@@ -82,7 +87,3 @@ class Effect(EffectRecord, Result):
     def headline(self) -> dict[str, Any]:
         """Return the figures of the main position: over all layers, before and after, and the loss behind it."""
         return headline(self)
-
-    def sentences(self) -> list[str]:
-        """Return what was measured, in sentences."""
-        return sentences(self)

@@ -78,7 +78,9 @@ def _norms(place: Place) -> str:
 
 def _loss(loss: LossChange) -> str:
     change = loss.difference
-    interval = "one sequence, no interval" if change.ci95 is None else f"{change.ci95[0]:+.4f} to {change.ci95[1]:+.4f}"
+    interval = (
+        "a single sequence, no interval" if change.ci95 is None else f"{change.ci95[0]:+.4f} to {change.ci95[1]:+.4f}"
+    )
     return f"goes from {loss.before.mean:.4f} to {loss.after.mean:.4f} nats a token: {change.mean:+.4f} ({interval})"
 
 
@@ -106,7 +108,7 @@ def headline(record: EffectRecord) -> dict[str, Any]:
     main = record.places[0]
     loss = main.loss_behind
     return {
-        "model": record.model.name,
+        "model": record.settings.model,
         "interventions": [to_entry(intervention) for intervention in record.interventions],
         "position": main.position,
         "attention_received": _both(main.attention_received, lambda shares: round(sum(shares) / len(shares), 5)),

@@ -94,7 +94,7 @@ def _default_groups(depth: int) -> list[range]:
 
 
 def _within(model: PreTrainedModel, interventions: Sequence[Kind], group: tuple[int, ...]) -> tuple[Kind, ...]:
-    """Return the interventions in those of their layers that are in the group; one that has none there is left out."""
+    """Return the interventions in those of their layers that are in the group, without those that have none there."""
     changes: list[Kind] = []
     for intervention in interventions:
         if not isinstance(intervention, ByLayer):

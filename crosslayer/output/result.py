@@ -4,7 +4,7 @@ import html
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -19,6 +19,7 @@ class Result(BaseModel):
     """The result of a verb: its fields are what `record.json` holds, checked on construction, and frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    SCHEMA: ClassVar[str]  # what the record's "schema" says; its number rises when keys move
 
     def record(self) -> dict[str, Any]:
         """Return everything as plain data, exactly what `record.json` holds."""
@@ -26,7 +27,17 @@ class Result(BaseModel):
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
-        """Build a result from its record; `pydantic.ValidationError` (a `ValueError`) where the record does not fit."""
+        """Build a result from its record.
+
+        Raises:
+            ValueError: the record is of another version, or (as a `pydantic.ValidationError`) does not fit.
+
+        """
+        schema = record.get("schema")
+        if schema != cls.SCHEMA:
+            raise ValueError(
+                f"the record's schema is {schema!r}, this version of crosslayer reads {cls.SCHEMA!r}: make it again"
+            )
         return cls.model_validate(record)
 
     @abstractmethod

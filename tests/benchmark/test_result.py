@@ -15,7 +15,7 @@ from crosslayer.benchmark.settings import Settings
 from crosslayer.benchmark.words import sentences
 from crosslayer.cli.bench import command
 from crosslayer.testing import build, config_of
-from tests.benchmark.shapes import BYTES, STATE, UNIATTN, short
+from tests.helpers.benches import BYTES, STATE, UNIATTN, short
 from tests.helpers.meters import Recorder
 from tests.helpers.saved import ours, save
 from tests.helpers.tiny import tiny

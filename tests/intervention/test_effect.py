@@ -136,6 +136,7 @@ def test_swaps_are_controlled_by_random_content():
         ((waiver(1),), {"scan": "0-3"}, "'0-3' is out of range; layers go from 0 to 2"),
         ((waiver(1),), {"scan": "x"}, "neither a layer nor a range"),
         ((waiver(1),), {"dtype": "float32"}, "dtype and device are for a model that is named"),
+        ((waiver(1),), {"settings": {"comand": "x"}}, "settings: comand: Extra inputs are not permitted"),
         (({"kind": "waiver", "positions": [True]},), {}, "waiver: positions.0: true is no number"),
         ((), {"interventions": waiver(1)}, r"a single intervention; give a list, such as \[waiver\(255\)\]"),
         ((waiver(24),), {}, "position 24 is outside of the sequences of 24 tokens"),
@@ -158,8 +159,8 @@ def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_p
     assert headline["position"] == 20 and headline["loss_behind"] is None
     record = json.loads((out / "record.json").read_text())
     result = Effect.from_record(record)
-    assert result.record() == record and result.command.startswith("crosslayer intervene minilm")
-    assert result.model.name == headline["model"] == "minilm"
+    assert result.record() == record and result.settings.command.startswith("crosslayer intervene minilm")
+    assert result.settings.model == headline["model"] == "minilm"
     assert result.settings.text.startswith("embedded corpus") and len(result.settings.documents) == 2
     assert str(tmp_path) not in (out / "record.json").read_text()
     assert [one["kind"] for one in record["interventions"]] == ["waiver", "position_swap"]
@@ -235,7 +236,7 @@ def test_positions_far_apart_are_shifted_alike():
 
 def test_layers_without_attention_are_not_scanned():
     plain = tiny("llama", num_hidden_layers=6)
-    model = crosslayer.retrofit(plain, {"name": "drop", "attention": (0, 3)}).model
+    model = crosslayer.rewire(plain, {"name": "drop", "attention": (0, 3)}).model
     result = effect(model, tokens(), interventions=[waiver(K)])
     assert [trial.layers for trial in result.scan] == [[], [1], [1, 2], [2, 4, 5], [1, 2, 4, 5]]
     assert result.main.attention_received.after.mean[0] is None
@@ -272,7 +273,7 @@ def test_a_result_is_saved_and_loaded_again_equal(tmp_path):
     assert record == result.record() and record["schema"] == "crosslayer/intervention/2"
     again = Effect.from_record(record)
     assert again == result and again.page() == result.page() and again.headline() == result.headline()
-    assert again.interventions == changes and again.settings.text is None and again.command is None
+    assert again.interventions == changes and again.settings.text is None and again.settings.command is None
     assert "srcdoc" in result._repr_html_()
     for broken in ({"schema": "crosslayer/intervention/1"}, {"places": []}, {"colour": 1}):
         with pytest.raises(ValidationError):
@@ -302,7 +303,7 @@ def test_texts_and_plain_entries_are_taken_too():
     same = effect(model, ids, interventions=[waiver(K)], scan="none", seed=4)
     assert result.places == same.places and result.controls == same.controls
     assert (result.settings.text, result.settings.documents) == ("own texts", [0, 0, 0])
-    assert (same.settings.text, same.settings.documents) == (None, None)
+    assert (same.settings.text, same.settings.documents, same.settings.bos) == (None, [], None)
     assert (same.settings.sequences, same.settings.length) == (3, 16)
     with pytest.raises(ValueError, match="texts need tokenizer"):
         effect(model, documents, interventions=[waiver(K)], **options)
@@ -329,7 +330,7 @@ def test_isolating_a_token_of_smollm2_moves_the_sink_to_it():
     assert result.value_norm_ratio[1, 12:29].max() < 0.5
     assert [trial.layers for trial in result.scan] == [[], [*range(12, 30)], [*range(30)]]
     assert result.scan_attention[1, 12:29].max() < 0.01
-    assert result.model.name == "smollm2" and result.settings.length == 512
+    assert result.settings.model == "smollm2" and result.settings.length == 512
 
 
 def test_the_row_of_position_0_makes_a_sink_of_minilm_and_a_random_row_does_not():

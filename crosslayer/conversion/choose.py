@@ -1,4 +1,4 @@
-"""Which layers a method acts on: as named, the top half, by similarity, or step by step by what turns the stream least."""
+"""Which layers a method acts on: as named, the top half, or by similarity, at once or step by step."""
 
 from contextlib import nullcontext
 

@@ -55,7 +55,8 @@ def test_the_call_gives_arrays_and_the_model(source, receipt):
     assert receipt.perplexity_ratio_ci95.shape == receipt.kl_ci95.shape == (2, 2)
     assert (receipt.kl_ci95[:, 0] < receipt.kl).all() and (receipt.kl < receipt.kl_ci95[:, 1]).all()
     assert np.isnan(receipt.fit_r2[[0, 1, 2, 4, 5]]).all() and (receipt.fit_r2[[3, 6, 7]] > 0).all()
-    assert (receipt.fit_r2_left_out[[3, 6, 7]] < receipt.fit_r2[[3, 6, 7]]).all()
+    left_out = [1 - fit.left_out**2 for fit in receipt.calibration.layers]
+    assert receipt.fit_r2_left_out[[3, 6, 7]] == pytest.approx(left_out) and np.isnan(receipt.fit_r2_left_out[0])
     assert receipt.calibration.windows == {"docs": 64} and receipt.texts.fitted == ["docs"]
     assert receipt.model.config.plan == receipt.plan and receipt.tokenizer is None
     assert receipt.title == "cla (groups 2-3, 5-7, compensation attention)"

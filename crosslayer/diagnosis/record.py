@@ -10,7 +10,7 @@ from crosslayer.output.record import Environment, Frozen, Measure, PositionBins
 class ModelFacts(Frozen):
     """What is known of the model itself; `masks` has words for each layer, None where it has no attention."""
 
-    class_: str = Field(alias="class")
+    class_: str = Field(validation_alias="class", serialization_alias="class")
     type: str
     layers: int
     attention_layers: int
@@ -31,7 +31,7 @@ class Settings(Frozen):
 
     model: str
     text: str | None
-    documents: list[int] = Field(description="number of each sequence's document, -1 for one joined from several")
+    documents: list[int] = Field(description="number of each sequence's document, -1: joined from several")
     sequences: int
     length: int
     seed: int | None
@@ -181,7 +181,7 @@ class DiagnosisRecord(Frozen):
 
     SCHEMA: ClassVar[str] = "crosslayer/diagnosis/2"
 
-    schema_: str = Field(SCHEMA, alias="schema", pattern=f"^{SCHEMA}$")
+    schema_: str = Field(default=SCHEMA, alias="schema", pattern=f"^{SCHEMA}$")
     model: ModelFacts
     settings: Settings
     measures: Measures

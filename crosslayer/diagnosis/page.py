@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 
 from crosslayer.diagnosis.record import CacheCandidates, CrossLayer, DiagnosisRecord, PositionTable, TopToken
-from crosslayer.output.page import Table, measured_on
+from crosslayer.output.page import Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel, by_position
 from crosslayer.output.record import Measure
+from crosslayer.output.words import measured_on
 
 LAYER = "layer"
 FIRST, *OTHERS = COLORS  # the first color is the first token's on the whole page

@@ -1,6 +1,6 @@
 """What `record.json` of a diagnosis holds: plain data whose keys are the attributes here."""
 
-from typing import ClassVar
+from typing import Literal
 
 from pydantic import Field
 
@@ -179,9 +179,7 @@ class Verdict(Frozen):
 class DiagnosisRecord(Frozen):
     """What `record.json` of a diagnosis holds; `schema_` is written as "schema"."""
 
-    SCHEMA: ClassVar[str] = "crosslayer/diagnosis/2"
-
-    schema_: str = Field(default=SCHEMA, alias="schema", pattern=f"^{SCHEMA}$")
+    schema_: Literal["crosslayer/diagnosis/2"] = Field(default="crosslayer/diagnosis/2", alias="schema")
     model: ModelFacts
     settings: Settings
     measures: Measures

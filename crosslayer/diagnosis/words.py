@@ -12,7 +12,7 @@ from crosslayer.diagnosis.record import (
     Verdict,
 )
 from crosslayer.diagnosis.verdict import PEAK, SINK_SHARE
-from crosslayer.output.page import runs
+from crosslayer.output.words import ranges
 
 GAP = 0.05  # between the two similarities, from which the first column is said to matter
 SHOWN = 4  # layers of a ranking
@@ -36,7 +36,7 @@ def _sink_words(sink: Sink) -> list[str]:
     if sink.layers:
         sentences = [
             f"The first token is a sink: it takes more than {SINK_SHARE:.0%} of all attention in layers "
-            f"{runs(sink.layers)}, beginning at layer {sink.begins}; the most is {sink.strongest_share:.0%}, "
+            f"{ranges(sink.layers)}, beginning at layer {sink.begins}; the most is {sink.strongest_share:.0%}, "
             f"in layer {sink.strongest}."
         ]
     else:
@@ -49,10 +49,10 @@ def _sink_words(sink: Sink) -> list[str]:
         origin = f"layer {writer} writes it" if writer >= 0 else "it is there from the embedding"
         sentences.append(
             f"Its hidden state towers over the others (norm above {PEAK:.0f} × their median) in the input of layers "
-            f"{runs(sink.peaks)}; {origin}."
+            f"{ranges(sink.peaks)}; {origin}."
         )
     if sink.drains:
-        sentences.append(f"Its value states are drained (norm below half the median) in layers {runs(sink.drains)}.")
+        sentences.append(f"Its value states are drained (norm below half the median) in layers {ranges(sink.drains)}.")
     return sentences
 
 
@@ -89,7 +89,7 @@ def _cache_words(cache: CacheCandidates) -> list[str]:
     removed = cache.attention_removed
     if removed.layers:
         sentences.append(
-            f"Without the attention of layers {runs(removed.layers)}, which changes its input least, "
+            f"Without the attention of layers {ranges(removed.layers)}, which changes its input least, "
             f"{removed.share:.2%} would be left."
         )
     return sentences
@@ -111,4 +111,4 @@ def _similar_words(cache: CacheCandidates) -> str:
 
 
 def _listed(superblocks: Superblocks) -> str:
-    return " ".join(f"[{runs(group)}]" for group in superblocks.groups)
+    return " ".join(f"[{ranges(group)}]" for group in superblocks.groups)

@@ -2,7 +2,7 @@
 
 Shapes: T tokens, C hidden, H key-value heads, D head size, L layers.
 
-Sources are cited by their arXiv numbers: 2410.17897 (Value Residual Learning), 2406.15786 (What Matters in Transformers?),
+Sources by their arXiv numbers: 2410.17897 (Value Residual Learning), 2406.15786 (What Matters in Transformers?), and
 2403.03853 (ShortGPT); "the waiver" is Unveiling and Controlling Anomalous Attention Distribution in Transformers.
 """
 

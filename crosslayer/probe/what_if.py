@@ -1,7 +1,7 @@
 """Pretend to share: what a wiring would do to a model that is left as it is.
 
-Borrowed queries, keys and values are put into the attention calls of the unmodified model, and sublayers that the wiring
-takes away add nothing. Weights that a retrofit merges or adds (SVD-merged keys, W_c) are outside of it.
+Borrowed queries, keys and values are put into the attention calls of the unmodified model, and sublayers that are taken
+away add nothing. Weights that a retrofit merges or adds (SVD-merged keys, W_c) are outside of it.
 
 Flows: states of the lenders, within one forward pass. Reads: every borrower. Cache: unchanged, nothing is saved.
 """
@@ -134,8 +134,8 @@ def _plan_of(wish: Method | str | Mapping[str, Any] | Sequence[Any], layers: int
     mixing = [method.name() for method in methods if mixes(method)]
     if mixing:
         raise ValueError(
-            f"{', '.join(mixing)}: a what-if shows who borrows and what is taken away, not weights of a method's own that "
-            "mix states or streams; convert the model by crosslayer.retrofit"
+            f"{', '.join(mixing)}: a what-if shows who borrows and what is taken away, not weights of a method's own "
+            "that mix states or streams; convert the model by crosslayer.retrofit"
         )
     return merge_plans(methods, layers)
 

@@ -15,7 +15,7 @@ import typer
 import crosslayer
 from crosslayer import cli
 from tests.cli.test_start import heeding
-from tests.corpus.test_text import WORDS, tokenizer
+from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny, tokens
 
 KEYS = [

@@ -9,7 +9,7 @@ import torch
 import crosslayer
 from crosslayer.corpus.documents import TextSource
 from crosslayer.diagnosis.record import Measures
-from tests.corpus.test_text import WORDS, tokenizer
+from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny, tokens
 
 LAYERS = 3
@@ -55,7 +55,7 @@ def test_a_layer_without_attention_has_no_number():
 def test_an_old_record_is_refused_by_its_version():
     record = crosslayer.diagnose(tiny("llama"), tokens()).record()
     with pytest.raises(
-        ValueError, match=r"^the record's schema is 'crosslayer/diagnosis/1', this version .*diagnosis/2'"
+        ValueError, match="^the record is 'crosslayer/diagnosis/1'; this release reads crosslayer/diagnosis/2$"
     ):
         crosslayer.Diagnosis.from_record({**record, "schema": "crosslayer/diagnosis/1"})
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
@@ -91,7 +91,7 @@ def test_texts_and_ids_are_taken_too(folder):
     settings = crosslayer.diagnose(model, ids).settings
     assert (settings.text, settings.seed, settings.bos, settings.documents) == (None, None, None, [])
     assert (settings.sequences, settings.length) == (1, 16)
-    with pytest.raises(ValueError, match="texts need tokenizer=…; without one give token ids"):
+    with pytest.raises(ValueError, match="texts need tokenizer=…; without it give token ids"):
         crosslayer.diagnose(model, text, sequences=2, length=16)
     with pytest.raises(ValueError, match="dtype and device are for a model that is named"):
         crosslayer.diagnose(model, ids, dtype="float32")

@@ -93,7 +93,7 @@ def tables(record: DiagnosisRecord) -> list[Table]:
     versions = record.environment.versions
     settings = {
         **record.model.model_dump(by_alias=True),
-        **record.settings.model_dump(),
+        **record.settings.model_dump(exclude_none=True),
         **{f"{package} version": version for package, version in versions.items()},
         **record.environment.machine.model_dump(),
         "seconds": f"{record.seconds:.1f}",

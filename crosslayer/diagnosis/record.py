@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from crosslayer.output.record import Environment, Frozen, Measure, PositionBins
+from crosslayer.output.record import Environment, Frozen, Measure, Options, PositionBins
 
 
 class ModelFacts(Frozen):
@@ -23,7 +23,7 @@ class ModelFacts(Frozen):
     masks: list[str | None]
 
 
-class Settings(Frozen):
+class Settings(Options):
     """What was measured: `model` and `text` as a result calls them, and how the text was cut.
 
     For token ids `text`, `seed` and `bos` are None and `documents` is empty.

@@ -77,8 +77,6 @@ def diagnose(
         check_length(loaded, length)
     windows = read_windows(text, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos, meter=progress)
     check_model(loaded, windows.ids)
-    started = time.perf_counter()
-    measured = _measure(loaded, windows.ids, cross_layer, progress)
     cut = not isinstance(text, Tensor)
     known = {
         "model": name,
@@ -90,7 +88,10 @@ def diagnose(
         "bos": bos if cut else None,
         "cross_layer": cross_layer,
     }
-    return _diagnosis(loaded, tokenizer, windows.ids, measured, Settings(**{**known, **(settings or {})}), started)
+    about = Settings(**{**known, **(settings or {})})
+    started = time.perf_counter()
+    measured = _measure(loaded, windows.ids, cross_layer, progress)
+    return _diagnosis(loaded, tokenizer, windows.ids, measured, about, started)
 
 
 def check_model(model: PreTrainedModel, ids: Tensor) -> None:

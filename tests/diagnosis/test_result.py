@@ -101,3 +101,10 @@ def test_bad_text_is_refused_before_the_model_is_loaded(folder):
     for text in (TextSource(str(folder.parent / "missing.txt")), "w1 w2"):
         with pytest.raises(ValueError, match=r"does not exist|the text has 5 bytes"):
             crosslayer.diagnose(str(folder.parent / "no such model"), text)
+
+
+def test_settings_are_checked_before_anything_is_measured():
+    model = tiny("llama")
+    model.model.register_forward_pre_hook(lambda *_: pytest.fail("measured already"))
+    with pytest.raises(ValueError, match="^mood: Extra inputs are not permitted$"):
+        crosslayer.diagnose(model, tokens(), settings={"mood": "good"})

@@ -115,7 +115,9 @@ def test_swaps_are_controlled_by_random_content():
     result = effect(model, ids, interventions=[PositionSwap(K, 0), TokenSwap(3, "bos")], controls=1)
     assert result.scan == [] and result.scan_attention.shape == (0, 3) and result.main.position == K
     swap, token = result.controls[0].interventions
-    assert swap.position == K and token.token == "random"
+    assert swap.position == K == result.controls[0].position and token.token == "random"
+    assert result.controls[0].before.attention_received == result.main.attention_received.before
+    assert [place.role for place in result.places] == ["intervened", "intervened", "first token", "left alone"]
     draw = np.random.default_rng(0)  # 500 of 64 rows: the position's own and the one under test would come
     drawn = {elsewhere(model, PositionSwap(K, 0), 1, T, draw).source for _ in range(500)}
     assert not drawn & {0, K} and len(drawn) > 50

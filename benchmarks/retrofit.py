@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import crosslayer
-from crosslayer.benchmark.compare import Settings, bench
+from crosslayer.benchmark.run import bench
 from crosslayer.conversion.choose import entries
 from crosslayer.conversion.damage import damage, logits_of, losses
 from crosslayer.conversion.job import allocated
@@ -23,7 +23,7 @@ from crosslayer.conversion.rewire import retrofit
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
-from crosslayer.method import to_entry
+from crosslayer.methods import to_entry
 from crosslayer.plan import parse_layers
 
 PARTS = ("damage", "times", "table")
@@ -113,8 +113,8 @@ def times(model, name) -> dict[str, Any]:
     method, groups = WIRINGS[name]
     layers = model.config.num_hidden_layers
     chosen = entries(method, parse_layers(groups, layers), layers, "attention")
-    settings = Settings(contexts=(2048,), batches=(1,), new_tokens=16, repeats=5)
-    return bench(retrofit(model, chosen, fit="zero", share_weights=True).model, model, settings)
+    rewired = retrofit(model, chosen, fit="zero", share_weights=True).model
+    return bench(rewired, model, contexts=(2048,), new_tokens=16).record()
 
 
 def table(results: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from crosslayer.conversion.damage import compare
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
-from crosslayer.method import load_method
+from crosslayer.methods import load_method
 
 RESULTS = Path(__file__).parent / "results" / "theorem.json"
 BLOCK = (18, 19, 20, 21)

@@ -29,7 +29,8 @@ from crosslayer.conversion.search import Measure
 from crosslayer.corpus.domains import FITTED, embedded_domains, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
-from crosslayer.method import Method, load_method, merge_plans, to_entry
+from crosslayer.method import Method
+from crosslayer.methods import load_method, merge_plans, to_entry
 from crosslayer.plan import parse_layers
 from crosslayer.probe.what_if import look
 

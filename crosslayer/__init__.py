@@ -1,46 +1,126 @@
-"""crosslayer: attention across depth. Importing it registers its model with transformers' Auto classes."""
+"""crosslayer: attention across depth. Importing it registers its model with transformers' Auto classes.
+
+Only that model is loaded with the package; every verb is loaded when its name is first used.
+"""
 
 from crosslayer._path import IS_COMMAND  # before any other import
 from crosslayer._start import hide_bars, interrupts
 
 TYPE_CHECKING = False  # as type checkers know it; typing itself is not needed
 
-if IS_COMMAND and not TYPE_CHECKING:
-    interrupts.watch()
-    hide_bars()  # the verbs import what they need
+if TYPE_CHECKING:
+    from crosslayer.benchmark.result import Benchmark
+    from crosslayer.benchmark.run import bench
+    from crosslayer.conversion.job import retrofit
+    from crosslayer.conversion.result import Receipt
+    from crosslayer.conversion.rewire import Rewired, rewire
+    from crosslayer.corpus.documents import TextSource
+    from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
+    from crosslayer.diagnosis.result import Diagnosis
+    from crosslayer.diagnosis.scan import diagnose
+    from crosslayer.intervention.apply import intervene
+    from crosslayer.intervention.kinds import Ablate, Forbid, PositionSwap, ScaleValues, TokenSwap, Waiver, waiver
+    from crosslayer.intervention.measure import effect
+    from crosslayer.intervention.result import Effect
+    from crosslayer.method import HeadMixer, Method, Residual
+    from crosslayer.methods import allow_methods
+    from crosslayer.models.load import load_model
+    from crosslayer.plan import DepthPlan
+    from crosslayer.probe.what_if import what_if
+    from crosslayer.results import load_result
+    from crosslayer.verification.result import Verification
+    from crosslayer.verification.run import verify
 
-    def __getattr__(name: str):
-        """Load what the package offers when a module asks for it, as a user's own method may."""
-        if name not in __all__:
-            raise AttributeError(f"module 'crosslayer' has no attribute {name!r}")
-        from crosslayer import api
-
-        return vars(api)[name]
-else:
-    from crosslayer.api import *
+# Where each public name is defined; the imports above say the same to type checkers and editors.
+_HOMES = {
+    "Ablate": "intervention.kinds",
+    "Benchmark": "benchmark.result",
+    "CrossLayerConfig": "decoder",
+    "CrossLayerForCausalLM": "decoder",
+    "DepthPlan": "plan",
+    "Diagnosis": "diagnosis.result",
+    "Effect": "intervention.result",
+    "Forbid": "intervention.kinds",
+    "HeadMixer": "method",
+    "Method": "method",
+    "PositionSwap": "intervention.kinds",
+    "Receipt": "conversion.result",
+    "Residual": "method",
+    "Rewired": "conversion.rewire",
+    "ScaleValues": "intervention.kinds",
+    "TextSource": "corpus.documents",
+    "TokenSwap": "intervention.kinds",
+    "Verification": "verification.result",
+    "Waiver": "intervention.kinds",
+    "allow_methods": "methods",
+    "bench": "benchmark.run",
+    "diagnose": "diagnosis.scan",
+    "effect": "intervention.measure",
+    "intervene": "intervention.apply",
+    "load_model": "models.load",
+    "load_result": "results",
+    "retrofit": "conversion.job",
+    "rewire": "conversion.rewire",
+    "verify": "verification.run",
+    "waiver": "intervention.kinds",
+    "what_if": "probe.what_if",
+}
 
 __all__ = [
     "Ablate",
+    "Benchmark",
     "CrossLayerConfig",
     "CrossLayerForCausalLM",
     "DepthPlan",
     "Diagnosis",
     "Effect",
     "Forbid",
+    "HeadMixer",
+    "Method",
     "PositionSwap",
-    "Retrofit",
+    "Receipt",
+    "Residual",
+    "Rewired",
     "ScaleValues",
+    "TextSource",
     "TokenSwap",
+    "Verification",
     "Waiver",
     "allow_methods",
     "bench",
     "diagnose",
     "effect",
+    "generate",
     "intervene",
     "load_model",
+    "load_result",
     "retrofit",
+    "rewire",
     "verify",
     "waiver",
     "what_if",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    """Load a public name when it is first used (PEP 562), and keep it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'crosslayer' has no attribute {name!r}")
+    from importlib import import_module
+
+    public = getattr(import_module(f"crosslayer.{_HOMES[name]}"), name)
+    globals()[name] = public
+    return public
+
+
+def __dir__() -> list[str]:
+    """Name also what is not loaded yet, for completion in editors and notebooks."""
+    return sorted({*globals(), *__all__})
+
+
+if IS_COMMAND:
+    interrupts.watch()
+    hide_bars()  # a verb imports what it needs
+else:
+    import crosslayer.decoder  # noqa: F401  registers the model

@@ -1,40 +1,36 @@
-"""What a cross-layer method answers, and how methods are found and combined.
+"""What a cross-layer method answers, and what it builds its answers from.
 
-A method is a frozen dataclass in one file; each question that it leaves open means "like Llama".
+A method is a frozen dataclass in a file of its own. Its fields are its options; each question that it leaves open means
+"like Llama". `crosslayer.methods` finds and combines methods, docs/YOUR_METHOD.md shows how to write one.
 
-Shapes: B batch, T new tokens, C hidden, H heads, D head size.
+Shapes: B batch, T new tokens, C hidden, H heads, H_kv key-value heads, D head size, L layers.
 """
 
-import dataclasses
-import difflib
-import functools
-import importlib
-import json
-import pkgutil
-import reprlib
-import sys
 from collections.abc import Mapping, Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, get_type_hints
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.plan import DepthPlan
+from crosslayer.plan import STATES, DepthPlan
 
 if TYPE_CHECKING:
-    from crosslayer.decoder.configuration import CrossLayerConfig
+    from transformers import LlamaConfig
 
 TARGETS = ("attention", "heads", "mlp")  # W_c adds after W_o, before W_o, or to the MLP's update
 Carry = dict[str, Any]  # what layers hand upward: replaced, never mutated
 
 
 class Mixing(nn.Module):
-    """Parameters of a method; `reset` gives them their first values, so that a zero init survives loading."""
+    """Parameters of a method; `reset` sets their first values, so that a zero init survives loading."""
 
     def reset(self) -> None:
-        """Initialise own parameters with the functions of `transformers.initialization`."""
+        """Initialise own parameters with the functions of `transformers.initialization`.
+
+        They leave alone what a checkpoint has filled; `torch.nn.init` would overwrite it.
+        """
 
 
 class HeadMixer(Mixing):
@@ -58,7 +54,7 @@ class HeadMixer(Mixing):
 
 
 class Residual(Mixing):
-    """What one sublayer reads from the stream and how its update is written; the default is the plain sum."""
+    """What a sublayer reads from the stream and how its update is written; the default is the plain sum."""
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return the sublayer's input (B, T, C)."""
@@ -70,9 +66,12 @@ class Residual(Mixing):
 
 
 class Compensation(nn.Linear, Mixing):
-    """The linear map W_c: adds `normed @ W_c` to an update, where `target` (one of `TARGETS`) says; begins at zero."""
+    """The linear map W_c: adds `normed @ W_c` to an update, where `target` (of `TARGETS`) says; begins at zero.
 
-    def __init__(self, config: "CrossLayerConfig", target: str):
+    It maps (B, T, C) to (B, T, C), or to (B, T, H·D) before W_o.
+    """
+
+    def __init__(self, config: "LlamaConfig", target: str):
         assert config.head_dim is not None
         self.target, inputs = target, config.hidden_size
         outputs = config.num_attention_heads * config.head_dim if target == "heads" else inputs
@@ -87,28 +86,159 @@ class Compensation(nn.Linear, Mixing):
         init.zeros_(self.weight)
 
 
+@dataclass(frozen=True)
+class Wiring:
+    """What the methods of a config say together, computed once per config.
+
+    Attributes:
+        methods: the methods, in list order.
+        plan: who owns and who reads, all methods merged.
+        compensation: (L,), where W_c of a layer writes (of `TARGETS`), None without it.
+
+    """
+
+    methods: tuple["Method", ...]
+    plan: DepthPlan
+    compensation: tuple[str | None, ...]
+
+    @cached_property
+    def reads_input(self) -> tuple[bool, ...]:
+        """(L,), whether a layer's attention reads its own input: it owns a state, or something compensates it."""
+        vectors = [self.plan.sources(state) for state in STATES]
+        return tuple(
+            target is not None or any(vector[layer] == layer for vector in vectors)
+            for layer, target in enumerate(self.compensation)
+        )
+
+    @cached_property
+    def sublayers(self) -> tuple[tuple[int, str], ...]:
+        """The sublayers that exist, in order: (layer, "attn" or "mlp"); W_c alone is an "attn" too."""
+        sites = []
+        for layer, target in enumerate(self.compensation):
+            if self.plan.attends(layer) or target is not None:
+                sites.append((layer, "attn"))
+            if self.plan.mlps[layer] is not None:
+                sites.append((layer, "mlp"))
+        return tuple(sites)
+
+    @cached_property
+    def stored(self) -> tuple[tuple[str, ...], ...]:
+        """(L,), what the cache holds at each layer: of "keys" and "values" those that the layer owns."""
+        return tuple(self.plan.stored(layer) for layer in range(self.plan.layers))
+
+    @cached_property
+    def borrows(self) -> tuple[Mapping[int, str], ...]:
+        """(L,), the states (by their place in `STATES`) that a layer borrows, and their names in the carry."""
+        return tuple(
+            {
+                number: f"{state}.{slots[source]}"
+                for number, (state, slots) in enumerate(self._slots.items())
+                if (source := self.plan.sources(state)[layer]) not in (None, layer)
+            }
+            for layer in range(self.plan.layers)
+        )
+
+    @cached_property
+    def lends(self) -> tuple[Mapping[int, str], ...]:
+        """(L,), the states (by their place in `STATES`) that later layers read, and their names in the carry."""
+        return tuple(
+            {
+                number: f"{state}.{slots[layer]}"
+                for number, (state, slots) in enumerate(self._slots.items())
+                if slots[layer] is not None
+            }
+            for layer in range(self.plan.layers)
+        )
+
+    @cached_property
+    def _slots(self) -> dict[str, tuple[int | None, ...]]:
+        return {state: self.plan.slots(state) for state in STATES}
+
+
 class Method:
-    """The questions; subclasses are frozen dataclasses whose fields are the options."""
+    """The questions; subclasses are frozen dataclasses whose fields are the options.
+
+    Class attributes say what a method is for the commands:
+
+    - `targets`: where W_c may write; the values that the option `compensation` may take beside None.
+    - `compensation`: where W_c writes, None without it; an option of those methods that have targets.
+    - `saves`: of "keys" and "values" those that each further layer under the method saves; where it is not empty, the
+      search by damage tries the method.
+    - `grouped`: layers act in groups behind a leader; False: each named layer by itself.
+    - `parts`: what of a layer is acted on, where there is a choice; the first is the default.
+    - `merges`: how pretrained weights of a group may be merged; the first, "first", leaves them as they are.
+    """
+
+    targets: ClassVar[tuple[str, ...]] = ()
+    saves: ClassVar[tuple[str, ...]] = ()
+    grouped: ClassVar[bool] = True
+    parts: ClassVar[tuple[str, ...]] = ()
+    merges: ClassVar[tuple[str, ...]] = ("first",)
+    compensation: str | None = None
 
     def plan(self, layers: int) -> DepthPlan:
         """Answer who owns and who reads."""
         return DepthPlan.identity(layers)
 
-    def heads(self, config: "CrossLayerConfig", layer: int) -> HeadMixer | None:
-        """Answer how a layer's own states are mixed."""
+    def heads(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> HeadMixer | None:
+        """Answer how a layer's own states are mixed; asked of each layer that has attention."""
         return None
 
-    def residual(self, config: "CrossLayerConfig", layer: int, site: str) -> Residual | None:
+    def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual | None:
         """Answer what a sublayer (`site` "attn" or "mlp") reads, and where its update goes."""
         return None
 
-    def final(self, config: "CrossLayerConfig") -> Residual | None:
+    def final(self, config: "LlamaConfig", wiring: Wiring) -> Residual | None:
         """Answer what the final norm reads."""
         return None
 
-    def compensate(self, layers: int, layer: int) -> str | None:
-        """Answer where W_c makes up for what a layer lost (one of `TARGETS`), if it does."""
-        return None
+    def compensates(self, plan: DepthPlan, layer: int) -> bool:
+        """Answer whether W_c makes up for what a layer loses by the method's own `plan`: here, any state.
+
+        Asked only where `compensation` says where W_c writes.
+        """
+        return any(plan.sources(state)[layer] != layer for state in STATES)
+
+    def inherit(self, weights: dict[str, Tensor], config: "LlamaConfig", wiring: Wiring, merge: str) -> list[str]:
+        """Answer what becomes of pretrained weights, beyond that a borrowed projection goes.
+
+        Args:
+            weights: by their names in the decoder; entries may be replaced, but no tensor may be written into.
+            config: of the decoder that gets them.
+            wiring: all methods of that decoder together.
+            merge: a rule of `merges`.
+
+        Returns:
+            the names of the weights that changed.
+
+        Raises:
+            ValueError: the rule does not apply to these weights.
+
+        """
+        return []
+
+    @classmethod
+    def from_groups(
+        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
+    ) -> Self:
+        """Build the method that acts on groups of layers.
+
+        Args:
+            groups: runs of consecutive 0-based layers; where `grouped` is False, just layers.
+            layers: how many layers the model has.
+            compensation: where W_c writes (of `targets`), None for no W_c.
+            part: what of a layer is acted on (of `parts`), None for the default.
+
+        Raises:
+            ValueError: the method has no such options, or the groups do nothing.
+
+        """
+        raise ValueError(f"{cls.name()} has no groups of layers; give its options as JSON")
+
+    @classmethod
+    def example(cls, layers: int) -> Self:
+        """Return options that show the method at a number of layers, for tables and tests; its defaults here."""
+        return cls()
 
     @classmethod
     def name(cls) -> str:
@@ -116,125 +246,11 @@ class Method:
         return cls.__module__.removeprefix("crosslayer.methods.")
 
 
-_allowed: set[str] = set()  # modules of users' own methods that a config may have imported
-
-
-def allow_methods(*names: str) -> None:
-    """Let configs name methods of your own: each name allows a module and all that lies below it.
-
-    A config may come from anyone, and importing a module runs its code: a name that it gives is imported only if it is
-    allowed here. Modules that are imported already, and `Method` objects and classes, need no permission.
-
-    Raises:
-        ValueError: a name is not that of a module.
-
-    """
-    for name in names:
-        if not _names_a_module(name):
-            raise ValueError(f"{name!r} is not the name of a module; write for example my_methods or my_methods.scaled")
-    _allowed.update(names)
-
-
-def method_names() -> list[str]:
-    """Return the names of the methods that come with the package: the files of `crosslayer/methods`."""
-    import crosslayer.methods as folder
-
-    return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
-
-
-def load_method(entry: "str | Mapping[str, Any] | Method | type[Method]") -> Method:
-    """Build a method from its name, from {"name": …, option: …} or from its class, or return it as it is.
-
-    Raises:
-        ValueError: the name or an option is unknown, or an option's value is refused.
-
-    """
-    if isinstance(entry, Method):
-        return entry
-    if isinstance(entry, type) and issubclass(entry, Method):
-        return entry()
-    options = {"name": entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, Mapping) else {}
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise ValueError(f"cross_layer entry {entry!r} has no name; it needs one of {', '.join(method_names())}")
-    cls = method_class(name)
-    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for option in options:
-        if option not in fields:
-            close = difflib.get_close_matches(option, fields, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(fields) or 'none'}"
-            raise ValueError(f"method {name!r} has no option {option!r}; {hint}")
-        _check_type(cls, option, options[option])
-    return cls(**{key: _frozen(value) for key, value in options.items()})
-
-
-def method_class(name: str) -> type[Method]:
-    """Return the one `Method` of a file in `methods/`, or of a user's module that is imported or allowed.
-
-    Raises:
-        ValueError: the name is neither, or its module does not define exactly one method.
-
-    """
-    packaged = name.removeprefix("crosslayer.methods.")
-    if packaged in method_names():
-        module = importlib.import_module(f"crosslayer.methods.{packaged}")
-    else:
-        module = _own_module(name)
-    own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
-    classes = [cls for cls in own if issubclass(cls, Method) and dataclasses.is_dataclass(cls)]
-    if len(classes) != 1:
-        raise ValueError(
-            f"module {name!r} defines {len(classes)} methods; it must define exactly one dataclass that is a Method"
-        )
-    return classes[0]
-
-
-def _own_module(name: str) -> ModuleType:
-    """Return a user's module if it is imported, or import it if it is allowed; nothing else is ever imported."""
-    module = sys.modules.get(name)
-    if isinstance(module, ModuleType):
-        return module
-    if any(name == allowed or name.startswith(f"{allowed}.") for allowed in _allowed):
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            raise ValueError(
-                f"method {name!r}: its module cannot be imported ({error}); install it, or name its folder in "
-                "PYTHONPATH"
-            ) from error
-    close = difflib.get_close_matches(name, method_names(), 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(method_names())}."
-    if _names_a_module(name):
-        hint += (
-            " A module of your own counts once it is imported, or if it is allowed: by "
-            f"crosslayer.allow_methods({name!r}), on the command line by --allow-methods {name}"
-        )
-    raise ValueError(f"method {name!r} is not known; {hint}")
-
-
-def _names_a_module(name: str) -> bool:
-    return all(part.isidentifier() for part in name.split("."))
-
-
 def mixes(method: Method) -> bool:
     """Return whether a method has modules of its own that mix states or streams, beside its plan."""
     kind = type(method)
     own = (kind.heads is not Method.heads, kind.residual is not Method.residual, kind.final is not Method.final)
     return any(own)
-
-
-def to_entry(method: Method) -> dict[str, Any]:
-    """Return the plain data that a config holds for a method; `load_method` undoes it."""
-    return {"name": method.name(), **dataclasses.asdict(method)}  # type: ignore[call-overload]
-
-
-def merge_plans(methods: Sequence[Method], layers: int) -> DepthPlan:
-    """Return the plan of several methods together."""
-    plan, names = DepthPlan.identity(layers), "the plain decoder"
-    for method in methods:
-        plan = plan.merge(method.plan(layers), (names, method.name()))
-        names = method.name() if names == "the plain decoder" else f"{names} + {method.name()}"
-    return plan
 
 
 def check_layers(name: str, option: str, layers: Sequence[int], count: int) -> None:
@@ -258,26 +274,17 @@ def leaders(name: str, option: str, groups: Sequence[Sequence[int]], layers: int
     return tuple(source)
 
 
+def sharing_groups(name: str, groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups as tuples; refuse groups without a second layer, in which nothing would be shared."""
+    alone = [list(group) for group in groups if len(group) < 2]
+    if alone or not groups:
+        raise ValueError(
+            f"{name}: groups {alone} have no second layer, so nothing would be shared there; write for example 18-21"
+        )
+    return tuple(tuple(group) for group in groups)
+
+
 def check_choice(name: str, option: str, value: Any, choices: Sequence[Any]) -> None:
     """Refuse a value that is not among `choices`."""
     if value not in choices:
         raise ValueError(f"{name}: {option} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
-
-
-def _check_type(cls: type[Method], option: str, value: Any) -> None:
-    try:
-        _type_of(cls, option).validate_json(json.dumps(value), strict=True)
-    except (TypeError, ValidationError):
-        kind = get_type_hints(cls)[option]
-        words = kind.__name__ if isinstance(kind, type) else str(kind)
-        raise ValueError(f"{cls.name()}: {option} is {reprlib.repr(value)}; it must be {words}") from None
-
-
-@functools.cache
-def _type_of(cls: type[Method], option: str) -> TypeAdapter[Any]:
-    return TypeAdapter(get_type_hints(cls)[option])
-
-
-def _frozen(value: Any) -> Any:
-    """Turn JSON lists into tuples, so that options are hashable."""
-    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value

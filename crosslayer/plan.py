@@ -95,7 +95,7 @@ class DepthPlan:
         busy: dict[int, int] = {}  # slot -> last reader
         result: list[Entry] = [None] * self.layers
         for layer in range(self.layers):
-            if self.lends(state, layer):
+            if last.get(layer, layer) > layer:
                 slot = next(s for s in range(self.layers) if busy.get(s, -1) < layer)
                 busy[slot], result[layer] = last[layer], slot
         return tuple(result)

@@ -5,25 +5,14 @@ import inspect
 import re
 import sys
 
-from crosslayer.method import Method, load_method, method_class, method_names
-
-
-def example(name: str, layers: int) -> Method:
-    """Return a method with options that show it at a number of layers (pairs in the top half for UniAttn)."""
-    top = layers // 2
-    pairs = tuple((i, i + 1) for i in range(top + top % 2, layers - 1, 2))
-    options = {
-        "uniattn": {"superblocks": pairs},
-        "drop": {"attention": tuple(range(top + 1, layers, 2))},
-    }
-    return load_method({"name": name, **options.get(name, {})})
+from crosslayer.methods import method_class, method_names
 
 
 def method_table(layers: int = 32) -> list[dict[str, str]]:
     """Return a row for each method: name, one line, what flows, cache share at `layers` layers, source."""
     rows = []
     for name in method_names():
-        method = example(name, layers)
+        method = method_class(name).example(layers)
         text = inspect.getdoc(inspect.getmodule(method_class(name))) or ""
         rows.append(
             {
@@ -59,7 +48,7 @@ def show(module: str, layers: int = 8) -> None:
     name = module.removeprefix("crosslayer.methods.")
     if name == module:
         importlib.import_module(module)  # a config finds only what is imported
-    method = example(name, layers)
+    method = method_class(name).example(layers)
     config = CrossLayerConfig(num_hidden_layers=layers, cross_layer=[method])
     print(inspect.getdoc(inspect.getmodule(method_class(name))))
     print(f"\n{method}\n\n{config.plan.diagram()}")

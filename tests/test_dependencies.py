@@ -1,6 +1,7 @@
-"""Every package that the code imports is declared, and the command line starts without the heavy ones."""
+"""Every package that the code imports is declared, and nothing is imported before it is needed."""
 
 import ast
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -8,6 +9,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+import crosslayer
 
 ROOT = Path(__file__).parent.parent
 OPTIONAL = {"accelerate", "datasets", "gguf", "pyarrow"}  # imported where they are used, named in the error otherwise
@@ -47,6 +50,69 @@ finally:
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "LOADED []"
+
+
+def loaded_by(code: str) -> set[str]:
+    """Return the modules that a piece of code loads in a fresh process beyond those of a Llama."""
+    lines = (
+        "import sys",
+        "from transformers import LlamaForCausalLM",
+        "before = set(sys.modules)",
+        code,
+        "print(*sorted(set(sys.modules) - before))",
+    )
+    ran = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    return set(ran.stdout.split())
+
+
+def test_the_import_loads_the_decoder_and_no_verb():
+    loaded = loaded_by("import crosslayer")
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("crosslayer.")}
+    assert rooms <= {"_path", "_start", "plan", "environment", "method", "methods", "decoder"}
+    packages = {name.partition(".")[0] for name in loaded}
+    assert not packages & {"plotly", "matplotlib", "scipy", "jinja2", "typer", "rich", "psutil", "datasets", "pandas"}
+
+
+def test_the_import_registers_the_model():
+    code = """
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+import crosslayer
+config = AutoConfig.for_model("crosslayer", num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8,
+                              num_attention_heads=2)
+assert type(config) is crosslayer.CrossLayerConfig
+assert type(AutoModelForCausalLM.from_config(config)) is crosslayer.CrossLayerForCausalLM
+assert type(AutoModel.from_config(config)).__name__ == "CrossLayerModel"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_public_name_is_loaded_when_it_is_used():
+    assert "crosslayer.corpus.documents" in loaded_by("from crosslayer import TextSource")
+    assert "crosslayer.diagnosis" not in loaded_by("from crosslayer import TextSource")
+
+
+def test_public_names_are_said_alike_to_python_and_to_type_checkers():
+    tree = ast.parse((ROOT / "crosslayer" / "__init__.py").read_text())
+    typed = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module not in ("crosslayer._path", "crosslayer._start"):
+            typed |= {alias.name: node.module for alias in node.names}
+    del typed["import_module"]
+    assert {name: f"crosslayer.{home}" for name, home in crosslayer._HOMES.items()} == typed
+    assert crosslayer.__all__ == sorted(typed) and (ROOT / "crosslayer" / "py.typed").is_file()
+
+
+def test_public_names_are_offered_in_every_way():
+    namespace: dict = {}
+    exec("from crosslayer import *", namespace)
+    assert set(crosslayer.__all__) <= namespace.keys() and set(crosslayer.__all__) <= set(dir(crosslayer))
+    for name in crosslayer.__all__:
+        public = getattr(crosslayer, name)
+        assert public is namespace[name] and public is pickle.loads(pickle.dumps(public)), name
+    with pytest.raises(AttributeError, match="module 'crosslayer' has no attribute 'telepathy'"):
+        crosslayer.telepathy  # noqa: B018
+    with pytest.raises(ImportError):
+        from crosslayer import telepathy  # noqa: F401
 
 
 def test_a_command_still_offers_what_the_package_does():

@@ -1,6 +1,6 @@
 """Plans: rules, merging, diagrams, and random wirings through the cache."""
 
-import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.modeling_utils import AttentionInterface
 
+import crosslayer.methods
 from crosslayer import testing as contract
 from crosslayer.decoder import CrossLayerForCausalLM
-from crosslayer.method import Method, load_method, merge_plans, method_names
+from crosslayer.method import Wiring
+from crosslayer.methods import load_method, merge_plans, method_names
 from crosslayer.plan import STATES, DepthPlan
 from tests.helpers.tiny import tokens
 
@@ -40,21 +42,11 @@ def plans(draw):
     return DepthPlan(**{state: tuple(vector) for state, vector in found.items()}, mlps=tuple(mlps))
 
 
-@dataclasses.dataclass(frozen=True)
-class Wired(Method):
-    """A method that is just a plan."""
-
-    wiring: DepthPlan = None
-
-    def plan(self, layers):
-        return self.wiring
-
-
 def config_with(plan, **changes):
-    """A config whose plan is given; `cross_layer` stays empty, so that nothing has to be named."""
+    """A config with a plan; `cross_layer` stays empty, so that nothing has to be named."""
     config = contract.config_of([], num_hidden_layers=plan.layers, **changes)
-    cls = type("Wired", (type(config),), {"plan": property(lambda self: plan)})
-    config.__class__ = cls
+    wiring = Wiring((), plan, (None,) * plan.layers)
+    config.__class__ = type("Wired", (type(config),), {"wiring": property(lambda self: wiring)})
     return config
 
 
@@ -237,4 +229,5 @@ def test_attention_that_would_ignore_the_mask_is_refused():
 
 
 def test_the_folder_is_the_list():
-    assert method_names() == ["attnres", "cla", "drop", "resformer", "svformer", "uniattn"]
+    files = {path.stem for path in Path(crosslayer.methods.__file__).parent.glob("[!_]*.py")}
+    assert method_names() == sorted(files) and len(files) > 1

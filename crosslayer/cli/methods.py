@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import Debug, importing, print_headline
+from crosslayer.cli.options import Debug, importing, print_headline, print_table
 
 
 def command(
@@ -13,7 +13,6 @@ def command(
 ) -> None:
     """List the cross-layer methods: what flows between layers and what the KV cache keeps."""
     with importing():
-        from rich.console import Console
         from rich.table import Table
 
         from crosslayer.show import method_table
@@ -22,5 +21,5 @@ def command(
     table = Table(*(f"KV cache, {layers} layers" if key == "cache" else key for key in rows[0]), show_lines=True)
     for row in rows:
         table.add_row(*row.values())
-    Console().print(table)
+    print_table(table)
     print_headline({row["method"]: row["cache"] for row in rows})

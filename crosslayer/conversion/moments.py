@@ -1,8 +1,10 @@
 """W_c from second moments of X and E, kept by part of the calibration text, so that a part can be left out.
 
-A ridge penalty is chosen by leaving one *domain* out: fitted on all others, judged on that one, summed over domains. A
-window that is held out from a domain that was fitted says nothing about other text, and W_c learns the domain. Text of
-one domain alone leaves its every eighth window out instead.
+A ridge penalty is chosen by leaving a *domain* out: fitted on all others, judged on the one left out, summed over
+domains. A window that is held out from a domain that was fitted says nothing about other text, and W_c learns the
+domain. Text of a single domain leaves its every eighth window out instead.
+
+Shapes: B sequences, T tokens, C hidden, P parts of the text, v groups of sequences.
 """
 
 from collections.abc import Sequence
@@ -15,13 +17,13 @@ FITS = ("zero", "mean", "lstsq", "ridge", "layerwise")
 CHOSEN = ("ridge", "layerwise")  # whose penalty is chosen
 PENALTIES = tuple(10.0**exponent for exponent in range(-7, 4))  # times the mean square of an input
 LARGEST_CUTOFF = 0.01  # of singular values, as a share of the largest
-HELD_OUT = 8  # every n-th sequence is left out where there is one domain
+HELD_OUT = 8  # every n-th sequence is left out where there is a single domain
 NEEDED = 2  # tokens for each input of W_c, below which least squares memorise
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What W_c of one layer does: root mean square of E before, and of E − X W_c after; on all calibration tokens.
+    """What W_c of a layer does: root mean square of E before, and of E − X W_c after; on all calibration tokens.
 
     `mean_*` is that of the position-wise mean, which Theorem 3.1 makes small. Where a penalty was chosen: `penalty`,
     and `left_out`, the root mean square of what remains of E on each part that was left out in turn, over that of E.
@@ -44,7 +46,13 @@ def folds(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> None:
-    """Refuse too little text for W_c with so many inputs, given the sequences of each domain and their length.
+    """Refuse too little text for W_c.
+
+    Args:
+        width: inputs of W_c.
+        sizes: sequences of each domain.
+        length: tokens of a sequence.
+        fit: how W_c is fitted.
 
     Raises:
         ValueError: the message says how many tokens are needed.
@@ -52,9 +60,10 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
     """
     if fit not in ("lstsq", *CHOSEN):
         return
-    tokens, needed = sum(sizes) * length, NEEDED * width
+    tokens = sum(sizes) * length
+    needed = NEEDED * width
     parts, held = folds(sizes)
-    left_out = max((parts.count(part) for part in held), default=0) if fit in CHOSEN else 0
+    left_out = max((parts.count(part) for part in held), default=0) if fit in CHOSEN else 0  # sequences
     if tokens - left_out * length >= needed and (fit == "lstsq" or left_out):
         return
     least = needed
@@ -75,14 +84,14 @@ class Moments:
         self.parts, self.held = folds(sizes)
         self.sequences, self.groups, self.length = sum(sizes), groups, length
         self.epsilon = torch.finfo(like.dtype).eps
-        square = {"dtype": torch.float64, "device": like.device}
+        double = {"dtype": torch.float64, "device": like.device}
         count = max(self.held) + 1
-        self.gram = torch.zeros(count, width, width, **square)  # XᵀX
-        self.cross = torch.zeros(count, width, width, **square)  # XᵀE
-        self.energy = torch.zeros(count, **square)  # ‖E‖²
-        self.inputs = torch.zeros(groups, length, width, **square)
-        self.errors = torch.zeros(groups, length, width, **square)
-        self.members = torch.zeros(groups, **square)
+        self.gram = torch.zeros(count, width, width, **double)  # XᵀX, (P, C, C)
+        self.cross = torch.zeros(count, width, width, **double)  # XᵀE, (P, C, C)
+        self.energy = torch.zeros(count, **double)  # ‖E‖², (P,)
+        self.inputs = torch.zeros(groups, length, width, **double)  # sums of X, (v, T, C)
+        self.errors = torch.zeros(groups, length, width, **double)  # sums of E, (v, T, C)
+        self.members = torch.zeros(groups, **double)  # sequences in each group, (v,)
 
     def add(self, x: Tensor, error: Tensor, first: int) -> None:
         """Add a batch (B, T, C) whose first sequence has the number `first`."""
@@ -99,7 +108,10 @@ class Moments:
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Return X̄ and Ē, (v·T, C)."""
-        return tuple((s / self.members[:, None, None]).flatten(0, 1) for s in (self.inputs, self.errors))  # type: ignore[return-value]
+        members = self.members[:, None, None]
+        x = self.inputs / members  # (v, T, C)
+        error = self.errors / members
+        return x.flatten(0, 1), error.flatten(0, 1)
 
     def solve(self, fit: str) -> tuple[Tensor, float | None, float | None]:
         """Return W (C, C) with X W ≈ E, and the penalty if it was chosen, with what it leaves on the parts left out."""
@@ -118,7 +130,8 @@ class Moments:
         """Return the penalty with the least error on the parts left out, and the share of E that it leaves there."""
         errors = dict.fromkeys(PENALTIES, 0.0)
         for part in self.held:
-            gram, cross = self.gram.sum(0) - self.gram[part], self.cross.sum(0) - self.cross[part]
+            gram = self.gram.sum(0) - self.gram[part]  # (C, C)
+            cross = self.cross.sum(0) - self.cross[part]
             spectrum, scale = _spectrum(gram), _scale(gram)
             for penalty in PENALTIES:
                 errors[penalty] += self._error(_solve(spectrum, cross, penalty * scale), [part])
@@ -127,23 +140,25 @@ class Moments:
         return penalty, (max(errors[penalty], 0.0) / energy) ** 0.5 if energy else 0.0
 
     def _error(self, weight: Tensor, parts: list[int]) -> float:
-        """Return ‖E − X W‖² from the moments alone."""
-        gram, cross = self.gram[parts].sum(0), self.cross[parts].sum(0)
+        """Return ‖E − X W‖² = ‖E‖² − 2 ⟨W, XᵀE⟩ + ⟨W, XᵀX W⟩, from the moments alone."""
+        gram = self.gram[parts].sum(0)  # (C, C)
+        cross = self.cross[parts].sum(0)
         return float(self.energy[parts].sum() - 2 * (weight * cross).sum() + (weight * (gram @ weight)).sum())
 
     def report(self, layer: int, weight: Tensor, penalty: float | None, left_out: float | None) -> Fit:
         """Return the errors before and after."""
         tokens = self.sequences * self.length
-        x, error = self.means()
-        after, rest = max(self._error(weight, list(range(len(self.gram)))), 0.0), error - x @ weight
+        after = max(self._error(weight, list(range(len(self.gram)))), 0.0)
+        x, error = self.means()  # (v·T, C)
+        rest = error - x @ weight
         return Fit(
-            layer,
-            float((self.energy.sum() / tokens).sqrt()),
-            (after / tokens) ** 0.5,
-            float((error.square().sum() / len(error)).sqrt()),
-            float((rest.square().sum() / len(rest)).sqrt()),
-            penalty,
-            left_out,
+            layer=layer,
+            token_before=float((self.energy.sum() / tokens).sqrt()),
+            token_after=(after / tokens) ** 0.5,
+            mean_before=float((error.square().sum() / len(error)).sqrt()),
+            mean_after=float((rest.square().sum() / len(rest)).sqrt()),
+            penalty=penalty,
+            left_out=left_out,
         )
 
 

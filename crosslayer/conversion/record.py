@@ -1,23 +1,162 @@
 """What `record.json` of a retrofit holds."""
 
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from crosslayer.conversion.bootstrap import Interval
+from crosslayer.conversion.moments import Fit
+from crosslayer.conversion.options import RetrofitOptions
+from crosslayer.output.record import Environment, Frozen
+from crosslayer.plan import DepthPlan
+
+SCHEMA = "crosslayer/retrofit/3"
 
 
-class RetrofitRecord(BaseModel):
-    """What `record.json` of a retrofit holds; `damage` by domain, the worst that nothing was fitted to first."""
+class Architecture(Frozen):
+    """The model before and after."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-    schema_: str = Field(alias="schema", pattern="^crosslayer/retrofit/2$")
-    model: dict[str, Any]
-    methods: list[dict[str, Any]]
-    plan: dict[str, list[int | None]]
-    choice: dict[str, Any]
-    weights: dict[str, list[str]]
-    calibration: dict[str, Any]
-    cache: dict[str, float]
-    damage: dict[str, Any]
-    settings: dict[str, Any]
-    seconds: dict[str, float]
-    environment: dict[str, Any]
+    name: str = Field(description="the original's name, without the folders above it")
+    source_class: str = Field(description="class of the original")
+    retrofit_class: str = Field(description="class of the retrofit")
+    layers: int = Field(description="L, of the original")
+    parameters_before: int
+    parameters_after: int
+    dtype: str
+
+
+class CurvePoint(Frozen):
+    """The wiring after some picks of the search; KL in nats a token."""
+
+    share: float = Field(description="of the original's cache that it keeps")
+    kl_search: float = Field(description="KL on the text that was searched on")
+    kl: float = Field(description="KL on text that was not searched, without compensation")
+    kl_ci95: Interval
+    layers: dict[str, int] = Field(description="how many layers each method acts on")
+
+
+class FixedBlocks(Frozen):
+    """Blocks of equal size in the top half, of the size nearest to the search's share: the search's yardstick."""
+
+    method: str
+    blocks: list[list[int]]
+    share: float
+    kl: float = Field(description="nats a token, on text that was not searched, without compensation")
+    kl_ci95: Interval
+    search_minus_fixed: float = Field(description="KL of the search's wiring minus that of the blocks, paired")
+    search_minus_fixed_ci95: Interval
+
+
+class SearchRecord(Frozen):
+    """How the search went."""
+
+    passes: int = Field(description="forward passes over the text that was searched on")
+    kinds: list[str] = Field(description="(L,) the method that acts on each layer, or 'own'")
+    curve: list[CurvePoint]
+    fixed: list[FixedBlocks]
+
+
+class Choice(Frozen):
+    """How layers were chosen."""
+
+    how: str = Field(description="as given (a whole method), search, auto, top-half, or the layers that were named")
+    groups: list[list[int]] = Field(default_factory=list, description="groups of layers, where a method acts on groups")
+    search: SearchRecord | None = None
+
+
+class Weights(Frozen):
+    """What became of the original's weights, by name."""
+
+    dropped: list[str]
+    merged: list[str]
+    new: list[str]
+
+
+class Calibration(Frozen):
+    """How W_c was fitted."""
+
+    fit: str = Field(description="none, zero, mean, lstsq, ridge or layerwise")
+    windows: dict[str, int] = Field(description="windows that were fitted to, by domain")
+    layers: list[Fit] = Field(description="what W_c of each compensated layer does, from below")
+
+
+class CacheRecord(Frozen):
+    """Bytes that a dynamic cache allocates for each of `context` tokens."""
+
+    context: int
+    bytes_per_token_before: float
+    bytes_per_token_after: float
+    share: float = Field(description="after over before")
+
+
+class Damage(Frozen):
+    """Perplexities, their ratio and the KL to the original (nats a token), with 95 % intervals over windows."""
+
+    perplexity_before: float
+    perplexity_after: float
+    ratio: float
+    ratio_ci95: Interval
+    kl: float
+    kl_ci95: Interval
+    windows: int
+    documents: int
+    strata: int = Field(description="within which windows are drawn; 1: windows are taken as independent")
+
+
+class Gain(Frozen):
+    """What W_c changes: the damage of the same wiring without it, and the KL with it minus that (below 0: it helps)."""
+
+    without: Damage
+    kl: float
+    kl_ci95: Interval
+
+
+class DomainDamage(Damage):
+    """The damage on one domain."""
+
+    name: str
+    seen: bool = Field(description="whether anything was fitted to text of this domain")
+    gain: Gain | None = Field(description="None where there is no fitted W_c")
+
+
+class Domains(Frozen):
+    """The damage by domain, the worst that nothing was fitted to first, and on all windows together."""
+
+    domains: list[DomainDamage]
+    all: Damage
+
+
+class TextsRecord(Frozen):
+    """Names of the domains that were read."""
+
+    judged: list[str] = Field(description="on which the damage was measured")
+    fitted: list[str] = Field(description="to which W_c or the choice of layers was fitted")
+
+
+class Seconds(Frozen):
+    """How long each phase took."""
+
+    choose: float
+    rewire: float = Field(description="conversion and calibration")
+    damage: float
+    all: float
+
+
+class RetrofitRecord(Frozen):
+    """What `record.json` of a retrofit holds."""
+
+    schema_: Literal["crosslayer/retrofit/3"] = Field(SCHEMA, alias="schema")
+    architecture: Architecture
+    methods: list[dict[str, Any]] = Field(description="name and options of each method, as a config has them")
+    title: str = Field(description="the methods with the options that were set, in words")
+    plan: DepthPlan
+    choice: Choice
+    weights: Weights
+    calibration: Calibration
+    cache: CacheRecord
+    damage: Domains
+    options: RetrofitOptions = Field(description="what was asked for")
+    texts: TextsRecord
+    command: str | None = Field(None, description="the command line, where it was one")
+    seconds: Seconds
+    environment: Environment

@@ -1,136 +1,127 @@
-"""What a retrofit is asked to do, checked as a whole: options that contradict or would do nothing are refused."""
+"""What options mean for the methods at hand: an option that would do nothing beside the others is refused."""
 
 import json
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-from crosslayer.conversion.convert import MERGES
-from crosslayer.conversion.moments import FITS
-from crosslayer.diagnosis.groups import PAPER_SIZE
-from crosslayer.method import TARGETS, Method, check_choice, load_method, to_entry
-from crosslayer.methods.cla import CLA
+from crosslayer.conversion.options import RetrofitOptions
+from crosslayer.conversion.wires import searched_methods
+from crosslayer.method import Method, check_choice
+from crosslayer.methods import load_method, method_class
 
 DEFAULT_FIT = "layerwise"
-METHODS = ("uniattn", "cla", "svformer", "drop")
-DROPS = ("attention", "mlp", "layer")
-SELECTS = ("similarity", "greedy")
-Meter = Callable[[str, int], Any]  # what is done and how many steps → a context with `step(done, all)`
 
 
-@dataclass(frozen=True)
 class Request:
-    """What to do; see `crosslayer retrofit --help`. `method` None leaves it to a budget.
+    """What is to be done.
 
-    `method` is one of `METHODS`, whose layers are chosen here, or a whole method as `load_method` takes it: the name of
-    a user's own module, or JSON such as {"name": "cla", "group": 3}.
+    Attributes:
+        options: what was asked for.
+        kind: the method whose layers are to be chosen; None for a whole method, or where a budget chooses.
+        whole: the method that came with all its options, None otherwise.
+
+    Raises:
+        ValueError: the method is not known, its options are wrong, or an option would do nothing.
+
     """
 
-    method: str | None = None
-    layers: str = "top-half"
-    compensation: str | None = None
-    kv_budget: float | None = None
-    kl_budget: float | None = None
-    drop: str = "attention"
-    select: str = "similarity"
-    size: int = PAPER_SIZE
-    count: int | None = None
-    merge: str = "first"
-    target: str = "attention"
-    groups: int = 1
-    windows: int = 96
-    calibration: int = 128
-    length: int = 512
-    seed: int = 0
-    bos: str = "auto"
-    kv_context: int | None = None
-
-    def __post_init__(self):
-        budgets = [budget for budget in (self.kv_budget, self.kl_budget) if budget is not None]
-        if len(budgets) + (self.method is not None) != 1:
-            raise ValueError("give --method, or --kv-budget or --kl-budget, which choose methods and layers themselves")
-        for name, value, known in (
-            ("compensation", self.compensation, ("none", *FITS, None)),
-            ("drop", self.drop, DROPS),
-            ("select", self.select, SELECTS),
-            ("merge", self.merge, MERGES),
-        ):
-            check_choice("retrofit", name, value, known)
-        for name, budget in (("kv", self.kv_budget), ("kl", self.kl_budget)):
-            if budget is not None and not (math.isfinite(budget) and budget > 0):
-                raise ValueError(f"--{name}-budget {budget} is no budget; it must be a number above 0")
-        if self.kv_context is not None and self.kv_context < 2:
-            raise ValueError(f"--kv-context {self.kv_context} is too short; it is a number of tokens, at least 2")
-        if self.size < 2 or self.seed < 0 or self.groups < 1:
-            raise ValueError("--size must be at least 2, --groups at least 1, --seed at least 0")
-        if self.compensation == "layerwise" and self.merge != "first":
-            raise ValueError(
-                f"--compensation layerwise makes up for followers alone, and --merge {self.merge} also changes their "
-                "leader; use ridge"
-            )
-        self._check_unused()
-
-    def _check_unused(self) -> None:
-        """Refuse an option that would do nothing beside the others."""
-        dropping, own = self.method == "drop", self.own
-        named = self.method is not None and own is None
-        acts = {
-            "layers": named,
-            "drop": dropping,
-            "select": dropping and self.layers == "auto",
-            "size": named and self.layers == "top-half",
-            "count": named and self.layers == "auto",
-            "merge": self.method == "cla" or isinstance(own, CLA),
-            "groups": self.fit == "mean",
-            "calibration": self.fits,
-            "target": self.fit != "none" and not dropping and own is None,
-            "compensation": own is None or _compensated(own) or self.fit == "none",
-        }
-        for option, does in acts.items():
-            if not does and getattr(self, option) != Request.__dataclass_fields__[option].default:
-                raise ValueError(f"--{option} {getattr(self, option)} does nothing with these options; leave it out")
-        check_choice("retrofit", "target", self.target, TARGETS)
+    def __init__(self, options: RetrofitOptions):
+        self.options = options
+        self.kind, self.whole = _method_of(options)
+        self._refuse_idle()
+        self._check_choices()
 
     @property
-    def own(self) -> Method | None:
-        """The method itself where `method` gives it whole.
+    def searches(self) -> bool:
+        """Whether a budget chooses methods and layers."""
+        return self.kind is None and self.whole is None
 
-        Raises:
-            ValueError: it is not known, or its options are wrong.
-
-        """
-        if self.method is None or self.method in METHODS:
+    @property
+    def part(self) -> str | None:
+        """What of a layer the method acts on; None where it has no choice."""
+        if self.kind is None or not self.kind.parts:
             return None
-        if not self.method.lstrip().startswith("{"):
-            return load_method(self.method)
-        try:
-            entry = json.loads(self.method)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--method {self.method!r} is not JSON ({error}); write a name or an object") from None
-        return load_method(entry)
+        return self.options.part or self.kind.parts[0]
 
     @property
     def fit(self) -> str:
-        """How W_c is fitted: as asked, or by default wherever there can be one."""
-        if self.compensation is not None:
-            return self.compensation
-        own = self.own
-        possible = _compensated(own) if own is not None else self.method != "drop" or self.drop == "attention"
-        if not possible:
+        """How W_c is fitted: as asked, or by default wherever there can be a W_c."""
+        if self.options.compensation is not None:
+            return self.options.compensation
+        if not self._may_compensate():
             return "none"
-        return DEFAULT_FIT if self.merge == "first" else "ridge"  # a leader that changes is in no layerwise target
-
-    @property
-    def writes(self) -> str | None:
-        """Where W_c writes, None without it."""
-        return None if self.fit == "none" else self.target
+        return DEFAULT_FIT if self.options.merge == "first" else "ridge"  # a merged leader is in no layerwise target
 
     @property
     def fits(self) -> bool:
         """Whether W_c is fitted to calibration text."""
         return self.fit not in ("none", "zero")
 
+    def target(self, kind: type[Method]) -> str | None:
+        """Return where W_c of a method writes, None without W_c: as asked, or else the method's first choice."""
+        if self.fit == "none" or not kind.targets:
+            return None
+        return self.options.target if self.options.target in kind.targets else kind.targets[0]
 
-def _compensated(method: Method) -> bool:
-    return to_entry(method).get("compensation") is not None
+    def _may_compensate(self) -> bool:
+        """Return whether there can be a W_c: it writes where the part that a method takes away has written."""
+        if self.whole is not None:
+            return self.whole.compensation is not None
+        if self.kind is None:
+            return True
+        return bool(self.kind.targets) and (self.part is None or self.part in self.kind.targets)
+
+    def _refuse_idle(self) -> None:
+        """Refuse an option that would do nothing beside the others."""
+        options, kind = self.options, self.kind
+        named = kind is not None
+        alone = named and not kind.grouped
+        merges = (self.whole or kind or Method).merges
+        acts = {
+            "layers": named,
+            "part": named and bool(kind.parts),
+            "select": alone and options.layers == "auto",
+            "size": named and options.layers == "top-half",
+            "count": named and options.layers == "auto",
+            "merge": len(merges) > 1,
+            "groups": self.fit == "mean",
+            "calibration": self.fits,
+            "target": self.fit != "none" and self.whole is None and (kind is None or len(kind.targets) > 1),
+            "compensation": self.whole is None or self._may_compensate() or self.fit == "none",
+        }
+        asked = options.changed()
+        for option, does in acts.items():
+            if option in asked and not does:
+                raise ValueError(f"--{option} {asked[option]} does nothing with these options; leave it out")
+
+    def _check_choices(self) -> None:
+        """Refuse a choice that the methods do not have."""
+        options = self.options
+        if options.merge != "first":
+            check_choice("retrofit", "merge", options.merge, (self.whole or self.kind or Method).merges)
+        if options.part is not None and self.kind is not None:
+            check_choice("retrofit", "part", options.part, self.kind.parts)
+        if options.target is not None:
+            kinds = searched_methods() if self.kind is None else [self.kind]
+            check_choice(
+                "retrofit", "target", options.target, sorted({name for kind in kinds for name in kind.targets})
+            )
+
+
+def _method_of(options: RetrofitOptions) -> tuple[type[Method] | None, Method | None]:
+    """Return the method whose layers are to be chosen, or the whole method; neither where a budget chooses."""
+    asked = options.method
+    if asked is None:
+        return None, None
+    if isinstance(asked, dict):
+        return None, load_method(asked)
+    if asked.lstrip().startswith("{"):
+        try:
+            return None, load_method(json.loads(asked))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--method {asked!r} is not JSON ({error}); write a name or an object") from None
+    kind = method_class(asked)
+    return (kind, None) if takes_groups(kind) else (None, load_method(asked))
+
+
+def takes_groups(kind: type[Method]) -> bool:
+    """Return whether a method can be built from groups of layers."""
+    return kind.from_groups.__func__ is not Method.from_groups.__func__  # type: ignore[attr-defined]

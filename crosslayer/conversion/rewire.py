@@ -1,4 +1,4 @@
-"""Rewire a pretrained model and make up for what it loses: the Python call behind `crosslayer retrofit`."""
+"""Rewire a pretrained model by methods and make up for what it loses: the step inside a retrofit that changes it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,26 @@ from crosslayer.conversion.calibrate import Text, calibrate, changed_alone
 from crosslayer.conversion.convert import convert
 from crosslayer.conversion.moments import FITS, Fit
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.method import Compensation, Method, check_choice, load_method, merge_plans
+from crosslayer.method import Compensation, Method, check_choice, mixes
+from crosslayer.methods import load_method, merge_plans
 from crosslayer.plan import DepthPlan
+
+Entry = str | Mapping[str, Any] | Method
 
 
 @dataclass(frozen=True)
-class Retrofit:
-    """The rewired model, its methods, what became of the weights (names), how W_c was fitted and what it does.
+class Rewired:
+    """A model with another wiring, before it is judged.
 
-    `fit` is None where there is no W_c; `fits` has an entry for each layer.
+    Attributes:
+        model: the rewired model.
+        methods: what it is wired by.
+        dropped: names of the original's weights that are gone.
+        merged: names of the weights that were merged from several layers'.
+        new: names of the weights that the original does not have.
+        fit: how W_c was fitted; None where there is no W_c.
+        fits: what W_c of each compensated layer does, from below.
+
     """
 
     model: PreTrainedModel
@@ -32,9 +43,9 @@ class Retrofit:
 
 
 @torch.no_grad()
-def retrofit(
+def rewire(
     model: PreTrainedModel,
-    methods: str | Mapping[str, Any] | Method | Sequence[str | Mapping[str, Any] | Method],
+    methods: Entry | Sequence[Entry],
     *,
     calibration: Text | None = None,
     fit: str | None = None,
@@ -42,45 +53,54 @@ def retrofit(
     merge: str = "first",
     progress: Callable[[int, int], None] | None = None,
     share_weights: bool = False,
-) -> Retrofit:
+) -> Rewired:
     """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 model another wiring; the original is left as it is.
+
+    `crosslayer.retrofit` does this, chooses layers before and judges the result afterwards.
 
     Args:
         model: the pretrained model.
-        methods: one method or a list: names, {"name": …, option: …}, or `Method` objects.
+        methods: a method or a list: names, {"name": …, option: …}, or `Method` objects.
         calibration: token ids (N, T) without padding, to fit W_c where a method has a compensation; or such ids by
             domain, {"web": …, "code": …}: what is fitted to several carries over better to text of other kinds.
         fit: "zero", "mean" (Theorem 3.1 of UniAttn), "lstsq", "ridge" or "layerwise" (see calibrate.py). Default:
-            "layerwise", or "ridge" where anything changes outside of what W_c stands for (a merge, a dropped MLP).
+            "layerwise", or "ridge" where anything changes outside of what W_c stands for (a merge, an MLP that goes).
         groups: v of Theorem 3.1: how many groups of sequences have a mean of their own, for fit "mean".
-        merge: keys and values of a CLA group: "first", "mean" or "svd".
+        merge: what becomes of pretrained weights that a group shares, a rule of a method's `merges`.
         progress: called after each calibrated layer with (done, all).
-        share_weights: leave what stays as the very tensors of `model`; training one then changes both.
+        share_weights: leave what stays as the very tensors of `model`; training it then changes both.
 
     Raises:
         ValueError: the family, the wiring or the options are not possible, or the calibration text is too short.
 
     """
-    given = [methods] if isinstance(methods, str | Mapping | Method) else list(methods)
-    chosen = [load_method(entry) for entry in given]
-    check_choice("retrofit", "fit", fit, (*FITS, None))
-    layers = model.config.num_hidden_layers
-    if merge_plans(chosen, layers) == DepthPlan.identity(layers) and all(_only_plans(method) for method in chosen):
-        raise ValueError(f"{', '.join(m.name() for m in chosen) or 'no method'} as given changes nothing; name layers")
-    made, fits = convert(model, chosen, merge), []
-    if not any(isinstance(module, Compensation) for module in made.model.modules()):
+    entries = [methods] if isinstance(methods, str | Mapping | Method) else list(methods)
+    chosen = [load_method(entry) for entry in entries]
+    check_choice("rewire", "fit", fit, (*FITS, None))
+    _check_changes(chosen, model.config.num_hidden_layers)
+    conversion, fits = convert(model, chosen, merge), []
+    rewired = conversion.model
+    if not any(isinstance(module, Compensation) for module in rewired.modules()):
         fit = None
     elif fit != "zero":
         plain = convert(model, []).model
-        assert isinstance(plain, CrossLayerForCausalLM) and isinstance(made.model, CrossLayerForCausalLM)
-        fit = _fit(plain, made.model, fit)
+        assert isinstance(plain, CrossLayerForCausalLM) and isinstance(rewired, CrossLayerForCausalLM)
+        fit = _fit(plain, rewired, fit)
         if calibration is None:
             raise ValueError(f"fit {fit!r} needs calibration=… (token ids); without text use fit='zero'")
-        fits = calibrate(plain, made.model, calibration, fit, groups, progress)
+        fits = calibrate(plain, rewired, calibration, fit, groups, progress)
     if not share_weights:
-        for parameter in made.model.parameters():
+        for parameter in rewired.parameters():
             parameter.data = parameter.data.clone()
-    return Retrofit(made.model, chosen, made.dropped, made.merged, made.new, fit, fits)
+    return Rewired(rewired, chosen, conversion.dropped, conversion.merged, conversion.new, fit, fits)
+
+
+def _check_changes(methods: list[Method], layers: int) -> None:
+    """Refuse methods that leave everything as it is."""
+    same = merge_plans(methods, layers) == DepthPlan.identity(layers)
+    if same and not any(mixes(method) for method in methods):
+        names = ", ".join(method.name() for method in methods) or "no method"
+        raise ValueError(f"{names} as it stands changes nothing; name layers")
 
 
 def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | None) -> str:
@@ -91,12 +111,6 @@ def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | 
     if fit is not None and alone:
         raise ValueError(
             f"fit 'layerwise' makes up for nothing in layers {alone}, which change outside of what W_c stands for "
-            "(a merged leader, a dropped MLP); use ridge"
+            "(a merged leader, an MLP that goes); use ridge"
         )
     return "ridge" if alone else "layerwise"
-
-
-def _only_plans(method: Method) -> bool:
-    """Return whether a method has no modules of its own that mix."""
-    kind = type(method)
-    return all(getattr(kind, name) is getattr(Method, name) for name in ("heads", "residual", "final"))

@@ -1,103 +1,135 @@
-"""Meet a budget by measured damage: the greedy search, and its trade-off curve on text that was not searched."""
+"""Which layers and methods meet a budget: a greedy search by measured damage.
 
-import time
-from typing import Any
+At each step it takes the move (a method on one more layer) with the least measured KL to the original for what it saves
+of the cache at a stated context (a layer with a sliding window has less to save than others). Every move is ranked once
+(of deep models every n-th layer's, for its neighbours); a move is measured again before it is taken, for as long as
+another looks better then (lazy greedy).
+"""
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from crosslayer.conversion.choose import PASSES, SAVES, Search, Wires, fixed_superblocks
-from crosslayer.conversion.damage import Losses, compare, damage, difference, logits_if, logits_of, losses
-from crosslayer.conversion.request import Meter, Request
-from crosslayer.corpus.windows import Windows
-from crosslayer.method import Method, merge_plans
-from crosslayer.methods.uniattn import UniAttn
+from crosslayer.conversion.cache import CacheShare
+from crosslayer.conversion.wires import Kind, Wires, searched_methods
 from crosslayer.plan import DepthPlan
-from crosslayer.probe.what_if import Wiring, look
+from crosslayer.probe.shapes import LayerShape
 
-POINTS = 8  # of the curve, at most
+PASSES = 300  # over the search text, at most
+RANKED = 200  # passes for the first ranking, at most
+AGAIN = 6  # moves that are measured again for one pick, at most
+Move = tuple[Kind, int]  # a method and the layer that it is to act on
 
 
-@torch.no_grad()
-def plan_by_damage(
-    model: PreTrainedModel, given: dict[str, Windows], request: Request, meter: Meter
-) -> tuple[list[Method], dict[str, Any]]:
-    """Return the methods that meet the request's budget, and what the record says of the choice.
+@dataclass
+class Search:
+    """A greedy search.
 
-    Raises:
-        ValueError: the budget cannot be met; the message names the nearest.
+    Attributes:
+        measure: the KL to the original of a plan, on the search text.
+        shapes: of each layer's attention.
+        kinds: the methods that are tried.
+        context: tokens at which the cache is counted; None: as `CacheShare` does.
+        passes: how often something was measured.
+        curve: from the whole model on, the wires after each pick and their search damage.
 
     """
-    wiring = look(model)
-    measure = Measure(model, wiring, given["search"])
-    search = Search(measure, wiring.shapes, context=request.kv_context)
-    expected = len(wiring.shapes) * len(SAVES) * 3 // 2
-    what = f"searching, about {expected} of at most {PASSES} forward passes, {expected * measure.seconds:.0f} s"
-    with meter(what, expected) as bar:
-        bar.step(0, expected)
-        measure.step = lambda done: bar.step(min(done, expected), expected)
-        chosen = search.run(request.kv_budget, request.kl_budget)
-    methods = chosen.methods(request.writes)
-    if not methods:
-        raise ValueError(f"a damage of {request.kl_budget} nats allows no change: every single move costs more")
-    curve, beside = _curve(model, wiring, search, given["trade-off"], meter)
-    return methods, {"how": "search", "passes": search.passes, "kinds": chosen.kinds, "curve": curve, **beside}
 
+    measure: Callable[[DepthPlan], float]
+    shapes: Sequence[LayerShape | None]
+    kinds: Sequence[Kind] = field(default_factory=searched_methods)
+    context: int | None = None
+    passes: int = 0
+    curve: list[tuple[Wires, float]] = field(default_factory=list)
 
-class Measure:
-    """KL to the original over the search text, whose logits are kept."""
+    def __post_init__(self):
+        self.cache = CacheShare(self.shapes, self.context)
 
-    def __init__(self, model: PreTrainedModel, wiring: Wiring, windows: Windows):
-        self.model, self.wiring, self.windows, self.passes = model, wiring, windows, 0
-        started = time.perf_counter()
-        self.original: list[Tensor] = [logits_of(model)(ids[None].to(model.device))[0] for ids in windows.ids]
-        self.seconds = time.perf_counter() - started  # of one pass
-        self.step = lambda done: None
+    def run(self, share: float | None = None, kl: float | None = None) -> Wires:
+        """Pick moves until the cached share is at most `share`, or as long as the damage stays within `kl`.
 
-    def __call__(self, plan: DepthPlan) -> float:
-        """Run the model as if wired by `plan` over the windows; return the mean KL, in nats a token."""
-        run = logits_if(self.model, plan, self.wiring)
-        pairs = zip(self.windows.ids, self.original, strict=True)
-        found = [compare(original, run(ids[None].to(self.model.device))[0], ids)[2] for ids, original in pairs]
+        Raises:
+            ValueError: the share cannot be reached; the message names the nearest.
+
+        """
+        self._check_budget(share, kl)
+        wires, damage = Wires((None,) * len(self.shapes)), 0.0
+        self.curve = [(wires, damage)]
+        costs = self._first_ranking(wires)
+        refused: set[Move] = set()
+        while share is None or self.cache.of(wires.plan) > share + 1e-9:
+            move = self._best(wires, damage, costs, refused)
+            if move is None:
+                break
+            after = damage + costs.pop(move) * self._saved(move)
+            if kl is not None and after > kl:
+                refused.add(move)
+                continue
+            wires, damage = wires.take(*move), after
+            self.curve.append((wires, damage))
+        reached = self.cache.of(wires.plan)
+        if share is not None and reached > share + 1e-9:
+            raise ValueError(
+                f"a KV budget of {share:g} cannot be met within {PASSES} passes; the nearest found is {reached:.4f}"
+            )
+        return wires
+
+    def _check_budget(self, share: float | None, kl: float | None) -> None:
+        if (share is None) == (kl is None):
+            raise ValueError("give either a share of the cache or a damage, not both")
+        if share is not None and not self.cache.least <= share < 1:
+            raise ValueError(
+                f"a KV budget of {share:g} cannot be met; with {len(self.shapes)} layers it lies from "
+                f"{self.cache.least:.4f} to 1"
+            )
+
+    def _first_ranking(self, wires: Wires) -> dict[Move, float]:
+        """Measure every move, of deep models those of every n-th layer."""
+        moves = self._moves(wires)
+        step = math.ceil(len(moves) / RANKED)
+        return {move: self._cost(wires, move, 0.0) for move in moves if move[1] % step == 0}
+
+    def _moves(self, wires: Wires) -> list[Move]:
+        """Return the moves that are possible and save something."""
+        moves = []
+        for layer, shape in enumerate(self.shapes):
+            if wires.kinds[layer] is not None or shape is None:
+                continue
+            for kind in self.kinds:
+                if self._saved((kind, layer)) and wires.take(kind, layer).valid(self.shapes):
+                    moves.append((kind, layer))
+        return moves
+
+    def _saved(self, move: Move) -> float:
+        """Return what a move saves, in states of a layer of mean size."""
+        kind, layer = move
+        return self.cache.saved(kind.saves, layer)
+
+    def _cost(self, wires: Wires, move: Move, damage: float) -> float:
+        """Return the damage that a move adds, for each state of mean size that it saves."""
         self.passes += 1
-        self.step(self.passes)
-        return sum(found) / len(found)
+        return (self.measure(wires.take(*move).plan) - damage) / self._saved(move)
+
+    def _best(self, wires: Wires, damage: float, costs: dict[Move, float], refused: set[Move]) -> Move | None:
+        """Measure the most promising moves again until the best of them stands; its cost in `costs` is then fresh."""
+        moves = [move for move in self._moves(wires) if move not in refused]
+        for move in moves:
+            if move not in costs:
+                costs[move] = _cost_nearby(move, costs)
+        fresh: set[Move] = set()
+        while moves and self.passes < PASSES:
+            best = min(moves, key=costs.__getitem__)
+            if best in fresh or len(fresh) >= AGAIN:
+                return min(fresh, key=costs.__getitem__)
+            costs[best] = self._cost(wires, best, damage)
+            fresh.add(best)
+        return None
 
 
-def _curve(
-    model: PreTrainedModel, wiring: Wiring, search: Search, windows: Windows, meter: Meter
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measure the picks, and the paper's fixed superblocks beside them, on the unsearched windows."""
-    picks = search.curve[1:]
-    step = max(1, -(-len(picks) // POINTS))
-    points = list(reversed(picks[::-1][::step]))  # the last is always there
-    if not points:
-        return [], {}
-    runs = {str(i): logits_if(model, wires.plan, wiring) for i, (wires, _) in enumerate(points)}
-    fixed = fixed_superblocks(wiring.shapes, search.cache.of(points[-1][0].plan), search.cache)
-    if fixed is not None:
-        plan = merge_plans([UniAttn(tuple(map(tuple, fixed[0])))], len(wiring.shapes))
-        runs["paper"] = logits_if(model, plan, wiring)
-    with meter("measuring the trade-off on unseen text", len(windows)) as bar:
-        found = losses(logits_of(model), runs, windows, bar.step)
-    curve = [_point(wires, kl, found[str(i)], search) for i, (wires, kl) in enumerate(points)]
-    if fixed is None:  # no two layers of the top half may share
-        return curve, {}
-    gap, interval = difference(found[str(len(points) - 1)], found["paper"])
-    paper = {
-        "superblocks": fixed[0],
-        "share": fixed[1],
-        "kl": float(found["paper"].kl.mean()),
-        "kl_ci95": damage(found["paper"]).kl_ci95,
-        "search_minus_paper": gap,
-        "ci95": interval,
-    }
-    return curve, {"paper": paper}
-
-
-def _point(wires: Wires, kl: float, found: Losses, search: Search) -> dict[str, Any]:
-    counts = {kind: wires.kinds.count(kind) for kind in SAVES}
-    measured = damage(found)
-    share = search.cache.of(wires.plan)
-    return {"share": share, "kl_search": kl, "kl": measured.kl, "kl_ci95": measured.kl_ci95, **counts}
+def _cost_nearby(move: Move, costs: dict[Move, float]) -> float:
+    """Return the cost of the nearest layer's move, for a move that was not ranked, or that was not possible before."""
+    kind, layer = move
+    known = [other for other in costs if other[0] is kind]
+    if not known:
+        return -math.inf
+    return costs[min(known, key=lambda other: abs(other[1] - layer))]

@@ -3,57 +3,67 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.conversion.damage import FEWEST
 from crosslayer.conversion.request import Request
-from crosslayer.corpus.documents import TextSource
-from crosslayer.corpus.domains import FITTED, embedded_domains, load_domains, shared_out, split_domains
+from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.corpus.domains import FITTED, embedded_domains, shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 
 CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 36
+Documents = Tensor | TextSource | Iterable[str]
+Text = Documents | Sequence[TextSource] | Mapping[str, Documents] | None
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents by domain, and which domains W_c and the choice of layers are fitted to, and which judge the result.
+    """Text by domain, and which domains are fitted to, and which judge the result.
 
-    A domain that is fitted and judges is cut into windows that serve one purpose each. `named`: those that are fitted
-    were asked for, and not taken by default.
+    A domain that does both is cut into windows that serve one purpose each.
+
+    Attributes:
+        domains: documents of each domain by name, or its token ids (N, T), a window each.
+        fitted: domains to which W_c and the choice of layers are fitted.
+        judging: domains on which the damage is measured.
+        named: whether the fitted domains were asked for, and not taken by default.
+
     """
 
-    documents: Mapping[str, Iterable[str]]
+    domains: Mapping[str, Tensor | Iterable[str]]
     fitted: tuple[str, ...]
     judging: tuple[str, ...]
     named: bool = False
 
     @classmethod
-    def load(cls, judging: Sequence[TextSource] = (), fitted: Sequence[TextSource] = (), seed: int = 0) -> "Texts":
-        """Read the sources; without any to judge on, all embedded domains judge.
+    def load(cls, judging: Text = None, fitted: Text = None, seed: int = 0) -> "Texts":
+        """Read the text to judge on and the text to fit to.
 
-        Without sources to fit to, those that judge are fitted; without either, three of the embedded domains.
+        Token ids, a source or documents (a string is a document) are a domain; several sources are a domain each, by
+        their short names; a mapping names its domains. Without text to judge on, all embedded domains judge. Without
+        text to fit to, the domains that judge are fitted; without either, three of the embedded domains.
 
         Raises:
-            ValueError: a source cannot be read, or two have the same name.
+            ValueError: a source cannot be read, or two domains have the same name.
 
         """
-        named = list(dict.fromkeys([*judging, *fitted]))
-        documents = load_domains(named, seed)
-        names = dict(zip(named, documents, strict=True))
-        judges = [names[source] for source in dict.fromkeys(judging)]
-        fits = [names[source] for source in dict.fromkeys(fitted)]
-        if not judges:
-            embedded = embedded_domains()
-            doubled = sorted(set(embedded) & set(documents))
-            if doubled:
-                raise ValueError(f"{doubled[0]!r} is the name of an embedded domain; give --text too, or rename it")
-            documents, judges = {**documents, **embedded}, list(embedded)
-            fits = fits or list(FITTED)
-        return cls(documents, tuple(fits or judges), tuple(judges), bool(fitted))
+        judges, fits = _by_name(judging, "text"), _by_name(fitted, "calibration text")
+        for name in judges.keys() & fits.keys():
+            if judges[name] is not fits[name] and not _same_source(judges[name], fits[name]):
+                raise ValueError(f"two texts are called {name!r}; a domain goes by its name, so rename one")
+        domains = {name: _read(text, seed) for name, text in {**judges, **fits}.items()}
+        if judges:
+            return cls(domains, tuple(fits or judges), tuple(judges), bool(fits))
+        embedded = embedded_domains()
+        doubled = sorted(embedded.keys() & domains.keys())
+        if doubled:
+            raise ValueError(f"{doubled[0]!r} is the name of an embedded domain; give --text too, or rename it")
+        return cls({**domains, **embedded}, tuple(fits or FITTED), tuple(embedded), bool(fits))
 
     def read(self, request: Request) -> tuple[str, ...]:
         """Return the domains to which W_c or the choice of layers is fitted; none where nothing is."""
-        return self.fitted if set(self.parts(request)) & {"calibration", "choice", "search"} else ()
+        return self.fitted if self.parts(request).keys() & {"calibration", "choice", "search"} else ()
 
     def seen(self, request: Request) -> frozenset[str]:
         """Return the domains to which anything is fitted, among those that judge."""
@@ -63,22 +73,19 @@ class Texts:
         """Return the windows that are needed, by purpose and domain.
 
         Raises:
-            ValueError: there are too few windows for an interval in each domain, or nothing is fitted to text that was
-                given for that.
+            ValueError: there are too few windows for an interval in each domain, nothing is fitted although text came
+                for that, or token ids have another length.
 
         """
-        if request.windows < FEWEST * len(self.judging):
-            each = f" for each of the {len(self.judging)} domains" if len(self.judging) > 1 else ""
-            raise ValueError(
-                f"--windows {request.windows} is too few for an interval{each}; use at least "
-                f"{FEWEST * len(self.judging)}"
-            )
-        counts = {"evaluation": shared_out(request.windows, self.judging)}
+        options = request.options
+        self._check_windows(options.windows)
+        self._check_ids(options.length)
+        counts = {"evaluation": shared_out(options.windows, self.judging)}
         if request.fits:
-            counts["calibration"] = shared_out(request.calibration, self.fitted)
-        if request.layers == "auto":
+            counts["calibration"] = shared_out(options.calibration, self.fitted)
+        if options.layers == "auto":
             counts["choice"] = shared_out(CHOICE_WINDOWS, self.fitted)
-        if request.method is None:
+        if request.searches:
             counts["search"] = shared_out(max(SEARCH_WINDOWS, len(self.fitted)), self.fitted)
             counts["trade-off"] = shared_out(CURVE_WINDOWS, self.judging)
         if self.named and not counts.keys() - {"evaluation"}:
@@ -87,18 +94,65 @@ class Texts:
             )
         return counts
 
-    def windows(self, tokenizer: PreTrainedTokenizerBase, request: Request) -> dict[str, Windows]:
+    def windows(self, tokenizer: PreTrainedTokenizerBase | None, request: Request) -> dict[str, Windows]:
         """Cut the windows of every purpose.
 
         Raises:
             ValueError: a domain has too little text; the message names it.
 
         """
+        options = request.options
         return split_domains(
-            self.documents,
+            self.domains,
             tokenizer,
             parts=self.parts(request),
-            length=request.length,
-            seed=request.seed,
-            bos=request.bos,
+            length=options.length,
+            seed=options.seed,
+            bos=options.bos,
         )
+
+    def _check_windows(self, windows: int) -> None:
+        least = FEWEST * len(self.judging)
+        if windows < least:
+            each = f" for each of the {len(self.judging)} domains" if len(self.judging) > 1 else ""
+            raise ValueError(f"--windows {windows} is too few for an interval{each}; use at least {least}")
+
+    def _check_ids(self, length: int) -> None:
+        for name, domain in self.domains.items():
+            if isinstance(domain, Tensor) and (domain.dim() != 2 or domain.shape[1] != length):
+                raise ValueError(
+                    f"{name}: token ids are {tuple(domain.shape)}, and length is {length}; give ids (N, T) and length=T"
+                )
+
+
+def _by_name(text: Text, name: str) -> dict[str, Documents]:
+    """Return domains by name, not read yet; `name` is that of text which has none."""
+    if text is None:
+        return {}
+    if isinstance(text, Mapping):
+        return dict(text)
+    if isinstance(text, TextSource):
+        return {text.describe(): text}
+    if isinstance(text, Tensor | str) or not isinstance(text, Sequence):
+        return {name: text}  # type: ignore[dict-item]
+    sources = [source for source in text if isinstance(source, TextSource)]
+    if not sources:
+        return {name: text} if text else {}  # type: ignore[dict-item]
+    by_name: dict[str, Documents] = {}
+    for source in dict.fromkeys(sources):
+        if source.describe() in by_name:
+            raise ValueError(
+                f"two texts are called {source.describe()!r}; a domain goes by its file's name, so rename one"
+            )
+        by_name[source.describe()] = source
+    return by_name
+
+
+def _same_source(text: Documents, other: Documents) -> bool:
+    return isinstance(text, TextSource) and isinstance(other, TextSource) and text == other
+
+
+def _read(text: Documents, seed: int) -> Tensor | Iterable[str]:
+    if isinstance(text, TextSource):
+        return load_documents(text, seed)
+    return [text] if isinstance(text, str) else text

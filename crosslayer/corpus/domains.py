@@ -1,12 +1,13 @@
 """Text of several kinds: the embedded domains, several sources at once, and windows from all of them.
 
-A domain is text of one kind, by name: what a model is fitted to one says little about another.
+A domain is text of a single kind, by name: how a model does on text that it was fitted to says little about other text.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.corpus.documents import TextSource, embedded_documents, load_documents
@@ -51,13 +52,13 @@ def load_domains(sources: Sequence[TextSource], seed: int = 0) -> dict[str, Iter
         ValueError: a source cannot be read, or two have the same name.
 
     """
-    found: dict[str, Iterable[str]] = {}
+    domains: dict[str, Iterable[str]] = {}
     for source in sources:
         name = source.describe()
-        if name in found:
-            raise ValueError(f"two texts are called {name!r}; a domain goes by its file's name, so rename one")
-        found[name] = load_documents(source, seed)
-    return found
+        if name in domains:
+            raise ValueError(f"two texts are called {name!r}; a domain goes by its file's name, so rename a file")
+        domains[name] = load_documents(source, seed)
+    return domains
 
 
 def shared_out(count: int, domains: Sequence[str]) -> dict[str, int]:
@@ -66,8 +67,8 @@ def shared_out(count: int, domains: Sequence[str]) -> dict[str, int]:
 
 
 def split_domains(
-    domains: Mapping[str, Iterable[str]],
-    tokenizer: PreTrainedTokenizerBase,
+    domains: Mapping[str, Tensor | Iterable[str]],
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     parts: Mapping[str, Mapping[str, int]],
     length: int = 512,
@@ -76,26 +77,45 @@ def split_domains(
 ) -> dict[str, Windows]:
     """Cut each domain into disjoint parts, such as {"evaluation": {"web": 16, "code": 16}, "calibration": {"web": 64}}.
 
+    Of a domain of token ids (N, T) each row is a window; all others are documents, which need the tokenizer.
+
     Raises:
         ValueError: a domain has too little text; the message names it.
 
     """
-    found: dict[str, list[tuple[str, Windows]]] = {part: [] for part in parts}
+    windows_of: dict[str, list[tuple[str, Windows]]] = {part: [] for part in parts}
     for name, documents in domains.items():
         wanted = {part: counts[name] for part, counts in parts.items() if counts.get(name)}
         if not wanted:
             continue
         try:
-            cut = split(documents, tokenizer, parts=wanted, length=length, seed=seed, bos=bos)
+            if isinstance(documents, Tensor):
+                cut = _split_ids(documents, wanted)
+            elif tokenizer is None:
+                raise ValueError("texts need tokenizer=…; without it give token ids (N, T)")
+            else:
+                cut = split(documents, tokenizer, parts=wanted, length=length, seed=seed, bos=bos)
         except ValueError as error:
             raise ValueError(f"{name}: {error}" if len(domains) > 1 else str(error)) from None
         for part, windows in cut.items():
-            found[part].append((name, windows))
-    return {part: _joined(pairs) for part, pairs in found.items() if pairs}
+            windows_of[part].append((name, windows))
+    return {part: _joined(pairs) for part, pairs in windows_of.items() if pairs}
+
+
+def _split_ids(ids: Tensor, parts: Mapping[str, int]) -> dict[str, Windows]:
+    """Deal out the rows of token ids (N, T), each of which is taken for a document of its own."""
+    if sum(parts.values()) > len(ids):
+        needs = ", ".join(f"{count} for {name}" for name, count in parts.items())
+        raise ValueError(f"there are {len(ids)} windows of token ids; {sum(parts.values())} are needed ({needs})")
+    windows, start = {}, 0
+    for name, count in parts.items():
+        rows = range(start, start + count)
+        windows[name], start = Windows(ids[start : start + count], tuple(rows)), start + count
+    return windows
 
 
 def _joined(pairs: list[tuple[str, Windows]]) -> Windows:
-    """Return the windows of several domains as one, with documents numbered anew."""
+    """Return the windows of several domains together, with documents numbered anew."""
     keys = [(name, document) for name, windows in pairs for document in windows.documents]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     ids = torch.cat([windows.ids for _, windows in pairs])

@@ -2,14 +2,17 @@
 
 from typing import Any
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from crosslayer.decoder.parallel import tensor_parallel_plan
-from crosslayer.method import Method, load_method, merge_plans, to_entry
+from crosslayer.method import Method, Wiring, mixes
+from crosslayer.methods import load_method, to_entry, wire
 from crosslayer.plan import STATES, DepthPlan
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+CACHED = ("keys", "values")
 
 
 @strict
@@ -44,14 +47,14 @@ class CrossLayerConfig(LlamaConfig):
                 f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
                 f"{self.num_attention_heads}; set head_dim"
             )
-        given = self.cross_layer if isinstance(self.cross_layer, list | tuple) else [self.cross_layer]
-        self.cross_layer = [to_entry(load_method(entry)) for entry in given if entry is not None]
+        entries = self.cross_layer if isinstance(self.cross_layer, list | tuple) else [self.cross_layer]
+        self.cross_layer = [to_entry(load_method(entry)) for entry in entries if entry is not None]
         super().__post_init__(**kwargs)
         self._check_shapes()
         self._check_wiring()
 
     def validate_architecture(self) -> None:
-        """Allow any head size that is given: Llama's config insists on hidden_size / num_attention_heads."""
+        """Allow any head size: Llama's config insists on hidden_size / num_attention_heads."""
 
     @property
     def methods(self) -> list[Method]:
@@ -60,59 +63,30 @@ class CrossLayerConfig(LlamaConfig):
         return [load_method(entry) for entry in self.cross_layer]
 
     @property
-    def plan(self) -> DepthPlan:
-        """Who owns and who reads, all methods merged."""
-        return merge_plans(self.methods, self.num_hidden_layers)
+    def wiring(self) -> Wiring:
+        """What the methods say together; the same methods and number of layers are computed once per process."""
+        return wire(self.methods, self.num_hidden_layers)
 
     @property
-    def sublayers(self) -> list[tuple[int, str]]:
-        """The sublayers that exist, in order: (layer, "attn" or "mlp"); W_c alone is an "attn" too."""
-        plan, found = self.plan, []
-        for i in range(self.num_hidden_layers):
-            found += [(i, "attn")] if plan.attends(i) or self.compensation(i) is not None else []
-            found += [(i, "mlp")] if plan.mlps[i] is not None else []
-        return found
-
-    def compensation(self, layer: int) -> str | None:
-        """Return where W_c of a layer writes, None if it has none.
-
-        What compensates for borrowing goes with an attention that another method drops.
-        """
-        plan, count = self.plan, self.num_hidden_layers
-        made = [
-            (m.name(), m.compensate(count, layer))
-            for m in self.methods
-            if m.plan(count).attends(layer) == plan.attends(layer)
-        ]
-        found = [(name, target) for name, target in made if target is not None]
-        if len(found) > 1:
-            raise ValueError(f"layer {layer}: {' and '.join(n for n, _ in found)} both compensate it; only one may")
-        if not found:
-            return None
-        if found[0][1] == "mlp" and plan.mlps[layer] is None:
-            raise ValueError(f"layer {layer}: {found[0][0]} compensates on the MLP's update, but the MLP is dropped")
-        return found[0][1]
-
-    def reads_input(self, layer: int) -> bool:
-        """Return whether attention of a layer reads its own input: it owns a state, or something compensates it."""
-        owns = any(self.plan.sources(state)[layer] == layer for state in STATES)
-        return owns or self.compensation(layer) is not None
+    def plan(self) -> DepthPlan:
+        """Who owns and who reads, all methods merged."""
+        return self.wiring.plan
 
     @property
     def kv_sharing_modes(self) -> list[str | None]:
         """What transformers' caches read: "reuse" for layers that store nothing, "store" for lenders."""
-        plan = self.plan
-        return [
-            "reuse" if not plan.stored(i) else "store" if any(plan.lends(s, i) for s in ("keys", "values")) else None
-            for i in range(self.num_hidden_layers)
-        ]
+        wiring, modes = self.wiring, []
+        for stored, lent in zip(wiring.stored, wiring.lends, strict=True):
+            lends_cached = any(STATES[number] in CACHED for number in lent)
+            modes.append("reuse" if not stored else "store" if lends_cached else None)
+        return modes
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
         """How transformers splits the modules over ranks (tensor parallelism)."""
-        mixes = any(type(method).heads is not Method.heads for method in self.methods)
-        compensates = any(self.compensation(layer) is not None for layer in range(self.num_hidden_layers))
-        return tensor_parallel_plan(self.qk_norm, mixes, compensates)
+        wiring = self.wiring
+        mixes = any(type(method).heads is not Method.heads for method in wiring.methods)
+        return tensor_parallel_plan(self.qk_norm, mixes, any(wiring.compensation))
 
     def _check_shapes(self) -> None:
         assert self.num_key_value_heads is not None and self.layer_types is not None
@@ -124,31 +98,38 @@ class CrossLayerConfig(LlamaConfig):
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
             raise ValueError(
                 f"layer_types has {len(self.layer_types)} entries {sorted(set(self.layer_types))}; it needs "
-                f"{self.num_hidden_layers}, each one of {', '.join(LAYER_TYPES)}"
+                f"{self.num_hidden_layers}, each of {', '.join(LAYER_TYPES)}"
             )
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention, but sliding_window is not set")
 
     def _check_wiring(self) -> None:
-        plan, methods, kinds = self.plan, self.methods, self.layer_types
+        wiring, kinds = self.wiring, self.layer_types
         assert kinds is not None
         for state in STATES:
-            for reader, source in enumerate(plan.sources(state)):
+            for reader, source in enumerate(wiring.plan.sources(state)):
                 if source is not None and kinds[reader] != kinds[source]:
                     raise ValueError(
                         f"layer {reader} ({kinds[reader]}) reads {state} of layer {source} ({kinds[source]}); "
                         "layers with different masks cannot share"
                     )
-        by_residual = [m.name() for m in methods if type(m).residual is not Method.residual]
+        by_residual = [method.name() for method in wiring.methods if type(method).residual is not Method.residual]
         if len(by_residual) > 1:
             raise ValueError(f"{' and '.join(by_residual)} both replace the residual stream; only one method may")
-        names = [m.name() for m in methods]
+        names = [method.name() for method in wiring.methods]
         if len(set(names)) != len(names):
             raise ValueError(f"cross_layer names a method twice: {', '.join(names)}")
-        for method in methods:  # a mixer that acts nowhere, a block that is too large: said now, not in the model
-            for layer in range(self.num_hidden_layers):
-                self.compensation(layer)
-                if plan.attends(layer):
-                    method.heads(self, layer)
-                    method.residual(self, layer, "attn")
-            method.final(self)
+        self._check_modules(wiring)
+
+    def _check_modules(self, wiring: Wiring) -> None:
+        """Let methods refuse now, not in the model: a mixer that acts nowhere, a block that is too large.
+
+        Their modules are built on the meta device, so that they cost no memory.
+        """
+        with torch.device("meta"):
+            for method in filter(mixes, wiring.methods):
+                for layer in range(self.num_hidden_layers):
+                    if wiring.plan.attends(layer):
+                        method.heads(self, wiring, layer)
+                        method.residual(self, wiring, layer, "attn")
+                method.final(self, wiring)

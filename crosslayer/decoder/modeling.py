@@ -31,7 +31,7 @@ from crosslayer.decoder.caches import check_cache, check_quantized, update_singl
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.environment import check_flex
-from crosslayer.method import Carry, Compensation, HeadMixer, Mixing, Residual
+from crosslayer.method import Carry, Compensation, HeadMixer, Mixing, Residual, Wiring
 from crosslayer.plan import STATES
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -40,7 +40,7 @@ MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slidi
 class CrossLayerAttention(nn.Module):
     """Attention of one layer; a projection that the plan borrows does not exist."""
 
-    def __init__(self, config: CrossLayerConfig, layer_idx: int):
+    def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
         super().__init__()
         assert config.num_key_value_heads is not None and config.head_dim is not None
         assert config.layer_types is not None
@@ -49,10 +49,10 @@ class CrossLayerAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.attention_dropout = config.attention_dropout or 0.0
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
-        plan, bias = config.plan, config.attention_bias
+        plan, bias = wiring.plan, config.attention_bias
         self.owns = tuple(plan.sources(state)[layer_idx] == layer_idx for state in STATES)
-        self.stored = plan.stored(layer_idx)
-        self.borrows, self.lends = _loans(config, layer_idx)
+        self.stored = wiring.stored[layer_idx]
+        self.borrows, self.lends = wiring.borrows[layer_idx], wiring.lends[layer_idx]
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         for name, owned, count in zip("qkv", self.owns, heads, strict=True):
             linear = nn.Linear(config.hidden_size, count * self.head_dim, bias=bias) if owned else None
@@ -62,7 +62,7 @@ class CrossLayerAttention(nn.Module):
         for name, owned in zip("qk", self.owns, strict=False):
             norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if owned and config.qk_norm else None
             self.add_module(f"{name}_norm", norm)
-        mixers = [mixer for method in config.methods if (mixer := method.heads(config, layer_idx)) is not None]
+        mixers = [m for method in wiring.methods if (m := method.heads(config, wiring, layer_idx)) is not None]
         self.mixers: Any = nn.ModuleList(mixers) if mixers else ()  # no entry among the modules of a plain layer
 
     def forward(
@@ -121,21 +121,21 @@ class CrossLayerAttention(nn.Module):
 class CrossLayerDecoderLayer(GradientCheckpointingLayer):
     """One layer; a sublayer that the plan drops does not exist, nor do its norm and its residual."""
 
-    def __init__(self, config: CrossLayerConfig, layer_idx: int):
+    def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
         super().__init__()
-        plan = config.plan
-        self.self_attn = CrossLayerAttention(config, layer_idx) if plan.attends(layer_idx) else None
+        plan = wiring.plan
+        self.self_attn = CrossLayerAttention(config, wiring, layer_idx) if plan.attends(layer_idx) else None
         self.mlp = LlamaMLP(config) if plan.mlps[layer_idx] is not None else None
         norm = {"hidden_size": config.hidden_size, "eps": config.rms_norm_eps}
         self.post_attention_layernorm = LlamaRMSNorm(**norm) if self.mlp is not None else None
-        self.target = config.compensation(layer_idx)
+        self.target = wiring.compensation[layer_idx]
         if self.target is not None:
             self.compensation = Compensation(config, self.target)
         self.attends = self.self_attn is not None or self.target is not None
         # none where all states are borrowed
-        self.input_layernorm = LlamaRMSNorm(**norm) if config.reads_input(layer_idx) else None
-        self.attn_residual = _residual(config, layer_idx, "attn") if self.attends else None
-        self.mlp_residual = _residual(config, layer_idx, "mlp") if self.mlp is not None else None
+        self.input_layernorm = LlamaRMSNorm(**norm) if wiring.reads_input[layer_idx] else None
+        self.attn_residual = _residual(config, wiring, layer_idx, "attn") if self.attends else None
+        self.mlp_residual = _residual(config, wiring, layer_idx, "mlp") if self.mlp is not None else None
 
     def forward(
         self,
@@ -216,10 +216,12 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if kind not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise ValueError(f"attention {kind!r} has no mask function registered, so it would ignore the causal mask")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList([CrossLayerDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        wiring = config.wiring
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList([CrossLayerDecoderLayer(config, wiring, i) for i in layers])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
-        made = [r for method in config.methods if (r := method.final(config)) is not None]
+        made = [r for method in wiring.methods if (r := method.final(config, wiring)) is not None]
         self.final_residual = made[0] if made else None
         self.gradient_checkpointing = False
         self.post_init()
@@ -354,21 +356,9 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # type: ignore[misc]
 
 
-def _loans(config: CrossLayerConfig, layer: int) -> tuple[dict[int, str], dict[int, str]]:
-    """Return the carry's names of what a layer borrows and lends: state number → name."""
-    plan = config.plan
-    borrows, lends = {}, {}
-    for number, state in enumerate(STATES):
-        source, slots = plan.sources(state)[layer], plan.slots(state)
-        if source is not None and source != layer:
-            borrows[number] = f"{state}.{slots[source]}"
-        elif slots[layer] is not None:
-            lends[number] = f"{state}.{slots[layer]}"
-    return borrows, lends
-
-
-def _residual(config: CrossLayerConfig, layer: int, site: str) -> Residual | None:
-    return next((r for method in config.methods if (r := method.residual(config, layer, site)) is not None), None)
+def _residual(config: CrossLayerConfig, wiring: Wiring, layer: int, site: str) -> Residual | None:
+    answers = (method.residual(config, wiring, layer, site) for method in wiring.methods)
+    return next((residual for residual in answers if residual is not None), None)
 
 
 def _write(residual: Residual | None, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:

@@ -4,9 +4,10 @@ import math
 
 from crosslayer.intervention.record import Change, EffectRecord, Place
 from crosslayer.intervention.sentences import describe, mean_of, probes, sentences, top_of
-from crosslayer.output.page import Page, Table, measured_on, runs
+from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, by_position, same_scale
 from crosslayer.output.record import Measure, PositionBins
+from crosslayer.output.words import measured_on, ranges
 
 LAYER = "layer"
 SHARE = "attention received"
@@ -98,7 +99,7 @@ def _scan_panels(record: EffectRecord) -> list[Panel]:
     """Return what the intervention does in some layers only."""
     lines = []
     for i, trial in enumerate(record.scan):
-        name = f"in layers {runs(trial.layers)}" if trial.layers else "in no layer"
+        name = f"in layers {ranges(trial.layers)}" if trial.layers else "in no layer"
         lines.append(_mean_line(name, trial.attention_received, COLORS[i % len(COLORS)]))
     words = f"The intervention in some layers only: attention on position {record.places[0].position}{probes(record)}."
     return _divided("scan", "In which layers it matters", words, lines)

@@ -5,8 +5,8 @@ from typing import Any
 
 from crosslayer.intervention.kinds import Kind, to_entry
 from crosslayer.intervention.record import Change, Control, EffectRecord, LossChange, Place, Trial
-from crosslayer.output.page import runs
 from crosslayer.output.record import Measure
+from crosslayer.output.words import ranges
 
 
 def describe(interventions: Sequence[Kind]) -> str:
@@ -22,7 +22,7 @@ def _options(intervention: Kind) -> str:
         if isinstance(option, tuple):
             name = name.removesuffix("s") if len(option) == 1 else name
             whole = all(isinstance(number, int) for number in option)
-            option = runs(option) if whole else f"a vector of {len(option)}"
+            option = ranges(option) if whole else f"a vector of {len(option)}"
         shown.append(f"{name.replace('_', ' ')} {option}")
     return ", ".join(shown)
 
@@ -92,7 +92,7 @@ def _left_alone(places: list[Place]) -> str:
 
 
 def _trial(trial: Trial) -> str:
-    return f"{runs(trial.layers) or 'none'} {mean_of(trial.attention_received.mean):.1%}"
+    return f"{ranges(trial.layers) or 'none'} {mean_of(trial.attention_received.mean):.1%}"
 
 
 def _control(control: Control, probes: str) -> str:

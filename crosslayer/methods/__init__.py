@@ -1,1 +1,200 @@
-"""One file, one method: the file's name is the method's name in configs and on the command line."""
+"""The methods: a file each, whose name is the method's name in configs and on the command line.
+
+Here they are found, loaded from plain data and combined. No file but a method's own knows its name.
+"""
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import json
+import pkgutil
+import reprlib
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from crosslayer.method import TARGETS, Method, Wiring, check_choice
+from crosslayer.plan import DepthPlan
+
+Entry = str | Mapping[str, Any] | Method | type[Method]
+_allowed: set[str] = set()  # modules of users' own methods that a config may have imported
+
+
+def allow_methods(*names: str) -> None:
+    """Let configs name methods of your own: each name allows a module and all that lies below it.
+
+    A config may come from anyone, and importing a module runs its code: a name in a config is imported only if it is
+    allowed here. Modules that are imported already, and `Method` objects and classes, need no permission.
+
+    Raises:
+        ValueError: a name is not that of a module.
+
+    """
+    for name in names:
+        if not _names_a_module(name):
+            raise ValueError(f"{name!r} is not the name of a module; write for example my_methods or my_methods.scaled")
+    _allowed.update(names)
+
+
+def method_names() -> list[str]:
+    """Return the names of the methods that come with the package: the files of this folder."""
+    return list(_files())
+
+
+@functools.cache
+def _files() -> tuple[str, ...]:
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+def load_method(entry: Entry) -> Method:
+    """Build a method from its name, from {"name": …, option: …} or from its class, or return it as it is.
+
+    Raises:
+        ValueError: the name or an option is unknown, or an option's value is refused.
+
+    """
+    if isinstance(entry, Method):
+        return entry
+    if isinstance(entry, type) and issubclass(entry, Method):
+        return entry()
+    options = {"name": entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, Mapping) else {}
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"cross_layer entry {entry!r} has no name; it needs one of {', '.join(method_names())}")
+    cls = method_class(name)
+    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for option in options:
+        if option not in fields:
+            close = difflib.get_close_matches(option, fields, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(fields) or 'none'}"
+            raise ValueError(f"method {name!r} has no option {option!r}; {hint}")
+        _check_type(cls, option, options[option])
+    return cls(**{key: _frozen(value) for key, value in options.items()})
+
+
+def method_class(name: str) -> type[Method]:
+    """Return the one `Method` of a file in this folder, or of a user's module that is imported or allowed.
+
+    Raises:
+        ValueError: the name is neither, or its module does not define exactly one method.
+
+    """
+    packaged = name.removeprefix(f"{__name__}.")
+    module = importlib.import_module(f"{__name__}.{packaged}") if packaged in _files() else _own_module(name)
+    own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+    classes = [cls for cls in own if issubclass(cls, Method) and dataclasses.is_dataclass(cls)]
+    if len(classes) != 1:
+        raise ValueError(
+            f"module {name!r} defines {len(classes)} methods; it must define exactly one dataclass that is a Method"
+        )
+    return classes[0]
+
+
+def _own_module(name: str) -> ModuleType:
+    """Return a user's module if it is imported, or import it if it is allowed; nothing else is ever imported."""
+    module = sys.modules.get(name)
+    if isinstance(module, ModuleType):
+        return module
+    if any(name == allowed or name.startswith(f"{allowed}.") for allowed in _allowed):
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise ValueError(
+                f"method {name!r}: its module cannot be imported ({error}); install it, or name its folder in "
+                "PYTHONPATH"
+            ) from error
+    close = difflib.get_close_matches(name, method_names(), 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(method_names())}."
+    if _names_a_module(name):
+        hint += (
+            " A module of your own counts once it is imported, or if it is allowed: by "
+            f"crosslayer.allow_methods({name!r}), on the command line by --allow-methods {name}"
+        )
+    raise ValueError(f"method {name!r} is not known; {hint}")
+
+
+def _names_a_module(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
+
+
+def to_entry(method: Method) -> dict[str, Any]:
+    """Return the plain data that a config holds for a method; `load_method` undoes it."""
+    return {"name": method.name(), **dataclasses.asdict(method)}  # type: ignore[call-overload]
+
+
+def merge_plans(methods: Sequence[Method], layers: int) -> DepthPlan:
+    """Return the plan of several methods together."""
+    return _merged([(method.name(), method.plan(layers)) for method in methods], layers)
+
+
+def _merged(plans: Sequence[tuple[str, DepthPlan]], layers: int) -> DepthPlan:
+    """Merge plans in order; each stands beside its method's name."""
+    merged, names = DepthPlan.identity(layers), []
+    for name, plan in plans:
+        merged = merged.merge(plan, (" + ".join(names) or "the plain decoder", name))
+        names.append(name)
+    return merged
+
+
+def wire(methods: Sequence[Method], layers: int) -> Wiring:
+    """Return what methods say together about a number of layers; the same methods are computed once.
+
+    Raises:
+        ValueError: two methods exclude one another, or a method's compensation has no such place.
+
+    """
+    for method in methods:
+        try:
+            hash(method)
+        except TypeError as error:
+            raise ValueError(
+                f"{method.name()} cannot be hashed ({error}); a method is a frozen dataclass, its options are tuples "
+                "rather than lists or dicts"
+            ) from None
+    return _wire(tuple(methods), layers)
+
+
+@functools.lru_cache(maxsize=256)
+def _wire(methods: tuple[Method, ...], layers: int) -> Wiring:
+    plans = [method.plan(layers) for method in methods]
+    plan = _merged([(m.name(), own) for m, own in zip(methods, plans, strict=True)], layers)
+    places: list[str | None] = [None] * layers
+    owner: list[str] = [""] * layers
+    for method, own in zip(methods, plans, strict=True):
+        check_choice(method.name(), "compensation", method.compensation, (*method.targets, None))
+        if method.compensation is None:
+            continue
+        assert method.compensation in TARGETS, f"{method.name()}: targets are of {TARGETS}"
+        for layer in range(layers):
+            # what compensates for borrowing goes with an attention that another method takes away
+            if own.attends(layer) != plan.attends(layer) or not method.compensates(own, layer):
+                continue
+            if owner[layer]:
+                raise ValueError(f"layer {layer}: {owner[layer]} and {method.name()} both compensate it; only one may")
+            if method.compensation == "mlp" and plan.mlps[layer] is None:
+                raise ValueError(f"layer {layer}: {method.name()} compensates on the MLP's update, but it has no MLP")
+            places[layer], owner[layer] = method.compensation, method.name()
+    return Wiring(methods, plan, tuple(places))
+
+
+def _check_type(cls: type[Method], option: str, value: Any) -> None:
+    try:
+        _type_of(cls, option).validate_json(json.dumps(value), strict=True)
+    except (TypeError, ValidationError):
+        kind = get_type_hints(cls)[option]
+        words = kind.__name__ if isinstance(kind, type) else str(kind)
+        raise ValueError(f"{cls.name()}: {option} is {reprlib.repr(value)}; it must be {words}") from None
+
+
+@functools.cache
+def _type_of(cls: type[Method], option: str) -> TypeAdapter[Any]:
+    return TypeAdapter(get_type_hints(cls)[option])
+
+
+def _frozen(value: Any) -> Any:
+    """Turn JSON lists into tuples, so that options are hashable."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value

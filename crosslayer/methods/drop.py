@@ -6,42 +6,63 @@ Flows: nothing. Reads: nothing. Cache: nothing of a layer without attention.
 Source: LLMDrop (He et al. 2024, arXiv 2406.15786); whole layers as in ShortGPT.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from crosslayer.method import Method, check_choice, check_layers
+from crosslayer.method import Method, check_layers
 from crosslayer.plan import DepthPlan
 
 
 @dataclass(frozen=True)
 class Drop(Method):
-    """Lists of 0-based layers: `attention` loses its attention, `mlp` its MLP, `layers` both.
+    """Named layers lose their attention, their MLP or both; each stands by itself, so there are no groups."""
 
-    `compensation` = "attention" keeps the norm of each layer in `attention` and adds a W_c there: an extension that the
-    paper does not have.
-    """
+    targets = ("attention",)
+    saves = ("keys", "values")
+    grouped = False
+    parts = ("attention", "mlp", "layer")
 
     attention: tuple[int, ...] = ()
+    """0-based layers that lose their attention."""
     mlp: tuple[int, ...] = ()
+    """0-based layers that lose their MLP."""
     layers: tuple[int, ...] = ()
+    """0-based layers that lose both."""
     compensation: str | None = None
+    """"attention" keeps the norm of each layer in `attention` and adds a W_c there: an extension, not in the paper."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Write None where a sublayer goes."""
-        check_choice("drop", "compensation", self.compensation, ("attention", None))
         if self.compensation is not None and not set(self.attention) - set(self.layers):
             raise ValueError("drop: compensation makes up for dropped attention, and no layer loses attention alone")
-        for option in ("attention", "mlp", "layers"):
-            check_layers("drop", option, getattr(self, option), layers)
-        gone, mlps = {*self.attention, *self.layers}, {*self.mlp, *self.layers}
-        source = tuple(None if i in gone else i for i in range(layers))
-        return DepthPlan(source, source, source, tuple(None if i in mlps else i for i in range(layers)))
+        for option, named in (("attention", self.attention), ("mlp", self.mlp), ("layers", self.layers)):
+            check_layers("drop", option, named, layers)
+        without_attention, without_mlp = {*self.attention, *self.layers}, {*self.mlp, *self.layers}
+        source = tuple(None if layer in without_attention else layer for layer in range(layers))
+        mlps = tuple(None if layer in without_mlp else layer for layer in range(layers))
+        return DepthPlan(source, source, source, mlps)
 
-    def compensate(self, layers: int, layer: int) -> str | None:
-        """Give layers that keep their MLP a W_c in the place of attention."""
-        return self.compensation if layer in self.attention and layer not in self.layers else None
+    def compensates(self, plan: DepthPlan, layer: int) -> bool:
+        """Answer with the layers that keep their MLP: W_c stands in the place of attention."""
+        return layer in self.attention and layer not in self.layers
 
+    @classmethod
+    def from_groups(
+        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
+    ) -> Self:
+        """Take a part away from every layer of the groups."""
+        part = cls.parts[0] if part is None else part
+        named = tuple(layer for group in groups for layer in group)
+        if compensation is not None and part != "attention":
+            raise ValueError(f"drop: compensation makes up for dropped attention, not for a dropped {part}; use none")
+        if part == "mlp":
+            return cls(mlp=named)
+        if part == "layer":
+            return cls(layers=named)
+        return cls(attention=named, compensation=compensation)
 
-if __name__ == "__main__":
-    from crosslayer.show import show
-
-    show(__name__)
+    @classmethod
+    def example(cls, layers: int) -> Self:
+        """Take attention away from every second layer of the top half."""
+        return cls(attention=tuple(range(layers // 2 + 1, layers, 2)))

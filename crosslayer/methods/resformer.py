@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.method import Carry, HeadMixer, Method, check_choice
+from crosslayer.method import Carry, HeadMixer, Method, Wiring, check_choice
 from crosslayer.plan import STATES
 
 if TYPE_CHECKING:
-    from crosslayer.decoder.configuration import CrossLayerConfig
+    from transformers import LlamaConfig
 
 FIXED = {"identity": (0.5, 0.5), "constant": (2.0, 1.0), "sparse": (5.0, 1.0)}
 MODES = ("identity", "constant", "sparse", "learnable", "dense")
@@ -30,14 +30,15 @@ SOURCES = ("first", "previous", "all")
 
 @dataclass(frozen=True)
 class ResFormer(Method):
-    """`mode`: identity (½, ½), constant (2, 1), sparse (5, 1 in the last third), learnable, dense (one λ a source).
-
-    `of` is the state that is mixed; `source` the layer that is added: first, previous, or the mean of all below.
-    """
+    """Raw states of layers below are mixed into each layer's own."""
 
     mode: str = "learnable"
+    """The weights λ₁, λ₂: "identity" (½, ½), "constant" (2, 1), "sparse" (5, 1 in the last third, below it 0, 1),
+    "learnable" (a trained pair a layer), "dense" (a trained weight for every layer below and the own)."""
     of: str = "values"
+    """The state that is mixed: "queries", "keys" or "values"."""
     source: str = "first"
+    """What is added: the state of the "first" layer, of the "previous" layer, or the mean of "all" below."""
 
     def __post_init__(self):
         check_choice("resformer", "mode", self.mode, MODES)
@@ -48,9 +49,9 @@ class ResFormer(Method):
                 f"resformer: mode 'dense' weighs all layers below; source must be 'all', not {self.source!r}"
             )
 
-    def heads(self, config: "CrossLayerConfig", layer: int) -> HeadMixer | None:
+    def heads(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> HeadMixer | None:
         """Mix in every layer that owns the state."""
-        owners = [i for i, source in enumerate(config.plan.sources(self.of)) if source == i]
+        owners = [i for i, source in enumerate(wiring.plan.sources(self.of)) if source == i]
         if len(owners) < 2:
             raise ValueError(f"resformer: only layer {owners[0]} owns {self.of} here, so nothing would be mixed")
         if layer not in owners:
@@ -66,7 +67,7 @@ class ResFormer(Method):
 
 
 class _Mixer(HeadMixer):
-    """Mixes one state; hands the raw one upward under a name of its own."""
+    """Mixes a state; hands the raw state upward under a name of its own."""
 
     def __init__(self, method: ResFormer, first: bool, weights: tuple[float, ...], trained: bool):
         super().__init__()
@@ -82,15 +83,23 @@ class _Mixer(HeadMixer):
     def before(
         self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
-        """Return the states with one of them mixed."""
-        states = [q, k, v]
+        """Return the states, that of the method mixed."""
+        states = [q, k, v]  # (B, H, T, D), (B, H_kv, T, D) twice
         raw = states[self.state]
         assert raw is not None
         below: tuple[Tensor, ...] = carry.get(self.key, ())
         if not self.first:
             states[self.state] = self._mix(raw, below)
-        kept = {"first": below or (raw,), "previous": (raw,), "all": (*below, raw)}[self.method.source]
-        return states[0], states[1], states[2], {**carry, self.key: kept}
+        q, k, v = states
+        return q, k, v, {**carry, self.key: self._handed_up(raw, below)}
+
+    def _handed_up(self, raw: Tensor, below: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the raw states that the layers above add."""
+        if self.method.source == "all":
+            return (*below, raw)
+        if self.method.source == "first" and below:
+            return below
+        return (raw,)
 
     def _mix(self, raw: Tensor, below: tuple[Tensor, ...]) -> Tensor:
         weights = self.initial if self.weights is None else self.weights
@@ -99,16 +108,10 @@ class _Mixer(HeadMixer):
             for weight, state in zip(weights[1:], (*below[1:], raw), strict=True):
                 total = total + weight * state
             return total
-        added = below[0] if len(below) == 1 else torch.stack(below).mean(dim=0)
+        added = below[0] if len(below) == 1 else torch.stack(below).mean(dim=0)  # (N, B, H, T, D) → (B, H, T, D)
         if self.weights is not None:
             return weights[0] * added + weights[1] * raw
         first, own = self.initial
         if first == 0:  # sparse, below its last third: like Llama, bit for bit
             return raw
         return torch.add(raw if own == 1 else raw * own, added, alpha=first)
-
-
-if __name__ == "__main__":
-    from crosslayer.show import show
-
-    show(__name__)

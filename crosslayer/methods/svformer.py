@@ -6,27 +6,31 @@ Flows: values (or queries, keys). Reads: every layer, its anchor's. Cache: keys 
 Source: ResFormer (arXiv 2410.17897), Eq. 10; anchors Fig. 17, other states Fig. 16, `every` Fig. 5.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from crosslayer.method import TARGETS, Method, check_choice, check_layers
+from crosslayer.method import TARGETS, Method, check_choice, check_layers, sharing_groups
 from crosslayer.plan import STATES, DepthPlan
 
 
 @dataclass(frozen=True)
 class SVFormer(Method):
-    """`anchors` own what is shared; `share` names the states; with `every` = n each n-th layer is an anchor too.
+    """Anchors own what is shared, the layers above borrow it; the search leaves the method out (`saves` is empty)."""
 
-    `compensation` is where a W_c of the other layers writes, as in UniAttn: an extension that the paper does not have.
-    """
+    targets = TARGETS
 
     anchors: tuple[int, ...] = (0,)
+    """0-based layers that own what is shared; layer 0 must be there."""
     share: tuple[str, ...] | str = "values"
+    """The state that is shared, or several of "queries", "keys" and "values"."""
     every: int | None = None
+    """Make each n-th layer an anchor too."""
     compensation: str | None = None
+    """Where a W_c of the borrowing layers writes ("attention", "heads", "mlp"): an extension, not in the paper."""
 
     def plan(self, layers: int) -> DepthPlan:
-        """Give each layer the shared states of its latest anchor."""
-        check_choice("svformer", "compensation", self.compensation, (*TARGETS, None))
+        """Let each layer borrow the shared states of its latest anchor."""
         check_layers("svformer", "anchors", self.anchors, layers)
         if self.every is not None and not 1 <= self.every <= layers:
             raise ValueError(f"svformer: every is {self.every}; it must be between 1 and the {layers} layers")
@@ -38,18 +42,19 @@ class SVFormer(Method):
         shared = (self.share,) if isinstance(self.share, str) else self.share
         for state in shared:
             check_choice("svformer", "share", state, STATES)
-        own = tuple(range(layers))
-        latest = tuple(max(a for a in anchors if a <= i) for i in own)
-        return DepthPlan(**{state: latest if state in shared else own for state in STATES}, mlps=own)
+        own, latest = tuple(range(layers)), list(range(layers))
+        for layer in own:
+            if layer not in anchors:
+                latest[layer] = latest[layer - 1]
+        borrowed = tuple(latest)
+        return DepthPlan(**{state: borrowed if state in shared else own for state in STATES}, mlps=own)
 
-    def compensate(self, layers: int, layer: int) -> str | None:
-        """Give every layer that borrows a W_c."""
-        plan = self.plan(layers)
-        borrows = any(plan.sources(state)[layer] != layer for state in STATES)
-        return self.compensation if borrows else None
-
-
-if __name__ == "__main__":
-    from crosslayer.show import show
-
-    show(__name__)
+    @classmethod
+    def from_groups(
+        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
+    ) -> Self:
+        """Make an anchor of every layer that is not a group's second or later layer."""
+        assert part is None
+        followers = {layer for group in sharing_groups("svformer", groups) for layer in group[1:]}
+        anchors = tuple(layer for layer in range(layers) if layer not in followers)
+        return cls(anchors, compensation=compensation)

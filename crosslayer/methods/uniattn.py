@@ -7,34 +7,41 @@ Cache: keys of leaders, values of all. Source: UniAttn (arXiv 2502.00439), Eq. 5
 the normalised input.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from crosslayer.method import TARGETS, Method, check_choice, leaders
+from crosslayer.method import TARGETS, Method, leaders, sharing_groups
 from crosslayer.plan import DepthPlan
 
 
 @dataclass(frozen=True)
 class UniAttn(Method):
-    """`superblocks` are lists of consecutive 0-based layers; `compensation` is where W_c writes (None: no W_c).
+    """Superblocks share the softmax map of their first layer; every follower has a W_c."""
 
-    "attention": after W_o; "heads": before W_o; "mlp": on the MLP's update.
-    """
+    targets = TARGETS
+    saves = ("keys",)
 
     superblocks: tuple[tuple[int, ...], ...] = ()
+    """Runs of consecutive 0-based layers; the other layers stand alone."""
     compensation: str | None = "attention"
+    """Where W_c writes: "attention" (after W_o), "heads" (before W_o), "mlp" (the MLP's update), None: no W_c."""
 
     def plan(self, layers: int) -> DepthPlan:
-        """Give followers the leader's queries and keys."""
-        check_choice("uniattn", "compensation", self.compensation, (*TARGETS, None))
+        """Let followers borrow the leader's queries and keys."""
         shared, own = leaders("uniattn", "superblocks", self.superblocks, layers), tuple(range(layers))
         return DepthPlan(shared, shared, own, own)
 
-    def compensate(self, layers: int, layer: int) -> str | None:
-        """Give every follower a W_c."""
-        return self.compensation if self.plan(layers).keys[layer] != layer else None
+    @classmethod
+    def from_groups(
+        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
+    ) -> Self:
+        """Make each group a superblock."""
+        assert part is None
+        return cls(sharing_groups("uniattn", groups), compensation)
 
-
-if __name__ == "__main__":
-    from crosslayer.show import show
-
-    show(__name__)
+    @classmethod
+    def example(cls, layers: int) -> Self:
+        """Pair the layers of the top half."""
+        middle = layers // 2
+        return cls(tuple((layer, layer + 1) for layer in range(middle + middle % 2, layers - 1, 2)))

@@ -1,10 +1,14 @@
 """What records have in common."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+LARGEST = 2**28  # bytes of a record; a diagnosis of 30 layers has 0.8 MB
+DEEPEST = 32  # lists and objects inside of each other, far more than any record has
 
 
 class Frozen(BaseModel):
@@ -44,7 +48,7 @@ class PositionBins(Frozen):
 
 
 class Machine(Frozen):
-    """The kind of machine that a result was made on, without its name."""
+    """The kind of machine that a result comes from, without its name."""
 
     system: str
     processor: str
@@ -64,11 +68,11 @@ class Options(BaseModel):
     """What a verb is asked to do: checked as a whole when it is built.
 
     Raises:
-        ValueError: an option is wrong; the message is one line.
+        ValueError: an option is wrong.
 
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     def __init__(self, **options: Any):
         try:
@@ -76,10 +80,49 @@ class Options(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            words = str(first["ctx"]["error"]) if first["type"] == "value_error" else f"{place}: {first['msg']}"
-            raise ValueError(words) from None
+            own = first["msg"].removeprefix("Value error, ") if first["type"] == "value_error" else None
+            raise ValueError(own or f"{place}: {first['msg']}") from None
 
 
 def dumps(record: dict[str, Any]) -> str:
     """Write a record as JSON; a NaN or an infinity is an error, never a value."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read `record.json` of a folder, which may come from anyone; its keys are not checked here.
+
+    Raises:
+        ValueError: there is none, or it is too large, no JSON object or nested too deeply.
+
+    """
+    path = folder / "record.json"
+    if not path.is_file():
+        raise ValueError(f"{folder.name!r} holds no record.json; name a folder that crosslayer wrote")
+    try:
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"it is larger than {LARGEST:,} bytes")
+        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        if not isinstance(record, dict):
+            raise ValueError("it holds something else than a JSON object")
+        _check_depth(record)
+    except RecursionError:
+        raise ValueError("record.json: it is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"record.json: {error}") from None
+    return record
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"it holds {constant}, which is no JSON")
+
+
+def _check_depth(record: dict[str, Any]) -> None:
+    """Refuse lists and objects inside of each other beyond `DEEPEST`."""
+    level: list[Any] = [record]
+    for _ in range(DEEPEST):
+        inner = [child.values() if isinstance(child, dict) else child for child in level]
+        level = [part for children in inner for part in children if isinstance(part, dict | list)]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")

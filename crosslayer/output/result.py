@@ -2,13 +2,15 @@
 
 import html
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.page import Page, save_page
+from crosslayer.output.record import read_record
 
 NOTEBOOK_HEIGHT = 800  # pixels of the page inside a notebook's cell
 
@@ -24,7 +26,15 @@ class Result(BaseModel):
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
-        """Build a result from its record; `pydantic.ValidationError` (a `ValueError`) where the record does not fit."""
+        """Build a result from its record.
+
+        Raises:
+            ValueError: the record is of another version, or (as a `pydantic.ValidationError`) does not fit.
+
+        """
+        schema, readable = str(record.get("schema")), cls.model_fields["schema_"].default
+        if schema != readable:
+            raise ValueError(f"the record is {schema[:60]!r}; this release reads {readable}")
         return cls.model_validate(record)
 
     @abstractmethod
@@ -36,11 +46,11 @@ class Result(BaseModel):
         """Return the few figures that the last line of the command line holds."""
 
     def page(self) -> str:
-        """Return the page as one self-contained HTML document."""
+        """Return the page as a self-contained HTML document."""
         return self.layout().html()
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
-        """Write record.json, report.html and one SVG for each figure; return the page's path.
+        """Write record.json, report.html and an SVG for each figure; return the page's path.
 
         Raises:
             ValueError: the folder exists and `force` is not set, or it cannot be written.
@@ -60,3 +70,32 @@ class Result(BaseModel):
         """Show the page in a notebook, in a frame of its own, so that neither's style reaches the other."""
         content = html.escape(self.page(), quote=True)
         return f"<iframe srcdoc='{content}' style='width: 100%; height: {NOTEBOOK_HEIGHT}px; border: 0'></iframe>"
+
+
+AnyResult = TypeVar("AnyResult", bound=Result)
+
+
+def load_as(kinds: Sequence[type[AnyResult]], folder: Path) -> AnyResult:
+    """Load the result in a folder, whose type is picked by the schema of its record.
+
+    Args:
+        kinds: the types; the default of their field `schema_` is the version that they read.
+        folder: the folder of record.json.
+
+    Raises:
+        ValueError: there is no record, it is damaged, or no type reads its version.
+
+    """
+    record = read_record(folder)
+    schema = str(record.get("schema"))
+    known = {kind.model_fields["schema_"].default: kind for kind in kinds}
+    if schema not in known:
+        verb = schema.rpartition("/")[0]
+        readable = [name for name in known if name.rpartition("/")[0] == verb] or sorted(known)
+        raise ValueError(f"record.json is {schema[:60]!r}; this release reads {', '.join(readable)}")
+    try:
+        return known[schema].from_record(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"record.json: {place}: {first['msg']}") from None

@@ -39,7 +39,7 @@ CASES = [
     ("retrofit {kit}/model --method cla --column body", MEND, "--column body does nothing, since the text is no table"),
     ("diagnose {kit}/model --bos maybe", MEND, "use auto, yes or no"),
     ("diagnose {kit}/model --bos yes", MEND, "no beginning-of-sequence token"),
-    ("diagnose {kit}/model --dtype int3", MEND, "'int3' is not known; use one of float32"),
+    ("diagnose {kit}/model --dtype int3", MEND, "'int3' is not known; use float32"),
     ("diagnose {kit}/model --device abacus", MEND, "device 'abacus' cannot be used here"),
     ("diagnose {kit}/model --device meta", MEND, "device 'meta' cannot be used here"),
     ("diagnose {kit}/model --device cpu:9:9", MEND, "device 'cpu:9:9' cannot be used here"),

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from crosslayer import CrossLayerConfig, CrossLayerForCausalLM, _path, method
+from crosslayer import CrossLayerConfig, CrossLayerForCausalLM, _path, methods
 from tests.cli.test_bad_input import type_in
-from tests.corpus.test_text import WORDS, tokenizer
+from tests.helpers.text import WORDS, tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("torch", "yaml", "numpy", "transformers", "typer", "json", "typing", "signal", "pathlib", "sitecustomize")
@@ -89,7 +89,7 @@ def test_code_that_a_config_maps_to_is_not_run(monkeypatch, tmp_path, capsys, fo
 
 def test_a_method_that_is_allowed_is_imported(monkeypatch, tmp_path, capsys, folder):
     """The trap works: allowed by name, and with its folder on the path, it runs."""
-    monkeypatch.setattr(method, "_allowed", set())
+    monkeypatch.setattr(methods, "_allowed", set())
     monkeypatch.syspath_prepend(str(folder))
     name = "hostile" if (folder / "config.json").read_text().count("hostile.") else "hostile_method"
     try:

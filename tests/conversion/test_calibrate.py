@@ -9,7 +9,7 @@ from crosslayer.conversion.calibrate import calibrate
 from crosslayer.conversion.convert import convert
 from crosslayer.conversion.moments import Moments
 from crosslayer.conversion.rewire import retrofit
-from crosslayer.method import load_method
+from crosslayer.methods import load_method
 from tests.helpers.tiny import VOCABULARY, tiny
 
 METHODS = {

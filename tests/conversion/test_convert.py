@@ -11,7 +11,7 @@ from crosslayer.conversion.convert import convert
 from crosslayer.conversion.job import allocated
 from crosslayer.conversion.rewire import retrofit
 from crosslayer.decoder.caches import cache_bytes
-from crosslayer.method import load_method
+from crosslayer.methods import load_method
 from crosslayer.plan import parse_layers
 from crosslayer.probe.what_if import look, what_if
 from tests.helpers.tiny import tiny, tokens

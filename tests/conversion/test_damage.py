@@ -11,7 +11,7 @@ from crosslayer.conversion.page import _drawn, _gain_words
 from crosslayer.conversion.rewire import retrofit
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.probe.what_if import what_if
-from tests.corpus.test_text import tokenizer, words
+from tests.helpers.text import tokenizer, words
 from tests.helpers.tiny import tiny
 
 

@@ -7,7 +7,7 @@ import pytest
 
 CODE = """
 import torch
-from crosslayer.method import load_method
+from crosslayer.methods import load_method
 from crosslayer.conversion.convert import convert
 from tests.helpers.tiny import tiny
 

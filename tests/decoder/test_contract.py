@@ -1,6 +1,7 @@
 """The contract itself is tested: six bugs that shipped elsewhere, planted here, must each make it fail."""
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -58,18 +59,16 @@ def reentrant(monkeypatch):
 
 def off_by_one(monkeypatch):
     """The model is built with lenders one layer too low."""
-    true, building = CrossLayerConfig.plan.fget, []
+    true, building = CrossLayerConfig.wiring.fget, []
 
-    def plan(self):
-        found = true(self)
+    def wiring(self):
+        right = true(self)
         if not building:
-            return found
-        shifted = tuple(
-            max(0, s - 1) if s != i else (i if i not in set(found.keys[i + 1 :]) else i)
-            for i, s in enumerate(found.keys)
-        )
-        shifted = tuple(s if shifted[s] == s else shifted[s] for s in shifted)
-        return DepthPlan(found.queries, shifted, shifted, found.mlps)
+            return right
+        plan = right.plan
+        shifted = tuple(max(0, source - 1) if source != layer else layer for layer, source in enumerate(plan.keys))
+        shifted = tuple(source if shifted[source] == source else shifted[source] for source in shifted)
+        return dataclasses.replace(right, plan=DepthPlan(plan.queries, shifted, shifted, plan.mlps))
 
     init = modeling.CrossLayerForCausalLM.__init__
 
@@ -79,7 +78,7 @@ def off_by_one(monkeypatch):
             stack.callback(building.clear)
             init(self, config)
 
-    monkeypatch.setattr(CrossLayerConfig, "plan", property(plan))
+    monkeypatch.setattr(CrossLayerConfig, "wiring", property(wiring))
     monkeypatch.setattr(modeling.CrossLayerForCausalLM, "__init__", build)
 
 
@@ -120,7 +119,7 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
 class Foresight(Method):
     """Values that know the mean of all tokens."""
 
-    def heads(self, config, layer):
+    def heads(self, config, wiring, layer):
         return Mean()
 
 

@@ -6,17 +6,17 @@ import textwrap
 import pytest
 import torch
 
-from crosslayer import method
+from crosslayer import methods
 from crosslayer import testing as contract
-from crosslayer.method import method_names
+from crosslayer.methods import method_class, method_names, to_entry
 from tests.helpers.tiny import tokens
 
 BLOCKS = ((2, 3), (4, 5))
-# one config that does something, for methods whose defaults do nothing or too little at six layers
-OPTIONS = {"uniattn": {"superblocks": BLOCKS}, "drop": {"attention": (0, 3), "mlp": (2,), "layers": (4,)}}
-SINGLE = {name: [{"name": name, **OPTIONS.get(name, {})}] for name in method_names()}
+SINGLE = {name: [to_entry(method_class(name).example(6))] for name in method_names()}
 VARIANTS = {
     "llama": [],
+    "uniattn, two blocks": [{"name": "uniattn", "superblocks": BLOCKS}],
+    "drop of all kinds": [{"name": "drop", "attention": (0, 3), "mlp": (2,), "layers": (4,)}],
     "resformer identity": [{"name": "resformer", "mode": "identity"}],
     "resformer sparse": [{"name": "resformer", "mode": "sparse"}],
     "resformer dense": [{"name": "resformer", "mode": "dense", "source": "all"}],
@@ -136,8 +136,8 @@ class Scaled(Method):
 
     by: float = 2.0
 
-    def heads(self, config, layer):
-        return Scale(self.by) if config.plan.values[layer] == layer else None
+    def heads(self, config, wiring, layer):
+        return Scale(self.by) if wiring.plan.values[layer] == layer else None
 
 
 class Scale(HeadMixer):
@@ -159,12 +159,12 @@ def own_method(tmp_path, monkeypatch):
     (tmp_path / "my_methods" / "__init__.py").write_text("")
     (tmp_path / "my_methods" / "scaled.py").write_text(textwrap.dedent(OWN).lstrip())
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(method, "_allowed", {"my_methods"})
+    monkeypatch.setattr(methods, "_allowed", {"my_methods"})
     yield {"name": "my_methods.scaled", "by": 0.5}
     for name in [n for n in sys.modules if n.startswith("my_methods")]:
         del sys.modules[name]
 
 
 def test_a_method_of_the_users_own(own_method):
-    for methods in ([own_method], [own_method, "cla"], ["attnres", own_method]):
-        contract.check_method(methods)
+    for entries in ([own_method], [own_method, "cla"], ["attnres", own_method]):
+        contract.check_method(entries)

@@ -38,7 +38,7 @@ def test_lora_adapts_every_linear_layer(case, tmp_path):
 
 
 def test_modules_that_are_saved_whole():
-    base = contract.build(contract.config_of(*CASES["uniattn"][:1]))
+    base = contract.build(contract.config_of(*CASES["uniattn, two blocks"][:1]))
     options = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["compensation"]}
     model = peft.get_peft_model(base, peft.LoraConfig(**options))
     model(input_ids=tokens(length=8), labels=tokens(length=8)).loss.backward()

@@ -98,7 +98,10 @@ def test_two_phases_are_one_softmax(dtype, reach):
     config = config_of([{"name": "attnres", "block": 4}], hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
     method = config.methods[0]
     with torch.device("cpu"):
-        opening, inner = method.residual(config, 2, "attn").to(dtype), method.residual(config, 3, "attn").to(dtype)
+        opening, inner = (
+            method.residual(config, config.wiring, 2, "attn").to(dtype),
+            method.residual(config, config.wiring, 3, "attn").to(dtype),
+        )
     with torch.no_grad():
         torch.nn.init.normal_(opening.query, generator=generator).mul_(reach)
     closed, update = torch.randn(3, 2, 5, 8, dtype=dtype, generator=generator).split((2, 1))

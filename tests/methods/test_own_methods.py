@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import crosslayer
-from crosslayer import CrossLayerConfig, method
+from crosslayer import CrossLayerConfig, methods
 from crosslayer import testing as contract
 from crosslayer.methods.cla import CLA
 
@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "evil.py").write_text(trace)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(method, "_allowed", set())
+    monkeypatch.setattr(methods, "_allowed", set())
     yield tmp_path
     for name in [n for n in sys.modules if n.split(".")[0] in ("mine", "evil", "halves")]:
         del sys.modules[name]
@@ -71,7 +71,7 @@ def test_a_name_in_a_config_never_runs_code(folder, name, monkeypatch):
     for entry in (name, {"name": name}):
         values = CrossLayerConfig(**contract.SHAPE).to_dict() | {"cross_layer": [entry]}
         (folder / "config.json").write_text(json.dumps(values))
-        monkeypatch.setattr(method, "importlib", fake)
+        monkeypatch.setattr(methods, "importlib", fake)
         for load in LOADERS:
             with pytest.raises(ValueError, match="not known|defines 0 methods") as caught:
                 load(folder)
@@ -125,4 +125,4 @@ def test_a_method_that_is_no_dataclass_is_refused(folder):
 
 def test_the_name_of_a_packaged_method_may_be_written_in_full():
     assert contract.config_of(["crosslayer.methods.cla"]).methods == [CLA()]
-    assert method.method_class("cla") is CLA and dataclasses.is_dataclass(CLA)
+    assert methods.method_class("cla") is CLA and dataclasses.is_dataclass(CLA)

@@ -1,0 +1,64 @@
+"""Intervals for means over windows of text: a bootstrap that draws windows within their documents.
+
+Intervals are percentiles of windows drawn again within each document, n − 1 of its n (Rao and Wu 1988), so that the
+spread is not understated. Documents of fewer than 8 windows are drawn as one stratum (with the first larger document,
+where they have fewer than 8 together); where that leaves one stratum, windows are taken as independent. Draws are
+spread by Student's t over the normal quantile, since a domain may have 16 windows only. All is conditional on this
+text.
+"""
+
+import numpy as np
+from scipy import stats
+
+DRAWS = 4000
+STRATUM = 8  # windows, below which a document is no stratum of its own
+LEVEL = 0.95
+Interval = tuple[float, float]  # low, high
+
+
+class Bootstrap:
+    """Draws of N windows, whose documents are `documents`; equal for equal documents and seed, so that all is paired.
+
+    `strata` are the windows (their numbers) within which draws are made.
+    """
+
+    def __init__(self, documents: tuple[int, ...], seed: int = 0):
+        self.strata = _strata(documents)
+        windows = len(documents)
+        generator = np.random.default_rng(seed)
+        weights = np.zeros((DRAWS, windows))  # of each window in the mean of each draw
+        for rows in self.strata:
+            count = len(rows)
+            drawn = generator.multinomial(count - 1, np.full(count, 1 / count), size=DRAWS)  # (DRAWS, count)
+            weights[:, rows] = drawn * (count / (count - 1) / windows)
+        freedom = windows - len(self.strata)
+        spread = stats.t.ppf((1 + LEVEL) / 2, freedom) / stats.norm.ppf((1 + LEVEL) / 2)
+        self.weights = (1 + spread * (weights * windows - 1)) / windows  # (DRAWS, N)
+
+    def means(self, values: np.ndarray) -> np.ndarray:
+        """Return the mean of values (N,) in each draw, (DRAWS,)."""
+        return self.weights @ values
+
+    def interval(self, values: np.ndarray) -> Interval:
+        """Return the 95 % interval of the mean of values (N,)."""
+        return percentiles(self.means(values))
+
+
+def percentiles(draws: np.ndarray) -> Interval:
+    """Return the middle 95 % of draws."""
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def _strata(documents: tuple[int, ...]) -> list[np.ndarray]:
+    """Return the windows of each stratum: large documents, and all small ones together."""
+    names = np.array(documents)
+    by_document = [np.flatnonzero(names == name) for name in sorted(set(documents))]
+    large = [rows for rows in by_document if len(rows) >= STRATUM]
+    small = [rows for rows in by_document if len(rows) < STRATUM]
+    if not small:
+        return large
+    together = np.concatenate(small)
+    if large and len(together) < STRATUM:
+        return [np.concatenate([large[0], together]), *large[1:]]
+    return [*large, together]

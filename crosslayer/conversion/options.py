@@ -1,0 +1,84 @@
+"""What a retrofit is asked for: plain options, checked against one another as far as that needs no method."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from crosslayer.conversion.moments import FITS
+from crosslayer.diagnosis.groups import PAPER_SIZE
+from crosslayer.method import Method, check_choice
+from crosslayer.methods import to_entry
+from crosslayer.output.record import Options
+
+SELECTS = ("similarity", "greedy")
+
+
+class RetrofitOptions(Options):
+    """The options of `crosslayer retrofit`, with its defaults; `request.py` says what they mean for a method.
+
+    Raises:
+        ValueError: an option is out of range, or two contradict each other.
+
+    """
+
+    method: str | dict[str, Any] | None = Field(
+        None,
+        description="a method's name, whose layers are then chosen by `layers`; or a whole method as a config has it: "
+        "the name of a module, a mapping or its JSON such as {'name': …, 'group': 3}. None: a budget chooses",
+    )
+    layers: str = Field("top-half", description="groups such as 18-21,22-25 (0-based), top-half or auto")
+    kv_budget: float | None = Field(None, description="search for this share of the cache")
+    kv_context: int | None = Field(
+        None, description="tokens at which the cache is counted; None: 2048, or twice the largest window"
+    )
+    kl_budget: float | None = Field(None, description="search within this KL, in nats a token")
+    compensation: str | None = Field(
+        None, description="how W_c is fitted: none, zero, mean, lstsq, ridge or layerwise; None: what suits the method"
+    )
+    target: str | None = Field(None, description="where W_c writes; None: the method's first choice")
+    groups: int = Field(1, ge=1, description="v: groups of windows with a mean of their own, for mean")
+    merge: str = Field("first", description="what becomes of pretrained weights that a group shares")
+    part: str | None = Field(None, description="what of a layer a method acts on; None: the method's first choice")
+    select: str = Field("similarity", description="how single layers are ranked with auto: similarity or greedy")
+    size: int = Field(PAPER_SIZE, description="layers of a block of top-half")
+    count: int | None = Field(None, ge=1, description="layers that auto lets follow another, or acts on")
+    windows: int = Field(96, description="windows on which the damage is measured, of all domains")
+    calibration: int = Field(128, ge=1, description="windows to which W_c is fitted, of all domains")
+    length: int = Field(512, ge=2, description="tokens of a window")
+    seed: int = Field(0, ge=0, description="of the windows that are drawn, and of the bootstrap")
+    bos: str = Field("auto", description="first token of a window: auto (as the tokenizer has it), yes or no")
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _as_entry(cls, method: Any) -> Any:
+        """Take `Method` objects and mappings as the plain data that a config holds."""
+        if isinstance(method, Method):
+            return to_entry(method)
+        return dict(method) if isinstance(method, Mapping) else method
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        choosers = [value for value in (self.method, self.kv_budget, self.kl_budget) if value is not None]
+        if len(choosers) != 1:
+            raise ValueError("give --method, or --kv-budget or --kl-budget, which choose methods and layers themselves")
+        check_choice("retrofit", "compensation", self.compensation, ("none", *FITS, None))
+        check_choice("retrofit", "select", self.select, SELECTS)
+        for name, budget in (("kv", self.kv_budget), ("kl", self.kl_budget)):
+            if budget is not None and not (math.isfinite(budget) and budget > 0):
+                raise ValueError(f"--{name}-budget {budget} is no budget; it must be a number above 0")
+        if self.kv_context is not None and self.kv_context < 2:
+            raise ValueError(f"--kv-context {self.kv_context} is too short; it is a number of tokens, at least 2")
+        if self.size < 2:
+            raise ValueError(f"--size {self.size} is too small; a block has at least 2 layers")
+        if self.compensation == "layerwise" and self.merge != "first":
+            raise ValueError(
+                f"--compensation layerwise makes up for followers alone, and --merge {self.merge} also changes their "
+                "leader; use ridge"
+            )
+        return self
+
+    def changed(self) -> dict[str, Any]:
+        """Return the options that are not at their default."""
+        return self.model_dump(exclude_defaults=True)

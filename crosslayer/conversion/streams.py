@@ -1,0 +1,160 @@
+"""The residual streams of an original and of its rewired model, layer by layer, over all calibration tokens.
+
+Memory: the streams at one layer for all tokens (of both models, or of the rewired alone), and the states that the
+wiring lends; never all layers.
+
+Shapes: B sequences of a batch, T tokens, C hidden.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crosslayer.decoder.modeling import CrossLayerDecoderLayer, CrossLayerForCausalLM
+from crosslayer.method import Carry
+
+TOKENS_EACH = 2048  # of one batch
+
+
+class Streams:
+    """Both models at one boundary between layers, a batch at a time; "before" is the original, "after" the rewired.
+
+    With `follow_original` the original has a stream of its own, from the first layer on in which the models differ.
+    Without it, the original's layers are asked about the rewired model's stream.
+    """
+
+    def __init__(
+        self, original: CrossLayerForCausalLM, rewired: CrossLayerForCausalLM, ids: Tensor, follow_original: bool
+    ):
+        self.body, self.follow_original = rewired.model, follow_original
+        self.layers_before, self.layers_after = layers_of(original), layers_of(rewired)
+        ids = ids.to(rewired.device)  # (N, T)
+        batches = ids.split(max(1, TOKENS_EACH // ids.shape[1]))
+        self.after = [original.model.embed_tokens(batch) for batch in batches]  # each (B, T, C)
+        self.before: list[Tensor] | None = None  # the original's own, once it differs
+        self.passed = -1  # the last layer that the original's own stream has passed
+        self.carries: list[Carry] = [{} for _ in batches]
+        position = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, T)
+        self.rotary = self.body.rotary_emb(self.after[0], position_ids=position)
+        by_size = {len(stream): stream for stream in self.after}  # the last batch may be smaller
+        self.masks = {size: self.body._masks(stream, None, None, position) for size, stream in by_size.items()}
+        assert rewired.config.layer_types is not None
+        self.kinds = rewired.config.layer_types
+
+    def advance(self, layer: int) -> None:
+        """Take both models through a layer."""
+        self._separate(layer)
+        for number, stream in enumerate(self.after):
+            output, carry = self._run(self.layers_after[layer], layer, stream, self.carries[number])
+            stream.copy_(output)  # in place: freed and new streams in turns would scatter over the memory
+            self.carries[number] = {name: state for name, state in carry.items() if name != "read"}
+        if self.before is not None and self.passed < layer:
+            for stream in self.before:
+                stream.copy_(self._run(self.layers_before[layer], layer, stream, {})[0])
+
+    def gaps(self, layer: int, target: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield X and E of each batch, (B, T, C): the rewired layer's normed input, and what its stream lacks.
+
+        `target` is where W_c writes. The original's own stream has passed the layer afterwards.
+        """
+        self._separate(layer)
+        for number, stream in enumerate(self.after):
+            wanted = self._wanted(layer, number, target)
+            rewired = self._watched(self.layers_after[layer], layer, stream, self.carries[number], target, stop=True)
+            assert rewired.normed is not None
+            yield rewired.normed, wanted - rewired.reached
+        self.passed = layer
+
+    def _wanted(self, layer: int, number: int, target: str) -> Tensor:
+        """Return the stream that W_c of the rewired layer should reach, (B, T, C)."""
+        block = self.layers_before[layer]
+        if self.before is None:
+            return self._watched(block, layer, self.after[number], {}, target, stop=True).reached
+        original = self._watched(block, layer, self.before[number], {}, target, stop=False)
+        assert original.output is not None
+        self.before[number].copy_(original.output)
+        return original.reached
+
+    def _watched(
+        self, block: CrossLayerDecoderLayer, layer: int, stream: Tensor, carry: Carry, target: str, stop: bool
+    ) -> "_Watch":
+        """Run a layer, with `stop` only as far as W_c needs it, and return what was seen."""
+        with _Watch(block, target, stop) as watch, contextlib.suppress(_EnoughError):
+            watch.output = self._run(block, layer, stream, carry)[0]
+        return watch
+
+    def _run(self, block: CrossLayerDecoderLayer, layer: int, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        return block(stream, carry, self.rotary, self.masks[len(stream)][self.kinds[layer]])
+
+    def _separate(self, layer: int) -> None:
+        """Give the original a stream of its own where a layer begins to differ."""
+        if not self.follow_original or self.before is not None:
+            return
+        if not computes_the_same(self.layers_before[layer], self.layers_after[layer]):
+            self.before = [stream.clone() for stream in self.after]
+
+
+def layers_of(model: CrossLayerForCausalLM) -> list[CrossLayerDecoderLayer]:
+    """Return the layers of one of our models."""
+    return list(model.model.layers)  # type: ignore[arg-type]
+
+
+def computes_the_same(original: CrossLayerDecoderLayer, rewired: CrossLayerDecoderLayer) -> bool:
+    """Return whether a rewired layer has the very weights of the original, borrows nothing and mixes nothing."""
+    attention = rewired.self_attn
+    if attention is None or attention.borrows or len(attention.mixers):
+        return False
+    return same_weights(original, rewired)
+
+
+def same_weights(module: nn.Module, other: nn.Module) -> bool:
+    """Return whether two modules hold the very same tensors."""
+    weights, others = dict(module.named_parameters()), dict(other.named_parameters())
+    if set(weights) != set(others):
+        return False
+    return all(weights[name].data_ptr() == others[name].data_ptr() for name in weights)
+
+
+class _EnoughError(Exception):
+    """The stream after attention is there; the MLP need not run."""
+
+
+class _Watch:
+    """Keeps the normed input of a layer and the stream to which W_c writes."""
+
+    def __init__(self, layer: CrossLayerDecoderLayer, target: str, stop: bool):
+        self.layer, self.stop = layer, stop
+        self.early = target != "mlp" and layer.mlp is not None  # else the layer's output is what W_c changes
+        self.normed: Tensor | None = None
+        self.stream: Tensor | None = None
+        self.output: Tensor | None = None
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> "_Watch":
+        assert self.layer.input_layernorm is not None
+        self.handles.append(self.layer.input_layernorm.register_forward_hook(self._keep_normed))
+        if self.early and self.layer.post_attention_layernorm is not None:
+            self.handles.append(self.layer.post_attention_layernorm.register_forward_pre_hook(self._keep_stream))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    @property
+    def reached(self) -> Tensor:
+        """The stream after attention, or the layer's output where W_c acts on that; (B, T, C)."""
+        stream = self.stream if self.early else self.output
+        assert stream is not None
+        return stream
+
+    def _keep_normed(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.normed = output
+
+    def _keep_stream(self, module: nn.Module, args: Any) -> None:
+        self.stream = args[0]
+        if self.stop:
+            raise _EnoughError

@@ -1,0 +1,32 @@
+"""Methods in a few words: names, with the options that were set."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from crosslayer.method import Method
+from crosslayer.output.words import ranges
+
+
+def title(methods: Sequence[Method]) -> str:
+    """Return the methods with the layers that they act on, such as "NAME (groups 18-21, 22-25) + NAME"."""
+    return " + ".join(_title(method) for method in methods)
+
+
+def _title(method: Method) -> str:
+    options = []
+    for option in dataclasses.fields(method):  # type: ignore[arg-type]
+        value = vars(method)[option.name]
+        if value in (None, ()) or (value == option.default and option.name != "compensation"):
+            continue
+        options.append(f"{option.name} {_shown(value)}")
+    return f"{method.name()} ({', '.join(options)})" if options else method.name()
+
+
+def _shown(value: Any) -> str:
+    """Write layers as 18-21, 22-25."""
+    if not isinstance(value, list | tuple):
+        return str(value)
+    if all(isinstance(entry, int) for entry in value):
+        return ranges(value)
+    return ", ".join(_shown(entry) for entry in value)

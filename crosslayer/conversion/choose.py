@@ -1,4 +1,4 @@
-"""Which layers a method acts on: as named, the top half, by similarity, or step by step by what turns the stream least."""
+"""Which layers a method acts on: as named, the top half, or by similarity, at once or step by step."""
 
 from contextlib import nullcontext
 
@@ -21,9 +21,9 @@ from crosslayer.plan import DepthPlan, parse_layers
 from crosslayer.probe.intercept import no_cache
 from crosslayer.probe.measures import mean_cosine
 from crosslayer.probe.stream import LayerStream, streams
-from crosslayer.probe.what_if import Wiring, look, what_if
+from crosslayer.probe.what_if import Sublayers, look, what_if
 
-RANKED = ("attention", "layer")  # what may go by the likeness of its input and output
+RANKED = ("attention", "layer")  # what may go by the similarity of what enters and leaves it
 
 
 def choose(
@@ -91,9 +91,8 @@ class Automatic:
         return [[layer] for layer in sorted(chosen)]
 
     def _similar_maps(self, ids: Tensor) -> Groups:
-        diagnosis = diagnose(self.model, ids, progress=self.progress)
-        shapes = look(self.model).shapes
-        groups = similar_groups(diagnosis.map_similarity_without_first, shapes, self.count)
+        similarity = diagnose(self.model, ids, progress=self.progress).map_similarity_without_first  # (L, L)
+        groups = similar_groups(similarity, look(self.model).shapes, self.count)
         reached = sum(len(group) - 1 for group in groups)
         if reached < self.count:
             raise ValueError(f"--count {self.count}: masks allow at most {reached} layers to follow another")
@@ -116,7 +115,8 @@ class Automatic:
     def _least_turning(self, ids: Tensor, taken: str) -> list[int]:
         """Return the layers whose input and output are most similar."""
         diagnosis = diagnose(self.model, ids, progress=self.progress)
-        similarity = {"attention": diagnosis.attention_io_similarity, "layer": diagnosis.layer_io_similarity}[taken]
+        layers, attention = diagnosis.layer_io_similarity, diagnosis.attention_io_similarity
+        similarity = attention if taken == "attention" else layers  # (L,)
         return [int(layer) for layer in np.argsort(-similarity, kind="stable")[: self.count]]
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class Automatic:
         return chosen
 
 
-def _cosines(model: PreTrainedModel, ids: Tensor, taken: str, plan: DepthPlan, wiring: Wiring) -> dict[int, float]:
+def _cosines(model: PreTrainedModel, ids: Tensor, taken: str, plan: DepthPlan, wiring: Sublayers) -> dict[int, float]:
     """Return by layer the mean cosine of the stream before and after what would go, under a plan."""
     samples: dict[int, list[float]] = {}
 

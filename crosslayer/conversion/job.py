@@ -70,7 +70,7 @@ def retrofit(
     """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 model another wiring, and say what that saves and costs.
 
     The defaults are those of `crosslayer retrofit`; `RetrofitOptions` says what each option means. The original is left
-    as it is; what of its weights stays is shared with the retrofit, until that is saved and loaded.
+    as it is.
 
     Args:
         model: a model, or the name of what `load_model` loads.
@@ -131,11 +131,12 @@ def retrofit(
         texts = Texts.load(text, calibration_text, seed)
     texts.parts(request)  # says at once if there are too few windows
     loaded, tokenizer = model_and_tokenizer(model, tokenizer, dtype=dtype, device=device, meter=progress)
-    return Job(loaded, tokenizer, request, texts, progress).receipt(public_name(model))
+    job = Job(loaded, tokenizer, request, texts, progress, share_weights=loaded is not model)
+    return job.receipt(public_name(model))
 
 
 class Job:
-    """A request on a loaded model."""
+    """A request on a loaded model; with `share_weights` what stays of its weights is not copied."""
 
     def __init__(
         self,
@@ -144,8 +145,10 @@ class Job:
         request: Request,
         texts: Texts,
         progress: Meter,
+        share_weights: bool,
     ):
-        self.model, self.tokenizer, self.request, self.texts, self.progress = model, tokenizer, request, texts, progress
+        self.model, self.tokenizer, self.share_weights = model, tokenizer, share_weights
+        self.request, self.texts, self.progress = request, texts, progress
         self.layers = to_config(model.config).num_hidden_layers  # says which families can be converted
 
     def receipt(self, name: str) -> Receipt:
@@ -203,7 +206,7 @@ class Job:
                 groups=request.options.groups,
                 merge=request.options.merge,
                 progress=bar.step,
-                share_weights=True,
+                share_weights=self.share_weights,
             )
 
     def _judge(self, rewired: Rewired, windows: Windows) -> Domains:

@@ -223,7 +223,7 @@ BAD = [
     (("--method", "cla", "--merge", "svd", "--compensation", "layerwise"), "layerwise makes up for followers alone"),
     (("--method", "uniattn", "--merge", "svd"), "--merge svd does nothing with these options"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "groups [[1], [2]] have no second layer"),
-    (("--method", "drop", "--layers", "auto", "--count", 8), "--count 8: the model has 8 layers, and at least 1 must stay"),
+    (("--method", "drop", "--layers", "auto", "--count", 8), "has 8 layers, and at least 1 must stay"),
     (("--method", "cla", "--target", "head"), "target is 'head'; it must be one of 'attention', 'heads', 'mlp'"),
     (("--kv-budget", "nan"), "--kv-budget nan is no budget"),
     (("--kl-budget", "1e-9", "--compensation", "none"), "every single move costs more"),

@@ -16,7 +16,6 @@ from crosslayer.conversion.record import (
     Architecture,
     CacheRecord,
     Calibration,
-    Choice,
     Domains,
     Seconds,
     TextsRecord,

@@ -1,4 +1,4 @@
-"""Which layers a method acts on: as named, the top half, by similarity, or one after another by what it turns."""
+"""Which layers a method acts on: as named, the top half, by similarity, or step by step by what turns the stream least."""
 
 from contextlib import nullcontext
 
@@ -23,7 +23,7 @@ from crosslayer.probe.measures import mean_cosine
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.what_if import Wiring, look, what_if
 
-SIMILARITIES = {"attention": "attention_io_similarity", "layer": "layer_io_similarity"}  # what goes → measure
+RANKED = ("attention", "layer")  # what may go by the likeness of its input and output
 
 
 def choose(
@@ -44,7 +44,7 @@ def choose(
     layers = model.config.num_hidden_layers
     if request.whole is not None:
         look(model).check(request.whole.plan(layers))
-        return [request.whole], Choice(how="as given")
+        return [request.whole], Choice(how="as options")
     if request.kind is None:
         return methods_by_damage(model, windows["search"], windows["trade-off"], request, progress)
     named = request.options.layers
@@ -63,7 +63,7 @@ def _top_half(model: PreTrainedModel, kind: Kind, size: int) -> Groups:
     """Return blocks from the last layer down within the top half; for a method on single layers, their followers."""
     blocks = paper_groups(look(model).shapes, size)
     if not blocks:
-        raise ValueError(f"the top half has no {size} neighbouring layers of one mask; name the layers")
+        raise ValueError(f"the top half has no {size} neighbouring layers of the same mask; name the layers")
     if kind.grouped:
         return blocks
     return [[layer] for block in blocks for layer in block[1:]]
@@ -80,21 +80,20 @@ class Automatic:
     def groups(self, ids: Tensor) -> Groups:
         """Return the layers, chosen on token ids (N, T)."""
         if self.count >= self.layers:
-            raise ValueError(f"--count {self.count}: the model has {self.layers} layers, and one must stay")
+            raise ValueError(f"--count {self.count}: the model has {self.layers} layers, and at least 1 must stay")
         if self.kind.grouped:
             return self._similar_maps(ids)
         taken = self._what_goes()
-        if taken not in SIMILARITIES:
+        if taken not in RANKED:
             raise ValueError("--layers auto ranks attention and whole layers; name the layers whose MLP goes")
         greedy = self.request.options.select == "greedy"
         chosen = self._greedy(ids, taken) if greedy else self._least_turning(ids, taken)
         return [[layer] for layer in sorted(chosen)]
 
     def _similar_maps(self, ids: Tensor) -> Groups:
-        with self.progress("choosing layers", len(ids)) as bar:
-            diagnosis = diagnose(self.model, ids, progress=bar.step)
-        similarity = diagnosis.samples["map_similarity_without_first"].mean(axis=0)  # (N, L, L) → (L, L)
-        groups = similar_groups(similarity, diagnosis.shapes, self.count)
+        diagnosis = diagnose(self.model, ids, progress=self.progress)
+        shapes = look(self.model).shapes
+        groups = similar_groups(diagnosis.map_similarity_without_first, shapes, self.count)
         reached = sum(len(group) - 1 for group in groups)
         if reached < self.count:
             raise ValueError(f"--count {self.count}: masks allow at most {reached} layers to follow another")
@@ -116,9 +115,8 @@ class Automatic:
 
     def _least_turning(self, ids: Tensor, taken: str) -> list[int]:
         """Return the layers whose input and output are most similar."""
-        with self.progress("choosing layers", len(ids)) as bar:
-            diagnosis = diagnose(self.model, ids, progress=bar.step)
-        similarity = diagnosis.samples[SIMILARITIES[taken]].mean(axis=0)  # (N, L) → (L,)
+        diagnosis = diagnose(self.model, ids, progress=self.progress)
+        similarity = {"attention": diagnosis.attention_io_similarity, "layer": diagnosis.layer_io_similarity}[taken]
         return [int(layer) for layer in np.argsort(-similarity, kind="stable")[: self.count]]
 
     @torch.no_grad()

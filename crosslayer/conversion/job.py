@@ -11,7 +11,7 @@ from crosslayer.conversion.choose import choose
 from crosslayer.conversion.damage import by_domain
 from crosslayer.conversion.losses import logits_of, logits_without, losses
 from crosslayer.conversion.moments import check_enough
-from crosslayer.conversion.options import RetrofitOptions
+from crosslayer.conversion.options import RetrofitOptions, plain_method
 from crosslayer.conversion.record import (
     Architecture,
     CacheRecord,
@@ -77,7 +77,7 @@ def retrofit(
         text: text to judge the retrofit on: token ids (N, `length`), documents, sources, or any of these by domain,
             {"web": …, "code": …}. None: six embedded domains.
         tokenizer: of a model that is loaded already; not needed for token ids.
-        method: a method's name, whose layers are then chosen; or a whole method. Or one of the budgets instead.
+        method: a method's name, whose layers are then chosen; or a whole method. Or a budget instead.
         layers: groups such as "18-21,22-25" (0-based), "top-half" or "auto".
         kv_budget: search for this share of the cache.
         kv_context: tokens at which the cache is counted.
@@ -107,7 +107,7 @@ def retrofit(
 
     """
     options = RetrofitOptions(
-        method=method,
+        method=plain_method(method),
         layers=layers,
         kv_budget=kv_budget,
         kv_context=kv_context,

@@ -138,7 +138,7 @@ def test_domains_are_text_like_any_other_but_for_the_penalty(source):
     assert [fit.token_after for fit in first] == pytest.approx([fit.token_after for fit in second], rel=1e-9)
     fits = rewire(source, METHODS["cla"], calibration=one).fits
     assert all(0 < fit.left_out < 2 and fit.penalty is not None for fit in fits)
-    with pytest.raises(ValueError, match=r"sequences of one length; its domains have \[8, 12\]"):
+    with pytest.raises(ValueError, match=r"sequences of equal length; its domains have \[8, 12\]"):
         rewire(source, METHODS["cla"], calibration={"a": ids, "b": ids[:, :8]})
 
 

@@ -128,7 +128,7 @@ def test_deep_models_are_searched_within_the_passes():
 def test_budgets_that_cannot_be_met_name_the_nearest():
     with pytest.raises(ValueError, match=r"a KV budget of 0.05 cannot be met; with 8 layers it lies from 0.1250 to 1"):
         Search(additive(drawn_costs(0, 8)), [SHAPE] * 8).run(share=0.05)
-    with pytest.raises(ValueError, match=r"the nearest found is 0.6250"):  # three keys of eight states
+    with pytest.raises(ValueError, match=r"the nearest reached is 0.6250"):  # three keys of eight states
         Search(lambda plan: 0.0, [SHAPE] * 4, kinds=[UNIATTN]).run(share=0.5)
 
 

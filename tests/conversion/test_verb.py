@@ -196,7 +196,7 @@ def test_a_method_of_ones_own(monkeypatch, inputs, tmp_path, capsys):
     assert retrofit(monkeypatch, inputs, out, "--method", "every_third") == 0
     record = json.loads((out / "record.json").read_text())
     assert record["methods"] == [{"name": "every_third"}] and record["plan"]["keys"] == [0, 0, 0, 3, 3, 3, 6, 6]
-    assert record["calibration"]["fit"] == "none" and record["choice"]["how"] == "as given"
+    assert record["calibration"]["fit"] == "none" and record["choice"]["how"] == "as options"
     assert record["texts"]["fitted"] == []
     assert capsys.readouterr().out.startswith("every_third: the KV cache allocates 37.50%")
 
@@ -223,12 +223,12 @@ BAD = [
     (("--method", "cla", "--merge", "svd", "--compensation", "layerwise"), "layerwise makes up for followers alone"),
     (("--method", "uniattn", "--merge", "svd"), "--merge svd does nothing with these options"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "groups [[1], [2]] have no second layer"),
-    (("--method", "drop", "--layers", "auto", "--count", 8), "--count 8: the model has 8 layers, and one must stay"),
+    (("--method", "drop", "--layers", "auto", "--count", 8), "--count 8: the model has 8 layers, and at least 1 must stay"),
     (("--method", "cla", "--target", "head"), "target is 'head'; it must be one of 'attention', 'heads', 'mlp'"),
     (("--kv-budget", "nan"), "--kv-budget nan is no budget"),
     (("--kl-budget", "1e-9", "--compensation", "none"), "every single move costs more"),
     (("--method", "drop", "--part", "layer", "--layers", "1", "--compensation", "none", "--remote-code-shim"),
-     "this one is a stock LlamaForCausalLM and needs none"),
+     "this is a stock LlamaForCausalLM and needs none"),
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@
     python benchmarks/intervene.py --table     # print the tables of docs/EVIDENCE.md from the JSON
 
 Figure 3 of the paper: position 255 of a causal model, isolated or not, behind a special or a random first token.
-Figure 4: position 383 of a BERT-like encoder with the position row of 0, of 511 or a random one, between [CLS] and
+Figure 4: position 383 of a BERT-like encoder with the position row of 0, of 511 or a random row, between [CLS] and
 [SEP] or random tokens. Intervals are Student's t over sequences.
 """
 
@@ -26,9 +26,11 @@ import crosslayer
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import pack
 from crosslayer.environment import environment
-from crosslayer.intervention.apply import PositionSwap, waiver
-from crosslayer.intervention.measure import effect
+from crosslayer.intervention.kinds import Kind, PositionSwap, positions_of, waiver
+from crosslayer.intervention.parts import change, loss_change
+from crosslayer.intervention.readings import Passes
 from crosslayer.output.panel import Line, Panel, save_svg
+from crosslayer.output.progress import Progress
 from crosslayer.output.summary import summarise
 
 HERE = Path(__file__).parent
@@ -58,13 +60,12 @@ def smollm2(sequences: int) -> dict[str, Any]:
     """Return, for a special and a random first token, what isolating position 255 does."""
     model, tokenizer = crosslayer.load_model("smollm2")
     plain = pack(load_documents(TextSource()), tokenizer, sequences=sequences, length=LENGTH, bos="no")
-    found = {}
+    results = {}
     for start, tokens in (("special", model.config.bos_token_id), ("random", random_tokens(model, sequences, 1))):
         ids = plain.clone()
         ids[:, 0] = torch.as_tensor(tokens)
-        done = effect(model, ids, waiver(CAUSAL), scan=[], controls=0, probes=1, progress=progress(f"smollm2 {start}"))
-        found[start] = entry(done, UPPER)
-    return found
+        results[start] = measured(f"smollm2 {start}", model, ids, waiver(CAUSAL), UPPER)
+    return results
 
 
 def minilm(sequences: int) -> dict[str, Any]:
@@ -72,50 +73,52 @@ def minilm(sequences: int) -> dict[str, Any]:
     model, tokenizer = crosslayer.load_model("minilm")
     plain = pack(load_documents(TextSource()), tokenizer, sequences=sequences, length=LENGTH)
     rows = np.random.default_rng(0).choice(range(1, LENGTH - 1), RANDOM_ROWS, replace=False)
-    found = {}
+    results = {}
     for start in ("special", "random"):
         ids = plain.clone()  # with [CLS] and [SEP]
         if start == "random":
             ids[:, 0], ids[:, -1] = random_tokens(model, sequences, 2), random_tokens(model, sequences, 3)
         for row in (0, LENGTH - 1, *map(int, rows)):
             swap = PositionSwap(ENCODER, row)
-            done = effect(model, ids, swap, controls=0, probes=1, progress=progress(f"minilm {start} row {row}"))
-            found[f"{start}, row {row}"] = entry(done, LOWER)
-    return found
+            results[f"{start}, row {row}"] = measured(f"minilm {start} row {row}", model, ids, swap, LOWER)
+    return results
 
 
 def random_tokens(model, sequences: int, seed: int) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (sequences,), generator=torch.Generator().manual_seed(seed))
 
 
-def entry(done, layers: slice) -> dict[str, Any]:
-    """Return what is kept of an effect: by layer, and averaged over the named layers of each sequence."""
-    record = done.record()
-    first = next(one for one in record["others"] if one["position"] == 0)
-    kept = {
-        name: record[name] for name in ("attention_received", "hidden_norm_ratio", "value_norm_ratio", "loss_behind")
-    }
+def measured(name: str, model, ids: torch.Tensor, intervention: Kind, layers: slice) -> dict[str, Any]:
+    """Return what is kept of an intervention: by layer, and averaged over the named layers of each sequence.
+
+    Unlike `crosslayer.effect`, whose record holds means over sequences, this needs the sequences themselves.
+    """
+    (position,) = positions_of(intervention)
+    with Progress(name, 2 * len(ids)) as steps:
+        passes = Passes(model, 2 * len(ids), steps)
+        after = passes.sample(ids, [position, 0], [intervention], position)
+        before = passes.sample(ids, [position, 0], (), position)
+    loss = loss_change(before.loss_behind, after.loss_behind, 0)
     averages = {}
-    for index, name in ((0, "position"), (1, "first")):
-        for side, sample in (("before", done.before), ("after", done.after)):
-            averages[f"{name}_{side}"] = summarise(sample["attention_received"][:, layers, index].mean(axis=1))
-    for side, sample in (("before", done.before), ("after", done.after)):
-        averages[f"peak_{side}"] = summarise(sample["hidden_norm_ratio"][:, :, 0].max(axis=1))
-        averages[f"drain_{side}"] = summarise(np.nanmedian(sample["value_norm_ratio"][:, layers, 0], axis=1))
+    for side, sample in (("before", before), ("after", after)):
+        for index, who in enumerate(("position", "first")):  # (N, L, P) → (N,)
+            averages[f"{who}_{side}"] = summarise(sample.attention_received[:, layers, index].mean(axis=1))
+        averages[f"peak_{side}"] = summarise(sample.hidden_norm_ratio[:, :, 0].max(axis=1))
+        averages[f"drain_{side}"] = summarise(np.nanmedian(sample.value_norm_ratio[:, layers, 0], axis=1))
     return {
-        **kept,
-        "first_token": first["attention_received"],
+        "attention_received": by_layer(before.attention_received, after.attention_received, 0),
+        "hidden_norm_ratio": by_layer(before.hidden_norm_ratio, after.hidden_norm_ratio, 0),
+        "value_norm_ratio": by_layer(before.value_norm_ratio, after.value_norm_ratio, 0),
+        "loss_behind": None if loss is None else loss.model_dump(),
+        "first_token": by_layer(before.attention_received, after.attention_received, 1),
         "averages": averages,
-        "sequences": len(done.before["received"]),
+        "sequences": len(ids),
     }
 
 
-def progress(name: str):
-    def show(done: int, total: int) -> None:
-        if done % 16 == 0:
-            print(f"{name}: {done} of {total}", flush=True)
-
-    return show
+def by_layer(before: np.ndarray, after: np.ndarray, index: int) -> dict[str, Any]:
+    """Summarise a measure, (N, L, P), at a position by its index, before and after."""
+    return change(before[..., index], after[..., index]).model_dump()
 
 
 def cost(repeats: int) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def cost(repeats: int) -> dict[str, Any]:
                 call = [sys.executable, "-m", "crosslayer", *words, "--out", f"{folder}/{name}", "--force"]
                 subprocess.run(call, check=True, capture_output=True)
                 seconds[name].append(time.perf_counter() - started)
-    ratios = [one / two for one, two in zip(seconds["intervene"], seconds["diagnose"], strict=True)]
+    ratios = [ours / other for ours, other in zip(seconds["intervene"], seconds["diagnose"], strict=True)]
     print(f"intervene / diagnose: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
     return {"seconds": seconds, "ratios": ratios, "environment": environment()}
 
@@ -141,12 +144,13 @@ def tables(results: dict[str, Any]) -> str:
         "÷ median | value norm ÷ median | loss behind it |",
         "|---|---|---|---|---|---|---|",
     ]
-    for start, found in results["smollm2"].items():
+    for start, result in results["smollm2"].items():
         for side in ("before", "after"):
-            made, loss = found["averages"], found["loss_behind"]
-            change = "" if side == "before" else f" ({signed(loss['difference'])})"
-            cells = [share(made[f"position_{side}"]), share(made[f"first_{side}"]), plain(made[f"peak_{side}"], 1)]
-            cells += [plain(made[f"drain_{side}"], 2), f"{loss[side]['mean']:.3f}{change}"]
+            averages, loss = result["averages"], result["loss_behind"]
+            difference = "" if side == "before" else f" ({signed(loss['difference'])})"
+            cells = [share(averages[f"position_{side}"]), share(averages[f"first_{side}"])]
+            cells += [plain(averages[f"peak_{side}"], 1)]
+            cells += [plain(averages[f"drain_{side}"], 2), f"{loss[side]['mean']:.3f}{difference}"]
             state = "as it is" if side == "before" else "isolated"
             lines.append(f"| {start} | {state} | {' | '.join(cells)} |")
     lines += [
@@ -155,57 +159,58 @@ def tables(results: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for start in ("special", "random"):
-        group = {name: found for name, found in results["minilm"].items() if name.startswith(start)}
+        group = {name: result for name, result in results["minilm"].items() if name.startswith(start)}
         own = next(iter(group.values()))["averages"]
         lines.append(f"| {start} | its own | {share(own['position_before'])} | {share(own['first_before'])} |")
-        for name, found in group.items():
-            row, made = name.split("row ")[1], found["averages"]
-            lines.append(f"| {start} | {row} | {share(made['position_after'])} | {share(made['first_after'])} |")
+        for name, result in group.items():
+            row, averages = name.split("row ")[1], result["averages"]
+            cells = [share(averages["position_after"]), share(averages["first_after"])]
+            lines.append(f"| {start} | {row} | {' | '.join(cells)} |")
     if "cost" in results:
         ratios = results["cost"]["ratios"]
         lines += ["", f"Cost: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) of {len(ratios)}"]
     return "\n".join(lines)
 
 
-def share(found: dict[str, Any]) -> str:
-    return f"{found['mean']:.2%} ({found['ci95'][0]:.2%}-{found['ci95'][1]:.2%})"
+def share(summary: dict[str, Any]) -> str:
+    return f"{summary['mean']:.2%} ({summary['ci95'][0]:.2%}-{summary['ci95'][1]:.2%})"
 
 
-def plain(found: dict[str, Any], digits: int) -> str:
-    return f"{found['mean']:.{digits}f} ({found['ci95'][0]:.{digits}f}-{found['ci95'][1]:.{digits}f})"
+def plain(summary: dict[str, Any], digits: int) -> str:
+    return f"{summary['mean']:.{digits}f} ({summary['ci95'][0]:.{digits}f}-{summary['ci95'][1]:.{digits}f})"
 
 
-def signed(found: dict[str, Any]) -> str:
-    return f"{found['mean']:+.4f}; {found['ci95'][0]:+.4f} to {found['ci95'][1]:+.4f}"
+def signed(summary: dict[str, Any]) -> str:
+    return f"{summary['mean']:+.4f}; {summary['ci95'][0]:+.4f} to {summary['ci95'][1]:+.4f}"
 
 
 def draw(results: dict[str, Any]) -> None:
     """Draw the two figures: attention received by layer."""
     FIGURES.mkdir(exist_ok=True)
     lines = [
-        line(f"{start} first token, {word}", found["attention_received"][side])
-        for start, found in results["smollm2"].items()
+        line(f"{start} first token, {word}", result["attention_received"][side])
+        for start, result in results["smollm2"].items()
         for side, word in (("before", "as it is"), ("after", "isolated"))
     ]
     title, axis = "SmolLM2: attention that position 255 receives", "share of later tokens' attention"
     save_svg(Panel("waiver_smollm2", title, "", "layer", axis, lines), FIGURES)
-    found = results["minilm"]
-    lines = [line("its own row", found["special, row 0"]["attention_received"]["before"])]
+    swaps = results["minilm"]
+    lines = [line("its own row", swaps["special, row 0"]["attention_received"]["before"])]
     lines += [
-        line(f"row {row}", found[f"special, row {row}"]["attention_received"]["after"]) for row in (0, LENGTH - 1)
+        line(f"row {row}", swaps[f"special, row {row}"]["attention_received"]["after"]) for row in (0, LENGTH - 1)
     ]
     title, axis = "MiniLM: attention that position 383 receives", "share of the other tokens' attention"
     save_svg(Panel("swap_minilm", title, "", "layer", axis, lines), FIGURES)
 
 
-def line(name: str, found: dict[str, Any]) -> Line:
-    low, high = ([pair[end] for pair in found["ci95"]] for end in (0, 1))
-    return Line(name, [float(i) for i in range(len(found["mean"]))], found["mean"], low, high)
+def line(name: str, measure: dict[str, Any]) -> Line:
+    low, high = ([pair[end] for pair in measure["ci95"]] for end in (0, 1))
+    return Line(name, [float(i) for i in range(len(measure["mean"]))], measure["mean"], low, high)
 
 
-def save(found: dict[str, Any]) -> None:
+def save(new: dict[str, Any]) -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps({**results, **found}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({**results, **new}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import crosslayer
-from crosslayer.benchmark.compare import Settings, bench
+from crosslayer.benchmark.run import bench
 from crosslayer.conversion.cache import allocated
 from crosslayer.conversion.damage import damage
 from crosslayer.conversion.losses import logits_of, losses
@@ -118,8 +118,8 @@ def wired(name: str, layers: int, target: str | None) -> Method:
 def times(model, name) -> dict[str, Any]:
     """Return the bench of a wiring with W_c, as it would be used."""
     chosen = wired(name, model.config.num_hidden_layers, "attention")
-    settings = Settings(contexts=(2048,), batches=(1,), new_tokens=16, repeats=5)
-    return bench(rewire(model, chosen, fit="zero", share_weights=True).model, model, settings)
+    rewired = rewire(model, chosen, fit="zero", share_weights=True).model
+    return bench(rewired, model, contexts=(2048,), new_tokens=16).record()
 
 
 def table(results: dict[str, Any]) -> str:

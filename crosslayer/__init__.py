@@ -9,45 +9,51 @@ from crosslayer._start import hide_bars, interrupts
 TYPE_CHECKING = False  # as type checkers know it; typing itself is not needed
 
 if TYPE_CHECKING:
-    from crosslayer.benchmark.compare import bench
+    from crosslayer.benchmark.result import Benchmark
+    from crosslayer.benchmark.run import bench
     from crosslayer.conversion.job import retrofit
     from crosslayer.conversion.result import Receipt
     from crosslayer.conversion.rewire import Rewired, rewire
     from crosslayer.corpus.documents import TextSource
     from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
-    from crosslayer.diagnosis.scan import Diagnosis, diagnose
+    from crosslayer.diagnosis.result import Diagnosis
+    from crosslayer.diagnosis.scan import diagnose
     from crosslayer.intervention.apply import intervene
     from crosslayer.intervention.kinds import Ablate, Forbid, PositionSwap, ScaleValues, TokenSwap, Waiver, waiver
-    from crosslayer.intervention.measure import Effect, effect
+    from crosslayer.intervention.measure import effect
+    from crosslayer.intervention.result import Effect
     from crosslayer.method import HeadMixer, Method, Residual
     from crosslayer.methods import allow_methods
     from crosslayer.models.load import load_model
     from crosslayer.plan import DepthPlan
     from crosslayer.probe.what_if import what_if
     from crosslayer.results import load_result
-    from crosslayer.verification.verify_model import verify
+    from crosslayer.verification.result import Verification
+    from crosslayer.verification.run import verify
 
 # Where each public name is defined; the imports above say the same to type checkers and editors.
 _HOMES = {
     "Ablate": "intervention.kinds",
+    "Benchmark": "benchmark.result",
     "CrossLayerConfig": "decoder",
     "CrossLayerForCausalLM": "decoder",
     "DepthPlan": "plan",
-    "Diagnosis": "diagnosis.scan",
-    "Effect": "intervention.measure",
+    "Diagnosis": "diagnosis.result",
+    "Effect": "intervention.result",
     "Forbid": "intervention.kinds",
     "HeadMixer": "method",
     "Method": "method",
     "PositionSwap": "intervention.kinds",
-    "Residual": "method",
     "Receipt": "conversion.result",
+    "Residual": "method",
     "Rewired": "conversion.rewire",
     "ScaleValues": "intervention.kinds",
     "TextSource": "corpus.documents",
     "TokenSwap": "intervention.kinds",
+    "Verification": "verification.result",
     "Waiver": "intervention.kinds",
     "allow_methods": "methods",
-    "bench": "benchmark.compare",
+    "bench": "benchmark.run",
     "diagnose": "diagnosis.scan",
     "effect": "intervention.measure",
     "intervene": "intervention.apply",
@@ -55,13 +61,14 @@ _HOMES = {
     "load_result": "results",
     "retrofit": "conversion.job",
     "rewire": "conversion.rewire",
-    "verify": "verification.verify_model",
+    "verify": "verification.run",
     "waiver": "intervention.kinds",
     "what_if": "probe.what_if",
 }
 
 __all__ = [
     "Ablate",
+    "Benchmark",
     "CrossLayerConfig",
     "CrossLayerForCausalLM",
     "DepthPlan",
@@ -71,17 +78,19 @@ __all__ = [
     "HeadMixer",
     "Method",
     "PositionSwap",
-    "Residual",
     "Receipt",
+    "Residual",
     "Rewired",
     "ScaleValues",
     "TextSource",
     "TokenSwap",
+    "Verification",
     "Waiver",
     "allow_methods",
     "bench",
     "diagnose",
     "effect",
+    "generate",
     "intervene",
     "load_model",
     "load_result",

@@ -21,7 +21,7 @@ def load_result(folder: str | Path) -> Diagnosis | Effect | Receipt | Verificati
         folder: the folder of record.json.
 
     Raises:
-        ValueError: there is no record, it is damaged, or this release reads another version of it; one line.
+        ValueError: there is no record, it is damaged, or this release reads another version of it.
 
     """
     return load_as(KINDS, Path(folder))

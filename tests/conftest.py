@@ -1,4 +1,8 @@
-"""What pytest must know before it collects."""
+"""What pytest must know before it collects, and what all tests share."""
+
+import pytest
+
+from tests.helpers.browser import offline_browser
 
 # of transformers' own tests, which tests/decoder/test_transformers.py runs where they are
 MARKS = """accelerate_tests executorch_export_test flash_attn_3_test flash_attn_4_test flash_attn_test generate
@@ -9,3 +13,9 @@ timeout torch_compile_test torch_export_test"""
 def pytest_configure(config):
     for mark in MARKS.split():
         config.addinivalue_line("markers", f"{mark}: of transformers' own tests")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium with the network off, the same for all tests; skipped where there is none."""
+    yield from offline_browser()

@@ -47,7 +47,7 @@ def main() -> None:
     """Run the command line.
 
     The exit status is 0 (done), 1 (a check failed), 2 (something that the user can mend), 70 (a fault of ours) or 130
-    (interrupted); all but the first two come with one line.
+    (interrupted); all but the first two come with a single line.
     """
     _print_anything()
     try:
@@ -55,6 +55,8 @@ def main() -> None:
         status = app(standalone_mode=False)
     except typer.Exit as stop:
         status = stop.exit_code
+    except SystemExit as stop:  # 1: nobody reads what typer or rich print, which is no error of ours
+        status = 0 if stop.code == 1 else stop.code
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except typer.TyperException as error:

@@ -1,7 +1,7 @@
 """`crosslayer bench`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +16,6 @@ from crosslayer.cli.options import (
     importing,
     print_headline,
     print_line,
-    public_name,
 )
 from crosslayer.output.progress import Progress, say
 
@@ -40,35 +39,50 @@ def command(
     """Measure cache, time to first token, time per token and memory of a model beside a baseline, in turns."""
     contexts, batches = _numbers("--context", context), _numbers("--batch", batch)
     with importing():
-        from crosslayer.benchmark.compare import Settings, check
-        from crosslayer.benchmark.compare import bench as run
-        from crosslayer.benchmark.page import headline, sentences, show, write_bench
-        from crosslayer.benchmark.record import BenchRecord
-        from crosslayer.models.load import load_model
+        from crosslayer.benchmark.run import bench
+        from crosslayer.benchmark.words import sentences
         from crosslayer.output.folder import check_target
 
     if out is not None:
         check_target(out, force)
-    settings = Settings(contexts, batches, new_tokens, repeats, attention, seed)
-    loaded = {}
-    for side, name in {"candidate": model, "baseline": baseline}.items():
-        say(f"loading {name}")
-        loaded[side] = load_model(name, dtype=dtype, device=device)[0]
-        check({side: loaded[side]}, settings)
-    check(loaded, settings)
-    with Progress("benchmarking", len(contexts) * len(batches) * (repeats + 1)) as bar:
-        record = run(**loaded, settings=settings, progress=bar.step)
-    names = {"candidate": public_name(model), "baseline": public_name(baseline)}
-    record["settings"] |= {**names, "command": command_line()}
-    checked = BenchRecord.model_validate(record)
-    show(checked)
-    for sentence in sentences(checked):
+    benchmark = bench(
+        model,
+        baseline,
+        contexts=contexts,
+        batches=batches,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        attention=attention,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        progress=Progress,
+    ).model_copy(update={"command": command_line()})
+    print_overview(benchmark)
+    for sentence in sentences(benchmark):
         print_line(sentence)
     if out is not None:
         say("drawing figures and writing the report")
-        print_line(f"report: {write_bench(record, out, force)}")
-    covered = {"interval_coverage": checked.interval_coverage}
-    print_headline({**names, **covered, "results": headline(checked)})
+        print_line(f"report: {benchmark.save(out, force)}")
+    print_headline(benchmark.headline())
+
+
+def print_overview(benchmark: Any) -> None:
+    """Print the short table; where the output is no terminal, as wide as it is."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    from crosslayer.benchmark.tables import overview
+
+    title, head, rows = overview(benchmark)
+    grid = Table(*head, show_lines=True)
+    for cells in rows:
+        grid.add_row(*cells)
+    console, wide = Console(), Console(width=1000)
+    fitting = Console(width=Measurement.get(wide, wide.options, grid).maximum)
+    console.print(title, soft_wrap=True)
+    (console if console.is_terminal else fitting).print(grid)
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -23,7 +23,6 @@ from crosslayer.cli.options import (
     importing,
     print_headline,
     print_line,
-    public_name,
 )
 from crosslayer.output.progress import Progress, say
 
@@ -48,40 +47,30 @@ def command(
 ) -> None:
     """Show sinks, value drains, peaks, concentration and redundancy of every layer of a pretrained model."""
     with importing():
-        from crosslayer.corpus.documents import TextSource, load_documents
+        from crosslayer.corpus.documents import TextSource
         from crosslayer.corpus.domains import check_table_options
-        from crosslayer.corpus.windows import check_size, packed
-        from crosslayer.diagnosis.scan import diagnose as run
-        from crosslayer.diagnosis.write import write_diagnosis
-        from crosslayer.models.load import load_model
+        from crosslayer.diagnosis.scan import diagnose
         from crosslayer.output.folder import check_target
-        from crosslayer.probe.tokens import check_length
 
     check_target(out, force)
     source = TextSource(text, config, split, column)
     check_table_options([source])
-    say(f"reading {source.describe()}")
-    documents = load_documents(source, seed)
-    check_size(documents, sequences, length)
-    say(f"loading {model}")
-    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
-    check_length(loaded, length)
-    say("cutting the text into tokens")
-    windows = packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
-    settings = {
-        "model": public_name(model),
-        "text": source.describe(),
-        "documents": list(windows.documents),
-        "seed": seed,
-        "bos": bos,
-        "command": command_line(),
-    }
-    with Progress("diagnosing", sequences) as bar:
-        found = run(loaded, windows.ids, tokenizer, settings=settings, progress=bar.step, cross_layer=cross_layer)
-    record = found.record()
+    diagnosis = diagnose(
+        model,
+        source,
+        sequences=sequences,
+        length=length,
+        seed=seed,
+        bos=bos,
+        cross_layer=cross_layer,
+        dtype=dtype,
+        device=device,
+        settings={"command": command_line()},
+        progress=Progress,
+    )
     say("drawing figures and writing the report")
-    page, headline = write_diagnosis(record, out, force)
-    for word in record["verdict"]["words"]:
-        print_line(word)
+    page = diagnosis.save(out, force)
+    for sentence in diagnosis.words:
+        print_line(sentence)
     print_line(f"report: {page}")
-    print_headline(headline)
+    print_headline({**diagnosis.headline(), "report": str(page)})

@@ -1,4 +1,4 @@
-"""How a verb ends that could not do its work: one line, and an exit status that says whose turn it is."""
+"""How a verb ends that could not do its work: a single line, and an exit status that says whose turn it is."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # how 
 
 
 def explain(error: Exception) -> tuple[int, str]:
-    """Return exit status and the one line of an error: `MEND` for what the user can mend, `FAULT` for the rest."""
+    """Return exit status and line of an error: `MEND` for what the user can mend, `FAULT` for the rest."""
     text = _one_line(str(error))
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(word in text for word in MEMORY):
         return MEND, "memory ran out; use fewer or shorter sequences, a smaller batch or a smaller dtype"
@@ -36,6 +36,6 @@ def _is_schema_error(error: Exception) -> bool:
 
 
 def _one_line(text: str) -> str:
-    """Return text as one line, without control characters, which could rule the terminal."""
+    """Return text in a single line, without control characters, which could rule the terminal."""
     words = " ".join(text.split())
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)

@@ -1,11 +1,12 @@
 """`crosslayer generate`."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from crosslayer.cli.options import AllowMethods, Debug, Device, Dtype, Seed, importing, print_headline, public_name
-from crosslayer.output.progress import say
+from crosslayer.cli.options import AllowMethods, Debug, Device, Dtype, Seed, importing, print_headline
+from crosslayer.output.progress import Progress
 
 
 def command(
@@ -22,15 +23,19 @@ def command(
 ) -> None:
     """Continue a prompt, token by token."""
     with importing():
-        from crosslayer.generation.run import Sampling
-        from crosslayer.generation.run import generate as run
-        from crosslayer.models.load import load_model
+        from crosslayer.generation.run import generate
 
-    sampling = Sampling(max_new_tokens, temperature, seed)
-    if not prompt.strip():
-        raise ValueError("the prompt is empty; give some text to continue")
-    say(f"loading {model}")
-    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
-    say("generating")
-    found = run(loaded, tokenizer, prompt, sampling=sampling, chat=chat)
-    print_headline({"model": public_name(model), **found})
+    continuation = generate(
+        model,
+        prompt,
+        new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        chat=chat,
+        dtype=dtype,
+        device=device,
+        write=partial(print, end="", flush=True),
+        progress=Progress,
+    )
+    print()
+    print_headline(continuation.headline())

@@ -1,7 +1,8 @@
 """`crosslayer intervene`."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,11 +24,17 @@ from crosslayer.cli.options import (
     importing,
     print_headline,
     print_line,
-    public_name,
 )
 from crosslayer.output.progress import Progress, say
 
-DEEPEST = 10_000  # layers that no model has: what a layer's number may be before the model is known
+FORMS = {  # what is written for each kind, with colons between
+    "waiver": ("positions",),
+    "forbid": ("positions",),
+    "scale_values": ("positions", "factor"),
+    "position_swap": ("position", "source"),
+    "token_swap": ("position", "token"),
+    "ablate": ("layer", "position", "value"),
+}
 
 
 def command(
@@ -67,18 +74,16 @@ def command(
     The report is about the first position that is named, in the order of the options below; --file comes last.
     """
     with importing():
-        from crosslayer.corpus.documents import TextSource, load_documents
+        from crosslayer.corpus.documents import TextSource
         from crosslayer.corpus.domains import check_table_options
-        from crosslayer.corpus.windows import check_size, packed
-        from crosslayer.intervention.apply import check_positions, parse_interventions
-        from crosslayer.intervention.measure import effect, scan_groups
-        from crosslayer.intervention.page import headline, words, write_intervention
-        from crosslayer.intervention.record import InterventionRecord
-        from crosslayer.models.load import load_model
+        from crosslayer.intervention.entries import read_interventions
+        from crosslayer.intervention.measure import effect
         from crosslayer.output.folder import check_target
-        from crosslayer.probe.tokens import check_length
 
-    changes = {
+    check_target(out, force)
+    source = TextSource(text, config, split, column)
+    check_table_options([source])
+    texts = {
         "waiver": waiver,
         "forbid": forbid,
         "scale_values": scale_values,
@@ -86,37 +91,55 @@ def command(
         "token_swap": token_swap,
         "ablate": ablate,
     }
-    check_target(out, force)
-    source = TextSource(text, config, split, column)
-    check_table_options([source])
-    check_positions(parse_interventions(changes, file, layers, DEEPEST), length)
-    scan_groups(scan, DEEPEST)
-    if probes is not None and probes > sequences:
-        raise ValueError(f"--probes {probes} are more than the {sequences} sequences; use at most that many")
-    say(f"reading {source.describe()}")
-    documents = load_documents(source, seed)
-    check_size(documents, sequences, length)
-    say(f"loading {model}")
-    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
-    depth = loaded.config.get_text_config().num_hidden_layers
-    chosen = parse_interventions(changes, file, layers, depth)
-    options = {"scan": scan_groups(scan, depth), "controls": controls, "probes": probes, "seed": seed}
-    check_length(loaded, length)
-    say("cutting the text into tokens")
-    windows = packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
-    about = {
-        "model": public_name(model),
-        "text": source.describe(),
-        "documents": list(windows.documents),
-        "bos": bos,
-        "command": command_line(),
-    }
-    with Progress("running", 2 * sequences) as bar:
-        record = effect(loaded, windows.ids, *chosen, **options, settings=about, progress=bar.step).record()
-    checked = InterventionRecord.model_validate(record)
+    interventions = _parse(texts, layers) + ([] if file is None else read_interventions(file))
+    if not interventions:
+        raise ValueError("there is nothing to do; give an intervention, such as --waiver 255")
+    result = effect(
+        model,
+        source,
+        interventions=interventions,
+        scan=scan,
+        controls=controls,
+        probes=probes,
+        sequences=sequences,
+        length=length,
+        seed=seed,
+        bos=bos,
+        dtype=dtype,
+        device=device,
+        settings={"command": command_line()},
+        progress=Progress,
+    )
     say("drawing figures and writing the report")
-    page = write_intervention(record, out, force)
-    for sentence in words(checked):
+    page = result.save(out, force)
+    for sentence in result.words:
         print_line(sentence)
     print_line(f"report: {page}")
-    print_headline({"model": about["model"], **headline(checked)})
+    print_headline(result.headline())
+
+
+def _parse(texts: dict[str, list[str] | None], layers: str | None) -> list[Any]:
+    """Read the interventions of a command line, texts by kind; `layers` is written as "0-11,20"."""
+    from crosslayer.intervention.kinds import load_intervention
+    from crosslayer.intervention.request import DEEPEST
+    from crosslayer.plan import parse_layers
+
+    chosen = None if layers is None else [layer for group in parse_layers(layers, DEEPEST) for layer in group]
+    entries = [_entry(kind, text, chosen) for kind, words in texts.items() for text in words or ()]
+    if chosen is not None and not any("positions" in entry for entry in entries):
+        raise ValueError("--layers does nothing without --waiver, --forbid or --scale-values; leave it out")
+    return [load_intervention(entry) for entry in entries]
+
+
+def _entry(kind: str, text: str, layers: Sequence[int] | None) -> dict[str, Any]:
+    """Read an intervention in the form that `FORMS` lists, "255,300" or "0:0.5" for example, as plain data."""
+    words, names = text.split(":"), FORMS[kind]
+    optional = 1 if kind == "ablate" else 0  # its value
+    if not len(names) - optional <= len(words) <= len(names):
+        raise ValueError(f"{kind} {text!r}: write {':'.join(names)}, with commas between positions")
+    entry: dict[str, Any] = {"kind": kind, **dict(zip(names, words, strict=False))}
+    if "positions" in entry:
+        entry["positions"] = entry["positions"].split(",")
+        if layers is not None:
+            entry["layers"] = list(layers)
+    return entry

@@ -7,21 +7,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from crosslayer._start import interrupts
-from crosslayer.output.progress import say
+from crosslayer.output.progress import print_to, say
 
-LARGEST_SEED = 2**63 - 1  # torch takes no larger one
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LARGEST_SEED = 2**63 - 1  # torch takes no larger seed
 
 Text = Annotated[str | None, typer.Option(help=".txt, .jsonl or .parquet, or a datasets name.")]
 Config = Annotated[str | None, typer.Option(help="Configuration of a dataset.")]
 Split = Annotated[str, typer.Option(help="Split of a dataset.")]
 Column = Annotated[str, typer.Option(help="Text column of a table or dataset.")]
 Bos = Annotated[str, typer.Option(help="First token: auto (as the tokenizer has it), yes or no.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU if there is one.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, …; default the GPU, or the CPU where there is none.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, …; default float32 on a CPU.")]
 Sequences = Annotated[int, typer.Option(min=1, help="Sequences to measure; intervals need two.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens a sequence.")]
@@ -57,12 +60,22 @@ def importing() -> Iterator[None]:
 
 
 def print_line(text: str) -> None:
-    """Print one line of the result on stdout, at once."""
-    print(text, flush=True)
+    """Print a line of the result on stdout, at once."""
+    print_to(sys.stdout, text)
+
+
+def print_table(table: "Table", width: int | None = None) -> None:
+    """Print a table of rich on stdout; `width` in characters, by default that of the terminal."""
+    from rich.console import Console
+
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(table)
+    print_line(capture.get().rstrip("\n"))
 
 
 def print_headline(figures: dict[str, Any]) -> None:
-    """Print the last line of the result, one JSON object, in characters that stdout can show."""
+    """Print the last line of the result, a JSON object, in characters that stdout can show."""
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     print_line(json.dumps(figures, ensure_ascii=not unicode))
 

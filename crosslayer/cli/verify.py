@@ -1,9 +1,8 @@
 """`crosslayer verify`."""
 
 import sys
-import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,9 +15,11 @@ from crosslayer.cli.options import (
     importing,
     print_headline,
     print_line,
-    public_name,
 )
-from crosslayer.output.progress import Progress, say
+from crosslayer.output.progress import Progress
+
+COLOURS = {"PASS": "green", "FAIL": "red", "NOT APPLICABLE": "yellow"}
+WIDTH = 120  # where the output is no terminal
 
 
 def command(
@@ -33,48 +34,35 @@ def command(
     """Prove that a causal language model is right: its files, and every way to run it."""
     with importing():
         from crosslayer.output.folder import check_target
-        from crosslayer.verification.verify_model import (
-            FAIL,
-            NOT_APPLICABLE,
-            PASS,
-            check_count,
-            verify_source,
-            write_record,
-        )
+        from crosslayer.verification.run import verify
 
     if out is not None:
         check_target(out, force)
-    names, started = [name.strip() for name in dtypes.split(",")], time.monotonic()
-    say(f"checking and loading {model}")
-    with Progress("verifying", check_count(names)) as bar:
-        rows = verify_source(model, dtypes=names, device=device, progress=bar.step)
-    seconds = round(time.monotonic() - started, 1)
-    _print_checks(rows)
-    about = {"model": public_name(model), "command": command_line(), "seconds": seconds}
+    names = [name.strip() for name in dtypes.split(",")]
+    verification = verify(model, dtypes=names, device=device, progress=Progress)
+    verification = verification.model_copy(update={"command": command_line()})
+    _print_checks(verification)
     if out is not None:
-        print_line(f"report: {write_record(rows, about, out, force)}")
-    kinds = {"passed": PASS, "failed": FAIL, "not_applicable": NOT_APPLICABLE}
-    counts = {key: sum(row.status == kind for row in rows) for key, kind in kinds.items()}
-    print_headline({"model": about["model"], **counts, "seconds": seconds})
-    if counts["failed"]:
+        print_line(f"report: {verification.save(out, force)}")
+    print_headline(verification.headline())
+    if not verification.passed:
         raise typer.Exit(1)
 
 
-def _print_checks(rows: list) -> None:
-    """Print the rows of a verification."""
+def _print_checks(verification: Any) -> None:
+    """Print a row for each check."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from crosslayer.verification.page import UNITS
+    from crosslayer.verification.page import UNITS, numbers
 
-    colours, table = {"PASS": "green", "FAIL": "red"}, Table(box=SIMPLE, pad_edge=False, caption=UNITS)
+    table = Table(box=SIMPLE, pad_edge=False, caption=UNITS)
     for column in ("check", "dtype", "result", "difference", "tolerance"):
         table.add_column(column, no_wrap=True)
     table.add_column("")
-    for row in rows:
-        figures = ["" if x is None else f"{x:.2g}" for x in (row.difference, row.tolerance)]
-        result = f"[{colours.get(row.status, 'yellow')}]{row.status}[/]"
-        table.add_row(row.name, row.dtype or "", result, *figures, escape(row.reason))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    for check in verification.checks:
+        status = f"[{COLOURS[check.status]}]{check.status}[/]"
+        table.add_row(check.name, check.dtype or "", status, *numbers(check), escape(check.reason))
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)

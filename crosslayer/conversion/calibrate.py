@@ -17,7 +17,8 @@ from torch import Tensor
 
 from crosslayer.conversion.moments import FITS, Fit, Moments, check_enough
 from crosslayer.conversion.streams import Streams, computes_the_same, layers_of, same_weights
-from crosslayer.decoder.modeling import CrossLayerDecoderLayer, CrossLayerForCausalLM
+from crosslayer.decoder.layer import CrossLayerDecoderLayer
+from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.method import Compensation, Method, check_choice
 
 Text = Tensor | Mapping[str, Tensor]  # ids (N, T), or those of each domain by name

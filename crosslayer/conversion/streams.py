@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crosslayer.decoder.modeling import CrossLayerDecoderLayer, CrossLayerForCausalLM
+from crosslayer.decoder.layer import CrossLayerDecoderLayer
+from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.method import Carry
 
 TOKENS_EACH = 2048  # of a batch

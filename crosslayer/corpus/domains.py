@@ -1,6 +1,6 @@
 """Text of several kinds: the embedded domains, several sources at once, and windows from all of them.
 
-A domain is text of one kind, by name: what a model is fitted to one says little about another.
+A domain is text of a single kind, by name: how a model does on text that it was fitted to says little about other text.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,13 +52,13 @@ def load_domains(sources: Sequence[TextSource], seed: int = 0) -> dict[str, Iter
         ValueError: a source cannot be read, or two have the same name.
 
     """
-    found: dict[str, Iterable[str]] = {}
+    domains: dict[str, Iterable[str]] = {}
     for source in sources:
         name = source.describe()
-        if name in found:
-            raise ValueError(f"two texts are called {name!r}; a domain goes by its file's name, so rename one")
-        found[name] = load_documents(source, seed)
-    return found
+        if name in domains:
+            raise ValueError(f"two texts are called {name!r}; a domain goes by its file's name, so rename a file")
+        domains[name] = load_documents(source, seed)
+    return domains
 
 
 def shared_out(count: int, domains: Sequence[str]) -> dict[str, int]:
@@ -83,7 +83,7 @@ def split_domains(
         ValueError: a domain has too little text; the message names it.
 
     """
-    found: dict[str, list[tuple[str, Windows]]] = {part: [] for part in parts}
+    windows_of: dict[str, list[tuple[str, Windows]]] = {part: [] for part in parts}
     for name, documents in domains.items():
         wanted = {part: counts[name] for part, counts in parts.items() if counts.get(name)}
         if not wanted:
@@ -98,8 +98,8 @@ def split_domains(
         except ValueError as error:
             raise ValueError(f"{name}: {error}" if len(domains) > 1 else str(error)) from None
         for part, windows in cut.items():
-            found[part].append((name, windows))
-    return {part: _joined(pairs) for part, pairs in found.items() if pairs}
+            windows_of[part].append((name, windows))
+    return {part: _joined(pairs) for part, pairs in windows_of.items() if pairs}
 
 
 def _split_ids(ids: Tensor, parts: Mapping[str, int]) -> dict[str, Windows]:
@@ -115,7 +115,7 @@ def _split_ids(ids: Tensor, parts: Mapping[str, int]) -> dict[str, Windows]:
 
 
 def _joined(pairs: list[tuple[str, Windows]]) -> Windows:
-    """Return the windows of several domains as one, with documents numbered anew."""
+    """Return the windows of several domains together, with documents numbered anew."""
     keys = [(name, document) for name, windows in pairs for document in windows.documents]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     ids = torch.cat([windows.ids for _, windows in pairs])

@@ -1,27 +1,42 @@
-"""Documents cut into token sequences of one length, without padding."""
+"""Windows: token sequences of the same length, cut from documents without padding."""
 
 import itertools
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.corpus.pieces import pieces, special_tokens, token_ids
 from crosslayer.output.progress import Meter, Silent
 
 JOINED = -1  # the document of a window that is joined from several
-SAMPLES, SAMPLE = 64, 2000  # pieces and characters of each that say how many tokens a text has
+SAMPLES, SAMPLE = 64, 2000  # pieces, and characters of each, that say how many tokens a text has
+ROOM = 1.2  # how far beyond that estimate a text is still tried
 STREAMED = 4096  # documents of a stream that `split` takes
-WORD = 1000  # characters, within which a text that has spaces shows one
-ROOM = 1.2  # how far beyond that estimate it is still tried
-CHARACTERS_PER_TOKEN = 6  # an upper estimate for text, so that one piece fills one sequence
-
+CHARACTERS_PER_TOKEN = 6  # an upper estimate for text, so that a piece fills a sequence
 
 Text = Tensor | TextSource | Iterable[str] | None
+Body = tuple[list[int], int]  # the tokens of a window without special ones, and the document that they come from
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Token sequences (N, T), the document that each is cut from (-1: joined from several), and its domain."""
+
+    ids: Tensor
+    documents: tuple[int, ...]  # empty: unknown
+    domains: tuple[str, ...] = ()  # empty: there is a single domain
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def by_domain(self) -> dict[str, Tensor]:
+        """Return the sequences of each domain."""
+        names = dict.fromkeys(self.domains)
+        return {name: self.ids[[domain == name for domain in self.domains]] for name in names}
 
 
 def read_windows(
@@ -33,11 +48,11 @@ def read_windows(
     seed: int = 0,
     bos: str = "auto",
     meter: Meter = Silent,
-) -> "Windows":
+) -> Windows:
     """Return token sequences of a text: token ids (N, T) as they are; everything else is read and cut by `packed`.
 
     Args:
-        text: token ids, a source, documents (one string is one document), or None for the embedded corpus.
+        text: token ids, a source, documents (a string is a single document), or None for the embedded corpus.
         tokenizer: needed for everything but token ids.
         sequences: how many sequences are cut; like `length`, `seed` and `bos` not for token ids.
         length: tokens of a sequence.
@@ -53,7 +68,7 @@ def read_windows(
     if isinstance(opened, Tensor):
         return Windows(opened, ())
     if tokenizer is None:
-        raise ValueError("texts need tokenizer=…; without one give token ids (B, T)")
+        raise ValueError("texts need tokenizer=…; without it give token ids (B, T)")
     with meter("cutting the text into tokens", 0):
         return packed(opened, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
 
@@ -88,7 +103,7 @@ def text_name(text: Text) -> str | None:
 
 
 def check_size(documents: Iterable[str], sequences: int, length: int) -> None:
-    """Refuse text, if all of it is at hand, that is too short whatever the tokenizer: a token has at least one byte."""
+    """Refuse text at hand that is too short whatever the tokenizer: no token is shorter than a byte."""
     if not isinstance(documents, list):
         return
     size = sum(len(text.encode()) for text in documents)
@@ -108,16 +123,7 @@ def pack(
     seed: int = 0,
     bos: str = "auto",
 ) -> Tensor:
-    """Cut documents into token sequences, (sequences, length) int64, without padding.
-
-    A sequence is contiguous text as far as its document reaches; pieces are taken in an order drawn with `seed`. `bos`:
-    "auto" keeps what the tokenizer puts first and last ([CLS] and [SEP], say), "yes" forces the beginning token, "no"
-    gives plain text.
-
-    Raises:
-        ValueError: there is too little text; the message says how many tokens there are.
-
-    """
+    """Cut documents into token sequences, (sequences, length) int64: the ids of `packed`, without their documents."""
     return packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos).ids
 
 
@@ -129,53 +135,34 @@ def packed(
     length: int = 512,
     seed: int = 0,
     bos: str = "auto",
-) -> "Windows":
-    """Return what `pack` does, and which document each sequence comes from."""
+) -> Windows:
+    """Cut documents into windows, a single window from each piece of text, so that they come from everywhere in it.
+
+    Args:
+        documents: a list, or a stream, of which no more is taken than is needed.
+        tokenizer: of the model.
+        sequences: how many windows.
+        length: tokens of each. A window is contiguous text as far as its document reaches.
+        seed: of the order in which pieces are taken.
+        bos: "auto" keeps what the tokenizer puts first and last ([CLS] and [SEP], say), "yes" forces the beginning
+            token, "no" gives plain text.
+
+    Raises:
+        ValueError: there is too little text; the message says how many tokens there are.
+
+    """
     first, last = special_tokens(tokenizer, bos)
-    body = length - len(first) - len(last)
-    if sequences < 1 or body < 1:
+    size = length - len(first) - len(last)
+    if sequences < 1 or size < 1:
         raise ValueError(f"sequences = {sequences} and length = {length} leave no room for text; both must be larger")
-    _check_estimate(documents, tokenizer, sequences, body)
-    windows: list[tuple[list[int], int]] = []
-    rest: list[int] = []
-    sources: set[int] = set()  # of the rest
-    for number, piece in _pieces(documents, CHARACTERS_PER_TOKEN * body, seed):
-        tokens = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(tokens) >= body:
-            windows.append((tokens[:body], number))
-            tokens = tokens[body:]
-        rest += tokens
-        sources.add(number)
-        if len(windows) == sequences:
-            break
-    while len(windows) < sequences and len(rest) >= body:
-        windows.append((rest[:body], JOINED if len(sources) > 1 else min(sources)))
-        rest = rest[body:]
-    if len(windows) < sequences:
-        count = len(windows) * body + len(rest)
+    _check_estimate(documents, tokenizer, sequences, size)
+    bodies, rest = _pack_bodies(documents, tokenizer, sequences, size, seed)
+    if len(bodies) < sequences:
         raise ValueError(
-            f"the text has {count} tokens; {sequences} sequences of {length} need {sequences * body}: "
-            "use fewer or shorter sequences, or more text"
+            f"the text has {len(bodies) * size + rest} tokens; {sequences} sequences of {length} need "
+            f"{sequences * size}: use fewer or shorter sequences, or more text"
         )
-    ids = torch.tensor([[*first, *tokens, *last] for tokens, _ in windows])
-    return Windows(ids, tuple(number for _, number in windows))
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Token sequences (N, T), the document that each is cut from (-1: joined from short ones), and its domain."""
-
-    ids: Tensor
-    documents: tuple[int, ...]  # empty: unknown
-    domains: tuple[str, ...] = ()  # empty: all of one
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def by_domain(self) -> dict[str, Tensor]:
-        """Return the sequences of each domain."""
-        names = dict.fromkeys(self.domains)
-        return {name: self.ids[[domain == name for domain in self.domains]] for name in names}
+    return _windows(bodies, first, last)
 
 
 def split(
@@ -196,99 +183,83 @@ def split(
 
     """
     first, last = special_tokens(tokenizer, bos)
-    body, wanted = length - len(first) - len(last), sum(parts.values())
-    if min(parts.values()) < 1 or body < 1:
+    size, wanted = length - len(first) - len(last), sum(parts.values())
+    if min(parts.values()) < 1 or size < 1:
         raise ValueError(f"windows {parts} of {length} tokens leave no room for text; both must be larger")
     held = list(itertools.islice(documents, None if isinstance(documents, list) else STREAMED))
-    found: list[tuple[list[int], int]] = []
-    rest: list[int] = []
-    for number, piece in _numbered_pieces(held, CHARACTERS_PER_TOKEN * body, seed):
-        if len(found) == wanted:
-            break
-        tokens = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        while len(tokens) >= body and len(found) < wanted:
-            found.append((tokens[:body], number))
-            tokens = tokens[body:]
-        if len(held[number]) >= CHARACTERS_PER_TOKEN * body:
-            continue
-        rest += tokens  # a short document: joined with others
-        if len(rest) >= body:
-            found.append((rest[:body], JOINED))
-            rest = rest[body:]
-    if len(found) < wanted:
+    bodies = _split_bodies(held, tokenizer, wanted, size, seed)
+    if len(bodies) < wanted:
         needs = ", ".join(f"{count} for {name}" for name, count in parts.items())
         raise ValueError(
-            f"the text gives {len(found)} windows of {length} tokens ({len(found) * length} tokens); {wanted} are "
+            f"the text gives {len(bodies)} windows of {length} tokens ({len(bodies) * length} tokens); {wanted} are "
             f"needed ({needs}): use fewer or shorter windows, or more text"
         )
-    result, start = {}, 0
+    windows, start = {}, 0
     for name, count in parts.items():
-        chosen = found[start : start + count]
-        ids = torch.tensor([[*first, *tokens, *last] for tokens, _ in chosen])
-        result[name], start = Windows(ids, tuple(number for _, number in chosen)), start + count
-    return result
+        windows[name] = _windows(bodies[start : start + count], first, last)
+        start += count
+    return windows
 
 
-def _check_estimate(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, sequences: int, body: int) -> None:
+def _pack_bodies(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: int, size: int, seed: int
+) -> tuple[list[Body], int]:
+    """Return at most `count` bodies, first of single pieces, then of what is left of them, and the tokens left over."""
+    bodies: list[Body] = []
+    rest: list[int] = []
+    sources: set[int] = set()  # the documents of the rest
+    for number, piece in pieces(documents, CHARACTERS_PER_TOKEN * size, seed):
+        tokens = token_ids(tokenizer, piece)
+        if len(tokens) >= size:
+            bodies.append((tokens[:size], number))
+            tokens = tokens[size:]
+        rest += tokens
+        sources.add(number)
+        if len(bodies) == count:
+            break
+    while len(bodies) < count and len(rest) >= size:
+        bodies.append((rest[:size], JOINED if len(sources) > 1 else min(sources)))
+        rest = rest[size:]
+    return bodies, len(rest)
+
+
+def _split_bodies(
+    documents: list[str], tokenizer: PreTrainedTokenizerBase, count: int, size: int, seed: int
+) -> list[Body]:
+    """Return at most `count` bodies: every piece gives as many as it holds, and short documents are joined."""
+    bodies: list[Body] = []
+    rest: list[int] = []
+    for number, piece in pieces(documents, CHARACTERS_PER_TOKEN * size, seed):
+        if len(bodies) == count:
+            break
+        tokens = token_ids(tokenizer, piece)
+        while len(tokens) >= size and len(bodies) < count:
+            bodies.append((tokens[:size], number))
+            tokens = tokens[size:]
+        if len(documents[number]) < CHARACTERS_PER_TOKEN * size:
+            rest += tokens
+            if len(rest) >= size:
+                bodies.append((rest[:size], JOINED))
+                rest = rest[size:]
+    return bodies
+
+
+def _windows(bodies: list[Body], first: list[int], last: list[int]) -> Windows:
+    """Put the special tokens around bodies."""
+    ids = torch.tensor([[*first, *tokens, *last] for tokens, _ in bodies])  # (N, T)
+    return Windows(ids, tuple(number for _, number in bodies))
+
+
+def _check_estimate(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, sequences: int, size: int) -> None:
     """Refuse a long text that is clearly too short, by a sample of it: to cut it all into tokens takes a minute."""
     characters = sum(map(len, documents)) if isinstance(documents, list) else 0
     if characters <= SAMPLES * SAMPLE:
         return
-    pieces = itertools.islice(_pieces(documents, SAMPLE, 0), SAMPLES)
-    tokens = [len(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]) for _, piece in pieces]
+    sample = itertools.islice(pieces(documents, SAMPLE, 0), SAMPLES)
+    tokens = [len(token_ids(tokenizer, piece)) for _, piece in sample]
     about = round(sum(tokens) / (SAMPLES * SAMPLE) * characters, -3)
-    if sequences * body > ROOM * about:
+    if sequences * size > ROOM * about:
         raise ValueError(
-            f"the text has about {about:,.0f} tokens; {sequences:,} sequences of {body} need {sequences * body:,}: "
+            f"the text has about {about:,.0f} tokens; {sequences:,} sequences of {size} need {sequences * size:,}: "
             "use fewer or shorter sequences, or more text"
         )
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase, bos: str = "auto") -> tuple[list[Any], list[Any]]:
-    """Return the tokens that a sequence begins and ends with."""
-    if bos not in ("auto", "yes", "no"):
-        raise ValueError(f"bos = {bos!r} is not known; use auto, yes or no")
-    if bos == "no":
-        return [], []
-    if bos == "yes":
-        token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
-        if token is None:
-            raise ValueError("bos = 'yes', but this tokenizer has no beginning-of-sequence token; use auto or no")
-        return [token], []
-    plain = tokenizer.encode("a", add_special_tokens=False)
-    full = tokenizer.encode("a")
-    assert isinstance(plain, list) and isinstance(full, list)
-    for start in range(len(full) - len(plain) + 1):
-        if full[start : start + len(plain)] == plain:
-            return full[:start], full[start + len(plain) :]
-    return [], []
-
-
-def _numbered_pieces(documents: list[str], characters: int, seed: int) -> Iterator[tuple[int, str]]:
-    """Yield contiguous pieces of about `characters`, shuffled, with the number of their document."""
-    places = [(d, start) for d, text in enumerate(documents) for start in range(0, len(text), characters)]
-    random.Random(seed).shuffle(places)
-    for d, start in places:
-        yield d, _from_word(documents[d], start, start + characters)
-
-
-def _pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[tuple[int, str]]:
-    """Yield what `_numbered_pieces` does; in their order where not all documents are at hand."""
-    if isinstance(documents, list):
-        yield from _numbered_pieces(documents, characters, seed)
-    else:
-        for number, text in enumerate(documents):
-            for start in range(0, len(text), characters):
-                yield number, _from_word(text, start, start + characters)
-
-
-def _from_word(text: str, start: int, stop: int) -> str:
-    """Return text[start:stop] with both ends moved to the next beginning of a word."""
-    return text[_next_word(text, start) : _next_word(text, stop)]
-
-
-def _next_word(text: str, at: int) -> int:
-    if at == 0 or at >= len(text):
-        return min(at, len(text))
-    space = text.find(" ", at - 1, at + WORD)
-    return space if space >= 0 else at

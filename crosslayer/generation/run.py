@@ -1,7 +1,9 @@
-"""Generate text as a stream, and say how fast it was and what the cache held."""
+"""Continue a text, as a stream where that is wanted, and say how fast it was and what the cache held."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,101 +11,143 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 
 from crosslayer.decoder.caches import cache_bytes
 from crosslayer.environment import quiet_transformers
+from crosslayer.generation.result import Continuation
+from crosslayer.generation.sampling import Sampling
+from crosslayer.models.load import model_and_tokenizer, public_name
 from crosslayer.output.manifest import positions
-
-COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; logits divided by less overflow
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen; temperature 0 is greedy.
-
-    Raises:
-        ValueError: the temperature is neither 0 nor from `COLDEST` to `HOTTEST`.
-
-    """
-
-    new_tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self):
-        if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
-            raise ValueError(f"temperature {self.temperature} cannot be used; use 0 (greedy) or {COLDEST} to {HOTTEST}")
+from crosslayer.output.progress import Meter, Silent
 
 
 def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel | str | Path,
     prompt: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    sampling: Sampling | None = None,
+    new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
     chat: bool = False,
-) -> dict[str, float]:
-    """Print the continuation of a prompt on stdout as it comes; return new tokens, seconds and bytes of the cache.
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    write: Callable[[str], Any] | None = None,
+    progress: Meter = Silent,
+) -> Continuation:
+    """Return the continuation of a prompt, and its figures.
 
     Args:
-        model: a causal LM.
-        tokenizer: its tokenizer.
+        model: a causal LM: a hub name, a local folder or an embedded model; or loaded.
         prompt: the text to continue, or with `chat` what the user says.
-        sampling: how tokens are chosen.
+        tokenizer: that of a loaded model.
+        new_tokens: tokens to generate at most.
+        temperature: of sampling; 0 takes the likeliest token.
+        seed: of sampling; torch's own generator is left as it was.
         chat: put the prompt into the tokenizer's chat template.
+        dtype: of a model that is named, as `load_model` has it.
+        device: likewise.
+        write: called with each piece of text as it comes.
+        progress: shows what is being done.
 
     Raises:
-        ValueError: the prompt is empty or too long, the model is no causal LM, or there is no chat template.
+        ValueError: the prompt is empty or too long, the model cannot be loaded or is no causal LM, there is no
+            tokenizer or chat template, or an option is wrong.
 
     """
-    sampling = sampling or Sampling()
-    if not model.can_generate() or model.config.is_encoder_decoder:
-        raise ValueError(f"generate needs a causal LM; {type(model).__name__} is none")
-    ids = _prompt_ids(tokenizer, prompt, chat)
-    size = model.config.get_text_config().vocab_size
-    if int(ids.max()) >= size:
-        raise ValueError(
-            f"token id {int(ids.max())} is not in the model's vocabulary of {size}: the tokenizer is another model's"
-        )
-    room = positions(model) - ids.shape[1]
-    if room < sampling.new_tokens:
-        raise ValueError(
-            f"the prompt has {ids.shape[1]} tokens; with {sampling.new_tokens} new ones it is above the model's "
-            f"{positions(model)} positions"
-        )
-    chosen = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
-    ids, cache = ids.to(model.device), DynamicCache(config=model.config)
-    torch.manual_seed(sampling.seed)
+    sampling = Sampling(new_tokens=new_tokens, temperature=temperature, seed=seed)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give some text to continue")
+    loaded, words = model_and_tokenizer(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    if words is None:
+        raise ValueError("a model that is loaded needs tokenizer=…, its own")
+    if not loaded.can_generate() or loaded.config.is_encoder_decoder:
+        raise ValueError(f"generate needs a causal LM; {type(loaded).__name__} is none")
+    ids = _prompt_ids(words, prompt, chat)  # (1, T)
+    _check_ids(loaded, ids, sampling)
+    cache = DynamicCache(config=loaded.config)
+    streamer = None if write is None else _Pieces(words, write)
     started = time.perf_counter()
-    with quiet_transformers():
-        found = model.generate(  # type: ignore[operator]
+    with progress("generating", 0):
+        chosen = _continue(loaded, words, ids.to(loaded.device), cache, sampling, streamer)
+    seconds = time.perf_counter() - started
+    return Continuation(
+        model=public_name(model),
+        prompt=prompt,
+        text=str(words.decode(chosen, skip_special_tokens=True)),
+        new_tokens=len(chosen),
+        seconds=round(seconds, 3),
+        tokens_per_second=round(len(chosen) / seconds, 2),
+        cache_bytes=cache_bytes(cache),
+    )
+
+
+class _Pieces(TextStreamer):
+    """Hands text on as it comes, without the prompt and without special tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], Any]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+        self.write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Hand on what will not change any more."""
+        if text:
+            self.write(text)
+
+
+def _continue(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    cache: DynamicCache,
+    sampling: Sampling,
+    streamer: TextStreamer | None,
+) -> Tensor:
+    """Return the new tokens (N,) after a prompt (1, T), which pass through the cache."""
+    options: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature:
+        options = {"do_sample": True, "temperature": sampling.temperature}
+    devices = [model.device] if model.device.type == "cuda" else []
+    with quiet_transformers(), torch.random.fork_rng(devices):
+        torch.manual_seed(sampling.seed)
+        sequences = model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
             max_new_tokens=sampling.new_tokens,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),  # type: ignore[arg-type]
+            streamer=streamer,
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             num_beams=1,  # whatever the folder's generation_config.json says
             num_return_sequences=1,
             cache_implementation=None,
             return_dict_in_generate=False,
             tokenizer=tokenizer,
-            **chosen,
+            **options,
+        )  # (1, T + N)
+    return sequences[0, ids.shape[1] :]
+
+
+def _check_ids(model: PreTrainedModel, ids: Tensor, sampling: Sampling) -> None:
+    """Refuse a prompt (1, T) that the model cannot read or that leaves no room for new tokens."""
+    largest, size = int(ids.max()), model.config.get_text_config().vocab_size
+    if largest >= size:
+        raise ValueError(
+            f"token id {largest} is not in the model's vocabulary of {size}: the tokenizer is another model's"
         )
-    seconds, count = time.perf_counter() - started, found.shape[1] - ids.shape[1]
-    figures = {"new_tokens": count, "seconds": round(seconds, 3), "tokens_per_second": round(count / seconds, 2)}
-    return {**figures, "cache_bytes": cache_bytes(cache)}
+    if ids.shape[1] + sampling.new_tokens > positions(model):
+        raise ValueError(
+            f"the prompt has {ids.shape[1]} tokens; with {sampling.new_tokens} new ones it is above the model's "
+            f"{positions(model)} positions"
+        )
 
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Tensor:
     """Return the prompt's ids (1, T)."""
-    if not prompt.strip():
-        raise ValueError("the prompt is empty; give some text to continue")
     if not chat:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     elif tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template; use --no-chat")
     else:
         turns = [{"role": "user", "content": prompt}]
-        found = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        ids = found["input_ids"]  # type: ignore[index, call-overload]
+        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ids = inputs["input_ids"]  # type: ignore[index, call-overload]
     assert isinstance(ids, Tensor)
     if not ids.shape[1]:
         raise ValueError("the tokenizer makes no tokens of the prompt; give another text")

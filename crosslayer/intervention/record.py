@@ -1,68 +1,129 @@
-"""What `record.json` of an intervention holds."""
+"""What `record.json` of an intervention holds.
 
-from typing import Any
+Shapes: L layers. A measure by layer holds None where a layer has no such sublayer.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Literal
 
-from crosslayer.output.record import Measure
+import numpy as np
+from pydantic import Field
+
+from crosslayer.intervention.kinds import Entry
+from crosslayer.output.record import Environment, Frozen, Measure, PositionBins
+
+SCHEMA = "crosslayer/intervention/2"
+Role = Literal["intervened", "first token", "left alone"]
 
 
-class Scalar(BaseModel):
+class Scalar(Frozen):
     """A measure that has no layers: mean over n sequences and 95 % Student-t interval."""
 
-    model_config = ConfigDict(extra="forbid")
     mean: float
-    ci95: list[float] | None
+    ci95: list[float] | None = Field(description="None for a single sequence")
     n: int = Field(ge=1)
 
 
-class ByLayer(BaseModel):
-    """A measure of one position by layer, before and under an intervention, with the paired difference."""
+class Change(Frozen):
+    """A measure by layer before and under an intervention, with the paired difference over sequences."""
 
-    model_config = ConfigDict(extra="forbid")
     before: Measure
     after: Measure
     difference: Measure
 
+    @property
+    def means(self) -> np.ndarray:
+        """The means before and after as float64, (2, L), NaN where a layer has no such sublayer."""
+        return np.stack([self.before.array, self.after.array])
 
-class LossBehind(BaseModel):
-    """Cross-entropy of what the tokens behind a position predict, in nats a token."""
 
-    model_config = ConfigDict(extra="forbid")
+class LossChange(Frozen):
+    """Cross-entropy of what the tokens behind a position predict, in nats a token, before and after."""
+
     before: Scalar
     after: Scalar
     difference: Scalar
 
 
-class Place(BaseModel):
-    """What was measured at one position; `loss_behind` is None for encoders."""
+class Place(Frozen):
+    """What was measured at a position, and what the position is to the record."""
 
-    model_config = ConfigDict(extra="forbid")
-    position: int
-    attention_received: ByLayer
-    hidden_norm_ratio: ByLayer
-    value_norm_ratio: ByLayer
-    mlp_l1_l2: ByLayer | None
-    loss_behind: LossBehind | None
-
-
-class OtherPlace(Place):
-    """A position that the record is not about."""
-
-    role: str = Field(pattern="^(intervened|first token|left alone)$")
+    position: int = Field(ge=0)
+    role: Role
+    attention_received: Change
+    hidden_norm_ratio: Change
+    value_norm_ratio: Change
+    mlp_l1_l2: Change | None = Field(description="None where no layer has an MLP of its own")
+    loss_behind: LossChange | None = Field(description="None for encoders, and for positions before all that changes")
 
 
-class InterventionRecord(Place):
-    """What `record.json` of an intervention holds; its own measures are of the first position intervened on."""
+class Reading(Frozen):
+    """The measures of a position by layer, over the probes, in a single state of the model."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-    schema_: str = Field(alias="schema", pattern="^crosslayer/intervention/1$")
-    model: dict[str, Any]
-    settings: dict[str, Any]
-    interventions: list[dict[str, Any]] = Field(min_length=1)
-    others: list[OtherPlace]
-    attention_by_position: dict[str, Any]
-    scan: list[dict[str, Any]]
-    controls: list[dict[str, Any]]
+    attention_received: Measure
+    hidden_norm_ratio: Measure
+    value_norm_ratio: Measure
+    mlp_l1_l2: Measure | None
+
+
+class Trial(Reading):
+    """A reading of the main position while the interventions act in some layers only."""
+
+    layers: list[int]
+
+
+class Control(Frozen):
+    """The interventions elsewhere, or with random content, and what they do to their own first position."""
+
+    interventions: list[Entry] = Field(min_length=1)
+    position: int = Field(ge=0)
+    before: Reading
+    after: Reading
+
+
+class AttentionByPosition(Frozen):
+    """Attention received by all positions, by layer and bin of positions, before and after."""
+
+    before: PositionBins
+    after: PositionBins
+
+
+class ModelFacts(Frozen):
+    """What the record says of the model itself."""
+
+    class_: str = Field(alias="class")
+    type: str
+    layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    causal: bool
+
+
+class Settings(Frozen):
+    """What was run: `model` and `text` as a result calls them, how the text was cut, and the seed of all that is drawn.
+
+    For token ids `text` and `bos` are None and `documents` is empty.
+    """
+
+    model: str
+    text: str | None
+    documents: list[int] = Field(description="number of each sequence's document, below 0 for several")
+    bos: str | None
+    sequences: int = Field(ge=1)
+    length: int = Field(ge=2)
+    probes: int = Field(ge=1, description="sequences of scan and controls, the first of all")
+    seed: int
+    command: str | None = Field(default=None, description="as typed; None from Python")
+
+
+class EffectRecord(Frozen):
+    """What `record.json` of an intervention holds; `places` begins with the first position intervened on."""
+
+    schema_: Literal["crosslayer/intervention/2"] = Field(default=SCHEMA, alias="schema")
+    model: ModelFacts
+    settings: Settings
+    interventions: list[Entry] = Field(min_length=1)
+    places: list[Place] = Field(min_length=1)
+    attention_by_position: AttentionByPosition
+    scan: list[Trial]
+    controls: list[Control]
     seconds: float
-    environment: dict[str, Any]
+    environment: Environment

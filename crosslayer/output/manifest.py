@@ -23,7 +23,7 @@ from crosslayer.plan import STATES
 from crosslayer.probe.intercept import evaluating
 
 NAME = "manifest.json"
-IDS, LOGITS = 24, 16  # tokens of the fingerprint, and how many of the last one's logits it keeps
+IDS, LOGITS = 24, 16  # tokens of the fingerprint, and how many logits of the last of them it keeps
 LARGEST = 2**24  # bytes of a manifest; 100,000 files need less
 
 
@@ -54,7 +54,7 @@ def write_manifest(folder: Path, model: PreTrainedModel) -> None:
 
     Args:
         folder: the saved model, its tokenizer, model card, record and figures.
-        model: the model that was saved there; one that is not in float32 is copied.
+        model: the model that was saved there; it is copied unless it is in float32.
 
     Raises:
         ValueError: the folder holds something that is not a regular file.
@@ -119,16 +119,18 @@ def check_files(folder: Path) -> list[str]:
         ValueError: as `read_manifest`.
 
     """
-    listed, found = read_manifest(folder).files, _entries(folder)
-    missing = [f"{name} is missing" for name in listed if name not in found]
-    extra = [f"{name} is not listed" for name in found if name not in listed]
-    both = [(name, path) for name, path in found.items() if name in listed]
-    changed = [f"{name} is changed" for name, path in both if not path.is_file() or _digest(path) != listed[name]]
-    return sorted(missing + changed + extra)
+    digests, paths = read_manifest(folder).files, _entries(folder)
+    faults = [f"{name} is missing" for name in digests if name not in paths]
+    for name, path in paths.items():
+        if name not in digests:
+            faults.append(f"{name} is not listed")
+        elif not path.is_file() or _digest(path) != digests[name]:
+            faults.append(f"{name} is changed")
+    return sorted(faults)
 
 
 def plan_of(model: PreTrainedModel) -> dict[str, list[int | None]] | None:
-    """Return the plan of one of our models as lists, or None for a stock model."""
+    """Return the plan of a model of ours as lists, or None for a stock model."""
     if not isinstance(model.config, CrossLayerConfig):
         return None
     plan = model.config.plan
@@ -136,7 +138,7 @@ def plan_of(model: PreTrainedModel) -> dict[str, list[int | None]] | None:
 
 
 def methods_of(model: PreTrainedModel) -> list[dict[str, Any]] | None:
-    """Return the methods of one of our models as JSON has them, or None for a stock model."""
+    """Return the methods of a model of ours as JSON has them, or None for a stock model."""
     if not isinstance(model.config, CrossLayerConfig):
         return None
     return json.loads(json.dumps(model.config.cross_layer))

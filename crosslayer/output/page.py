@@ -11,7 +11,6 @@ from plotly.offline import get_plotlyjs
 
 from crosslayer.output.panel import Panel, drawn, plotly_figure, save_svg
 from crosslayer.output.record import dumps
-from crosslayer.output.words import measured_on, ranges as runs  # noqa: F401  until all merged
 
 
 class Mark(NamedTuple):
@@ -38,7 +37,7 @@ class Page:
     lead: Sequence[Table] = ()
 
     def html(self) -> str:
-        """Return the page as one HTML string."""
+        """Return the page as HTML."""
         figures = {f"figure-{panel.key}": plotly_figure(panel) for panel in self.panels}
         plotly = get_plotlyjs() if figures else ""
         return _templates().get_template("page.html").render(page=self, figures=figures, plotly=plotly)
@@ -68,20 +67,8 @@ def _signed(number: float) -> str:
     return f"{number:g}".replace("-", "−")
 
 
-def page(
-    title: str,
-    subtitle: str,
-    cards: Sequence[tuple[str, str, str]],
-    words: Sequence[str],
-    panels: list[Panel],
-    tables: Sequence[Table],
-    lead: Sequence[Table] = (),
-) -> str:
-    return Page(title, subtitle, cards, words, panels, tables, lead).html()
-
-
 def save_page(folder: Path, text: str, record: dict[str, Any], panels: list[Panel]) -> None:
-    """Write report.html, record.json and one SVG for each figure into a folder."""
+    """Write report.html, record.json and an SVG for each figure into a folder."""
     (folder / "report.html").write_text(text, encoding="utf-8")
     (folder / "record.json").write_text(dumps(record), encoding="utf-8")
     for panel in panels:

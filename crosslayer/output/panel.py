@@ -17,7 +17,7 @@ BESIDE = 0.7  # the same for whole numbers
 
 @dataclass(frozen=True)
 class Line:
-    """One curve with its band; None in `y` is a gap. Without a color it gets the next of `COLORS`."""
+    """A curve with its band; None in `y` is a gap. Without a color it gets the next of `COLORS`."""
 
     name: str
     x: Sequence[float]
@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Heat:
-    """One heat map, z[row][column]; `x` are centres or, one more, edges; `limits` are the ends of the color scale.
+    """A heat map, z[row][column]; `x` are centres, or edges if there is another; `limits` end the color scale.
 
     `columns` names the columns where a pointer is over them, instead of `x`.
     """
@@ -137,7 +137,7 @@ def plotly_figure(panel: Panel) -> dict[str, Any]:
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#2b3042"},
         "xaxis": _axis(panel.x_title, panel.log_x, _columns(panel), panel.x_ticks),
         "yaxis": _axis(panel.y_title, panel.log_y, _rows(panel), {}),
-        "showlegend": False,  # the page has one, outside of the plot
+        "showlegend": False,  # the legend of the page is outside of the plot
         "hovermode": "closest" if panel.heat is not None else "x unified",
     }
     if panel.heat is None:

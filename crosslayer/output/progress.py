@@ -1,18 +1,29 @@
 """Progress of a long computation, for people: a bar on a terminal, plain lines elsewhere; always on stderr."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol, Self
+from typing import Protocol, Self, TextIO
 
 QUIET = 5  # seconds between two lines
 SMOOTHING = 0.3  # how far the time that is left follows what the last step says
 
 
 def say(text: str) -> None:
-    """Print one line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line on stderr."""
+    print_to(sys.stderr, text)
+
+
+def print_to(stream: TextIO, text: str) -> None:
+    """Print a line at once; where its reader has gone (`| head`), go on without printing: the work is wanted."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # what is left in the buffer goes there too, also when the process ends
+        os.close(nowhere)
 
 
 class Steps(Protocol):
@@ -45,7 +56,7 @@ class Remaining:
     """The time that is left, smoothed: single steps differ, and the first is slower than all others."""
 
     def __init__(self):
-        self.first: tuple[int, float] | None = None  # steps done and the time when the first one had ended
+        self.first: tuple[int, float] | None = None  # steps done and the time when the first had ended
         self.left: float | None = None
         self.at = 0.0
 
@@ -67,7 +78,7 @@ class Remaining:
 class Progress:
     """The meter of the command line: on stderr, a bar with the time that is left on a terminal, plain lines otherwise.
 
-    Work of 0 steps, whose length is not known, is one line.
+    Work of 0 steps, whose length is not known, is a single line.
     """
 
     def __init__(self, what: str, total: int = 0):

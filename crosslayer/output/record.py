@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 LARGEST = 2**28  # bytes of a record; a diagnosis of 30 layers has 0.8 MB
-DEEPEST = 32  # lists and objects inside of one another, far more than any record has
+DEEPEST = 32  # lists and objects inside of each other, far more than any record has
 
 
 class Frozen(BaseModel):
@@ -48,7 +48,7 @@ class PositionBins(Frozen):
 
 
 class Machine(Frozen):
-    """The kind of machine that a result was made on, without its name."""
+    """The kind of machine that a result comes from, without its name."""
 
     system: str
     processor: str
@@ -68,11 +68,11 @@ class Options(BaseModel):
     """What a verb is asked to do: checked as a whole when it is built.
 
     Raises:
-        ValueError: an option is wrong; the message is one line.
+        ValueError: an option is wrong.
 
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     def __init__(self, **options: Any):
         try:
@@ -80,8 +80,8 @@ class Options(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            words = str(first["ctx"]["error"]) if first["type"] == "value_error" else f"{place}: {first['msg']}"
-            raise ValueError(words) from None
+            own = first["msg"].removeprefix("Value error, ") if first["type"] == "value_error" else None
+            raise ValueError(own or f"{place}: {first['msg']}") from None
 
 
 def dumps(record: dict[str, Any]) -> str:
@@ -93,7 +93,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """Read `record.json` of a folder, which may come from anyone; its keys are not checked here.
 
     Raises:
-        ValueError: there is none, or it is too large, no JSON object or nested too deeply; the message is one line.
+        ValueError: there is none, or it is too large, no JSON object or nested too deeply.
 
     """
     path = folder / "record.json"
@@ -104,7 +104,7 @@ def read_record(folder: Path) -> dict[str, Any]:
             raise ValueError(f"it is larger than {LARGEST:,} bytes")
         record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
         if not isinstance(record, dict):
-            raise ValueError("it holds no JSON object, and a record is one")
+            raise ValueError("it holds something else than a JSON object")
         _check_depth(record)
     except RecursionError:
         raise ValueError("record.json: it is nested too deeply") from None
@@ -118,7 +118,7 @@ def _refuse(constant: str) -> None:
 
 
 def _check_depth(record: dict[str, Any]) -> None:
-    """Refuse lists and objects inside of one another beyond `DEEPEST`."""
+    """Refuse lists and objects inside of each other beyond `DEEPEST`."""
     level: list[Any] = [record]
     for _ in range(DEEPEST):
         inner = [child.values() if isinstance(child, dict) else child for child in level]

@@ -4,7 +4,7 @@ import html
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -19,6 +19,7 @@ class Result(BaseModel):
     """The result of a verb: its fields are what `record.json` holds, checked on construction, and frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    SCHEMA: ClassVar[str]  # what the record's "schema" says; its number rises when keys move
 
     def record(self) -> dict[str, Any]:
         """Return everything as plain data, exactly what `record.json` holds."""
@@ -26,7 +27,17 @@ class Result(BaseModel):
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
-        """Build a result from its record; `pydantic.ValidationError` (a `ValueError`) where the record does not fit."""
+        """Build a result from its record.
+
+        Raises:
+            ValueError: the record is of another version, or (as a `pydantic.ValidationError`) does not fit.
+
+        """
+        schema = record.get("schema")
+        if schema != cls.SCHEMA:
+            raise ValueError(
+                f"the record's schema is {schema!r}, this version of crosslayer reads {cls.SCHEMA!r}: make it again"
+            )
         return cls.model_validate(record)
 
     @abstractmethod
@@ -38,11 +49,11 @@ class Result(BaseModel):
         """Return the few figures that the last line of the command line holds."""
 
     def page(self) -> str:
-        """Return the page as one self-contained HTML document."""
+        """Return the page as a self-contained HTML document."""
         return self.layout().html()
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
-        """Write record.json, report.html and one SVG for each figure; return the page's path.
+        """Write record.json, report.html and an SVG for each figure; return the page's path.
 
         Raises:
             ValueError: the folder exists and `force` is not set, or it cannot be written.
@@ -75,7 +86,7 @@ def load_as(kinds: Sequence[type[AnyResult]], folder: Path) -> AnyResult:
         folder: the folder of record.json.
 
     Raises:
-        ValueError: there is no record, it is damaged, or no type reads its version; one line.
+        ValueError: there is no record, it is damaged, or no type reads its version.
 
     """
     record = read_record(folder)

@@ -1,4 +1,4 @@
-"""Words that pages and sentences share: ranges of layers, and what a measure was made on."""
+"""Words that pages and sentences share: ranges of layers, and the text of a measure."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,87 +1,84 @@
 """The page of a verification, from its record alone: what was checked, how far off it was, and what was skipped."""
 
-from pathlib import Path
-from typing import Any
-
-from crosslayer.output.folder import whole_folder
-from crosslayer.output.page import Mark, Table, page, save_page
-from crosslayer.verification.record import CheckRow, VerifyRecord
+from crosslayer.output.page import Mark, Page, Table
+from crosslayer.verification.record import Check, VerificationRecord
 
 UNITS = "Differences are in standard deviations of the logits: the largest; below float32 the root mean square."
 KINDS = {"PASS": "pass", "FAIL": "fail", "NOT APPLICABLE": "skip"}
 
 
-def write_verification(record: dict[str, Any], out: Path, force: bool = False) -> Path:
-    """Write a verification to `out`, whole or not at all; return the page's path."""
-    checked = VerifyRecord.model_validate(record)
-    versions = (f"{name} {checked.environment['versions'][name]}" for name in ("torch", "transformers"))
-    subtitle = f"{checked.command} · {checked.seconds:.0f} s · {', '.join(versions)}"
-    with whole_folder(out, force) as folder:
-        title = f"Verification of {checked.model}"
-        text = page(title, subtitle, cards(checked), words(checked), [], tables(checked))
-        save_page(folder, text, record, [])
-    return out / "report.html"
+def layout(record: VerificationRecord) -> Page:
+    """Return the parts of the page."""
+    versions = record.environment.versions
+    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers"))
+    command = [] if record.command is None else [record.command]
+    return Page(
+        title=f"Verification of {record.model}",
+        subtitle=" · ".join([*command, f"{record.seconds:.0f} s", packages]),
+        cards=cards(record),
+        words=words(record),
+        panels=[],
+        tables=tables(record),
+    )
 
 
-def words(record: VerifyRecord) -> list[str]:
+def words(record: VerificationRecord) -> list[str]:
     """Return the outcome, the failures first."""
-    ran, skipped = _ran(record), _skipped(record)
-    failed = [row for row in ran if row.status == "FAIL"]
-    made = [f"{_name(row)} failed: {row.reason or _figures(row)}." for row in failed]
-    if ran and not failed:
-        made.append(f"All {len(ran)} checks that apply passed.")
+    sentences = [f"{_title(check)} failed: {check.reason or _distance(check)}." for check in record.failed]
+    if record.applicable and record.passed:
+        sentences.append(f"All {len(record.applicable)} checks that apply passed.")
+    skipped = len(record.skipped)
     if skipped:
-        plural = f"{len(skipped)} checks do" if len(skipped) > 1 else "One check does"
-        made.append(f"{plural} not apply, and nothing was verified by them; the second table says why.")
-    return [*made, UNITS]
+        subject = f"{skipped} checks do" if skipped > 1 else "One check does"
+        sentences.append(f"{subject} not apply, and nothing was verified by them; the second table says why.")
+    return [*sentences, UNITS]
 
 
-def cards(record: VerifyRecord) -> list[tuple[str, str, str]]:
+def cards(record: VerificationRecord) -> list[tuple[str, str, str]]:
     """Return the counts, and the check that came closest to its tolerance."""
-    ran, skipped = _ran(record), _skipped(record)
-    passed = sum(row.status == "PASS" for row in ran)
-    made = [
-        ("Passed", f"{passed} of {len(ran)}", "checks that apply"),
-        ("Failed", str(len(ran) - passed), "checks"),
-        ("Skipped", str(len(skipped)), "checks that do not apply"),
+    applicable, failed = len(record.applicable), len(record.failed)
+    shown = [
+        ("Passed", f"{applicable - failed} of {applicable}", "checks that apply"),
+        ("Failed", str(failed), "checks"),
+        ("Skipped", str(len(record.skipped)), "checks that do not apply"),
     ]
-    shares = [(row.difference / row.tolerance, row) for row in ran if row.difference is not None and row.tolerance]
-    if shares:
-        share, row = max(shares, key=lambda pair: pair[0])
-        made.append(("Farthest", f"{share:.2g}×", f"its tolerance: {_name(row)}"))
-    return made
+    farthest, largest = None, -1.0
+    for check in record.applicable:
+        if check.difference is not None and check.tolerance and check.difference / check.tolerance > largest:
+            farthest, largest = check, check.difference / check.tolerance
+    if farthest is not None:
+        shown.append(("Farthest", f"{largest:.2g}×", f"its tolerance: {_title(farthest)}"))
+    return shown
 
 
-def tables(record: VerifyRecord) -> list[Table]:
+def tables(record: VerificationRecord) -> list[Table]:
     """Return the checks that ran, what was skipped and why, and the versions."""
-    head = ["check", "dtype", "result", "difference", "tolerance", "reason"]
-    ran = [
-        [row.name, row.dtype or "", Mark(row.status, KINDS[row.status]), *_numbers(row), row.reason]
-        for row in _ran(record)
-    ]
-    made: list[Table] = [("Checks", head, ran)] if ran else []
-    skipped = [[row.name, row.dtype or "", row.reason] for row in _skipped(record)]
-    made += [("Not applicable: what was skipped, and why", ["check", "dtype", "reason"], skipped)] if skipped else []
-    settings = {"command": record.command, **record.environment["versions"], **record.environment["machine"]}
-    return [*made, ("Made with", ["setting", "value"], [[key, str(value)] for key, value in settings.items()])]
+    shown: list[Table] = []
+    if record.applicable:
+        head = ["check", "dtype", "result", "difference", "tolerance", "reason"]
+        shown.append(("Checks", head, [_cells(check) for check in record.applicable]))
+    if record.skipped:
+        rows = [[check.name, check.dtype or "", check.reason] for check in record.skipped]
+        shown.append(("Not applicable: what was skipped, and why", ["check", "dtype", "reason"], rows))
+    settings = {**record.environment.versions, **record.environment.machine.model_dump()}
+    if record.command is not None:
+        settings = {"command": record.command, **settings}
+    return [*shown, ("Made with", ["setting", "value"], [[name, str(setting)] for name, setting in settings.items()])]
 
 
-def _ran(record: VerifyRecord) -> list[CheckRow]:
-    return [row for row in record.checks if row.status != "NOT APPLICABLE"]
+def numbers(check: Check) -> list[str]:
+    """Return difference and tolerance with two digits, empty where there is none."""
+    return ["" if number is None else f"{number:.2g}" for number in (check.difference, check.tolerance)]
 
 
-def _skipped(record: VerifyRecord) -> list[CheckRow]:
-    return [row for row in record.checks if row.status == "NOT APPLICABLE"]
+def _cells(check: Check) -> list:
+    return [check.name, check.dtype or "", Mark(check.status, KINDS[check.status]), *numbers(check), check.reason]
 
 
-def _name(row: CheckRow) -> str:
-    return f"{row.name} ({row.dtype})" if row.dtype else row.name
+def _title(check: Check) -> str:
+    return f"{check.name} ({check.dtype})" if check.dtype else check.name
 
 
-def _numbers(row: CheckRow) -> list[str]:
-    return ["" if number is None else f"{number:.2g}" for number in (row.difference, row.tolerance)]
-
-
-def _figures(row: CheckRow) -> str:
-    difference, tolerance = _numbers(row)
+def _distance(check: Check) -> str:
+    difference, tolerance = numbers(check)
     return f"a difference of {difference}, the tolerance is {tolerance}"

@@ -1,29 +1,58 @@
 """What `record.json` of a verification holds."""
 
-from typing import Any
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from crosslayer.output.record import Environment, Frozen
+
+Status = Literal["PASS", "FAIL", "NOT APPLICABLE"]
+PASS: Status = "PASS"
+FAIL: Status = "FAIL"
+NOT_APPLICABLE: Status = "NOT APPLICABLE"
 
 
-class CheckRow(BaseModel):
-    """One row of a verification; `difference` is None where none was measured."""
+class Check(Frozen):
+    """A row: `difference` and `tolerance` are in standard deviations of the logits unless `reason` says otherwise.
 
-    model_config = ConfigDict(extra="forbid")
+    The difference is the largest in float32 and float64, and the root mean square in lower precisions; it is None where
+    nothing was measured. `dtype` is None for checks of files.
+    """
+
     name: str
     dtype: str | None
-    status: str = Field(pattern="^(PASS|FAIL|NOT APPLICABLE)$")
-    difference: float | None
-    tolerance: float | None
-    reason: str
+    status: Status
+    difference: float | None = None
+    tolerance: float | None = None
+    reason: str = ""
 
 
-class VerifyRecord(BaseModel):
+class VerificationRecord(Frozen):
     """What `record.json` of a verification holds."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-    schema_: str = Field(alias="schema", pattern="^crosslayer/verify/1$")
-    model: str
-    command: str
-    checks: list[CheckRow]
+    schema_: Literal["crosslayer/verify/2"] = Field(default="crosslayer/verify/2", alias="schema")
+    model: str = Field(description="name of the model without folders above it, or its class")
+    command: str | None = Field(default=None, description="as typed; None from Python")
+    checks: tuple[Check, ...]
     seconds: float
-    environment: dict[str, Any]
+    environment: Environment
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return not self.failed
+
+    @property
+    def applicable(self) -> tuple[Check, ...]:
+        """The checks that ran."""
+        return tuple(check for check in self.checks if check.status != NOT_APPLICABLE)
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that ran and failed."""
+        return tuple(check for check in self.checks if check.status == FAIL)
+
+    @property
+    def skipped(self) -> tuple[Check, ...]:
+        """The checks that do not apply; each says why."""
+        return tuple(check for check in self.checks if check.status == NOT_APPLICABLE)

@@ -12,11 +12,11 @@ import pytest
 import torch
 import typer
 
+import crosslayer
 from crosslayer import cli
-from crosslayer.diagnosis.record import DiagnosisRecord
 from tests.cli.test_start import heeding
-from tests.corpus.test_text import WORDS, tokenizer
-from tests.helpers.tiny import tiny
+from tests.helpers.text import WORDS, tokenizer
+from tests.helpers.tiny import tiny, tokens
 
 KEYS = [
     "first_token_share",
@@ -54,7 +54,7 @@ def test_diagnose_writes_a_whole_folder(monkeypatch, tmp_path, capsys):
     assert "diagnosing: 2 of 2" in captured.err
     text = (out / "record.json").read_text()
     record = json.loads(text)
-    DiagnosisRecord.model_validate(record)
+    crosslayer.Diagnosis.from_record(record)
     assert set(KEYS) <= set(record["measures"])
     for name, measure in record["measures"].items():
         assert len(measure["mean"]) == 6 and measure["n"] == 2 and len(measure["ci95"]) == 6, name
@@ -82,14 +82,9 @@ def test_a_folder_of_something_else_is_never_replaced(monkeypatch, tmp_path, cap
 
 
 def test_hostile_token_text_stays_text(tmp_path):
-    import crosslayer
-    from crosslayer.diagnosis.write import write_diagnosis
-    from tests.helpers.tiny import tokens
-
     record = crosslayer.diagnose(tiny("llama"), tokens()).record()
     record["top_tokens"][0][0]["token"] = record["settings"]["model"] = "</script><script>alert(1)</script>"
-    page, _ = write_diagnosis(record, tmp_path / "out")
-    assert "<script>alert" not in page.read_text()
+    assert "<script>alert" not in crosslayer.Diagnosis.from_record(record).page()
 
 
 def test_an_interrupt_leaves_nothing(tmp_path):

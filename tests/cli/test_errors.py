@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from crosslayer import cli
 from crosslayer.cli.errors import FAULT, MEND, explain
 from tests.cli.test_cli import run
-from tests.corpus.test_text import WORDS, tokenizer
+from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from crosslayer import CrossLayerConfig, CrossLayerForCausalLM, _path, methods
 from tests.cli.test_bad_input import type_in
-from tests.corpus.test_text import WORDS, tokenizer
+from tests.helpers.text import WORDS, tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("torch", "yaml", "numpy", "transformers", "typer", "json", "typing", "signal", "pathlib", "sitecustomize")

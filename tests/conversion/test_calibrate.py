@@ -189,7 +189,7 @@ def test_the_original_and_everything_but_wc_stay(source):
     made = rewire(source, METHODS["uniattn"], calibration=text(), fit="lstsq")
     assert all(torch.equal(source.state_dict()[name], weight) for name, weight in before.items())
     found = made.model.state_dict()
-    assert made.new == [f"model.layers.{i}.compensation.weight" for i in (2, 4, 5)]
+    assert made.new == [f"model.layers.{i}.attn_compensation.weight" for i in (2, 4, 5)]
     assert all(torch.equal(found[n], before[n]) for n in found if n not in made.new)
     assert all(found[name].abs().max() > 0 for name in made.new)
 

@@ -15,7 +15,7 @@ from crosslayer.conversion.rewire import rewire
 from crosslayer.conversion.words import drawn, gain_sentence
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.probe.what_if import what_if
-from tests.corpus.test_text import tokenizer, words
+from tests.helpers.text import tokenizer, words
 from tests.helpers.tiny import tiny
 
 

@@ -10,7 +10,7 @@ from crosslayer.conversion.rewire import rewire
 from crosslayer.methods import method_class
 from crosslayer.output.manifest import write_manifest
 from crosslayer.plan import parse_layers
-from crosslayer.verification.verify_model import verify_source
+from crosslayer.verification.run import verify
 
 SHARES = {"uniattn-4": 0.85, "uniattn-2": 53 / 60, "uniattn-top6": 55 / 60, "cla-4": 0.70, "cla-2": 46 / 60,
           "cla-top6": 50 / 60, "svformer": 31 / 60, "drop-9": 0.70}  # fmt: skip
@@ -62,6 +62,6 @@ def test_every_retrofit_verifies(smollm2, name, tmp_path):
     made.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     write_manifest(tmp_path / "model", made)
-    rows = verify_source(str(tmp_path / "model"))
+    rows = verify(tmp_path / "model").checks
     assert {row.status for row in rows} == {"PASS"}, [row for row in rows if row.status != "PASS"]
     assert len(rows) == 23

@@ -15,7 +15,7 @@ from crosslayer.conversion.result import Receipt
 from crosslayer.methods import allow_methods
 from crosslayer.output.manifest import check_files
 from tests.cli.test_cli import run
-from tests.corpus.test_text import WORDS, tokenizer
+from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
 
 QUICK = ("--windows", 32, "--length", 16)

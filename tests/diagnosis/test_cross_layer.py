@@ -1,8 +1,8 @@
 """The short forms of cross-layer attention against loops over heads and rows."""
 
 import dataclasses
-import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,12 +29,12 @@ def naive(call, other, window):
             parts["true"].append(both @ torch.cat([v, v2]))
             parts["current"].append(own @ (v + v2) / 2)
             parts["identity"].append(own @ v + other.value[0, kv, row])
-        for form, found in parts.items():
-            rows[form].append(torch.cat(found))
+        for form, heads_of_row in parts.items():
+            rows[form].append(torch.cat(heads_of_row))
     true = rows.pop("true")
     return {
-        form: sum(float(a @ b / (a.norm() * b.norm())) for a, b in zip(true, found, strict=True)) / size
-        for form, found in rows.items()
+        form: sum(float(a @ b / (a.norm() * b.norm())) for a, b in zip(true, short, strict=True)) / size
+        for form, short in rows.items()
     }
 
 
@@ -43,12 +43,13 @@ def test_cosines_with_true_cross_layer_attention(family):
     model, ids, calls = tiny(family), tokens(batch=1, length=12), []
     with torch.no_grad(), visited(model, calls.append):
         model.base_model(ids, use_cache=False)
-    found = crosslayer.diagnose(model, ids, cross_layer=True).samples
+    cosines = crosslayer.diagnose(model, ids, cross_layer=True).cross_layer
     window = 8 if family == "mistral" else 12
     for source, other in (("previous", calls[1]), ("first", calls[0])):
         for form, expected in naive(calls[2], other, window).items():
-            assert found[f"cross_layer_{form}_{source}"][0, 2] == pytest.approx(expected, abs=1e-10)
-            assert math.isnan(found[f"cross_layer_{form}_{source}"][0, 0])  # nothing is below the first layer
+            by_layer = getattr(cosines, f"{form}_{source}").array
+            assert by_layer[2] == pytest.approx(expected, abs=1e-10)
+            assert np.isnan(by_layer[0])  # nothing is below the first layer
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -56,14 +57,14 @@ def test_no_mask_means_causal_within_the_window(family):
     model, ids, calls = tiny(family), tokens(batch=1, length=24), []
     with torch.no_grad(), visited(model, calls.append):
         model.base_model(ids, use_cache=False)
-    found = []
+    by_mask = []
     for mask in (True, False):
         cosines = CrossLayerCosines()
         for call in calls:
             assert (call.window is not None) == (family == "mistral")
             cosines.see(call if mask else dataclasses.replace(call, mask=None))
-        found.append(torch.stack([value for by_layer in cosines.found.values() for value in by_layer.values()]))
-    assert (found[0] - found[1]).abs().max() < 1e-12
+        by_mask.append(torch.stack([cosine for form in cosines.by_form.values() for cosine in form.values()]))
+    assert (by_mask[0] - by_mask[1]).abs().max() < 1e-12
 
 
 def test_capped_scores_are_refused():

@@ -1,5 +1,6 @@
 """Many families: every layer with attention is visited, outputs are bit-equal, everything is restored."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,8 +10,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import crosslayer
 from crosslayer import testing as contract
-from crosslayer.diagnosis.write import write_diagnosis
-from crosslayer.probe import intercept as visit
+from crosslayer.probe import intercept
 from crosslayer.probe.intercept import attention_layers, intercepted, layer_stack, visited
 from crosslayer.probe.stream import streams
 from tests.helpers.tiny import BASE, CAUSAL, ENCODERS, tiny, tokens
@@ -19,8 +19,8 @@ FAMILIES = [*CAUSAL, *ENCODERS]
 
 
 def output(model, ids):
-    found = model(input_ids=ids)
-    return found.logits if "logits" in found else found.last_hidden_state
+    computed = model(input_ids=ids)
+    return computed.logits if "logits" in computed else computed.last_hidden_state
 
 
 def test_there_are_enough_families():
@@ -50,13 +50,13 @@ def test_diagnosis_leaves_the_model_as_it_was(family):
     with torch.no_grad():
         plain = output(model, ids)
     model.train()
-    found = crosslayer.diagnose(model, ids).record()
+    record = crosslayer.diagnose(model, ids).record()
     assert model.training
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     with torch.no_grad():
         assert torch.equal(plain, output(model.eval(), ids))
     with_attention = set(attention_layers(model.config))
-    for name, measure in found["measures"].items():
+    for name, measure in record["measures"].items():
         assert len(measure["mean"]) == 3, name
         for layer, value in enumerate(measure["mean"]):
             row = value if isinstance(value, list) else [value]
@@ -156,7 +156,7 @@ def test_the_mlp_is_the_right_one(family):
         model(input_ids=ids)
     for hook in hooks:
         hook.remove()
-    assert all(torch.equal(one.mlp_update, two) for one, two in zip(seen, expected, strict=True))
+    assert all(torch.equal(stream.mlp_update, update) for stream, update in zip(seen, expected, strict=True))
 
 
 def test_adapters_do_not_hide_the_linear_layer():
@@ -169,11 +169,11 @@ def test_adapters_do_not_hide_the_linear_layer():
             return self.base_layer(x)
 
     model, ids = tiny("bert", dtype=torch.float32), tokens()
-    plain = crosslayer.diagnose(model, ids).record()["measures"]
+    plain = crosslayer.diagnose(model, ids).measures
     for layer in model.encoder.layer:
         layer.attention.output.dense = Wrapped(layer.attention.output.dense)
         layer.output.dense = Wrapped(layer.output.dense)
-    assert crosslayer.diagnose(model, ids).record()["measures"] == plain
+    assert crosslayer.diagnose(model, ids).measures == plain
 
 
 def test_learned_positions_bound_the_length():
@@ -198,9 +198,9 @@ def test_undefined_ratios_are_none_and_the_report_is_still_written(tmp_path):
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.v_proj.weight.zero_()
-    record = crosslayer.diagnose(model, tokens()).record()
-    assert record["measures"]["value_norm_ratio"]["mean"] == [None] * 3
-    write_diagnosis(record, tmp_path / "out")
+    diagnosis = crosslayer.diagnose(model, tokens())
+    assert diagnosis.measures.value_norm_ratio.mean == [None] * 3 and np.isnan(diagnosis.value_norm_ratio).all()
+    assert diagnosis.save(tmp_path / "out").is_file()
 
 
 def test_each_module_keeps_its_training_flag():
@@ -215,11 +215,10 @@ def test_each_module_keeps_its_training_flag():
 )
 def test_cross_layer_models_can_be_diagnosed(methods):
     model = contract.build(contract.config_of(methods))
-    record = crosslayer.diagnose(model, tokens()).record()
+    diagnosis = crosslayer.diagnose(model, tokens())
     plan = model.config.plan
-    entropy = record["measures"]["entropy"]["mean"]
-    assert [value is not None for value in entropy] == [plan.attends(i) for i in range(6)]
-    assert record["verdict"]["kv_share"]["elements"] == contract.predicted(model.config, 1, 24)
+    assert np.isfinite(diagnosis.entropy).tolist() == [plan.attends(i) for i in range(6)]
+    assert diagnosis.verdict.cache.elements == contract.predicted(model.config, 1, 24)
 
 
 def test_nothing_is_left_behind_when_a_model_is_refused():
@@ -228,4 +227,4 @@ def test_nothing_is_left_behind_when_a_model_is_refused():
     with pytest.raises(ValueError, match="is an encoder-decoder"), intercepted(model, lambda call: call):
         pass
     registered = [*AttentionInterface._global_mapping, *AttentionMaskInterface._global_mapping]
-    assert not visit._handlers and not [name for name in registered if name.startswith(visit.PREFIX)]
+    assert not intercept._handlers and not [name for name in registered if name.startswith(intercept.PREFIX)]

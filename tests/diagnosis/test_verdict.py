@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 
 import crosslayer
 from crosslayer.diagnosis.groups import paper_groups, similar_groups
-from crosslayer.diagnosis.verdict import ranges, verdict
+from crosslayer.diagnosis.record import KeptShare, Measures
+from crosslayer.diagnosis.verdict import sharing_methods, verdict
+from crosslayer.diagnosis.words import in_words, words
+from crosslayer.methods import merge_plans
+from crosslayer.output.page import runs
 from crosslayer.probe.shapes import LayerShape, may_share
 from tests.helpers.tiny import tiny, tokens
 
@@ -17,12 +21,9 @@ SLIDING = LayerShape(9, 3, 64, 64, causal=True, window=8)
 
 
 def test_windows_longer_than_the_text_still_differ():
-    record = crosslayer.diagnose(tiny("gemma2", sliding_window=4096), tokens()).record()
-    assert record["verdict"]["superblocks"] == {
-        "paper": [],
-        "similar": [],
-        "resting_on": "map_similarity_without_first",
-    }
+    cache = crosslayer.diagnose(tiny("gemma2", sliding_window=4096), tokens()).verdict.cache
+    assert cache.by_depth.groups == [] and cache.by_similarity.groups == []
+    assert cache.resting_on == "map_similarity_without_first"
 
 
 def test_even_attention_is_no_sink():
@@ -31,8 +32,8 @@ def test_even_attention_is_no_sink():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.zero_()
     for length in (2, 3, 5, 24):
-        sink = crosslayer.diagnose(model, tokens(length=length)).record()["verdict"]["sink"]
-        assert sink["layers"] == [] and sink["over_even"] == pytest.approx(1, abs=1e-5)
+        sink = crosslayer.diagnose(model, tokens(length=length)).verdict.sink
+        assert sink.layers == [] and sink.over_even == pytest.approx(1, abs=1e-5)
 
 
 def test_layers_that_store_nothing_do_not_count():
@@ -42,16 +43,11 @@ def test_layers_that_store_nothing_do_not_count():
 
 
 def measures(layers, similarity=None):
-    row = {"mean": [0.5] * layers}
-    matrix = {"mean": (np.eye(layers) if similarity is None else similarity).tolist()}
-    names = (
-        "first_token_share",
-        "hidden_norm_ratio",
-        "value_norm_ratio",
-        "attention_io_similarity",
-        "layer_io_similarity",
-    )
-    return {**{name: row for name in names}, "map_similarity": matrix, "map_similarity_without_first": matrix}
+    """Return measures that are the same in all layers, but for the similarities."""
+    matrix = np.eye(layers) if similarity is None else similarity
+    pairs = ("map_similarity", "map_similarity_without_first", "map_similarity_per_head")
+    means = {name: [0.5] * layers for name in Measures.model_fields} | dict.fromkeys(pairs, matrix.tolist())
+    return Measures.model_validate({name: {"mean": mean, "ci95": None, "n": 1} for name, mean in means.items()})
 
 
 def test_paper_groups_of_30_32_and_42_layers():
@@ -63,9 +59,21 @@ def test_paper_groups_of_30_32_and_42_layers():
 
 @pytest.mark.parametrize(("layers", "uniattn", "cla"), [(30, 0.85, 0.70), (32, 0.8125, 0.625)])
 def test_shares_are_the_papers(layers, uniattn, cla):
-    found = verdict(measures(layers), [FULL] * layers, 512)["kv_share"]
-    assert found["paper"]["uniattn"] == pytest.approx(uniattn) and found["paper"]["cla"] == pytest.approx(cla)
-    assert found["llmdrop"]["kv"] == pytest.approx(cla)  # as many layers
+    cache = verdict(measures(layers), [FULL] * layers, 512).cache
+    kept = {entry.method: entry.share for entry in cache.by_depth.kept}
+    assert kept["uniattn"] == pytest.approx(uniattn) and kept["cla"] == pytest.approx(cla)
+    assert cache.attention_removed.share == pytest.approx(cla)  # as many layers
+
+
+def test_every_method_that_saves_by_sharing_is_counted_as_its_own_plan_says():
+    layers = 30
+    superblocks = verdict(measures(layers), [FULL] * layers, 512).cache.by_depth
+    assert [entry.title for entry in superblocks.kept] == [cls.__name__ for cls in sharing_methods()]
+    assert len(superblocks.kept) >= 2
+    for cls, entry in zip(sharing_methods(), superblocks.kept, strict=True):
+        plan = merge_plans([cls.from_groups(superblocks.groups, layers)], layers)
+        stored = sum(len(plan.stored(layer)) for layer in range(layers))
+        assert entry.share == pytest.approx(stored / (2 * layers)), cls
 
 
 def test_layers_with_different_masks_are_never_grouped():
@@ -99,30 +107,41 @@ def test_similar_groups_are_contiguous_and_have_the_asked_followers(layers, foll
 
 
 def test_ranges():
-    assert ranges([7, 1, 2, 3]) == "1-3, 7" and ranges([]) == ""
+    assert runs([1, 2, 3, 7]) == "1-3, 7" and runs([]) == ""
 
 
 def test_encoders_have_no_cache_to_save():
-    found = crosslayer.diagnose(tiny("bert"), tokens()).record()["verdict"]
-    assert found["kv_share"] is None and any("keeps no KV cache" in word for word in found["words"])
+    diagnosis = crosslayer.diagnose(tiny("bert"), tokens())
+    assert diagnosis.verdict.cache is None and any("keeps no KV cache" in word for word in diagnosis.words)
 
 
 def test_gemma2_says_that_masks_alternate():
-    found = crosslayer.diagnose(tiny("gemma2"), tokens()).record()
-    assert found["model"]["masks"] == ["causal, window 8", "causal", "causal, window 8"]
-    assert any("masks differ" in word for word in found["verdict"]["words"])
+    diagnosis = crosslayer.diagnose(tiny("gemma2"), tokens())
+    assert diagnosis.model.masks == ["causal, window 8", "causal", "causal, window 8"]
+    assert any("masks differ" in word for word in diagnosis.words)
 
 
 def test_it_is_explained_why_both_rules_save_the_same_and_that_they_agree():
     blocks = np.kron(np.eye(4), np.ones((4, 4)))
     blocks[:8, :8] = np.eye(8)
-    said = verdict(measures(16, blocks), [FULL] * 16, 512)["words"]
+    said = words(verdict(measures(16, blocks), [FULL] * 16, 512))
     assert any("followers (6) and so for the same shares, gives the same superblocks: what depth" in w for w in said)
     blocks = np.kron(np.eye(8), np.ones((2, 2)))
-    said = verdict(measures(16, blocks), [FULL] * 16, 512)["words"]
+    said = words(verdict(measures(16, blocks), [FULL] * 16, 512))
     assert any("(6) and so for the same shares, gives the candidate superblocks [0-1] [2-3]" in w for w in said)
     shapes = [SLIDING] * 4 + [FULL] * 4  # as many followers, of smaller layers
     blocks = np.kron(np.eye(2), np.array([[1.0, 0.9], [0.9, 1.0]]).repeat(2, 0).repeat(2, 1))
     blocks[4:, 4:] = np.eye(4)
-    said = verdict(measures(8, blocks), shapes, 512)["words"]
+    said = words(verdict(measures(8, blocks), shapes, 512))
     assert any("without the first column gives the candidate superblocks [0-3]: the KV cache" in w for w in said)
+
+
+@pytest.mark.parametrize(
+    ("count", "sentence"), [(1, "90.00% with A"), (3, "90.00% with A, 80.00% with B and 70.00% with C")]
+)
+def test_shares_are_listed_in_words(count, sentence):
+    shares = (("A", 0.9), ("B", 0.8), ("C", 0.7))
+    assert (
+        in_words([KeptShare(method=title.lower(), title=title, share=share) for title, share in shares[:count]])
+        == sentence
+    )

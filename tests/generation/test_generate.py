@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from crosslayer import load_model
+from crosslayer.generation.result import Continuation
+from crosslayer.generation.run import generate
 from tests.cli.test_cli import run
-from tests.verification.test_verify import ours, save
+from tests.helpers.saved import ours, save
 
 
 @pytest.fixture
@@ -18,14 +20,40 @@ def saved(tmp_path):
 def test_generate_streams_and_ends_with_its_figures(monkeypatch, saved, capsys):
     assert run(monkeypatch, "generate", saved, "the whale w9", "--max-new-tokens", 5) == 0
     lines = capsys.readouterr().out.strip().splitlines()
-    found = json.loads(lines[-1])
-    assert set(found) == {"model", "new_tokens", "seconds", "tokens_per_second", "cache_bytes"}
-    model, made = load_model(str(saved))
-    ids = made("the whale w9", return_tensors="pt")["input_ids"]
+    headline = json.loads(lines[-1])
+    assert set(headline) == {"model", "new_tokens", "seconds", "tokens_per_second", "cache_bytes"}
+    model, words = load_model(str(saved))
+    ids = words("the whale w9", return_tensors="pt")["input_ids"]
     again = model.generate(ids, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(ids))
-    assert lines[0] == made.decode(again[0, 3:], skip_special_tokens=True) and found["new_tokens"] == 5
+    assert lines[0] == words.decode(again[0, 3:], skip_special_tokens=True) and headline["new_tokens"] == 5
     states = sum(len(model.config.plan.stored(layer)) for layer in range(6))
-    assert found["cache_bytes"] == states * 7 * 2 * 8 * 4  # the last token is never fed
+    assert headline["cache_bytes"] == states * 7 * 2 * 8 * 4  # the last token is never fed
+
+
+def test_the_call_returns_what_the_command_prints(monkeypatch, saved, capsys):
+    model, words = load_model(str(saved))
+    pieces, before = [], torch.get_rng_state()
+    continuation = generate(model, "the whale w9", words, new_tokens=5, temperature=2.0, seed=1, write=pieces.append)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "".join(pieces) == continuation.text and continuation.prompt == "the whale w9"
+    again = generate(saved, "the whale w9", new_tokens=5, temperature=2.0, seed=1)
+    assert (again.text, again.cache_bytes, again.model) == (continuation.text, continuation.cache_bytes, "model")
+    options = ["--max-new-tokens", 5, "--temperature", 2, "--seed", 1]
+    assert run(monkeypatch, "generate", saved, "the whale w9", *options) == 0
+    assert capsys.readouterr().out.splitlines()[0] == continuation.text
+    assert Continuation.model_validate(continuation.model_dump()) == continuation
+
+
+def test_the_call_refuses_what_is_wrong_before_it_loads(saved):
+    for options, message in (
+        ({"new_tokens": 0}, "^new_tokens: Input should be greater than or equal to 1$"),
+        ({"temperature": 1e-9}, "^temperature 1e-09 cannot be used; use 0"),
+        ({"temperature": float("nan")}, "^temperature nan cannot be used; use 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate("./nowhere", "the whale", **options)
+    with pytest.raises(ValueError, match="needs tokenizer="):
+        generate(load_model(str(saved))[0], "the whale")
 
 
 def test_generate_samples_by_its_seed(monkeypatch, saved, capsys):

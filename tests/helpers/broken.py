@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AlbertConfig, AlbertModel, T5Config, T5ForConditionalGeneration, ViTConfig, ViTModel
 
-from tests.corpus.test_text import WORDS, tokenizer
+from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
 
 

@@ -1,30 +1,35 @@
 """What an intervention is said to do, against loops over eager maps; its report; and the papers' two experiments."""
 
 import json
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 
 import crosslayer
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import pack
-from crosslayer.intervention.apply import (
+from crosslayer.intervention.apply import intervene
+from crosslayer.intervention.kinds import (
     Ablate,
     Forbid,
     PositionSwap,
     ScaleValues,
     TokenSwap,
-    intervene,
     load_intervention,
     to_entry,
     waiver,
 )
-from crosslayer.intervention.measure import _elsewhere, effect
-from crosslayer.intervention.record import InterventionRecord
+from crosslayer.intervention.measure import effect
+from crosslayer.intervention.result import Effect
+from crosslayer.intervention.trials import elsewhere
 from crosslayer.models.load import load_model
 from tests.cli.test_cli import run
+from tests.corpus.test_text import WORDS, tokenizer
 from tests.helpers.tiny import tiny, tokens
 
 K, T = 9, 24
@@ -54,24 +59,20 @@ def naive(model, ids, position, causal=True):
 @torch.no_grad()
 def test_measures_are_those_of_a_loop(family, implementation, change):
     model, ids, causal = tiny(family, "eager"), tokens(), family != "bert"
-    record = effect(tiny(family, implementation), ids, change, controls=1, scan=[]).record()
-    InterventionRecord.model_validate(record)
-    for side, inside in (("before", ()), ("after", (change,))):
+    result = effect(tiny(family, implementation), ids, interventions=[change], controls=1, scan="none")
+    for side, inside in enumerate(((), (change,))):
         with intervene(model, *inside):
-            found = [naive(model, one, K, causal) for one in ids]
-        names = ("attention_received", "hidden_norm_ratio")
-        for name, values in zip(names, zip(*found, strict=True), strict=False):
-            mean = np.mean(values, axis=0)
-            assert np.abs(np.array(record[name][side]["mean"]) - mean).max() <= 1e-5 * mean.max(), (
-                name
-            )  # float32 inside
+            received, peaks, losses = zip(*(naive(model, sequence, K, causal) for sequence in ids), strict=True)
+        for expected, measured in ((received, result.attention_received), (peaks, result.hidden_norm_ratio)):
+            mean = np.mean(expected, axis=0)
+            assert np.abs(measured[side] - mean).max() <= 1e-5 * mean.max()  # float32 inside
         if causal:
-            assert abs(record["loss_behind"][side]["mean"] - np.mean([one[2] for one in found])) < 1e-5
-    assert causal or record["loss_behind"] is None
+            assert abs(result.loss_behind[side] - np.mean(losses)) < 1e-5
+    assert causal or result.loss_behind is None
     if isinstance(change, Ablate):
-        assert record["hidden_norm_ratio"]["after"]["mean"][1] == 0
+        assert result.hidden_norm_ratio[1, 1] == 0
     if isinstance(change, Forbid):
-        assert max(record["attention_received"]["after"]["mean"]) == 0
+        assert result.attention_received[1].max() == 0
 
 
 def test_scan_controls_and_what_is_left_alone():
@@ -80,41 +81,46 @@ def test_scan_controls_and_what_is_left_alone():
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
     weights = {name: w.clone() for name, w in model.state_dict().items()}
-    seen = []
-    whole, part = [0, 1, 2], [2]
-    found = effect(model, ids, waiver(K), scan=[whole, part], controls=2, probes=3, progress=lambda *x: seen.append(x))
-    record = found.record()
-    assert seen == [(i, 15) for i in range(1, 16)]
+    seen, whole, part = [], [0, 1, 2], [1]
+
+    @contextmanager
+    def meter(what, total):
+        yield SimpleNamespace(step=lambda done, total: seen.append((what, done, total)))
+
+    result = effect(model, ids, interventions=[waiver(K)], scan=[whole, part], controls=2, probes=3, progress=meter)
+    assert seen == [("running", i, 15) for i in range(1, 16)]
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
-    after = record["attention_received"]["after"]
-    before = record["attention_received"]["before"]
-    assert [one["layers"] for one in record["scan"]] == [[], part, whole]
-    assert record["scan"][0]["attention_received"] == before and record["scan"][2]["attention_received"] == after
-    assert np.allclose(record["scan"][1]["attention_received"]["mean"][:2], before["mean"][:2], atol=1e-12)
-    assert np.abs(np.array(record["scan"][1]["hidden_norm_ratio"]["mean"]) - before["mean"]).max() > 1e-3
-    roles = {one["position"]: one["role"] for one in record["others"]}
-    assert roles[0] == "first token" and list(roles.values()).count("left alone") == 2
-    for control in record["controls"]:
-        assert roles[control["position"]] == "left alone"
-        other = next(one for one in record["others"] if one["position"] == control["position"])
-        start = control["before"]["attention_received"]["mean"]
-        assert np.allclose(start, other["attention_received"]["before"]["mean"], atol=1e-12)
-    difference = record["loss_behind"]["difference"]["mean"]
-    assert difference == pytest.approx(record["loss_behind"]["after"]["mean"] - record["loss_behind"]["before"]["mean"])
+    received = result.main.attention_received
+    assert [trial.layers for trial in result.scan] == [[], part, whole]
+    assert result.scan[0].attention_received == received.before
+    assert result.scan[2].attention_received == received.after
+    assert np.allclose(result.scan_attention[1, :2], result.attention_received[0, :2], atol=1e-12)
+    gaps = np.abs(result.scan[1].hidden_norm_ratio.array - result.hidden_norm_ratio[0])
+    assert gaps[:2].max() < 1e-12 and gaps[2] > 1e-3  # entering the layers up to the changed one, and the next
+    places = {place.position: place for place in result.places}
+    roles = [place.role for place in result.places]
+    assert places[0].role == "first token" and roles.count("left alone") == 2
+    for control in result.controls:
+        place = places[control.position]
+        assert place.role == "left alone"
+        start = place.attention_received.before.array
+        assert np.allclose(control.before.attention_received.array, start, atol=1e-12)
+    before, after = result.loss_behind
+    assert result.main.loss_behind.difference.mean == pytest.approx(after - before)
 
 
 def test_swaps_are_controlled_by_random_content():
     model, ids = tiny("gpt2"), tokens()
-    record = effect(model, ids, PositionSwap(K, 0), TokenSwap(3, "bos"), controls=1).record()
-    assert record["scan"] == [] and record["position"] == K
-    swap, token = record["controls"][0]["interventions"]
-    assert swap["position"] == K and token["token"] == "random"
+    result = effect(model, ids, interventions=[PositionSwap(K, 0), TokenSwap(3, "bos")], controls=1)
+    assert result.scan == [] and result.scan_attention.shape == (0, 3) and result.main.position == K
+    swap, token = result.controls[0].interventions
+    assert swap.position == K and token.token == "random"
     draw = np.random.default_rng(0)  # 500 of 64 rows: the position's own and the one under test would come
-    drawn = {_elsewhere(model, PositionSwap(K, 0), 1, T, draw).source for _ in range(500)}
+    drawn = {elsewhere(model, PositionSwap(K, 0), 1, T, draw).source for _ in range(500)}
     assert not drawn & {0, K} and len(drawn) > 50
-    again = [load_intervention(entry) for entry in json.loads(json.dumps(record["controls"][0]["interventions"]))]
-    assert [to_entry(one) for one in again] == [swap, token]
+    entries = json.loads(json.dumps(result.record()["controls"][0]["interventions"]))
+    assert [load_intervention(entry) for entry in entries] == [swap, token]
 
 
 @pytest.mark.parametrize(
@@ -124,15 +130,24 @@ def test_swaps_are_controlled_by_random_content():
         ((waiver(22),), {}, "position 22 needs two tokens behind it; sequences have 24 tokens"),
         ((waiver(1, layers=[7]),), {}, "layer 7 does not exist"),
         ((waiver(1),), {"scan": [[3]]}, "layer 3 does not exist"),
-        ((waiver(1),), {"probes": 3}, "probes = 3; use 1 to 2"),
+        ((waiver(1),), {"probes": 3}, "--probes 3 are more than the 2 sequences; use at most that many"),
+        ((waiver(1),), {"probes": 0}, "probes: Input should be greater than or equal to 1"),
+        ((waiver(1),), {"controls": -1}, "controls: Input should be greater than or equal to 0"),
+        ((waiver(1),), {"scan": "0-3"}, "'0-3' is out of range; layers go from 0 to 2"),
+        ((waiver(1),), {"scan": "x"}, "neither a layer nor a range"),
+        ((waiver(1),), {"dtype": "float32"}, "dtype and device are for a model that is named"),
+        ((waiver(1),), {"settings": {"comand": "x"}}, "settings: comand: Extra inputs are not permitted"),
+        (({"kind": "waiver", "positions": [True]},), {}, "waiver: positions.0: true is no number"),
+        ((), {"interventions": waiver(1)}, r"a single intervention; give a list, such as \[waiver\(255\)\]"),
         ((waiver(24),), {}, "position 24 is outside of the sequences of 24 tokens"),
         ((TokenSwap(1, 5),), {"scan": [[1]]}, "none of the interventions acts by layer"),
         ((PositionSwap(1, 2),), {}, "no learned position table"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(changes, options, message):
-    with pytest.raises(ValueError, match=message):
-        effect(tiny("llama"), tokens(), *changes, **options)
+    with pytest.raises(ValueError, match=message) as error:
+        effect(tiny("llama"), tokens(), **{"interventions": changes, **options})
+    assert "\n" not in str(error.value) and not isinstance(error.value, ValidationError)
 
 
 def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_path, capsys):
@@ -143,10 +158,13 @@ def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_p
     headline = json.loads(printed[-1])
     assert headline["position"] == 20 and headline["loss_behind"] is None
     record = json.loads((out / "record.json").read_text())
-    InterventionRecord.model_validate(record)
+    result = Effect.from_record(record)
+    assert result.record() == record and result.settings.command.startswith("crosslayer intervene minilm")
+    assert result.settings.model == headline["model"] == "minilm"
+    assert result.settings.text.startswith("embedded corpus") and len(result.settings.documents) == 2
     assert str(tmp_path) not in (out / "record.json").read_text()
     assert [one["kind"] for one in record["interventions"]] == ["waiver", "position_swap"]
-    assert len(record["attention_received"]["after"]["mean"]) == 6
+    assert result.attention_received.shape == (2, 6)
     figures = {path.stem for path in (out / "figures").iterdir()}
     assert {"attention_before", "attention_after", "attention_received", "first_token", "controls"} <= figures
     (tmp_path / "same.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(record["interventions"]))))
@@ -155,14 +173,17 @@ def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_p
         assert run(monkeypatch, *words, "--file", file, "--out", target) == 0
         again = json.loads((target / "record.json").read_text())
         assert again["interventions"] == record["interventions"]
-        assert again["attention_received"] == record["attention_received"]
+        assert again["places"] == record["places"]
         assert again["controls"] == record["controls"]
 
 
 def test_flex_attention_is_refused_by_a_line_before_anything_runs():
     model = tiny("llama", "flex_attention", torch.float32)
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran, which compiles its masks"))
-    for measure in (lambda: effect(model, tokens(), waiver(K)), lambda: crosslayer.diagnose(model, tokens())):
+    for measure in (
+        lambda: effect(model, tokens(), interventions=[waiver(K)]),
+        lambda: crosslayer.diagnose(model, tokens()),
+    ):
         with pytest.raises(ValueError, match="masks of flex attention cannot be read; load the model with sdpa or ea"):
             measure()
 
@@ -205,31 +226,32 @@ def test_bad_input_is_one_line_and_status_2(monkeypatch, tmp_path, capsys, words
 
 def test_positions_far_apart_are_shifted_alike():
     model, ids = tiny("llama", max_position_embeddings=256), tokens(batch=1, length=200)
-    record = effect(model, ids, waiver(10, 150), TokenSwap(90, 5), controls=2).record()
-    for control in record["controls"]:
-        one, two = control["interventions"][0]["positions"]
-        assert (two - one) % 197 == 140 and control["position"] == one
-    assert [one["position"] for one in record["others"]][:3] == [150, 90, 0]
+    result = effect(model, ids, interventions=[waiver(10, 150), TokenSwap(90, 5)], controls=2)
+    assert len(result.controls) == 2
+    for control in result.controls:
+        first, second = control.interventions[0].positions
+        assert (second - first) % 197 == 140 and control.position == first
+    assert [place.position for place in result.places][:4] == [10, 150, 90, 0]
 
 
 def test_layers_without_attention_are_not_scanned():
     plain = tiny("llama", num_hidden_layers=6)
     model = crosslayer.rewire(plain, {"name": "drop", "attention": (0, 3)}).model
-    record = effect(model, tokens(), waiver(K)).record()
-    assert [one["layers"] for one in record["scan"]] == [[], [1], [1, 2], [2, 4, 5], [1, 2, 4, 5]]
-    assert record["attention_received"]["after"]["mean"][0] is None
-    early = effect(plain, tokens(), waiver(K, layers=[0, 1]), scan=[[0], [0, 4], [0, 1, 2]]).record()
-    assert [one["layers"] for one in early["scan"]] == [[], [0], [0, 1]]
+    result = effect(model, tokens(), interventions=[waiver(K)])
+    assert [trial.layers for trial in result.scan] == [[], [1], [1, 2], [2, 4, 5], [1, 2, 4, 5]]
+    assert result.main.attention_received.after.mean[0] is None
+    assert np.isnan(result.attention_received[:, [0, 3]]).all() and np.isfinite(result.attention_received[:, 1]).all()
+    early = effect(plain, tokens(), interventions=[waiver(K, layers=[0, 1])], scan=[[0], [0, 4], [0, 1, 2]])
+    assert [trial.layers for trial in early.scan] == [[], [0], [0, 1]]
 
 
 def test_the_last_token_of_an_encoder_can_be_forbidden():
-    record = effect(tiny("bert"), tokens(), Forbid((T - 1,))).record()
-    assert max(record["attention_received"]["after"]["mean"]) == 0 < min(record["attention_received"]["before"]["mean"])
+    before, after = effect(tiny("bert"), tokens(), interventions=[Forbid((T - 1,))]).attention_received
+    assert after.max() == 0 < before.min()
 
 
 def test_an_ablation_leaves_the_readings_of_its_own_layer():
-    record = effect(tiny("bert"), tokens(), Ablate(1, K), controls=0).record()
-    before, after = (record["mlp_l1_l2"][side]["mean"] for side in ("before", "after"))
+    before, after = effect(tiny("bert"), tokens(), interventions=[Ablate(1, K)], controls=0).mlp_l1_l2
     assert after[1] == pytest.approx(before[1], rel=1e-9) and after[2] != pytest.approx(before[2], rel=1e-3)
 
 
@@ -242,23 +264,79 @@ def test_interventions_nest_in_one_call_and_in_two():
         assert torch.equal(model(ids).logits, once)
 
 
+def test_a_result_is_saved_and_loaded_again_equal(tmp_path):
+    changes = [waiver(K, 12, layers=[0, 1]), ScaleValues((3,), 0.5), TokenSwap(5, "bos"), Ablate(1, 7, "mean")]
+    result = effect(tiny("llama"), tokens(), interventions=changes, controls=1, scan="0,1")
+    page = result.save(tmp_path / "out")
+    assert page == tmp_path / "out" / "report.html" and page.read_text() == result.page()
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert record == result.record() and record["schema"] == "crosslayer/intervention/2"
+    again = Effect.from_record(record)
+    assert again == result and again.page() == result.page() and again.headline() == result.headline()
+    assert again.interventions == changes and again.settings.text is None and again.settings.command is None
+    assert "srcdoc" in result._repr_html_()
+    for broken in ({"schema": "crosslayer/intervention/1"}, {"places": []}, {"colour": 1}):
+        with pytest.raises(ValidationError):
+            Effect.from_record({**record, **broken})
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_arrays_have_the_shapes_that_they_say(family):
+    changes = [PositionSwap(K, 0), waiver(K)]
+    result = effect(tiny(family), tokens(), interventions=changes, scan=[[0], [1, 2]], controls=2)
+    layers, bins = 3, len(result.edges)
+    for array in (result.attention_received, result.hidden_norm_ratio, result.value_norm_ratio, result.mlp_l1_l2):
+        assert array.shape == (2, layers) and array.dtype == np.float64 and np.isfinite(array).all()
+    assert result.attention_by_bin.shape == (2, layers, bins)
+    inside = [*result.edges].index(K)  # watched positions have bins of their own
+    assert np.allclose(result.attention_by_bin[:, :, inside], result.attention_received, atol=1e-12)
+    assert result.scan_attention.shape == (4, layers) and result.control_attention.shape == (2, 2, layers)
+    assert result.loss_behind is None if family == "bert" else result.loss_behind.shape == (2,)
+
+
+def test_texts_and_plain_entries_are_taken_too():
+    """Documents in place of ids, and interventions as a record holds them, give what ids and objects do."""
+    model, documents = tiny("llama", vocab_size=len(WORDS)), [" ".join(f"w{i * 7 % 500}" for i in range(600))]
+    options = {"sequences": 3, "length": 16, "seed": 4}
+    result = effect(model, documents, tokenizer(), interventions=[to_entry(waiver(K))], scan="none", **options)
+    ids = pack(documents, tokenizer(), **options)
+    same = effect(model, ids, interventions=[waiver(K)], scan="none", seed=4)
+    assert result.places == same.places and result.controls == same.controls
+    assert (result.settings.text, result.settings.documents) == ("own texts", [0, 0, 0])
+    assert (same.settings.text, same.settings.documents, same.settings.bos) == (None, [], None)
+    assert (same.settings.sequences, same.settings.length) == (3, 16)
+    with pytest.raises(ValueError, match="texts need tokenizer"):
+        effect(model, documents, interventions=[waiver(K)], **options)
+
+
+def test_what_can_be_refused_cheaply_is_refused_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setattr("crosslayer.models.load.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    for changes, text, message in (
+        ([waiver(600)], None, "position 600 is outside of the sequences of 512 tokens"),
+        ([waiver(5)], ["too short"], "the text has 9 bytes"),
+        ([waiver(5)], TextSource("none.txt"), "'none.txt' does not exist"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            effect("smollm2", text, interventions=changes)
+
+
 def test_isolating_a_token_of_smollm2_moves_the_sink_to_it():
     """Position 255 in layers 12-28: from under 1 % to over 10 %, a peak, a drain; not by layers 12-29 alone."""
-    model, tokenizer = load_model("smollm2", device="cpu")
-    ids = pack(load_documents(TextSource()), tokenizer, sequences=1, length=512)
-    record = effect(model, ids, waiver(255), scan=[range(12, 30)], controls=0, probes=1).record()
-    received = {side: record["attention_received"][side]["mean"][12:29] for side in ("before", "after")}
-    assert max(received["before"]) < 0.01 < 0.10 < min(received["after"]) and np.mean(received["after"]) > 0.20
-    assert min(record["hidden_norm_ratio"]["after"]["mean"][12:19]) > 100
-    assert max(record["value_norm_ratio"]["after"]["mean"][12:29]) < 0.5
-    assert max(record["scan"][0]["attention_received"]["mean"][12:29]) < 0.01
+    options = {"scan": "12-29", "controls": 0, "probes": 1, "sequences": 1}
+    result = effect("smollm2", interventions=[waiver(255)], device="cpu", **options)
+    before, after = result.attention_received[:, 12:29]
+    assert before.max() < 0.01 < 0.10 < after.min() and after.mean() > 0.20
+    assert result.hidden_norm_ratio[1, 12:19].min() > 100
+    assert result.value_norm_ratio[1, 12:29].max() < 0.5
+    assert [trial.layers for trial in result.scan] == [[], [*range(12, 30)], [*range(30)]]
+    assert result.scan_attention[1, 12:29].max() < 0.01
+    assert result.settings.model == "smollm2" and result.settings.length == 512
 
 
 def test_the_row_of_position_0_makes_a_sink_of_minilm_and_a_random_row_does_not():
-    model, tokenizer = load_model("minilm", device="cpu")
-    ids = pack(load_documents(TextSource()), tokenizer, sequences=4, length=512)
-    record = effect(model, ids, PositionSwap(383, 0), controls=2, probes=4).record()
-    before, after = (np.array(record["attention_received"][side]["mean"]) for side in ("before", "after"))
-    assert (after[1:5] > 20 * before[1:5]).all()
-    for control in record["controls"]:
-        assert (np.array(control["after"]["attention_received"]["mean"])[1:5] < 3 * before[1:5]).all()
+    model, tokens_of = load_model("minilm", device="cpu")
+    ids = pack(load_documents(TextSource()), tokens_of, sequences=4, length=512)
+    result = effect(model, ids, interventions=[PositionSwap(383, 0)], controls=2, probes=4)
+    before, after = result.attention_received[:, 1:5]
+    assert (after > 20 * before).all()
+    assert (result.control_attention[:, 1, 1:5] < 3 * before).all() and len(result.controls) == 2

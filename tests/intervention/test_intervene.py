@@ -11,14 +11,14 @@ import torch
 
 from crosslayer import environment
 from crosslayer.environment import flex_fault
-from crosslayer.intervention.apply import (
+from crosslayer.intervention.apply import intervene
+from crosslayer.intervention.kinds import (
     Ablate,
     Forbid,
     PositionSwap,
     ScaleValues,
     TokenSwap,
     Waiver,
-    intervene,
     load_intervention,
     to_entry,
     waiver,

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from crosslayer.environment import environment
 from crosslayer.output import folder
 from crosslayer.output.folder import check_target, exclusive, release_targets, whole_folder
+from crosslayer.verification.result import Verification
 from tests.cli.test_cli import run
 
 PROGRAM = f"""
@@ -149,9 +151,9 @@ def test_every_verb_lets_go(monkeypatch, tmp_path, fails):
         assert len(list(tmp_path.iterdir())) == 1  # the lock
         if fails:
             raise ValueError("no")
-        return []
+        return Verification(model="smollm2", checks=(), seconds=0.0, environment=environment())
 
-    monkeypatch.setattr("crosslayer.verification.verify_model.verify_source", verified)
+    monkeypatch.setattr("crosslayer.verification.run.verify", verified)
     assert run(monkeypatch, "verify", "smollm2", "--out", tmp_path / "out") == (2 if fails else 0)
     assert [path.name for path in tmp_path.iterdir()] == ([] if fails else ["out"])
 

@@ -1,30 +1,22 @@
 """The pages in a real browser with the network off, wide and narrow."""
 
+import copy
 import json
 import math
-import shutil
 from dataclasses import replace
 
 import pytest
 
 import crosslayer
-from crosslayer.benchmark.compare import Settings, bench
-from crosslayer.benchmark.page import write_bench
 from crosslayer.conversion.moments import Fit
 from crosslayer.conversion.page import panels as retrofit_panels
 from crosslayer.conversion.record import Calibration, Choice, CurvePoint, FixedBlocks, RetrofitRecord, SearchRecord
-from crosslayer.diagnosis.write import write_diagnosis
 from crosslayer.environment import environment
-from crosslayer.intervention.apply import waiver
-from crosslayer.intervention.measure import effect
-from crosslayer.intervention.page import write_intervention
-from crosslayer.output.page import page, save_page
+from crosslayer.output.page import Page, save_page
 from crosslayer.output.panel import Line, Panel, drawn, plotly_figure, same_scale
-from crosslayer.verification.page import write_verification
+from tests.helpers.browser import complaints, resize
 from tests.helpers.tiny import tiny, tokens
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
 LAYERS = 12
 SHARES = ("first_token_share", "adjacent_map_similarity", "attention_received", "first_token")
 FLAT = (1, math.sqrt(32))
@@ -85,26 +77,27 @@ def _wider(mean):
 
 
 def diagnosed(folder):
-    found = crosslayer.diagnose(
-        tiny("gpt2", num_hidden_layers=LAYERS), tokens(batch=3, length=48), cross_layer=True,
-        settings={"text": "a text", "documents": [0, 0, 2]},
-    ).record()  # fmt: skip
-    widen(found)
-    return write_diagnosis(found, folder)[0]
+    model, text = tiny("gpt2", num_hidden_layers=LAYERS), {"text": "a text", "documents": [0, 0, 2]}
+    record = crosslayer.diagnose(model, tokens(batch=3, length=48), cross_layer=True, settings=text).record()
+    widen(record)
+    return crosslayer.Diagnosis.from_record(record).save(folder)
 
 
 def intervened(folder):
-    record = effect(tiny("llama", num_hidden_layers=LAYERS), tokens(batch=2, length=48), waiver(23)).record()
+    model = tiny("llama", num_hidden_layers=LAYERS)
+    record = crosslayer.effect(model, tokens(batch=2, length=48), interventions=[crosslayer.waiver(23)]).record()
     widen(record)
-    return write_intervention(record, folder)
+    return crosslayer.Effect.from_record(record).save(folder)
 
 
 def benched(folder):
     model = tiny("llama")
-    record = bench(model, model, Settings(contexts=(4,), batches=(1,), new_tokens=1, repeats=3))
-    record["rows"] = [{**record["rows"][0], "context": c, "batch": b} for b in (1, 16) for c in (512, 2048, 32768)]
-    record["rows"][0]["ttft"]["notes"] = [{"off": 0.5, "words": "the ratio is +50% off the prediction: " + "why " * 20}]
-    return write_bench(record, folder)
+    record = crosslayer.bench(model, model, contexts=(4,), new_tokens=1, repeats=3).record()
+    row = record["rows"][0]
+    record["rows"] = [copy.deepcopy(row) | {"context": c, "batch": b} for b in (1, 16) for c in (512, 2048, 32768)]
+    words = "the ratio is +50% off the prediction: " + "why " * 20
+    record["rows"][0]["ttft"]["notes"] = [{"off": 0.5, "words": words}]
+    return crosslayer.Benchmark.from_record(record).save(folder)
 
 
 def retrofitted(folder):
@@ -121,7 +114,7 @@ def retrofitted(folder):
     )
     panels = retrofit_panels(record)
     folder.mkdir()
-    save_page(folder, page("Retrofit", "of a model", [], [], panels, []), {}, panels)
+    save_page(folder, Page("Retrofit", "of a model", [], [], panels, []).html(), {}, panels)
     return folder / "report.html"
 
 
@@ -133,8 +126,8 @@ def verified(folder):
         {**row, "name": "compiled", "status": "FAIL", "reason": "InductorError: " + "a long word or two " * 9},
         {**row, "name": "flex attention", "status": "NOT APPLICABLE", "reason": "<b>this model has none</b>"},
     ]
-    record = {"schema": "crosslayer/verify/1", "model": "ours", "command": "crosslayer verify ours", "seconds": 9.0}
-    return write_verification({**record, "checks": checks, "environment": environment()}, folder)
+    record = {"schema": "crosslayer/verify/2", "model": "ours", "command": "crosslayer verify ours", "seconds": 9.0}
+    return crosslayer.Verification.from_record({**record, "checks": checks, "environment": environment()}).save(folder)
 
 
 PAGES = {f.__name__: f for f in (diagnosed, intervened, benched, retrofitted, verified)}
@@ -146,38 +139,15 @@ def pages(tmp_path_factory):
     return {name: make(folder / name) for name, make in PAGES.items()}
 
 
-@pytest.fixture(scope="module")
-def browser():
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("chromium and chromedriver are not installed")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    flags = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run", "disable-sync",
-             "disable-background-networking", "disable-component-update", "hide-scrollbars")  # fmt: skip
-    for flag in flags:
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.execute_cdp_cmd("Network.enable", {})
-    offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
-    driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
-    yield driver
-    driver.quit()
-
-
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_is_cut_overlaps_or_needs_the_network(browser, pages, width):
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    resize(browser, width)
     figures = {"diagnosed": 17, "intervened": 10, "benched": 4, "retrofitted": 2, "verified": 0}
     for name, file in pages.items():
         browser.get(file.as_uri())
         assert len(browser.find_elements("css selector", ".figure")) == figures[name], name
         assert browser.execute_script(LOOK) == [], name
-    errors = [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
-    assert not errors
+    assert not complaints(browser)
 
 
 def test_a_click_on_the_legend_hides_a_line_and_its_band(browser, pages):

@@ -1,4 +1,4 @@
-"""What every result can do: it is saved, loaded again equal, and shown in a notebook; a record is hostile.
+"""What every result can do: it is saved, loaded again equal, and shown in a notebook; a record is hostile."""
 
 import html
 import json
@@ -110,8 +110,8 @@ def test_a_record_that_does_not_fit_is_one_line(small, tmp_path, change, message
     [
         ("", "record.json: Expecting value"),
         ("{", "record.json: Expecting property name"),
-        ("[1, 2]", "it holds no JSON object"),
-        ("7", "it holds no JSON object"),
+        ("[1, 2]", "it holds something else than a JSON object"),
+        ("7", "it holds something else than a JSON object"),
         ('{"schema": NaN}', "it holds NaN, which is no JSON"),
         ('{"schema": -Infinity}', "it holds -Infinity, which is no JSON"),
         ('{"n": ' + "9" * 5000 + "}", "Exceeds the limit"),

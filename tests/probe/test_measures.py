@@ -170,17 +170,17 @@ def cosine(a, b):
 def test_measures_equal_naive_loops(family):
     implementation = "eager" if family == "gemma2" else "sdpa"
     model, ids = tiny(family, implementation, num_hidden_layers=3), tokens(batch=2, length=19)
-    found = crosslayer.diagnose(model, ids).record()["measures"]
+    measures = crosslayer.diagnose(model, ids).measures
     naive = [Naive(model, sequence).expected() for sequence in ids]
     for name in naive[0]:
-        expected = np.stack([one[name] for one in naive])
-        got = np.array(found[name]["mean"])
-        assert np.abs(got - expected.mean(axis=0)).max() < TOLERANCE * max(1.0, np.abs(expected).max()), name
+        expected = np.stack([sequence[name] for sequence in naive])
+        measured = getattr(measures, name)
+        assert np.abs(measured.array - expected.mean(axis=0)).max() < TOLERANCE * max(1.0, np.abs(expected).max()), name
         half = stats.t.ppf(0.975, 1) * expected.std(axis=0, ddof=1) / math.sqrt(2)
-        width = np.array(found[name]["ci95"])
+        width = measured.interval
         # half-widths come from differences, which lose a few digits
         assert np.abs(width[..., 1] - width[..., 0] - 2 * half).max() < 1e-8 * max(1.0, np.abs(expected).max()), name
-    assert set(naive[0]) | {"mlp_l1_l2_others"} == set(found)
+    assert set(naive[0]) | {"mlp_l1_l2_others"} == set(type(measures).model_fields)
 
 
 def random_call(size, heads=2, kv_heads=1, layer=0, mask=None, **options):
@@ -280,8 +280,8 @@ def test_spectrum_with_fewer_tokens_than_dimensions():
 
 
 def test_interval_of_one_sequence_is_none_and_gaps_stay():
-    one = measure(np.array([[1.0, np.nan]]))
-    assert one.model_dump() == {"mean": [1.0, None], "ci95": None, "n": 1} and one.interval is None
+    single = measure(np.array([[1.0, np.nan]]))
+    assert single.model_dump() == {"mean": [1.0, None], "ci95": None, "n": 1} and single.interval is None
     two = measure(np.array([[1.0, np.nan], [3.0, np.nan]]))
     assert two.ci95 is not None and two.mean == [2.0, None] and two.ci95[1] == [None, None]
     assert two.ci95[0] == pytest.approx([2 - 12.706204736432095, 2 + 12.706204736432095])
@@ -289,21 +289,28 @@ def test_interval_of_one_sequence_is_none_and_gaps_stay():
 
 def test_importance_by_position_keeps_the_first_token_alone_and_all_mass():
     shares = np.random.default_rng(0).dirichlet(np.ones(1000), size=(2, 3))
-    found = by_position(shares)
-    widths = np.diff([*found.edges, found.length])
-    assert found.edges[0] == 0 and widths[0] == 1
-    assert np.allclose((np.array(found.mean) * widths).sum(axis=-1), 1)
+    bins = by_position(shares)
+    widths = np.diff([*bins.edges, bins.length])
+    assert bins.edges[0] == 0 and widths[0] == 1
+    assert np.allclose((np.array(bins.mean) * widths).sum(axis=-1), 1)
 
 
 def test_sequences_do_not_influence_each_other():
     model, ids = tiny("llama"), tokens(batch=3)
-    together = crosslayer.diagnose(model, ids).samples
-    for i, sequence in enumerate(ids):
-        for name, alone in crosslayer.diagnose(model, sequence[None]).samples.items():
-            assert np.array_equal(together[name][i], alone[0], equal_nan=True), name
+    together = crosslayer.diagnose(model, ids).measures
+    alone = [crosslayer.diagnose(model, sequence[None]).measures for sequence in ids]
+    for name, measured in together:
+        assert measured == measure(np.stack([getattr(measures, name).array for measures in alone])), name
 
 
-def test_visit_sees_rotated_queries():
+def test_the_interval_is_scipys():
+    sample = np.random.default_rng(0).normal(size=(5, 3))
+    low, high = stats.t.interval(0.95, 4, loc=sample.mean(axis=0), scale=stats.sem(sample, axis=0))
+    assert np.allclose(measure(sample).interval, np.stack([low, high], axis=-1), rtol=1e-12)
+    assert measure(np.ones((2, 1))).interval.tolist() == [[1.0, 1.0]]  # no spread, no width
+
+
+def test_calls_have_rotated_queries():
     model, ids, calls = tiny("llama"), tokens(batch=1), []
     with torch.no_grad(), visited(model, calls.append):
         model(ids)

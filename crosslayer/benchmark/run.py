@@ -1,0 +1,187 @@
+"""What a candidate costs beside a baseline: cache, time to first token, time per token, memory; measured and predicted.
+
+Both sides run in turns, in an order that alternates, so that a pair meets the same moments of the machine. A ratio is
+the median over pairs of candidate / baseline, with an interval whose ends are pairs too.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from crosslayer.benchmark.costs import Structure, structure
+from crosslayer.benchmark.intervals import coverage
+from crosslayer.benchmark.prediction import Load
+from crosslayer.benchmark.record import SIDES, Both, ModelFacts, Row, Side, Skip
+from crosslayer.benchmark.result import Benchmark
+from crosslayer.benchmark.room import Models, too_large
+from crosslayer.benchmark.rounds import SideBySide, attention_of
+from crosslayer.benchmark.settings import Settings
+from crosslayer.environment import environment, quiet_transformers
+from crosslayer.models.load import model_and_tokenizer, public_name
+from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.record import Environment
+
+Named = PreTrainedModel | str | Path
+LEARNED = 8  # a table of learned positions has up to so many rows more than positions
+
+
+def bench(
+    candidate: Named,
+    baseline: Named,
+    *,
+    contexts: Sequence[int] = (512, 2048),
+    batches: Sequence[int] = (1,),
+    new_tokens: int = 64,
+    repeats: int = 5,
+    attention: str = "sdpa",
+    seed: int = 0,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    progress: Meter = Silent,
+) -> Benchmark:
+    """Measure two causal language models on the same device in turns, every context with every batch size.
+
+    Args:
+        candidate: a hub name, a local folder or an embedded model; or loaded.
+        baseline: what it is compared with, in the same way.
+        contexts: lengths of the prompt in tokens.
+        batches: batch sizes.
+        new_tokens: tokens to decode after the prompt.
+        repeats: pairs of runs; an interval needs three, and five to decide.
+        attention: attention of both, "sdpa" or "eager".
+        seed: of the random tokens.
+        dtype: of models that are named; default that of the other model if it is loaded, else as `load_model` has it.
+        device: likewise.
+        progress: shows what is being done.
+
+    Raises:
+        ValueError: an option is wrong, a model cannot be loaded, is no causal language model or has fewer positions
+            than a context, or nothing fits in memory.
+
+    """
+    settings = Settings(
+        contexts=tuple(contexts),
+        batches=tuple(batches),
+        new_tokens=new_tokens,
+        repeats=repeats,
+        attention=attention,
+        seed=seed,
+    )
+    models = _loaded({"candidate": candidate, "baseline": baseline}, settings, dtype, device, progress)
+    started = time.perf_counter()
+    with torch.no_grad(), quiet_transformers(), attention_of(models, settings.attention):
+        structures, reason = _structures(models)
+        rows, skipped = _measured(models, structures, settings, progress)
+    if not rows:
+        raise ValueError(f"nothing was measured: {skipped[0].reason}")
+    return Benchmark(
+        models=Both(
+            candidate=_facts(models["candidate"], public_name(candidate)),
+            baseline=_facts(models["baseline"], public_name(baseline)),
+        ),
+        settings=settings,
+        rows=tuple(rows),
+        skipped=tuple(skipped),
+        no_prediction=reason,
+        interval_coverage=coverage(settings.repeats),
+        seconds=time.perf_counter() - started,
+        environment=Environment.model_validate(environment()),
+    )
+
+
+def check(models: Models, settings: Settings) -> None:
+    """Refuse what cannot be measured, before anything runs; see `bench`."""
+    for model in models.values():
+        name, config = type(model).__name__, model.config.get_text_config()
+        if not model.can_generate():
+            raise ValueError(f"{name} is an encoder; bench measures causal language models, which keep a cache")
+        limit, learned = config.max_position_embeddings, _has_learned_positions(model)
+        longest = max(settings.contexts)
+        needed = longest + settings.new_tokens if learned else longest  # rotary positions go on, learned ones end
+        if needed > limit:
+            extra = f" + {settings.new_tokens} new tokens" if learned else ""
+            raise ValueError(f"context {longest}{extra} is above the {limit} positions of {name}")
+    devices = {model.device for model in models.values()}
+    if len(devices) > 1:
+        raise ValueError(f"the models are on {' and '.join(map(str, devices))}; both must be on one device")
+
+
+def _has_learned_positions(model: PreTrainedModel) -> bool:
+    """Return whether a table beside that of the tokens is as long as there are positions."""
+    limit, tokens = model.config.get_text_config().max_position_embeddings, model.get_input_embeddings()
+    tables = [part for part in model.modules() if isinstance(part, nn.Embedding) and part is not tokens]
+    return any(limit <= table.num_embeddings < limit + LEARNED for table in tables)
+
+
+def _loaded(
+    named: dict[Side, Named],
+    settings: Settings,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    progress: Meter,
+) -> Models:
+    """Return both models, loaded where they are named, and each checked before the next."""
+    ready = [model for model in named.values() if isinstance(model, PreTrainedModel)]
+    if len(ready) == len(named) and (dtype is not None or device is not None):
+        raise ValueError("dtype and device are for models that are named; both are loaded already")
+    if ready:
+        dtype = ready[0].dtype if dtype is None else dtype
+        device = ready[0].device if device is None else device
+    models: dict[Side, PreTrainedModel] = {}
+    for side, model in named.items():
+        if isinstance(model, PreTrainedModel):
+            models[side] = model
+        else:
+            models[side], _ = model_and_tokenizer(model, dtype=dtype, device=device, meter=progress)
+        check({side: models[side]}, settings)
+    check(models, settings)
+    return models
+
+
+def _measured(
+    models: Models, structures: dict[Side, Structure], settings: Settings, progress: Meter
+) -> tuple[list[Row], list[Skip]]:
+    """Measure every setting that fits into memory."""
+    loads = [Load(context, batch, settings.new_tokens) for batch in settings.batches for context in settings.contexts]
+    rounds = settings.repeats + 1
+    total, done = len(loads) * rounds, itertools.count(1)
+    rows, skipped = [], []
+    with progress("benchmarking", total) as meter:
+
+        def tick() -> None:
+            meter.step(next(done), total)
+
+        for load in loads:
+            reason = too_large(models, structures, load)
+            if reason is None:
+                rows.append(SideBySide(models, structures, load, settings).run(tick))
+                continue
+            skipped.append(Skip(context=load.context, batch=load.batch, reason=reason))
+            for _ in range(rounds):
+                tick()
+    return rows, skipped
+
+
+def _structures(models: Models) -> tuple[dict[Side, Structure], str | None]:
+    """Return both structures, or none and the reason."""
+    try:
+        return {side: structure(models[side]) for side in SIDES}, None
+    except ValueError as error:
+        return {}, f"no prediction: {error}"
+
+
+def _facts(model: PreTrainedModel, name: str) -> ModelFacts:
+    return ModelFacts(
+        name=name,
+        class_=type(model).__name__,
+        layers=model.config.get_text_config().num_hidden_layers,
+        parameters=model.num_parameters(),
+        bytes=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=model.device.type,
+    )

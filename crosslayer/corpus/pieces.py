@@ -1,0 +1,71 @@
+"""Documents cut into pieces of text, and pieces into tokens."""
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+from transformers import PreTrainedTokenizerBase
+
+WORD = 1000  # characters; a text that has spaces has some within so many
+
+
+def pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[tuple[int, str]]:
+    """Yield contiguous pieces of about `characters`, each with the number of its document.
+
+    They are shuffled where all documents are at hand, in a list; those of a stream come in their order.
+    """
+    if isinstance(documents, list):
+        places = [(number, start) for number, text in enumerate(documents) for start in range(0, len(text), characters)]
+        random.Random(seed).shuffle(places)
+        for number, start in places:
+            yield number, _from_word(documents[number], start, start + characters)
+    else:
+        for number, text in enumerate(documents):
+            for start in range(0, len(text), characters):
+                yield number, _from_word(text, start, start + characters)
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of plain text, without special ones; a text longer than a model's context is no error."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase, bos: str = "auto") -> tuple[list[int], list[int]]:
+    """Return the tokens that a sequence begins and ends with.
+
+    Args:
+        tokenizer: of the model.
+        bos: "auto" for what the tokenizer puts there, "yes" for the beginning token alone, "no" for none.
+
+    Raises:
+        ValueError: another `bos`; or "yes", and the tokenizer has no such token.
+
+    """
+    if bos not in ("auto", "yes", "no"):
+        raise ValueError(f"bos = {bos!r} is not known; use auto, yes or no")
+    if bos == "no":
+        return [], []
+    if bos == "yes":
+        token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
+        if token is None:
+            raise ValueError("bos = 'yes', but this tokenizer has no beginning-of-sequence token; use auto or no")
+        assert isinstance(token, int)
+        return [token], []
+    plain = cast(list[int], tokenizer.encode("a", add_special_tokens=False))
+    full = cast(list[int], tokenizer.encode("a"))
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return full[:start], full[start + len(plain) :]
+    return [], []
+
+
+def _from_word(text: str, start: int, stop: int) -> str:
+    """Return text[start:stop] with both ends moved to the next beginning of a word."""
+    return text[_next_word(text, start) : _next_word(text, stop)]
+
+
+def _next_word(text: str, at: int) -> int:
+    if at == 0 or at >= len(text):
+        return min(at, len(text))
+    space = text.find(" ", at - 1, at + WORD)
+    return space if space >= 0 else at

@@ -1,0 +1,101 @@
+"""What is checked: a copy of the model in a dtype, and the plain pass that every other way to run it is compared with.
+
+    |logits − logits of the plain pass| / std(logits of the plain pass), both in the same dtype
+
+The largest difference counts in float32, the root mean square in lower precisions.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from crosslayer.models.load import DTYPES
+from crosslayer.output.manifest import positions
+
+TOKENS, FEWEST, SEED = 33, 16, 0
+BEAMS, NEW = 3, 6  # beam search: beams, new tokens
+FEW = 12  # tokens where all of them would take long: gradients, the prompt of beam search
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A copy of the model in a dtype, ids (1, T), and the logits (T, V) of the plain pass, in float32 or float64."""
+
+    model: PreTrainedModel
+    ids: Tensor
+    dtype: str
+    backend: str
+    full: Tensor
+
+    @property
+    def exact(self) -> bool:
+        """Whether rounding is too small to change what a model says."""
+        return self.dtype in ("float32", "float64")
+
+    def difference(self, logits: Tensor, full: Tensor | None = None) -> float:
+        """Return how far logits (…, T, V) are from the plain pass's, in standard deviations of those.
+
+        That is the largest difference; where rounding is large the root mean square, since the largest of a million
+        roundings says little: it varies by a factor of three between ways of computing.
+        """
+        full = self.full if full is None else full
+        gaps = widened(logits).reshape(full.shape) - full  # (…, T, V) -> (T, V)
+        distance = gaps.abs().max() if self.exact else gaps.square().mean().sqrt()
+        return (distance / self.full.std()).item()
+
+    def run_in_chunks(self, sizes: list[int], cache: Cache | None = None) -> Tensor:
+        """Run the ids in chunks of `sizes` tokens through a cache; return logits (1, T, V)."""
+        if cache is None:
+            cache = DynamicCache(config=self.model.config)
+        outputs = [self.model(chunk, past_key_values=cache, use_cache=True) for chunk in self.ids.split(sizes, 1)]
+        return torch.cat([output.logits for output in outputs], 1)  # (1, size, V) each -> (1, T, V)
+
+
+def subject_of(model: PreTrainedModel, ids: Tensor, dtype: str, backend: str) -> Subject:
+    """Copy a model into a dtype and run the plain pass; buffers such as RoPE's stay as loading leaves them."""
+    used = copy.deepcopy(model).eval().requires_grad_(True)
+    for parameter in used.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    used.generation_config = GenerationConfig(
+        num_beams=BEAMS,
+        num_return_sequences=BEAMS,
+        do_sample=False,
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        length_penalty=0.0,  # so that a score is the sum of the log probabilities
+        pad_token_id=0,
+    )
+    with torch.no_grad():
+        full = used(ids, use_cache=False).logits[0]  # (1, T, V) -> (T, V)
+    return Subject(used, ids, dtype, backend, widened(full))
+
+
+def random_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
+    """Return random ids (1, T) that are not special.
+
+    Raises:
+        ValueError: the model has too few positions.
+
+    """
+    config = model.config.get_text_config(decoder=True)
+    count = min(TOKENS, positions(model) - NEW)
+    if count < FEWEST:
+        raise ValueError(f"the model has {positions(model)} positions; verify needs {FEWEST + NEW}")
+    special = {config.bos_token_id, config.pad_token_id}
+    if tokenizer is not None:
+        special.update(tokenizer.all_special_ids)
+    ends = config.eos_token_id
+    special.update(ends if isinstance(ends, list) else [ends])
+    ordinary = torch.tensor([i for i in range(config.vocab_size) if i not in special])
+    chosen = torch.randint(len(ordinary), (1, count), generator=torch.Generator().manual_seed(SEED))
+    return ordinary[chosen].to(model.device)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 at least."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,0 +1,44 @@
+"""Domains: text of several kinds, each by its name."""
+
+import pytest
+
+from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.corpus.domains import FITTED, embedded_domains, load_domains, shared_out, split_domains
+from tests.helpers.text import tokenizer, words
+
+
+def test_the_embedded_domains():
+    """Six domains; the three of the default text of `diagnose` are its five documents, the others are modern."""
+    found = embedded_domains()
+    assert list(found) == ["books", "science", "speeches", "web", "docs", "code"] and set(FITTED) < set(found)
+    assert {name: len(list(documents)) for name, documents in found.items()} == {
+        "books": 3, "science": 1, "speeches": 30, "web": 143, "docs": 35, "code": 8
+    }  # fmt: skip
+    old = {document[:200] for document in load_documents(TextSource())}
+    assert old == {next(iter(found[name]))[:200] for name in ("science", "speeches")} | {
+        d[:200] for d in found["books"]
+    }
+    assert all(sum(map(len, documents)) > 250_000 for documents in found.values())
+    assert not any("in a personal capacity" in page for page in found["web"])  # no government work, so no licence
+
+
+def test_several_sources_are_domains_of_their_own(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(words(0, 400) + "\n<|doc|>\n" + words(400, 490))
+    sources = [TextSource(str(tmp_path / f"{name}.txt")) for name in ("a", "b")]
+    domains = load_domains(sources)
+    assert list(domains) == ["a.txt", "b.txt"]
+    parts = {"fit": {"a.txt": 3}, "judge": {"a.txt": 2, "b.txt": 4}}
+    found = split_domains(domains, tokenizer(), parts=parts, length=10)
+    assert found["judge"].domains == ("a.txt",) * 2 + ("b.txt",) * 4 and len(found["fit"]) == 3
+    assert not set(found["judge"].documents[:2]) & set(found["judge"].documents[2:])  # numbered anew
+    fitted, judging = ({row[0] for row in found[part].by_domain()["a.txt"].tolist()} for part in ("fit", "judge"))
+    assert len(fitted) == 3 and len(judging) == 2 and not fitted & judging
+    assert {name: len(ids) for name, ids in found["judge"].by_domain().items()} == {"a.txt": 2, "b.txt": 4}
+    with pytest.raises(ValueError, match=r"b\.txt: the text gives \d+ windows"):
+        split_domains(domains, tokenizer(), parts={"all": {"a.txt": 2, "b.txt": 999}}, length=10)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "a.txt").write_text("again")
+    with pytest.raises(ValueError, match="two texts are called 'a.txt'"):
+        load_domains([*sources, TextSource(str(tmp_path / "c" / "a.txt"))])
+    assert shared_out(8, ["a", "b", "c"]) == {"a": 3, "b": 3, "c": 2}

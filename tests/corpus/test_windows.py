@@ -1,0 +1,95 @@
+"""Windows: tokens of documents, none twice, and where they come from."""
+
+import pytest
+import torch
+
+from crosslayer.corpus.documents import TextSource
+from crosslayer.corpus.pieces import special_tokens
+from crosslayer.corpus.windows import JOINED, pack, packed, read_windows, text_name
+from tests.helpers.text import WORDS, tokenizer, words
+
+
+def test_sequences_are_contiguous_and_without_padding():
+    ids = pack([words(0, 500)], tokenizer(), sequences=3, length=20)
+    assert ids.shape == (3, 20) and ids.dtype == torch.int64
+    assert all(torch.equal(row, torch.arange(int(row[0]), int(row[0]) + 20)) for row in ids)
+    assert len({int(row[0]) for row in ids}) == 3
+
+
+def test_every_sequence_knows_its_document():
+    long, short = [words(0, 100), words(100, 200)], [words(n, n + 15) for n in range(200, 300, 15)]
+    cut = packed(long, tokenizer(), sequences=4, length=20)
+    assert [WORDS["w100"] <= ids[0] for ids in cut.ids] == [document == 1 for document in cut.documents]
+    assert packed(iter(long), tokenizer(), sequences=4, length=20).documents == (0, 0, 0, 1)
+    assert packed(short, tokenizer(), sequences=3, length=20).documents == (JOINED,) * 3
+    assert packed([words(0, 500)], tokenizer(), sequences=3, length=160).documents == (0,) * 3
+    assert torch.equal(cut.ids, pack(long, tokenizer(), sequences=4, length=20))
+
+
+def test_seed_decides_the_choice():
+    documents = [words(0, 500)]
+    first, again, other = (pack(documents, tokenizer(), sequences=2, length=20, seed=s) for s in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_short_documents_are_joined():
+    documents = [words(10 * i, 10 * i + 10) for i in range(10)]
+    ids = pack(documents, tokenizer(), sequences=3, length=32)
+    assert ids.shape == (3, 32)
+    assert len(set(ids.flatten().tolist())) == 96  # nothing twice
+
+
+def test_special_tokens_stand_where_the_tokenizer_puts_them():
+    both = tokenizer("[CLS] $A [SEP]", cls_token="[CLS]", sep_token="[SEP]")
+    ids = pack([words(0, 500)], both, sequences=2, length=20)
+    assert ids[:, 0].tolist() == [0, 0] and ids[:, -1].tolist() == [1, 1]
+    assert (ids[:, 1:-1] > 2).all()
+    assert special_tokens(both, "no") == ([], [])
+    assert special_tokens(both, "yes") == ([0], [])
+    with pytest.raises(ValueError, match="no beginning-of-sequence token"):
+        special_tokens(tokenizer(), "yes")
+    with pytest.raises(ValueError, match="auto, yes or no"):
+        special_tokens(both, "perhaps")
+
+
+def test_too_little_text_says_how_much_there_is():
+    with pytest.raises(ValueError, match=r"the text has 30 tokens; 2 sequences of 20 need 40"):
+        pack([words(0, 30)], tokenizer(), sequences=2, length=20)
+    with pytest.raises(ValueError, match="no room"):
+        pack([words(0, 30)], tokenizer("[CLS] $A [SEP]"), sequences=1, length=2)
+
+
+def test_a_long_text_that_is_too_short_is_refused_by_a_sample_of_it():
+    documents, seen = [words(0, 500) * 200], []
+
+    class Counting:
+        def __init__(self):
+            self.inner = tokenizer()
+            self.encode = self.inner.encode
+
+        def __call__(self, text, **options):
+            seen.append(len(text))
+            return self.inner(text, **options)
+
+    with pytest.raises(
+        ValueError, match=r"the text has about (9\d|10\d),000 tokens; 7,000 sequences of 20 need 140,000"
+    ):
+        pack(documents, Counting(), sequences=7000, length=20)
+    assert sum(seen) < len(documents[0]) / 2
+    assert pack(documents, Counting(), sequences=4000, length=20).shape == (4000, 20)
+
+
+def test_any_text_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text(words(0, 500))
+    source, options = TextSource(str(tmp_path / "a.txt")), {"sequences": 3, "length": 20}
+    expected = packed([words(0, 500)], tokenizer(), **options)
+    for text in (source, words(0, 500), [words(0, 500)]):
+        windows = read_windows(text, tokenizer(), **options)
+        assert torch.equal(windows.ids, expected.ids) and windows.documents == expected.documents
+    assert read_windows(expected.ids, None).ids is expected.ids
+    assert [text_name(text) for text in (source, words(0, 9), expected.ids)] == ["a.txt", "own texts", None]
+    assert text_name(None) == TextSource().describe()
+    with pytest.raises(ValueError, match="texts need tokenizer="):
+        read_windows(source, None, **options)
+    with pytest.raises(ValueError, match="the text has 5 bytes, and 3 sequences of 20 are 60 tokens"):
+        read_windows("w1 w2", tokenizer(), **options)

@@ -1,0 +1,103 @@
+"""The result of a diagnosis: arrays, a round trip through its folder, and the one call from a name or a model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.corpus.documents import TextSource
+from crosslayer.diagnosis.record import Measures
+from tests.corpus.test_text import WORDS, tokenizer
+from tests.helpers.tiny import tiny, tokens
+
+LAYERS = 3
+SHAPES = {
+    "top_importance": (LAYERS, 10),
+    "value_spectrum": (LAYERS, 16),  # 2 key-value heads of 8
+    "map_similarity": (LAYERS, LAYERS),
+    "map_similarity_without_first": (LAYERS, LAYERS),
+    "map_similarity_per_head": (LAYERS, LAYERS),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "qwen3_next"])  # with a position table, without a cache
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_folder_loads_equal(family, sequences, tmp_path):
+    ids = tokens(batch=sequences)
+    diagnosis = crosslayer.diagnose(tiny(family, dtype=torch.float32), ids, cross_layer=family == "gpt2")
+    page = diagnosis.save(tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert record == diagnosis.record() and page.read_text() == diagnosis.page()
+    loaded = crosslayer.Diagnosis.from_record(record)
+    assert loaded == diagnosis and loaded.page() == diagnosis.page() and loaded.headline() == diagnosis.headline()
+
+
+def test_arrays_have_the_shapes_that_they_say_and_intervals_beside_them():
+    diagnosis = crosslayer.diagnose(tiny("llama"), tokens(batch=2))
+    for name in Measures.model_fields:
+        array, measured = getattr(diagnosis, name), getattr(diagnosis.measures, name)
+        assert array.shape == SHAPES.get(name, (LAYERS,)) and array.dtype == np.float64, name
+        assert measured.interval.shape == (*array.shape, 2) and measured.n == 2, name
+        known = np.isfinite(array)
+        assert (measured.interval[known, 0] <= array[known]).all() and (array <= measured.interval[..., 1])[known].all()
+        assert "(L," in getattr(type(diagnosis), name).__doc__
+    assert crosslayer.diagnose(tiny("llama"), tokens(batch=1)).measures.entropy.interval is None
+
+
+def test_a_layer_without_attention_has_no_number():
+    diagnosis = crosslayer.diagnose(tiny("qwen3_next", dtype=torch.float32), tokens())
+    assert np.isnan(diagnosis.entropy).tolist() == [True, True, False]  # linear, linear, full attention
+    assert np.isfinite(diagnosis.stream_norm).all()
+
+
+def test_an_old_record_is_refused_by_its_version():
+    record = crosslayer.diagnose(tiny("llama"), tokens()).record()
+    with pytest.raises(
+        ValueError, match=r"^the record's schema is 'crosslayer/diagnosis/1', this version .*diagnosis/2'"
+    ):
+        crosslayer.Diagnosis.from_record({**record, "schema": "crosslayer/diagnosis/1"})
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        crosslayer.Diagnosis.from_record({**record, "surprise": 1})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "model"
+    tiny("llama", dtype=torch.float32, vocab_size=len(WORDS)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (folder.parent / "text.txt").write_text(" ".join(f"w{i % 50}" for i in range(400)))
+    return folder
+
+
+def test_a_name_and_a_loaded_model_give_the_same(folder):
+    text, options = TextSource(str(folder.parent / "text.txt")), {"sequences": 2, "length": 16}
+    named = crosslayer.diagnose(str(folder), text, dtype="float64", device="cpu", **options)
+    model, loaded_tokenizer = crosslayer.load_model(str(folder), dtype="float64", device="cpu")
+    loaded = crosslayer.diagnose(model, text, loaded_tokenizer, **options)
+    assert named.measures == loaded.measures and named.settings == loaded.settings and named.words == loaded.words
+    assert named.settings.model == "model" and named.settings.text == "text.txt" and named.settings.seed == 0
+    assert named.model.dtype == "float64" and named.headline()["model"] == "model"
+    assert str(folder.parent) not in json.dumps(named.record())  # no folder of the machine
+
+
+def test_texts_and_ids_are_taken_too(folder):
+    model, loaded_tokenizer = crosslayer.load_model(str(folder), device="cpu")
+    text = " ".join(f"w{i % 50}" for i in range(200))
+    diagnosis = crosslayer.diagnose(model, [text], loaded_tokenizer, sequences=2, length=16)
+    assert diagnosis.settings.text == "own texts" and diagnosis.settings.documents == [0, 0]
+    ids = loaded_tokenizer(text, return_tensors="pt")["input_ids"][:, :16]
+    settings = crosslayer.diagnose(model, ids).settings
+    assert (settings.text, settings.seed, settings.bos, settings.documents) == (None, None, None, [])
+    assert (settings.sequences, settings.length) == (1, 16)
+    with pytest.raises(ValueError, match="texts need tokenizer=…; without one give token ids"):
+        crosslayer.diagnose(model, text, sequences=2, length=16)
+    with pytest.raises(ValueError, match="dtype and device are for a model that is named"):
+        crosslayer.diagnose(model, ids, dtype="float32")
+
+
+def test_bad_text_is_refused_before_the_model_is_loaded(folder):
+    for text in (TextSource(str(folder.parent / "missing.txt")), "w1 w2"):
+        with pytest.raises(ValueError, match=r"does not exist|the text has 5 bytes"):
+            crosslayer.diagnose(str(folder.parent / "no such model"), text)

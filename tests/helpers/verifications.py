@@ -1,0 +1,17 @@
+"""What the tests of verification share."""
+
+from crosslayer.verification import run as module
+from crosslayer.verification.checks import CHECKS
+
+
+def only(monkeypatch, *names):
+    """Run no other checks of a model than these."""
+    monkeypatch.setattr(module, "CHECKS", {name: CHECKS[name] for name in CHECKS if name in names})
+
+
+def by_name(verification):
+    return {check.name: check for check in verification.checks}
+
+
+def statuses(verification):
+    return [(check.name, check.status) for check in verification.checks]

@@ -33,16 +33,16 @@ HERE = Path(__file__).resolve()
 
 def measures_of_full_maps(maps, values, streams, attention_updates, mlp_updates):
     """Take all measures from whole maps, list of (H, S, S), the way most scripts do."""
-    columns = torch.stack([one.sum((0, 1)) for one in maps])
+    columns = torch.stack([heads.sum((0, 1)) for heads in maps])
     shares = m.importance(columns)
-    mean = torch.stack([one.mean(0) for one in maps])
+    mean = torch.stack([heads.mean(0) for heads in maps])  # (L, S, S)
     flat, rest = mean.flatten(1), mean[:, :, 1:].flatten(1)
-    by_head = torch.stack([torch.stack([one[h].flatten() for one in maps]) for h in range(len(maps[0]))])
+    by_head = torch.stack([torch.stack([heads[h].flatten() for heads in maps]) for h in range(len(maps[0]))])
     return {
         "first_token_share": shares[:, 0],
         "entropy": m.entropy(shares),
         "top_importance": m.top_importance(shares),
-        "sink_rate": torch.stack([(one[:, :, 0].mean(1) > 0.3).float().mean() for one in maps]),
+        "sink_rate": torch.stack([(heads[:, :, 0].mean(1) > 0.3).float().mean() for heads in maps]),
         "map_similarity": m.gram_cosine(flat @ flat.T),
         "map_similarity_without_first": m.gram_cosine(rest @ rest.T),
         "map_similarity_per_head": m.gram_cosine(by_head @ by_head.transpose(1, 2)).mean(0),
@@ -60,7 +60,7 @@ def measures_of_full_maps(maps, values, streams, attention_updates, mlp_updates)
 
 
 def plain(model, ids):
-    """One forward pass with logits."""
+    """Run a forward pass with logits."""
     return model(input_ids=ids, use_cache=False).logits[0, -1, 0]
 
 
@@ -82,15 +82,15 @@ def eager_maps(model, ids):
     hooks += [layer.mlp.register_forward_hook(keep("mlp")) for layer in layers]
     hooks.append(layers[-1].register_forward_hook(keep("last")))
     try:
-        found = model(input_ids=ids, use_cache=False, output_attentions=True, output_hidden_states=True)
+        outputs = model(input_ids=ids, use_cache=False, output_attentions=True, output_hidden_states=True)
     finally:
         for hook in hooks:
             hook.remove()
         model.set_attn_implementation("sdpa")
     heads, size = model.config.num_key_value_heads, model.config.head_dim
-    streams = [x[0] for x in (*found.hidden_states[:-1], *kept["last"])]
+    streams = [x[0] for x in (*outputs.hidden_states[:-1], *kept["last"])]
     values = [v[0].view(-1, heads, size).transpose(0, 1) for v in kept["v"]]
-    maps = [one[0] for one in found.attentions]
+    maps = [batch[0] for batch in outputs.attentions]  # (H, S, S) each
     return measures_of_full_maps(maps, values, streams, [u[0] for u in kept["attention"]], [u[0] for u in kept["mlp"]])
 
 
@@ -125,23 +125,23 @@ SIDES = {"plain": plain, "crosslayer": ours, "eager maps": eager_maps, "lens": l
 
 @torch.no_grad()
 def times(sides, length, repeats):
-    """Return seconds of each side, one warm-up and then interleaved repeats."""
+    """Return seconds of each side, interleaved repeats after a warm-up."""
     _, tokenizer = crosslayer.load_model("smollm2", device="cpu")
     ids = pack(load_documents(TextSource()), tokenizer, sequences=1, length=length)
     models = {side: build(side)[0] for side in sides}
-    found = {side: [] for side in sides}
+    seconds = {side: [] for side in sides}
     for repeat in range(repeats + 1):
         for side in sides:
             started = time.perf_counter()
             SIDES[side](models[side], ids)
             if repeat:
-                found[side].append(time.perf_counter() - started)
-    return found
+                seconds[side].append(time.perf_counter() - started)
+    return seconds
 
 
 @torch.no_grad()
 def peak(side, length):
-    """Return the peak resident set of one run of a side in this process, in bytes."""
+    """Return the peak resident set of a run of a side in this process, in bytes, and its seconds."""
     model, tokenizer = build(side)
     ids = pack(load_documents(TextSource()), tokenizer, sequences=1, length=length)
     started = time.perf_counter()
@@ -171,7 +171,7 @@ def child(python, *arguments):
 
 
 def row(name, seconds, reference, memory, base):
-    """Return one row of the table."""
+    """Return a row of the table."""
     ratios = [a / b for a, b in zip(seconds, reference, strict=True)]
     return {
         "side": name,
@@ -187,7 +187,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--long", type=int, default=8192, help="one more diagnosis at this length, 0 for none")
+    parser.add_argument("--long", type=int, default=8192, help="a further diagnosis at this length, 0 for none")
     parser.add_argument("--lens", default=sys.executable, help="Python of an environment with transformer-lens")
     parser.add_argument("--json", type=Path, default=HERE.parent / "results" / "diagnose.json")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
@@ -198,20 +198,20 @@ def main():
         print(json.dumps(result))
         return
 
-    found = times(["plain", "crosslayer", "eager maps"], options.length, options.repeats)
-    memory = {side: child(sys.executable, "--child", "peak", side, str(options.length)) for side in found}
+    seconds = times(["plain", "crosslayer", "eager maps"], options.length, options.repeats)
+    memory = {side: child(sys.executable, "--child", "peak", side, str(options.length)) for side in seconds}
     base = memory["plain"]["bytes"]
-    rows = [row(side, found[side], found["plain"], memory[side]["bytes"], base) for side in found]
+    rows = [row(side, seconds[side], seconds["plain"], memory[side]["bytes"], base) for side in seconds]
     other = child(options.lens, "--child", "times", str(options.length), str(options.repeats))
     if other is not None:
         used = child(options.lens, "--child", "peak", "lens", str(options.length))
         rows.append(row("TransformerLens", other["lens"], other["plain"], used["bytes"], base))
     print("| side | time ÷ plain (min-max) | median seconds | peak memory | over plain |\n|---|---|---|---|---|")
-    for one in rows:
-        ratio, seconds = one["ratio"], one["seconds"]["median"]
+    for side in rows:
+        ratio, median = side["ratio"], side["seconds"]["median"]
         spread = f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})"
         print(
-            f"| {one['side']} | {spread} | {seconds:.2f} | {one['peak_mb']:.0f} MB | {one['over_plain_mb']:+.0f} MB |"
+            f"| {side['side']} | {spread} | {median:.2f} | {side['peak_mb']:.0f} MB | {side['over_plain_mb']:+.0f} MB |"
         )
     result = {"date": str(date.today()), "length": options.length, "repeats": options.repeats, "rows": rows}
     if options.long:

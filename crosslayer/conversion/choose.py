@@ -21,9 +21,9 @@ from crosslayer.plan import DepthPlan, parse_layers
 from crosslayer.probe.intercept import no_cache
 from crosslayer.probe.measures import mean_cosine
 from crosslayer.probe.stream import LayerStream, streams
-from crosslayer.probe.what_if import Wiring, look, what_if
+from crosslayer.probe.what_if import Sublayers, look, what_if
 
-SIMILARITIES = {"attention": "attention_io_similarity", "layer": "layer_io_similarity"}  # what goes → measure
+RANKED = ("attention", "layer")  # what may go by the similarity of what enters and leaves it
 
 
 def choose(
@@ -84,17 +84,15 @@ class Automatic:
         if self.kind.grouped:
             return self._similar_maps(ids)
         taken = self._what_goes()
-        if taken not in SIMILARITIES:
+        if taken not in RANKED:
             raise ValueError("--layers auto ranks attention and whole layers; name the layers whose MLP goes")
         greedy = self.request.options.select == "greedy"
         chosen = self._greedy(ids, taken) if greedy else self._least_turning(ids, taken)
         return [[layer] for layer in sorted(chosen)]
 
     def _similar_maps(self, ids: Tensor) -> Groups:
-        with self.progress("choosing layers", len(ids)) as bar:
-            diagnosis = diagnose(self.model, ids, progress=bar.step)
-        similarity = diagnosis.samples["map_similarity_without_first"].mean(axis=0)  # (N, L, L) → (L, L)
-        groups = similar_groups(similarity, diagnosis.shapes, self.count)
+        similarity = diagnose(self.model, ids, progress=self.progress).map_similarity_without_first  # (L, L)
+        groups = similar_groups(similarity, look(self.model).shapes, self.count)
         reached = sum(len(group) - 1 for group in groups)
         if reached < self.count:
             raise ValueError(f"--count {self.count}: masks allow at most {reached} layers to follow another")
@@ -116,9 +114,9 @@ class Automatic:
 
     def _least_turning(self, ids: Tensor, taken: str) -> list[int]:
         """Return the layers whose input and output are most similar."""
-        with self.progress("choosing layers", len(ids)) as bar:
-            diagnosis = diagnose(self.model, ids, progress=bar.step)
-        similarity = diagnosis.samples[SIMILARITIES[taken]].mean(axis=0)  # (N, L) → (L,)
+        diagnosis = diagnose(self.model, ids, progress=self.progress)
+        layers, attention = diagnosis.layer_io_similarity, diagnosis.attention_io_similarity
+        similarity = attention if taken == "attention" else layers  # (L,)
         return [int(layer) for layer in np.argsort(-similarity, kind="stable")[: self.count]]
 
     @torch.no_grad()
@@ -131,7 +129,7 @@ class Automatic:
         return chosen
 
 
-def _cosines(model: PreTrainedModel, ids: Tensor, taken: str, plan: DepthPlan, wiring: Wiring) -> dict[int, float]:
+def _cosines(model: PreTrainedModel, ids: Tensor, taken: str, plan: DepthPlan, wiring: Sublayers) -> dict[int, float]:
     """Return by layer the mean cosine of the stream before and after what would go, under a plan."""
     samples: dict[int, list[float]] = {}
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from crosslayer.corpus.windows import Windows
 from crosslayer.method import Compensation
 from crosslayer.plan import DepthPlan
-from crosslayer.probe.what_if import Wiring, what_if
+from crosslayer.probe.what_if import Sublayers, what_if
 
 ROWS = 128  # of logits at a time, so that no second copy of a window's logits is made
 Run = Callable[[Tensor], Tensor]  # ids (1, T) → logits (1, T, V)
@@ -48,7 +48,7 @@ def logits_of(model: PreTrainedModel) -> Run:
     return lambda ids: model(input_ids=ids.to(model.device), use_cache=False).logits
 
 
-def logits_if(model: PreTrainedModel, plan: DepthPlan, wiring: Wiring) -> Run:
+def logits_if(model: PreTrainedModel, plan: DepthPlan, wiring: Sublayers) -> Run:
     """Return the forward pass of a model that pretends to be wired by `plan`."""
 
     def run(ids: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from crosslayer.corpus.windows import Windows
 from crosslayer.method import Method
 from crosslayer.output.progress import Meter
 from crosslayer.plan import DepthPlan
-from crosslayer.probe.what_if import Wiring, look
+from crosslayer.probe.what_if import Sublayers, look
 
 POINTS = 8  # of the curve, at most
 
@@ -62,7 +62,7 @@ def methods_by_damage(
 class Measure:
     """KL to the original over the search text, whose logits are kept."""
 
-    def __init__(self, model: PreTrainedModel, wiring: Wiring, windows: Windows):
+    def __init__(self, model: PreTrainedModel, wiring: Sublayers, windows: Windows):
         self.model, self.wiring, self.windows, self.passes = model, wiring, windows, 0
         started = time.perf_counter()
         original = logits_of(model)
@@ -83,7 +83,7 @@ class Measure:
 
 
 def _measured(
-    model: PreTrainedModel, wiring: Wiring, search: Search, windows: Windows, progress: Meter
+    model: PreTrainedModel, wiring: Sublayers, search: Search, windows: Windows, progress: Meter
 ) -> tuple[list[CurvePoint], list[FixedBlocks]]:
     """Measure the picks on the unsearched windows, and fixed blocks beside the last of them."""
     picks = _spread_out(search.curve[1:])

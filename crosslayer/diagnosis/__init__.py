@@ -1,1 +1,1 @@
-"""Measure every layer of a model in one forward pass a sequence."""
+"""Measures every layer of a model, a forward pass for each sequence, and says what that means."""

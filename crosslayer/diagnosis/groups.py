@@ -1,15 +1,18 @@
-"""Candidate groups of layers that may share: by depth alone, or by the similarity of their maps."""
+"""Candidate groups of layers that may share: by depth alone, or by the similarity of their maps.
+
+By depth is the rule of arXiv 2502.00439, whose groups are called superblocks.
+"""
 
 import numpy as np
 
 from crosslayer.probe.shapes import LayerShape, may_share
 
-PAPER_SIZE = 4  # UniAttn's superblock
+PAPER_SIZE = 4  # layers of the paper's superblocks
 Groups = list[list[int]]
 
 
 def paper_groups(shapes: list[LayerShape | None], size: int = PAPER_SIZE) -> Groups:
-    """Return UniAttn's superblocks: `size` layers each, from the last layer down within the top half, leftovers alone.
+    """Return the paper's superblocks: `size` layers each from the top down, within the top half, leftovers alone.
 
     A block that would mix layers that may not share is left out.
     """
@@ -26,8 +29,8 @@ def paper_groups(shapes: list[LayerShape | None], size: int = PAPER_SIZE) -> Gro
 def similar_groups(similarity: np.ndarray, shapes: list[LayerShape | None], followers: int) -> Groups:
     """Return contiguous groups with `followers` followers in all, joined greedily by the lowest similarity inside.
 
-    Joining two neighbouring groups makes one follower more; at each step the union whose least similar pair is most
-    similar is made (complete linkage). `similarity` is (L, L), without the first column.
+    Joining two neighbouring groups adds a follower; each step takes the union whose least similar pair is most
+    similar (complete linkage). `similarity` is (L, L), without the first column.
     """
     groups: Groups = [[i] for i, shape in enumerate(shapes) if shape is not None]
     for _ in range(followers):

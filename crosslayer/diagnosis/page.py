@@ -10,7 +10,7 @@ from crosslayer.output.record import Measure
 from crosslayer.output.words import measured_on
 
 LAYER = "layer"
-FIRST, *OTHERS = COLORS  # the first token has one color on the whole page, what is not about it has others
+FIRST, *OTHERS = COLORS  # the first color is the first token's on the whole page
 SHARE, COSINE = (0.0, 1.0), (-1.0, 1.0)  # what is possible
 
 Card = tuple[str, str, str]  # title, figure, explanation
@@ -93,7 +93,7 @@ def tables(record: DiagnosisRecord) -> list[Table]:
     versions = record.environment.versions
     settings = {
         **record.model.model_dump(by_alias=True),
-        **record.settings.model_dump(),
+        **record.settings.model_dump(exclude_none=True),
         **{f"{package} version": version for package, version in versions.items()},
         **record.environment.machine.model_dump(),
         "seconds": f"{record.seconds:.1f}",
@@ -135,12 +135,12 @@ def _known(measure: Measure) -> list[tuple[int, float]]:
 
 
 def _lowest(measure: Measure) -> tuple[int, float]:
-    """Return the layer with the lowest mean, and that mean; NaN where no layer has one."""
+    """Return the layer with the lowest mean, and that mean; NaN where there is none."""
     return min(_known(measure), key=lambda pair: pair[1])
 
 
 def _highest(measure: Measure) -> tuple[int, float]:
-    """Return the layer with the highest mean, and that mean; NaN where no layer has one."""
+    """Return the layer with the highest mean, and that mean; NaN where there is none."""
     return max(_known(measure), key=lambda pair: pair[1])
 
 
@@ -175,7 +175,7 @@ def _peaks(ratio: Measure) -> Panel:
     layer, top = _highest(ratio)
     sentence = (
         f"Norm of the first token's hidden state, entering each layer, over the median of the others: {top:.3g} at layer "
-        f"{layer}. A jump marks the layer before it as the one that makes the sink; 1 is unremarkable."
+        f"{layer}. A jump marks the layer before it as the maker of the sink; 1 is unremarkable."
     )
     return _ratio("hidden_norm_ratio", "Hidden-state peak", sentence, ratio)
 
@@ -200,7 +200,7 @@ def _similarities(record: DiagnosisRecord) -> list[Panel]:
             "map_similarity",
             "Map similarity",
             "Cosine between the head-averaged softmax maps of every two layers. Bright blocks on the diagonal look like "
-            "layers that could share one map: compare the next figure before you believe it.",
+            "layers that could share a map: compare the next figure before you believe it.",
             record.measures.map_similarity,
         ),
         _similarity(
@@ -233,7 +233,7 @@ def _adjacent(record: DiagnosisRecord) -> Panel:
     ]
     neighbours = record.verdict.neighbours
     whole, rest = neighbours.map_similarity, neighbours.map_similarity_without_first
-    sentence = "Cosine of each layer's map with the one below it."
+    sentence = "Cosine of each layer's map with that of the layer below."
     if whole is not None and rest is not None:
         sentence += (
             f" In the top half the mean is {whole:.2f}, and {rest:.2f} without the first column. A gap between the two is "
@@ -245,7 +245,7 @@ def _adjacent(record: DiagnosisRecord) -> Panel:
 
 
 def _of_neighbours(cosines: Measure, name: str, color: str) -> Line:
-    """Return the cosine of each layer with the layer below, the diagonal beside the main one."""
+    """Return the cosine of each layer with the layer below, the diagonal beside the main diagonal."""
     upper = range(1, len(cosines.mean))
     low, high = _band(None if cosines.ci95 is None else [cosines.ci95[i][i - 1] for i in upper])
     return Line(name, [float(i) for i in upper], [cosines.mean[i][i - 1] for i in upper], low, high, color)

@@ -1,16 +1,18 @@
 """What `record.json` of a diagnosis holds: plain data whose keys are the attributes here."""
 
-from typing import ClassVar
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from crosslayer.output.record import Environment, Frozen, Measure, PositionBins
+from crosslayer.output.record import Environment, Frozen, Measure, Options, PositionBins
+
+PAIRS = ("map_similarity", "map_similarity_without_first", "map_similarity_per_head")  # measures of two layers
 
 
 class ModelFacts(Frozen):
     """What is known of the model itself; `masks` has words for each layer, None where it has no attention."""
 
-    class_: str = Field(alias="class")
+    class_: str = Field(validation_alias="class", serialization_alias="class")
     type: str
     layers: int
     attention_layers: int
@@ -23,7 +25,7 @@ class ModelFacts(Frozen):
     masks: list[str | None]
 
 
-class Settings(Frozen):
+class Settings(Options):
     """What was measured: `model` and `text` as a result calls them, and how the text was cut.
 
     For token ids `text`, `seed` and `bos` are None and `documents` is empty.
@@ -31,7 +33,7 @@ class Settings(Frozen):
 
     model: str
     text: str | None
-    documents: list[int] = Field(description="number of each sequence's document, -1 for one joined from several")
+    documents: list[int] = Field(description="number of each sequence's document, -1: joined from several")
     sequences: int
     length: int
     seed: int | None
@@ -179,9 +181,7 @@ class Verdict(Frozen):
 class DiagnosisRecord(Frozen):
     """What `record.json` of a diagnosis holds; `schema_` is written as "schema"."""
 
-    SCHEMA: ClassVar[str] = "crosslayer/diagnosis/2"
-
-    schema_: str = Field(SCHEMA, alias="schema", pattern=f"^{SCHEMA}$")
+    schema_: Literal["crosslayer/diagnosis/2"] = Field(default="crosslayer/diagnosis/2", alias="schema")
     model: ModelFacts
     settings: Settings
     measures: Measures
@@ -193,3 +193,16 @@ class DiagnosisRecord(Frozen):
     words: list[str] = Field(description="the verdict in sentences")
     seconds: float
     environment: Environment
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> Self:
+        """Refuse measures that are not of the model's layers."""
+        layers = self.model.layers
+        measures = list(self.measures) + (list(self.cross_layer) if self.cross_layer is not None else [])
+        for name, measure in measures:
+            mean, interval = measure.array, measure.interval
+            if mean.shape[0] != layers or (name in PAIRS and mean.shape != (layers, layers)):
+                raise ValueError(f"{name} has the shape {mean.shape}, and the model has {layers} layers")
+            if interval is not None and interval.shape != (*mean.shape, 2):
+                raise ValueError(f"{name} has the shape {mean.shape}, and its interval {interval.shape}")
+        return self

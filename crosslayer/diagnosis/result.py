@@ -65,7 +65,7 @@ class Diagnosis(DiagnosisRecord, Result):
 
     @property
     def value_spectrum(self) -> np.ndarray:
-        """Eigenvalues of the values' second moment, all heads in one vector, largest first, (L, H_kv·D)."""
+        """Eigenvalues of the values' second moment, all heads in a single vector, largest first, (L, H_kv·D)."""
         return self.measures.value_spectrum.array
 
     @property

@@ -1,6 +1,6 @@
-"""Diagnose a model: every measure of every layer in one forward pass a sequence, with intervals over sequences.
+"""Diagnose a model: every measure of every layer, a forward pass for each sequence, intervals over sequences.
 
-Flows: tokens → measures of one sequence (`diagnosis/sequence.py`) → mean and interval → verdict → result.
+Flows: tokens → measures of a sequence (`diagnosis/sequence.py`) → mean and interval → verdict → result.
 """
 
 import time
@@ -50,7 +50,7 @@ def diagnose(
 
     Args:
         model: a causal or bidirectional Hugging Face model whose attention goes through the attention interface, or
-            the name of one: of the hub, of a folder, or smollm2 or minilm.
+            a name: of the hub, of a folder, or smollm2 or minilm.
         text: token ids (B, T) with T ≥ 2 and no padding, a `TextSource`, texts, or None for the embedded corpus.
         tokenizer: needed for texts on a model that is loaded already, and to show tokens as text.
         sequences: how many sequences are cut from the text; `length` tokens each, in an order drawn with `seed`, their
@@ -77,8 +77,6 @@ def diagnose(
         check_length(loaded, length)
     windows = read_windows(text, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos, meter=progress)
     check_model(loaded, windows.ids)
-    started = time.perf_counter()
-    measured = _measure(loaded, windows.ids, cross_layer, progress)
     cut = not isinstance(text, Tensor)
     known = {
         "model": name,
@@ -90,7 +88,10 @@ def diagnose(
         "bos": bos if cut else None,
         "cross_layer": cross_layer,
     }
-    return _diagnosis(loaded, tokenizer, windows.ids, measured, Settings(**{**known, **(settings or {})}), started)
+    about = Settings(**{**known, **(settings or {})})
+    started = time.perf_counter()
+    measured = _measure(loaded, windows.ids, cross_layer, progress)
+    return _diagnosis(loaded, tokenizer, windows.ids, measured, about, started)
 
 
 def check_model(model: PreTrainedModel, ids: Tensor) -> None:

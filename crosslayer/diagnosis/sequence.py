@@ -1,4 +1,4 @@
-"""Every measure of every layer in one forward pass over one sequence.
+"""Every measure of every layer in a single forward pass over a sequence.
 
 Flows: tokens → visited attention calls and residual streams → measures. The forward pass keeps queries and keys; the
 maps are computed from them afterwards, block by block (`probe/maps.py`).
@@ -36,7 +36,7 @@ STREAM_MEASURES = (
 
 @dataclass(frozen=True)
 class SequenceMeasures:
-    """The measures of one sequence in float64.
+    """The measures of a sequence in float64.
 
     Attributes:
         measures: by name, (L,), (L, L) or (L, k).

@@ -48,7 +48,7 @@ def _of_layer(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokenize
 
 
 def _text(token: int, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return a token as text; the first one of sequences that begin differently is only called that."""
+    """Return a token as text; where sequences begin differently, the first is only called that."""
     if token == FIRST:
         if len(set(ids[:, 0].tolist())) > 1:
             return "first token"

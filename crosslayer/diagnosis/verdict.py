@@ -107,7 +107,7 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
 
 
 class _Cells:
-    """The cached elements of each layer, for sequences of one length."""
+    """The cached elements of each layer, for sequences of equal length."""
 
     def __init__(self, shapes: Shapes, length: int):
         self.by_layer = [(0, 0) if shape is None else shape.cached(length) for shape in shapes]

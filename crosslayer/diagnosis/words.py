@@ -61,7 +61,7 @@ def _redundancy_words(redundancy: Redundancy) -> list[str]:
         return []
     named = ", ".join(f"{entry.layer} ({entry.similarity:.3f})" for entry in redundancy.attention[:SHOWN])
     return [
-        f"Attention changes its input least, by cos(x, x + Attn(x)), in layers {named}: candidates to go without it."
+        f"Attention changes its input least, by cos(x, x + Attn(x)), in layers {named}: candidates to do without it."
     ]
 
 
@@ -89,8 +89,8 @@ def _cache_words(cache: CacheCandidates) -> list[str]:
     removed = cache.attention_removed
     if removed.layers:
         sentences.append(
-            f"Without the attention of layers {ranges(removed.layers)}, which changes its input least, "
-            f"{removed.share:.2%} would be left."
+            f"Taking away the attention of layers {ranges(removed.layers)}, which changes its input least, would leave "
+            f"{removed.share:.2%} of it."
         )
     return sentences
 

@@ -158,7 +158,7 @@ def _planned(model: PreTrainedModel, request: Request) -> _Experiment:
     roles: dict[int, Role] = dict.fromkeys(request.positions, "intervened")
     roles.setdefault(0, "first token")
     for control in controls:
-        roles.setdefault(control.position, "left alone")
+        roles.setdefault(control.alone, "left alone")
     groups = scanned(model, interventions, request.scan)
     with intervene(model, *interventions):
         pass

@@ -2,11 +2,11 @@
 
 import math
 
-from crosslayer.intervention.record import Change, EffectRecord, Place
+from crosslayer.intervention.record import Change, EffectRecord, LayerMeasure, Place
 from crosslayer.intervention.sentences import describe, mean_of, probes, sentences, top_of
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, by_position, same_scale
-from crosslayer.output.record import Measure, PositionBins
+from crosslayer.output.record import PositionBins
 from crosslayer.output.words import measured_on, ranges
 
 LAYER = "layer"
@@ -136,18 +136,18 @@ def _sides(key: str, title: str, words: str, axis: str, change: Change, bounds: 
     return Panel(key, title, words, LAYER, axis, lines, log_y=key.endswith("norm_ratio"), bounds=bounds)
 
 
-def _line(name: str, measure: Measure, color: str) -> Line:
+def _line(name: str, measure: LayerMeasure, color: str) -> Line:
     """Return the means of a measure by layer with their band."""
     low, high = (None if measure.ci95 is None else [pair[end] for pair in measure.ci95] for end in (0, 1))
     return Line(name, _layers(measure), measure.mean, low, high, color)
 
 
-def _mean_line(name: str, measure: Measure, color: str, dashed: bool = False) -> Line:
+def _mean_line(name: str, measure: LayerMeasure, color: str, dashed: bool = False) -> Line:
     """Return the means of a measure by layer."""
     return Line(name, _layers(measure), measure.mean, color=color, dashed=dashed)
 
 
-def _layers(measure: Measure) -> list[float]:
+def _layers(measure: LayerMeasure) -> list[float]:
     return [float(layer) for layer in range(len(measure.mean))]
 
 

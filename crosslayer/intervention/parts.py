@@ -9,8 +9,18 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from crosslayer.intervention.readings import Sample
-from crosslayer.intervention.record import Change, LossChange, ModelFacts, Place, Reading, Role, Scalar, Trial
-from crosslayer.output.summary import measure, summarise
+from crosslayer.intervention.record import (
+    Change,
+    LayerMeasure,
+    LossChange,
+    ModelFacts,
+    Place,
+    Reading,
+    Role,
+    Scalar,
+    Trial,
+)
+from crosslayer.output.summary import summarise
 from crosslayer.probe.intercept import layer_stack
 
 
@@ -41,16 +51,28 @@ def place(position: int, role: Role, index: int, before: Sample, after: Sample) 
     )
 
 
+def by_layer(sample: np.ndarray) -> LayerMeasure:
+    """Summarise readings by layer, (N, L)."""
+    return LayerMeasure.model_validate(summarise(sample))
+
+
 def change(before: np.ndarray, after: np.ndarray) -> Change:
     """Summarise readings by layer, (N, L) each, and their paired difference."""
-    return Change(before=measure(before), after=measure(after), difference=measure(after - before))
+    return Change(before=by_layer(before), after=by_layer(after), difference=by_layer(after - before))
 
 
 def loss_change(before: np.ndarray | None, after: np.ndarray | None, index: int) -> LossChange | None:
-    """Summarise the losses behind a position, of (N, P) each, and their paired difference."""
+    """Summarise the losses behind a position, of (N, P) each, and their paired difference.
+
+    Raises:
+        ValueError: a loss is not finite.
+
+    """
     if before is None or after is None or np.isnan(before[:, index]).all():
         return None
     start, end = before[:, index], after[:, index]
+    if not np.isfinite([start, end]).all():
+        raise ValueError("the loss is not finite; try another dtype, such as float32")
     sides = {"before": start, "after": end, "difference": end - start}
     return LossChange(**{side: Scalar.model_validate(summarise(losses)) for side, losses in sides.items()})
 
@@ -59,10 +81,10 @@ def reading(sample: Sample, index: int, count: int | None = None) -> Reading:
     """Summarise the readings of a watched position, by its index among them, over the first `count` sequences."""
     mlp = sample.mlp_l1_l2
     return Reading(
-        attention_received=measure(sample.attention_received[:count, :, index]),
-        hidden_norm_ratio=measure(sample.hidden_norm_ratio[:count, :, index]),
-        value_norm_ratio=measure(sample.value_norm_ratio[:count, :, index]),
-        mlp_l1_l2=None if mlp is None else measure(mlp[:count, :, index]),
+        attention_received=by_layer(sample.attention_received[:count, :, index]),
+        hidden_norm_ratio=by_layer(sample.hidden_norm_ratio[:count, :, index]),
+        value_norm_ratio=by_layer(sample.value_norm_ratio[:count, :, index]),
+        mlp_l1_l2=None if mlp is None else by_layer(mlp[:count, :, index]),
     )
 
 

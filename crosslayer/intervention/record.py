@@ -3,16 +3,23 @@
 Shapes: L layers. A measure by layer holds None where a layer has no such sublayer.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from crosslayer.intervention.kinds import Entry
 from crosslayer.output.record import Environment, Frozen, Measure, PositionBins
 
 SCHEMA = "crosslayer/intervention/2"
 Role = Literal["intervened", "first token", "left alone"]
+
+
+class LayerMeasure(Measure):
+    """A measure by layer, (L,): mean over n sequences, and the ends of its 95 % Student-t interval."""
+
+    mean: list[float | None] = Field(min_length=1)
+    ci95: list[tuple[float | None, float | None]] | None = Field(description="None for a single sequence")
 
 
 class Scalar(Frozen):
@@ -26,9 +33,9 @@ class Scalar(Frozen):
 class Change(Frozen):
     """A measure by layer before and under an intervention, with the paired difference over sequences."""
 
-    before: Measure
-    after: Measure
-    difference: Measure
+    before: LayerMeasure
+    after: LayerMeasure
+    difference: LayerMeasure
 
     @property
     def means(self) -> np.ndarray:
@@ -55,14 +62,26 @@ class Place(Frozen):
     mlp_l1_l2: Change | None = Field(description="None where no layer has an MLP of its own")
     loss_behind: LossChange | None = Field(description="None for encoders, and for positions before all that changes")
 
+    @property
+    def changes(self) -> list[Change]:
+        """Everything that was measured by layer."""
+        changes = [self.attention_received, self.hidden_norm_ratio, self.value_norm_ratio]
+        return changes if self.mlp_l1_l2 is None else [*changes, self.mlp_l1_l2]
+
 
 class Reading(Frozen):
     """The measures of a position by layer, over the probes, in a single state of the model."""
 
-    attention_received: Measure
-    hidden_norm_ratio: Measure
-    value_norm_ratio: Measure
-    mlp_l1_l2: Measure | None
+    attention_received: LayerMeasure
+    hidden_norm_ratio: LayerMeasure
+    value_norm_ratio: LayerMeasure
+    mlp_l1_l2: LayerMeasure | None
+
+    @property
+    def measures(self) -> list[LayerMeasure]:
+        """Everything that was measured by layer."""
+        measures = [self.attention_received, self.hidden_norm_ratio, self.value_norm_ratio]
+        return measures if self.mlp_l1_l2 is None else [*measures, self.mlp_l1_l2]
 
 
 class Trial(Reading):
@@ -127,3 +146,15 @@ class EffectRecord(Frozen):
     controls: list[Control]
     seconds: float
     environment: Environment
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        """Refuse measures that do not have an entry for each layer."""
+        readings = [*self.scan, *(side for control in self.controls for side in (control.before, control.after))]
+        measures = [measure for reading in readings for measure in reading.measures]
+        for place in self.places:
+            measures += [side for change in place.changes for side in (change.before, change.after, change.difference)]
+        for measure in measures:
+            if {len(measure.mean), len(measure.ci95 or measure.mean)} != {self.model.layers}:
+                raise ValueError(f"a measure has {len(measure.mean)} entries; the model has {self.model.layers} layers")
+        return self

@@ -1,11 +1,11 @@
 """An intervention in words and in a few figures, from its record alone."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from crosslayer.intervention.kinds import Kind, to_entry
-from crosslayer.intervention.record import Change, Control, EffectRecord, LossChange, Place, Trial
-from crosslayer.output.record import Measure
+from crosslayer.intervention.record import Change, Control, EffectRecord, LayerMeasure, LossChange, Place, Trial
 from crosslayer.output.words import ranges
 
 
@@ -61,7 +61,7 @@ def _received(name: str, place: Place, rows: str) -> str:
     top = _argmax(larger)
     return (
         f"{name} receives {mean_of(before):.2%} of {rows} attention before and {mean_of(after):.2%} after, on average "
-        f"over layers; in layer {top} {before[top]:.1%} and {after[top]:.1%}."
+        f"over layers; in layer {top} {_number(before[top]):.1%} and {_number(after[top]):.1%}."
     )
 
 
@@ -69,10 +69,11 @@ def _norms(place: Place) -> str:
     hidden, values = place.hidden_norm_ratio, place.value_norm_ratio
     top = _argmax(hidden.after.mean)
     low = _argmax([None if ratio is None else -ratio for ratio in values.after.mean])
+    peak = [_number(side.mean[top]) for side in (hidden.before, hidden.after)]
+    drain = [_number(side.mean[low]) for side in (values.before, values.after)]
     return (
-        f"Its hidden norm is at most {hidden.after.mean[top]:.3g} times the median of the others (entering layer "
-        f"{top}; {hidden.before.mean[top]:.3g} before), its value norm as low as {values.after.mean[low]:.2f} times "
-        f"(layer {low}; {values.before.mean[low]:.2f} before)."
+        f"Its hidden norm is at most {peak[1]:.3g} times the median of the others (entering layer {top}; {peak[0]:.3g} "
+        f"before), its value norm as low as {drain[1]:.2f} times (layer {low}; {drain[0]:.2f} before)."
     )
 
 
@@ -125,26 +126,33 @@ def headline(record: EffectRecord) -> dict[str, Any]:
     }
 
 
-def _both(change: Change, figure: Callable[[list[float]], float]) -> dict[str, float]:
-    """Return a figure of the layers that have the measure, before and after."""
-    return {"before": figure(_known(change.before.mean)), "after": figure(_known(change.after.mean))}
+def _both(change: Change, figure: Callable[[list[float]], float]) -> dict[str, float | None]:
+    """Return a figure of the layers that have the measure, before and after; None where no layer has it."""
+    before, after = _known(change.before.mean), _known(change.after.mean)
+    return {"before": figure(before) if before else None, "after": figure(after) if after else None}
 
 
-def mean_of(shares: list[Any]) -> float:
-    """Return the mean over the layers that have the measure."""
+def mean_of(shares: list[float | None]) -> float:
+    """Return the mean over the layers that have the measure, NaN where none has it."""
     known = _known(shares)
-    return sum(known) / len(known)
+    return sum(known) / len(known) if known else math.nan
 
 
-def top_of(measure: Measure) -> float:
-    """Return the largest mean of all layers."""
-    return max(_known(measure.mean))
+def top_of(measure: LayerMeasure) -> float:
+    """Return the largest mean of all layers, NaN where none has the measure."""
+    return max(_known(measure.mean), default=math.nan)
 
 
-def _known(means: list[Any]) -> list[float]:
+def _known(means: list[float | None]) -> list[float]:
     return [mean for mean in means if mean is not None]
 
 
-def _argmax(means: list[Any]) -> int:
-    """Return the layer with the largest mean."""
-    return max((layer for layer, mean in enumerate(means) if mean is not None), key=lambda layer: means[layer])
+def _argmax(means: list[float | None]) -> int:
+    """Return the layer with the largest mean, the first where no layer has the measure."""
+    known = {layer: mean for layer, mean in enumerate(means) if mean is not None}
+    return max(known, key=lambda layer: known[layer], default=0)
+
+
+def _number(mean: float | None) -> float:
+    """Return a mean as a number to print."""
+    return math.nan if mean is None else mean

@@ -23,10 +23,15 @@ class Scanned(NamedTuple):
 
 
 class Shifted(NamedTuple):
-    """The interventions of a control, and the position that its readings are about."""
+    """The interventions of a control, and where the main position comes to lie: a token that is left alone so far."""
 
-    position: int
+    alone: int
     interventions: tuple[Kind, ...]
+
+    @property
+    def position(self) -> int:
+        """The position that its readings are about: swaps stay where they are."""
+        return positions_of(self.interventions[0])[0]
 
 
 def scanned(

@@ -19,7 +19,6 @@ class Result(BaseModel):
     """The result of a verb: its fields are what `record.json` holds, checked on construction, and frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-    SCHEMA: ClassVar[str]  # what the record's "schema" says; its number rises when keys move
 
     def record(self) -> dict[str, Any]:
         """Return everything as plain data, exactly what `record.json` holds."""
@@ -33,11 +32,9 @@ class Result(BaseModel):
             ValueError: the record is of another version, or (as a `pydantic.ValidationError`) does not fit.
 
         """
-        schema = record.get("schema")
-        if schema != cls.SCHEMA:
-            raise ValueError(
-                f"the record's schema is {schema!r}, this version of crosslayer reads {cls.SCHEMA!r}: make it again"
-            )
+        schema, readable = str(record.get("schema")), cls.model_fields["schema_"].default
+        if schema != readable:
+            raise ValueError(f"the record is {schema[:60]!r}; this release reads {readable}")
         return cls.model_validate(record)
 
     @abstractmethod

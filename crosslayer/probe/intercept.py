@@ -24,7 +24,7 @@ PREFIX = "crosslayer_"
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one attention module hands to its attention function.
+    """What an attention module hands to its attention function.
 
     `query` (B, H, T, D), `key` (B, H_kv, S, D) and `value` (B, H_kv, S, D_v) stand after rotary embedding and qk-norm.
     `mask` is the model's own: None (then `causal` decides), boolean (True: may attend) or added to the scores.
@@ -46,9 +46,9 @@ class AttentionCall:
 
     @property
     def scaling(self) -> float:
-        """Factor on the scores; 1/√D unless the model gives one."""
-        given = self.options.get("scaling")
-        return self.query.shape[-1] ** -0.5 if given is None else given
+        """Factor on the scores; 1/√D unless the model has its own."""
+        own = self.options.get("scaling")
+        return self.query.shape[-1] ** -0.5 if own is None else own
 
     @property
     def softcap(self) -> float | None:
@@ -73,8 +73,8 @@ class AttentionCall:
     @property
     def causal(self) -> bool:
         """Whether a missing mask means causal: transformers' own rule."""
-        given = self.options.get("is_causal")
-        return getattr(self.module, "is_causal", True) if given is None else given
+        of_call = self.options.get("is_causal")
+        return getattr(self.module, "is_causal", True) if of_call is None else of_call
 
 
 Handler = Callable[[AttentionCall], AttentionCall]
@@ -107,7 +107,7 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     """Return the list of Transformer layers: the largest `ModuleList` with `num_hidden_layers` entries.
 
     Raises:
-        ValueError: there is none (for example where all layers share one module), or the model is an encoder-decoder.
+        ValueError: there is none (where all layers are the same module, say), or the model is an encoder-decoder.
 
     """
     config = model.config.get_text_config()
@@ -129,7 +129,7 @@ def no_cache(model: PreTrainedModel) -> dict[str, bool]:
 
 
 def text_model(model: PreTrainedModel) -> nn.Module:
-    """Return the part of a model that its text config describes: not the vision tower of a multimodal one."""
+    """Return the part of a model that its text config describes: without a vision tower."""
     config = model.config.get_text_config()
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config), model)
 
@@ -150,8 +150,8 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 def intercepted(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     """Send every attention call inside the stack of layers through `handler` before the model's own function.
 
-    What the handler returns is what the model computes. Contexts nest: the outermost handler comes first, so an inner
-    one sees what the outer ones changed. Everything is restored on exit, also after an exception.
+    What the handler returns is what the model computes. Contexts nest: the outermost handler comes first, so that
+    inner handlers see what it changed. Everything is restored on exit, also after an exception.
 
     Raises:
         ValueError: the model's attention does not go through the attention interface (Falcon, BLOOM).
@@ -220,17 +220,18 @@ def visited(model: PreTrainedModel, see: Callable[[AttentionCall], None]) -> Ite
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Return every config whose attention implementation `set_attn_implementation` may change."""
-    found: dict[int, PreTrainedConfig] = {}
+    configs: dict[int, PreTrainedConfig] = {}
     waiting = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     while waiting:
         config = waiting.pop()
-        if config is not None and id(config) not in found:
-            found[id(config)] = config
+        if config is not None and id(config) not in configs:
+            configs[id(config)] = config
             waiting += [getattr(config, key) for key in config.sub_configs]
-    return list(found.values())
+    return list(configs.values())
 
 
 def _owners(model: PreTrainedModel) -> dict[nn.Module, int]:
+    """Return the layer of every module inside the stack."""
     return {module: i for i, layer in enumerate(layer_stack(model)) for module in layer.modules()}
 
 

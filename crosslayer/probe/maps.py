@@ -1,10 +1,10 @@
-"""Softmax maps of all layers of one sequence, a block of rows at a time.
+"""Softmax maps of all layers over a sequence, a block of rows at a time.
 
-For a block of R rows and one head, the scores of every layer go into one (L, R, S) buffer; softmax, sums and inner
+For a block of R rows and a single head, the scores of every layer go into one (L, R, S) buffer; softmax, sums and inner
 products across layers are taken there and the buffer is used again. Nothing of size S × S exists; memory is two such
 buffers (linear in S, bounded by a choice of R) beside the queries and keys.
 
-Shapes: L layers, H heads, S tokens (queries and keys of one sequence), R rows of a block, D head size.
+Shapes: L layers, H heads, S tokens (queries and keys of a sequence), R rows of a block, D head size.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ BUFFER_ELEMENTS = 8_000_000  # 32 MB in float32: large enough for full-speed pro
 
 @dataclass(frozen=True)
 class MapSums:
-    """What the measures need of the maps of one sequence, for the L visited layers.
+    """What the measures need of the maps of a sequence, for the L visited layers.
 
     `columns` (L, S): sums over rows of the head-averaged map; `diagonal` (L, S): its diagonal. `first_by_head` (L, H):
     sums of column 0, NaN where a layer has fewer heads. `gram`, `gram_without_first` (L, L): inner products of
@@ -39,12 +39,12 @@ class MapSums:
 
 @torch.no_grad()
 def map_sums(calls: list[AttentionCall]) -> MapSums:
-    """Return the sums over the maps of all `calls` (one a layer, batch 1, as many queries as keys)."""
+    """Return the sums over the maps of all `calls` (a call for each layer, batch 1, as many queries as keys)."""
     return _Blocks(calls).run()
 
 
 class _Blocks:
-    """Walks over the row blocks of one sequence; `scores` and `mean` are the two buffers."""
+    """Walks over the row blocks of a sequence; `scores` and `mean` are the two buffers."""
 
     def __init__(self, calls: list[AttentionCall]):
         self.calls = calls
@@ -97,7 +97,7 @@ class _Blocks:
         self.gram += rest + first @ first.T
 
     def _probabilities(self, scores: Tensor, head: int, start: int, stop: int, biases: list[Tensor | None]) -> None:
-        """Fill `scores` (L, R, width) with the softmax rows of one head; zeros where a layer lacks it."""
+        """Fill `scores` (L, R, width) with the softmax rows of a head; zeros where a layer lacks it."""
         width = scores.shape[-1]
         for i, call in enumerate(self.calls):
             out = scores[i]
@@ -127,7 +127,7 @@ class _Blocks:
         for i, call in enumerate(self.calls):
             if head >= self.heads[i]:
                 scores[i].zero_()
-            elif call.sinks is not None:  # softmax with one more logit: p·e^t / (e^t + e^sink)
+            elif call.sinks is not None:  # softmax with a further logit: p·e^t / (e^t + e^sink)
                 scores[i] *= torch.sigmoid(totals[i] - working(call.sinks)[head]).unsqueeze(-1)
 
 
@@ -151,8 +151,8 @@ class _Masks:
 
     def biases(self, start: int, stop: int, width: int) -> list[Tensor | None]:
         """Return, per layer, what to add to the last columns of the scores: (1 or H, R, ≤ width) or None."""
-        made = {key: self._bias(call, start, stop, width) for key, call in self.kinds.items()}
-        return [made[key] for key in self.keys]
+        biases = {key: self._bias(call, start, stop, width) for key, call in self.kinds.items()}
+        return [biases[key] for key in self.keys]
 
     def _bias(self, call: AttentionCall, start: int, stop: int, width: int) -> Tensor | None:
         if call.mask is not None:
@@ -174,11 +174,11 @@ class _Masks:
 
 
 def is_causal(call: AttentionCall) -> bool:
-    """Return whether no row sees a later key, looking at the mask itself where there is one."""
-    given = _tensor_mask(call)
-    if given is None:
+    """Return whether no row sees a later key, looking at the mask itself, if any."""
+    tensor = _tensor_mask(call)
+    if tensor is None:
         return call.causal
-    mask, step = given[0], 256
+    mask, step = tensor[0], 256
     for start in range(0, mask.shape[1], step):
         block = mask[:, start : start + step, start:]
         seen = block if block.dtype == torch.bool else block > torch.finfo(block.dtype).min / 2
@@ -195,9 +195,9 @@ def _tensor_mask(call: AttentionCall) -> Tensor | None:
 
 def rows_that_see(call: AttentionCall) -> Tensor:
     """Return how many rows other than its own may attend to each key, (S,); batch 1, as many queries as keys."""
-    size, given = call.key.shape[2], _tensor_mask(call)
-    if given is not None:
-        mask = given[0]
+    size, tensor = call.key.shape[2], _tensor_mask(call)
+    if tensor is not None:
+        mask = tensor[0]  # (1 or H, S, S)
         seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         return (seen.sum(dim=1) - seen.diagonal(dim1=1, dim2=2).long()).double().mean(dim=0)
     below = torch.arange(size - 1, -1, -1, device=call.key.device).double()
@@ -207,6 +207,6 @@ def rows_that_see(call: AttentionCall) -> Tensor:
 
 
 def _inner_products(rows: Tensor) -> Tensor:
-    """Return all inner products between layers, (L, R, S) → (L, L), as one small product per row."""
-    by_row = rows.transpose(0, 1)
+    """Return all inner products between layers, (L, R, S) → (L, L), as a small product per row."""
+    by_row = rows.transpose(0, 1)  # (R, L, S)
     return torch.bmm(by_row, by_row.transpose(1, 2)).double().sum(dim=0)

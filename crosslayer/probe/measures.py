@@ -1,8 +1,9 @@
-"""The measures of one sequence: pure functions on tensors, each with its source.
+"""The measures of a sequence: pure functions on tensors, each with its source.
 
-Shapes: T tokens, C hidden, H key-value heads, D head size, L layers. Sources: seed papers ResFormer (arXiv 2410.17897),
-the waiver ("Unveiling and Controlling Anomalous Attention Distribution in Transformers"), UniAttn (arXiv 2502.00439),
-LLMDrop (He et al., 2024).
+Shapes: T tokens, C hidden, H key-value heads, D head size, L layers.
+
+Sources by their arXiv numbers: 2410.17897 (Value Residual Learning), 2406.15786 (What Matters in Transformers?), and
+2403.03853 (ShortGPT); "the waiver" is Unveiling and Controlling Anomalous Attention Distribution in Transformers.
 """
 
 import torch
@@ -17,7 +18,7 @@ def working(x: Tensor) -> Tensor:
 
 
 def over_median(x: Tensor, position: int = 0) -> Tensor:
-    """Return one token over the median of the other tokens; `x` is (..., T) with T ≥ 2."""
+    """Return a token over the median of the other tokens, (..., T) → (...), with T ≥ 2."""
     others = torch.cat([x[..., :position], x[..., position + 1 :]], dim=-1)
     return x[..., position] / others.quantile(0.5, dim=-1)
 
@@ -33,22 +34,22 @@ def value_norms(value: Tensor) -> Tensor:
 
 
 def value_spectrum(value: Tensor) -> Tensor:
-    """Return the eigenvalues of (1/T) Σ v vᵀ with all heads in one vector v, largest first, (H, T, D) → (H·D,).
+    """Return the eigenvalues of (1/T) Σ v vᵀ with all heads in a single vector v, largest first, (H, T, D) → (H·D,).
 
-    ResFormer Eq. 12. With fewer tokens than dimensions the non-zero ones come from the (T, T) Gram matrix.
+    Eq. 12 of 2410.17897. With fewer tokens than dimensions the non-zero ones come from the (T, T) Gram matrix.
     """
     heads, tokens, size = value.shape
-    flat = working(value).transpose(0, 1).reshape(tokens, heads * size)
+    flat = working(value).transpose(0, 1).reshape(tokens, heads * size)  # (H, T, D) → (T, H·D)
     small = tokens < heads * size
     matrix = (flat @ flat.T if small else flat.T @ flat).double() / tokens
-    found = torch.linalg.eigvalsh(matrix).flip(0).clamp_min(0)
-    return torch.cat([found, found.new_zeros(heads * size - len(found))])
+    eigenvalues = torch.linalg.eigvalsh(matrix).flip(0).clamp_min(0)
+    return torch.cat([eigenvalues, eigenvalues.new_zeros(heads * size - len(eigenvalues))])
 
 
 def token_similarity(stream: Tensor) -> Tensor:
     """Return the mean cosine of all pairs of different tokens, (T, C) → (), in time linear in T.
 
-    ResFormer Eq. 13: with unit vectors u_i, the sum over i ≠ j is ‖Σ u_i‖² − T. High means over-smoothing.
+    Eq. 13 of 2410.17897: with unit vectors u_i, the sum over i ≠ j is ‖Σ u_i‖² − T. High means over-smoothing.
     """
     tokens = len(stream)
     sum_of_units = working(stream).T @ hidden_norms(stream).clamp_min(SMALLEST_NORM).reciprocal()  # (C,)
@@ -58,7 +59,7 @@ def token_similarity(stream: Tensor) -> Tensor:
 def mean_cosine(before: Tensor, after: Tensor) -> Tensor:
     """Return cos(before, after) averaged over the tokens, (T, C) twice → ().
 
-    LLMDrop ranks attention by cos(x, x + Attn(x)), ShortGPT layers by cos(x, layer(x)): near 1 means redundant.
+    2406.15786 ranks attention by cos(x, x + Attn(x)), ShortGPT layers by cos(x, layer(x)): near 1 means redundant.
     """
     products = torch.linalg.vecdot(working(before), working(after))  # (T,)
     norms = hidden_norms(before).clamp_min(SMALLEST_NORM) * hidden_norms(after).clamp_min(SMALLEST_NORM)
@@ -71,12 +72,12 @@ def l1_over_l2(update: Tensor) -> Tensor:
 
 
 def importance(column_sums: Tensor) -> Tensor:
-    """Return a' = a / Σa from column sums of the maps over all rows and heads, (L, T) → (L, T) (ResFormer 4.1.3)."""
+    """Return a' = a / Σa from column sums of the maps over all rows and heads, (L, T) → (L, T) (2410.17897, 4.1.3)."""
     return column_sums / column_sums.sum(dim=-1, keepdim=True)
 
 
 def entropy(shares: Tensor) -> Tensor:
-    """Return −Σ a' ln a' over the last dimension; low means that attention is concentrated (ResFormer Eq. 11)."""
+    """Return −Σ a' ln a', (L, T) → (L,); low means that attention is concentrated (2410.17897, Eq. 11)."""
     return torch.special.entr(shares).sum(dim=-1)
 
 

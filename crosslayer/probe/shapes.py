@@ -10,7 +10,7 @@ from crosslayer.probe.maps import is_causal
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Heads, mask and score function of one attention layer; layers may share only where all of it agrees.
+    """Heads, mask and score function of a layer's attention; layers may share only where all of it agrees.
 
     `stored` says which of keys and values the layer keeps in the cache; it does not count in the comparison.
     """
@@ -46,16 +46,18 @@ class LayerShape:
 
     @staticmethod
     def read(calls: list[AttentionCall], config: PreTrainedConfig, layers: int) -> list["LayerShape | None"]:
-        """Return the shape of each layer of a stack, None for one that was not visited."""
-        causal = {id(call.mask): is_causal(call) for call in {id(c.mask): c for c in calls}.values()}
+        """Return the shape of each layer of a stack, None where no call was seen."""
+        distinct = {id(call.mask): call for call in calls}  # a mask is looked at once, however many layers have it
+        causal = {key: is_causal(call) for key, call in distinct.items()}
         kinds: list[str | None] = list(getattr(config, "layer_types", None) or [None] * layers)
         for layer, rotated in enumerate(getattr(config, "no_rope_layers", None) or []):  # 1: rotary, 0: none
             kinds[layer] = kinds[layer] if rotated else f"{kinds[layer] or 'attention'} without rope"
-        found: list[LayerShape | None] = [None] * layers
+        shapes: list[LayerShape | None] = [None] * layers
         for call in calls:
-            one = call.causal if call.mask is None else causal[id(call.mask)]
-            found[call.layer] = LayerShape.of(call, one, kinds[call.layer], stored_states(config, call.layer))
-        return found
+            hides_later = call.causal if call.mask is None else causal[id(call.mask)]
+            kind, stored = kinds[call.layer], stored_states(config, call.layer)
+            shapes[call.layer] = LayerShape.of(call, hides_later, kind, stored)
+        return shapes
 
     @property
     def mask(self) -> str:
@@ -66,13 +68,13 @@ class LayerShape:
         return words if self.kind in (None, "full_attention") else f"{words}, {self.kind}"
 
     def cached(self, length: int) -> tuple[int, int]:
-        """Return the elements of keys and of values that one sequence of `length` tokens leaves in the cache.
+        """Return the elements of keys and of values that a sequence of `length` tokens leaves in the cache.
 
         A sliding layer keeps what the next token can see beside itself: window − 1 tokens, as in transformers.
         """
         tokens = length if self.window is None else min(length, self.window - 1)
-        sizes = {"keys": self.key_size, "values": self.value_size}
-        keys, values = (self.kv_heads * size * tokens if s in self.stored else 0 for s, size in sizes.items())
+        keys = self.kv_heads * self.key_size * tokens if "keys" in self.stored else 0
+        values = self.kv_heads * self.value_size * tokens if "values" in self.stored else 0
         return keys, values
 
     def even_share(self, length: int) -> float:
@@ -83,6 +85,6 @@ class LayerShape:
         return sum(1 / seen for seen in range(1, rows + 1)) / length
 
 
-def may_share(one: LayerShape | None, other: LayerShape | None) -> bool:
+def may_share(reader: LayerShape | None, lender: LayerShape | None) -> bool:
     """Return whether two layers may share maps or keys: same heads, sizes, mask and soft-cap."""
-    return one is not None and one == other
+    return reader is not None and reader == lender

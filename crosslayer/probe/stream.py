@@ -5,7 +5,7 @@ Works from the order in which a layer calls its children, with no adapter per ar
 the stream after attention is the first tensor that a child receives after the attention block and that no child of the
 layer has produced. Where it never exists (parallel blocks, BERT's post-norm) it is x plus what attention produced.
 
-Shapes: T tokens, C hidden. One sequence at a time.
+Shapes: T tokens, C hidden. Sequences go singly.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from crosslayer.probe.intercept import attention_layers, layer_stack
 
 @dataclass(frozen=True)
 class LayerStream:
-    """The residual stream around one layer; each (T, C), None where the layer has no such sublayer.
+    """The residual stream around a layer; each (T, C), None where the layer has no such sublayer.
 
     `attention` and `mlp` are the modules whose outputs the layer adds to the stream.
     """
@@ -45,7 +45,7 @@ def streams(model: PreTrainedModel, see: Callable[[LayerStream], None]) -> Itera
 
 
 class _LayerWatch:
-    """Hooks of one layer; holds tensors only while the layer runs."""
+    """Hooks of a layer; holds tensors only while the layer runs."""
 
     def __init__(self, index: int, layer: nn.Module, has_attention: bool, see: Callable[[LayerStream], None]):
         self.index, self.layer, self.see = index, layer, see
@@ -82,29 +82,29 @@ class _LayerWatch:
 
     def _enter(self, _, args, kwargs) -> None:
         self._clear()
-        given = _first(args, kwargs)
-        if given.dim() != 3 or given.shape[0] != 1:
+        entering = _first(args, kwargs)  # (1, T, C)
+        if entering.dim() != 3 or entering.shape[0] != 1:
             raise ValueError(
-                f"layer {self.index} ({type(self.layer).__name__}) receives a stream of shape {tuple(given.shape)}; "
-                "models with several residual streams cannot be diagnosed yet, and sequences go one at a time"
+                f"layer {self.index} ({type(self.layer).__name__}) receives a stream of shape {tuple(entering.shape)}; "
+                "models with several residual streams cannot be diagnosed yet, and sequences go singly"
             )
-        self.before, self.known = given, [given]
+        self.before, self.known = entering, [entering]
 
     def _child_in(self, child, args, kwargs) -> None:
         if self.attention_update is None or self.after_attention is not None or self.before is None:
             return
-        given = _first(args, kwargs)
-        same = any(given.data_ptr() == tensor.data_ptr() for tensor in self.known)
-        if not same and given.numel() == self.before.numel():
-            self.after_attention = given
+        received = _first(args, kwargs)
+        same = any(received.data_ptr() == tensor.data_ptr() for tensor in self.known)
+        if not same and received.numel() == self.before.numel():
+            self.after_attention = received
 
     def _child_out(self, child, args, kwargs, output) -> None:
-        produced, given = _tensor(output), _first(args, kwargs)
+        produced, received = _tensor(output), _first(args, kwargs)
         update = self.attention_update
-        if update is not None and _is_norm(child) and given.data_ptr() == update.data_ptr():
+        if update is not None and _is_norm(child) and received.data_ptr() == update.data_ptr():
             self.attention_update = produced  # a norm on the sublayer's output (Gemma 2, OLMo 2)
         if child in self.blocks:
-            self.ran.append((child, given, produced))
+            self.ran.append((child, received, produced))
         self.known.append(produced)
 
     def _keep_attention(self, _, args, output) -> None:
@@ -121,8 +121,8 @@ class _LayerWatch:
         """
         if not self.ran:
             return None, None
-        block, given, produced = self.ran[-1]
-        if any(other.data_ptr() == given.data_ptr() for _, other, _ in self.ran[:-1]):
+        block, received, produced = self.ran[-1]
+        if any(other.data_ptr() == received.data_ptr() for _, other, _ in self.ran[:-1]):
             return None, None
         if produced.data_ptr() != after.data_ptr():
             return block, produced
@@ -142,7 +142,7 @@ class _LayerWatch:
 
 
 def _first(args: tuple, kwargs: dict) -> Tensor:
-    """Return the first tensor that a module was given: its input."""
+    """Return the first tensor that a module receives: its input."""
     return next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
 
 
@@ -173,8 +173,11 @@ def _producer(block: nn.Module) -> nn.Module:
 
 
 def _last_linear(module: nn.Module) -> nn.Module | None:
-    """Return the last linear layer of a block; one that an adapter wraps (PEFT's `base_layer`) counts as a whole."""
+    """Return the last linear layer of a block; with an adapter around it (PEFT's `base_layer`) it counts as a whole."""
     if isinstance(module, nn.Linear) or "base_layer" in dict(module.named_children()):
         return module
-    found = [linear for child in module.children() if (linear := _last_linear(child)) is not None]
-    return found[-1] if found else None
+    for child in reversed(list(module.children())):
+        linear = _last_linear(child)
+        if linear is not None:
+            return linear
+    return None

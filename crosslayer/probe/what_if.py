@@ -1,7 +1,7 @@
 """Pretend to share: what a wiring would do to a model that is left as it is.
 
-Borrowed queries, keys and values are put into the attention calls of the unmodified model, and dropped sublayers add
-nothing. Weights that a retrofit merges or adds (SVD-merged keys, W_c) are outside of it.
+Borrowed queries, keys and values are put into the attention calls of the unmodified model, and sublayers that are taken
+away add nothing. Weights that a retrofit merges or adds (SVD-merged keys, W_c) are outside of it.
 
 Flows: states of the lenders, within one forward pass. Reads: every borrower. Cache: unchanged, nothing is saved.
 """
@@ -32,8 +32,11 @@ CHECKPOINTED = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Wiring:
-    """What a model's layers look like: the shape of each attention and the modules that write to the stream."""
+class Sublayers:
+    """What a model's layers hold: the shape of each attention, and the modules that write to the stream, (L,) each.
+
+    None stands for a layer that has no such sublayer, or none that could be taken away alone.
+    """
 
     shapes: list[LayerShape | None]
     attention: list[nn.Module | None]
@@ -43,33 +46,36 @@ class Wiring:
         """Refuse a plan that these layers cannot follow.
 
         Raises:
-            ValueError: other number of layers, sharing across different shapes or masks, or a sublayer to drop that
-                is not there.
+            ValueError: other number of layers, sharing across different shapes or masks, or no sublayer there
+                that could be taken away.
 
         """
         if plan.layers != len(self.shapes):
             raise ValueError(f"the plan has {plan.layers} layers and the model {len(self.shapes)}")
         for state in STATES:
             for reader, source in enumerate(plan.sources(state)):
-                one, other = self.shapes[reader], self.shapes[reader if source is None else source]
-                if source is not None and source != reader and not may_share(one, other):
-                    words = [("no attention" if s is None else s.mask) for s in (one, other)]
-                    raise ValueError(
-                        f"layer {reader} ({words[0]}) cannot read {state} of layer {source} ({words[1]}): layers share "
-                        "only where heads, sizes, masks and soft-caps agree"
-                    )
+                if source is None or source == reader or may_share(self.shapes[reader], self.shapes[source]):
+                    continue
+                raise ValueError(
+                    f"layer {reader} ({self._mask(reader)}) cannot read {state} of layer {source} "
+                    f"({self._mask(source)}): layers share only where heads, sizes, masks and soft-caps agree"
+                )
         for name, vector, modules in (("attention", plan.keys, self.attention), ("MLP", plan.mlps, self.mlps)):
             lost = [i for i, source in enumerate(vector) if source is None and modules[i] is None]
             if lost:
-                raise ValueError(f"layers {lost} have no separate {name} that could be dropped")
+                raise ValueError(f"layers {lost} have no separate {name} that could be taken away")
+
+    def _mask(self, layer: int) -> str:
+        shape = self.shapes[layer]
+        return "no attention" if shape is None else shape.mask
 
 
 @torch.no_grad()
-def look(model: PreTrainedModel) -> Wiring:
+def look(model: PreTrainedModel) -> Sublayers:
     """Find the layers' shapes and modules by one forward pass over two tokens.
 
     Raises:
-        ValueError: the model cannot be probed, or its layers share or drop already.
+        ValueError: the model cannot be probed, or its layers share or lack something already.
 
     """
     plan = getattr(model.config.get_text_config(), "plan", None)
@@ -82,7 +88,7 @@ def look(model: PreTrainedModel) -> Wiring:
         model.base_model(input_ids=ids, **no_cache(model))
     layers = len(layer_stack(model))
     by_layer: dict[int, Any] = {stream.layer: stream for stream in seen}
-    return Wiring(
+    return Sublayers(
         LayerShape.read(calls, model.config.get_text_config(), layers),
         [by_layer[i].attention for i in range(layers)],
         [by_layer[i].mlp for i in range(layers)],
@@ -90,11 +96,11 @@ def look(model: PreTrainedModel) -> Wiring:
 
 
 @contextmanager
-def what_if(model: PreTrainedModel, plan: Wish, wiring: Wiring | None = None) -> Iterator[None]:
+def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = None) -> Iterator[None]:
     """Run `model` as if its layers were wired by `plan`, or by methods; everything is restored on exit.
 
     Forward passes, cached or not, and `generate` then give what the retrofitted model would give before any training.
-    `wiring` saves the look at the model when many plans are tried.
+    `sublayers`, from `look`, saves a look at the model when many plans are tried.
 
     Raises:
         ValueError: the model cannot be probed, or cannot follow the plan; the plan changes nothing; a method mixes
@@ -104,32 +110,32 @@ def what_if(model: PreTrainedModel, plan: Wish, wiring: Wiring | None = None) ->
     """
     if model.is_activation_checkpointing and model.training:
         raise ValueError(CHECKPOINTED)
-    wiring = wiring or look(model)
-    plan = plan if isinstance(plan, DepthPlan) else _plan_of(plan, len(wiring.shapes))
+    sublayers = sublayers or look(model)
+    plan = plan if isinstance(plan, DepthPlan) else _plan_of(plan, len(sublayers.shapes))
     if plan == DepthPlan.identity(plan.layers):
         raise ValueError(
-            "the plan changes nothing: every layer owns what it reads; a method that mixes (resformer, attnres) does "
-            "so by weights of its own, which a what-if cannot show: convert the model by crosslayer.retrofit"
+            "the plan changes nothing: every layer owns what it reads; a method that mixes does so by weights "
+            "of its own, which a what-if cannot show: convert the model by crosslayer.retrofit"
         )
-    wiring.check(plan)
+    sublayers.check(plan)
     with ExitStack() as stack:
         if any(plan.lends(state, i) for state in STATES for i in range(plan.layers)):
             stack.enter_context(intercepted(model, _Loans(plan)))
-        for vector, modules in ((plan.keys, wiring.attention), (plan.mlps, wiring.mlps)):
+        for vector, modules in ((plan.keys, sublayers.attention), (plan.mlps, sublayers.mlps)):
             for source, module in zip(vector, modules, strict=True):
                 if source is None and module is not None:
                     stack.callback(module.register_forward_hook(_silence).remove)
         yield
 
 
-def _plan_of(given: Method | str | Mapping[str, Any] | Sequence[Any], layers: int) -> DepthPlan:
-    entries = [given] if isinstance(given, Method | str | Mapping) else given
+def _plan_of(wish: Method | str | Mapping[str, Any] | Sequence[Any], layers: int) -> DepthPlan:
+    entries = [wish] if isinstance(wish, Method | str | Mapping) else wish
     methods = [load_method(entry) for entry in entries]
     mixing = [method.name() for method in methods if mixes(method)]
     if mixing:
         raise ValueError(
-            f"{', '.join(mixing)}: a what-if shows who borrows and what is dropped, not weights of a method's own that "
-            "mix states or streams; convert the model by crosslayer.retrofit"
+            f"{', '.join(mixing)}: a what-if shows who borrows and what is taken away, not weights of a method's own "
+            "that mix states or streams; convert the model by crosslayer.retrofit"
         )
     return merge_plans(methods, layers)
 
@@ -140,12 +146,11 @@ class _Loans:
     def __init__(self, plan: DepthPlan):
         self.plan = plan
         self.held: dict[tuple[str, int], Tensor] = {}
-        self.last = {
-            (state, source): reader
-            for state in STATES
-            for reader, source in enumerate(plan.sources(state))
-            if source is not None and source != reader
-        }
+        self.last: dict[tuple[str, int], int] = {}  # of each loan the last reader
+        for state in STATES:
+            for reader, source in enumerate(plan.sources(state)):
+                if source is not None and source != reader:
+                    self.last[state, source] = reader
 
     def __call__(self, call: AttentionCall) -> AttentionCall:
         changed = {}

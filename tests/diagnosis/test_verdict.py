@@ -12,7 +12,7 @@ from crosslayer.diagnosis.record import KeptShare, Measures
 from crosslayer.diagnosis.verdict import sharing_methods, verdict
 from crosslayer.diagnosis.words import in_words, words
 from crosslayer.methods import merge_plans
-from crosslayer.output.page import runs
+from crosslayer.output.words import ranges
 from crosslayer.probe.shapes import LayerShape, may_share
 from tests.helpers.tiny import tiny, tokens
 
@@ -107,7 +107,7 @@ def test_similar_groups_are_contiguous_and_have_the_asked_followers(layers, foll
 
 
 def test_ranges():
-    assert runs([1, 2, 3, 7]) == "1-3, 7" and runs([]) == ""
+    assert ranges([7, 1, 2, 3]) == "1-3, 7" and ranges([]) == ""
 
 
 def test_encoders_have_no_cache_to_save():

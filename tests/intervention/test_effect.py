@@ -29,7 +29,7 @@ from crosslayer.intervention.result import Effect
 from crosslayer.intervention.trials import elsewhere
 from crosslayer.models.load import load_model
 from tests.cli.test_cli import run
-from tests.corpus.test_text import WORDS, tokenizer
+from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny, tokens
 
 K, T = 9, 24
@@ -115,7 +115,9 @@ def test_swaps_are_controlled_by_random_content():
     result = effect(model, ids, interventions=[PositionSwap(K, 0), TokenSwap(3, "bos")], controls=1)
     assert result.scan == [] and result.scan_attention.shape == (0, 3) and result.main.position == K
     swap, token = result.controls[0].interventions
-    assert swap.position == K and token.token == "random"
+    assert swap.position == K == result.controls[0].position and token.token == "random"
+    assert result.controls[0].before.attention_received == result.main.attention_received.before
+    assert [place.role for place in result.places] == ["intervened", "intervened", "first token", "left alone"]
     draw = np.random.default_rng(0)  # 500 of 64 rows: the position's own and the one under test would come
     drawn = {elsewhere(model, PositionSwap(K, 0), 1, T, draw).source for _ in range(500)}
     assert not drawn & {0, K} and len(drawn) > 50
@@ -275,9 +277,25 @@ def test_a_result_is_saved_and_loaded_again_equal(tmp_path):
     assert again == result and again.page() == result.page() and again.headline() == result.headline()
     assert again.interventions == changes and again.settings.text is None and again.settings.command is None
     assert "srcdoc" in result._repr_html_()
-    for broken in ({"schema": "crosslayer/intervention/1"}, {"places": []}, {"colour": 1}):
+    assert crosslayer.load_result(tmp_path / "out") == result
+    with pytest.raises(ValueError, match="'crosslayer/intervention/1'; this release reads crosslayer/intervention/2"):
+        Effect.from_record({**record, "schema": "crosslayer/intervention/1"})
+    for broken in ({"places": []}, {"colour": 1}, {"model": {**record["model"], "layers": 4}}):
         with pytest.raises(ValidationError):
             Effect.from_record({**record, **broken})
+    record["places"][0]["attention_received"]["after"]["mean"][1] = "much"
+    with pytest.raises(ValidationError, match="valid number"):
+        Effect.from_record(record)
+
+
+def test_a_ratio_to_nothing_is_no_number():
+    """With all values at zero their norms have no ratio: the page says so, and nothing fails."""
+    nothing = ScaleValues(tuple(range(T - 2)), 0.0)
+    result = effect(tiny("llama"), tokens(), interventions=[nothing], controls=0, scan="none")
+    assert result.main.value_norm_ratio.after.mean == [None, None, None]
+    assert np.isnan(result.value_norm_ratio[1]).all() and np.isfinite(result.value_norm_ratio[0]).all()
+    assert result.headline()["value_norm_ratio_min"]["after"] is None
+    assert "its value norm as low as nan times" in result.words[1] and "Value drain" in result.page()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])

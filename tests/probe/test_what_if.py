@@ -11,22 +11,22 @@ from tests.helpers.tiny import tiny, tokens
 DROPPED = {"name": "drop", "attention": [2]}
 
 
-@pytest.mark.parametrize("given", ["cla", CLA(), {"name": "cla"}, ["cla"], [CLA()]])
-def test_methods_stand_for_their_plans(given):
+@pytest.mark.parametrize("methods", ["cla", CLA(), {"name": "cla"}, ["cla"], [CLA()]])
+def test_methods_stand_for_their_plans(methods):
     model, ids = tiny("llama"), tokens()
     with torch.no_grad():
         with crosslayer.what_if(model, load_method("cla").plan(3)):
             expected = model(ids).logits
-        with crosslayer.what_if(model, given):
+        with crosslayer.what_if(model, methods):
             assert torch.equal(model(ids).logits, expected)
         assert not torch.equal(model(ids).logits, expected)
 
 
-@pytest.mark.parametrize("given", ["resformer", {"name": "attnres", "block": 2}, ["cla", "resformer"]])
-def test_a_method_that_mixes_is_refused_by_name(given):
-    name = "attnres" if isinstance(given, dict) else "resformer"
-    message = rf"^{name}: a what-if shows who borrows and what is dropped, not weights"
-    with pytest.raises(ValueError, match=message), crosslayer.what_if(tiny("llama"), given):
+@pytest.mark.parametrize("methods", ["resformer", {"name": "attnres", "block": 2}, ["cla", "resformer"]])
+def test_a_method_that_mixes_is_refused_by_name(methods):
+    name = "attnres" if isinstance(methods, dict) else "resformer"
+    message = rf"^{name}: a what-if shows who borrows and what is taken away, not weights"
+    with pytest.raises(ValueError, match=message), crosslayer.what_if(tiny("llama"), methods):
         pass
 
 
@@ -36,14 +36,14 @@ def test_a_plan_that_changes_nothing_is_refused():
         pass
 
 
-@pytest.mark.parametrize("given", ["cla", DROPPED])
-def test_training_with_checkpointing_is_refused(given):
+@pytest.mark.parametrize("methods", ["cla", DROPPED])
+def test_training_with_checkpointing_is_refused(methods):
     model, ids = tiny("llama"), tokens()
     model.activation_checkpointing_enable({"use_reentrant": False})
     message = r"activation_checkpointing_disable\(\)"
-    with pytest.raises(ValueError, match=message), crosslayer.what_if(model.train(), given):
+    with pytest.raises(ValueError, match=message), crosslayer.what_if(model.train(), methods):
         pass
-    with crosslayer.what_if(model.eval(), given), torch.no_grad():  # nothing is computed twice
+    with crosslayer.what_if(model.eval(), methods), torch.no_grad():  # nothing is computed twice
         model(ids)
 
 

@@ -7,7 +7,7 @@ import yaml
 
 from crosslayer.intervention.kinds import Kind, load_intervention
 
-FILE_LIMIT = 16_000_000  # bytes of a file of interventions; a record has some 100 kB
+FILE_LIMIT = 16_000_000  # bytes of a file of interventions; a record has some 300 kB
 
 
 def read_interventions(path: Path) -> list[Kind]:

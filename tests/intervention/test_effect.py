@@ -1,8 +1,6 @@
 """What an intervention is said to do, against loops over eager maps; its report; and the papers' two experiments."""
 
 import json
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 import crosslayer
+from crosslayer.conversion.rewire import rewire
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import pack
 from crosslayer.intervention.apply import intervene
@@ -29,6 +28,7 @@ from crosslayer.intervention.result import Effect
 from crosslayer.intervention.trials import elsewhere
 from crosslayer.models.load import load_model
 from tests.cli.test_cli import run
+from tests.helpers.meters import Recorder
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny, tokens
 
@@ -81,14 +81,9 @@ def test_scan_controls_and_what_is_left_alone():
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
     weights = {name: w.clone() for name, w in model.state_dict().items()}
-    seen, whole, part = [], [0, 1, 2], [1]
-
-    @contextmanager
-    def meter(what, total):
-        yield SimpleNamespace(step=lambda done, total: seen.append((what, done, total)))
-
+    meter, whole, part = Recorder(), [0, 1, 2], [1]
     result = effect(model, ids, interventions=[waiver(K)], scan=[whole, part], controls=2, probes=3, progress=meter)
-    assert seen == [("running", i, 15) for i in range(1, 16)]
+    assert meter.works == [("running", 15)] and meter.steps == [(done, 15, "") for done in range(1, 16)]
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
     received = result.main.attention_received
@@ -238,7 +233,7 @@ def test_positions_far_apart_are_shifted_alike():
 
 def test_layers_without_attention_are_not_scanned():
     plain = tiny("llama", num_hidden_layers=6)
-    model = crosslayer.rewire(plain, {"name": "drop", "attention": (0, 3)}).model
+    model = rewire(plain, {"name": "drop", "attention": (0, 3)}).model
     result = effect(model, tokens(), interventions=[waiver(K)])
     assert [trial.layers for trial in result.scan] == [[], [1], [1, 2], [2, 4, 5], [1, 2, 4, 5]]
     assert result.main.attention_received.after.mean[0] is None

@@ -5,11 +5,12 @@ With no method it is Llama, weight names included. What layers lend travels in `
 Shapes: B batch, T new tokens, C hidden, V vocabulary.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel, initialization
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     create_causal_mask,
@@ -70,8 +71,9 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             raise ValueError(f"attention {kind!r} has no mask function registered, so it would ignore the causal mask")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         wiring = config.wiring
-        layers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList([CrossLayerDecoderLayer(config, wiring, i) for i in layers])
+        with _initial_values():
+            layers = [CrossLayerDecoderLayer(config, wiring, layer) for layer in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         answers = (method.final(config, wiring) for method in wiring.methods)
@@ -207,3 +209,8 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation == "quantized":
             check_quantized(self.config)
         return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # type: ignore[misc]
+
+
+def _initial_values() -> AbstractContextManager[None]:
+    """Let modules leave out their initial values on the meta device, where there are none: a third of the time."""
+    return initialization.no_init_weights() if torch.get_default_device().type == "meta" else nullcontext()

@@ -61,7 +61,7 @@ def diagnose(
         cross_layer: also compare the value residual with true cross-layer attention (Fig. 4 of arXiv 2410.17897), at
             the cost of about six more attention calls a layer.
         dtype: of a model that is named; default float32 on a CPU, the checkpoint's own elsewhere.
-        device: of a model that is named; default the first GPU if there is one, else the CPU.
+        device: of a model that is named; default the first GPU if there is any, else the CPU.
         settings: what the record should say of the run otherwise than what is known here, such as the `command`.
         progress: shows what is being done.
 

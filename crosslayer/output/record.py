@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ class Measure(Frozen):
         return None if self.ci95 is None else np.array(self.ci95, dtype=float)
 
 
-def _are_numbers(rows: list[Any]) -> bool:
+def _are_numbers(rows: Sequence[Any]) -> bool:
     """Return whether nested lists hold finite numbers and None alone."""
     for row in rows:
-        fits = _are_numbers(row) if isinstance(row, list) else row is None or _is_number(row)
+        fits = _are_numbers(row) if isinstance(row, list | tuple) else row is None or _is_number(row)
         if not fits:
             return False
     return True

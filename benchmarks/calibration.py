@@ -53,28 +53,28 @@ def main() -> None:
     if args.side:
         side(args.side, args.sequences)
         return
-    found: dict[str, list[dict]] = {"original": [], "retrofit": [], "job": []}
+    runs: dict[str, list[dict]] = {"original": [], "retrofit": [], "job": []}
     for repeat in range(args.repeats):
-        for name in list(found) if repeat % 2 == 0 else list(found)[::-1]:
+        for name in list(runs) if repeat % 2 == 0 else list(runs)[::-1]:
             if name == "job" and repeat:
                 continue  # long: once
             command = [sys.executable, __file__, "--side", name, "--sequences", str(args.sequences)]
-            found[name].append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-            print(repeat, name, f"{found[name][-1]['seconds']:.1f} s", flush=True)
+            runs[name].append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+            print(repeat, name, f"{runs[name][-1]['seconds']:.1f} s", flush=True)
     ratios = {
-        name: [one["seconds"] / other["seconds"] for one, other in zip(found[name], found["original"], strict=False)]
+        name: [run["seconds"] / plain["seconds"] for run, plain in zip(runs[name], runs["original"], strict=False)]
         for name in ("retrofit", "job")
     }
-    limit = 2 * found["original"][0]["model"] + 1e9
+    limit = 2 * runs["original"][0]["model"] + 1e9
     for name, values in ratios.items():
-        peak = max(one["peak"] for one in found[name])
+        peak = max(run["peak"] for run in runs[name])
         print(
             f"{name}: {statistics.median(values):.2f} × the original ({min(values):.2f}-{max(values):.2f}), "
             f"peak {peak / 1e6:.0f} MB (2 × model + 1 GB = {limit / 1e6:.0f} MB)"
         )
     from crosslayer.environment import environment
 
-    RESULTS.write_text(json.dumps({"runs": found, "ratios": ratios, "environment": environment()}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({"runs": runs, "ratios": ratios, "environment": environment()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What retrofits of one model cost and save, with each way to fit W_c side by side: the table of docs/RETROFIT.md.
+"""What retrofits of a model cost and save, with each way to fit W_c side by side: the table of docs/RETROFIT.md.
 
     python benchmarks/retrofit.py                        # all wirings, about an hour and a half on two cores
-    python benchmarks/retrofit.py --only uniattn-4       # one wiring; results are merged into the JSON
+    python benchmarks/retrofit.py --only uniattn-4       # a single wiring; results are merged into the JSON
     python benchmarks/retrofit.py --parts times table    # of damage; cache bytes and times; the printed tables
 
 The original runs once for all variants of a wiring; damage is on windows that calibration has not seen.
@@ -64,7 +64,7 @@ def main() -> None:
         wanted = {"evaluation": args.windows, "calibration": args.calibration}
         texts = split(load_documents(TextSource()), tokenizer, parts=wanted)
         for name in args.only:
-            save(name, measured(model, name, texts))
+            save(name, damages(model, name, texts))
     if "times" in args.parts:
         for name in args.only:
             save(name, {"times": times(model, name)})
@@ -72,7 +72,7 @@ def main() -> None:
         print(table(json.loads(RESULTS.read_text())))
 
 
-def measured(model, name, texts) -> dict[str, Any]:
+def damages(model, name, texts) -> dict[str, Any]:
     """Return the damage of every variant of a wiring."""
     layers = model.config.num_hidden_layers
     rewired, fits, seconds = {}, {}, {}
@@ -129,16 +129,16 @@ def table(results: dict[str, Any]) -> str:
         f"| wiring | KV share | {' | '.join(variants)} | time to first token | time per token |",
         "|" + "---|" * (len(variants) + 4),
     ]
-    for name, found in results.items():
-        cells = _cells(found, "ratio", "ratio_ci95")
-        lines.append(f"| {name} | {found['kv_share']:.2%} | {' | '.join(cells)} | {' | '.join(_ratios(found))} |")
+    for name, measured in results.items():
+        cells = _cells(measured, "ratio", "ratio_ci95")
+        lines.append(f"| {name} | {measured['kv_share']:.2%} | {' | '.join(cells)} | {' | '.join(_ratios(measured))} |")
     lines += ["", f"| KL, nats a token | {' | '.join(variants)} |", "|" + "---|" * (len(variants) + 1)]
-    lines += [f"| {name} | {' | '.join(_cells(found, 'kl', 'kl_ci95'))} |" for name, found in results.items()]
+    lines += [f"| {name} | {' | '.join(_cells(measured, 'kl', 'kl_ci95'))} |" for name, measured in results.items()]
     return "\n".join(lines)
 
 
-def _cells(found: dict[str, Any], key: str, interval: str) -> list[str]:
-    rows = [found["damage"].get(variant) for variant in VARIANTS]
+def _cells(measured: dict[str, Any], key: str, interval: str) -> list[str]:
+    rows = [measured["damage"].get(variant) for variant in VARIANTS]
     return ["" if row is None else f"{_short(row[key])} ({'-'.join(map(_short, row[interval]))})" for row in rows]
 
 
@@ -146,10 +146,10 @@ def _short(value: float) -> str:
     return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
 
 
-def _ratios(found: dict[str, Any]) -> list[str]:
-    if "times" not in found:
+def _ratios(measured: dict[str, Any]) -> list[str]:
+    if "times" not in measured:
         return ["", ""]
-    row = found["times"]["rows"][0]
+    row = measured["times"]["rows"][0]
     result = []
     for key in ("ttft", "tpot_dynamic"):
         low, high = row[key]["interval"]
@@ -157,10 +157,10 @@ def _ratios(found: dict[str, Any]) -> list[str]:
     return result
 
 
-def save(name: str, found: dict[str, Any]) -> None:
-    """Merge one wiring's results into the file."""
+def save(name: str, measured: dict[str, Any]) -> None:
+    """Merge a wiring's results into the file."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[name] = {**results.get(name, {}), **found}
+    results[name] = {**results.get(name, {}), **measured}
     RESULTS.write_text(json.dumps({key: results[key] for key in WIRINGS if key in results}, indent=1) + "\n")
 
 

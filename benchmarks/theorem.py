@@ -1,7 +1,7 @@
 """Theorem 3.1 of UniAttn with 1,000 samples, as its paper has, and every cut-off of the pseudo-inverse.
 
     python benchmarks/theorem.py                                # 1,000 samples of 128 tokens, in 1 and in 8 groups
-    python benchmarks/theorem.py --length 720 --groups 1        # more positions than inputs; an hour on one core
+    python benchmarks/theorem.py --length 720 --groups 1        # more positions than inputs; an hour on a core
 
 One superblock, layers 18-21 of SmolLM2. Layer 19's W_c for every cut-off: what it leaves of E for each token, on
 samples and on windows that it has not seen. Then all three W_c bottom-up, and the model's perplexity on those windows;
@@ -29,18 +29,18 @@ from crosslayer.methods import load_method
 RESULTS = Path(__file__).parent / "results" / "theorem.json"
 BLOCK = (18, 19, 20, 21)
 CUTOFFS = (1e-13, 1e-9, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
-KEPT = 12  # batches whose tokens are looked at one by one
+KEPT = 12  # batches whose tokens are looked at singly
 FLOAT32 = torch.finfo(torch.float32).eps
 Step = tuple[Tensor, Tensor]  # the normed input and the stream after attention, of every window
 
 
 class Block:
-    """Both models in the block, for one set of windows."""
+    """Both models in the block, for a set of windows."""
 
     def __init__(self, model: Any, ids: Tensor, groups: int = 1):
         method = load_method({"name": "uniattn", "superblocks": [BLOCK]})
         self.plain = Upper(convert(model, []).model, BLOCK[0], ids.shape[1])
-        self.made = Upper(convert(model, [method]).model, BLOCK[0], ids.shape[1])
+        self.rewired = Upper(convert(model, [method]).model, BLOCK[0], ids.shape[1])
         self.entering: list[Tensor] = []
         self.wanted: dict[int, list[Tensor]] = {layer: [] for layer in BLOCK[1:]}  # after attention, of some batches
         self.groups, self.count = groups, len(ids)
@@ -68,7 +68,7 @@ class Block:
         """Return X̄ and Ē, (groups · T, C), of a layer whose W_c is zero, and what the first batches have there."""
         x, stream, members, kept = self.zeros.clone(), self.zeros.clone(), torch.zeros(self.groups, 1, 1), []
         for number, (entering, carry) in enumerate(zip(*below, strict=True)):
-            step, _ = after_attention(self.made, layer, entering, carry)
+            step, _ = after_attention(self.rewired, layer, entering, carry)
             group = self.group(number)
             members[group] += len(entering)
             x[group] += step[0].double().sum(0)
@@ -81,7 +81,7 @@ class Block:
 
     def leader(self) -> tuple[list[Tensor], list[dict[str, Any]]]:
         """Return streams and carries behind the leader."""
-        pairs = [self.made.layer(BLOCK[0], stream, {}) for stream in self.entering]
+        pairs = [self.rewired.layer(BLOCK[0], stream, {}) for stream in self.entering]
         return [stream for stream, _ in pairs], [carry for _, carry in pairs]
 
 
@@ -113,12 +113,12 @@ def bottom_up(block: Block, groups: int, cutoff: float) -> list[Tensor]:
     streams, carries = block.leader()
     weights = []
     for layer in BLOCK[1:]:
-        weight = block.made.layers[layer].compensation.weight
+        weight = block.rewired.layers[layer].compensation.weight
         weight.zero_()
         x, error, _ = block.means(layer, (streams, carries), groups)
         weight.copy_((torch.linalg.pinv(x, rtol=cutoff) @ error).T)
         weights.append(weight.clone())
-        streams = [block.made.layer(layer, s, c)[0] for s, c in zip(streams, carries, strict=True)]
+        streams = [block.rewired.layer(layer, s, c)[0] for s, c in zip(streams, carries, strict=True)]
     return weights
 
 
@@ -126,11 +126,11 @@ def ratio(block: Block, ids: Tensor, weights: list[Tensor] | None) -> dict[str, 
     """Return the perplexity ratio and KL with these W_c, None: zero."""
     rows = []
     for layer, weight in zip(BLOCK[1:], weights or [torch.zeros(())] * 3, strict=True):
-        block.made.layers[layer].compensation.weight.copy_(weight)
+        block.rewired.layers[layer].compensation.weight.copy_(weight)
     entering = torch.cat(block.entering)
     for number, window in enumerate(ids):
         stream = entering[number : number + 1]
-        rows.append(compare(block.plain.logits(stream), block.made.logits(stream), window))
+        rows.append(compare(block.plain.logits(stream), block.rewired.logits(stream), window))
     before, after, kl = torch.tensor(rows).mean(0).tolist()
     return {"ratio": float(torch.tensor(after - before).exp()), "kl": kl}
 
@@ -177,8 +177,8 @@ def main() -> None:
             models[name] = {"cutoff": cutoff, **ratio(judged, texts["judged"].ids, weights)}
             print(groups, name, models[name], flush=True)
         results[f"v = {groups}"] = {"sweep": sweep, "models": models}
-        found = {**results, "settings": vars(args), "environment": environment()}
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        report = {**results, "settings": vars(args), "environment": environment()}
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How W_c carries over: fitted on each kind of text × judged on each, for four wirings: the tables of docs/RETROFIT.md.
 
-    python benchmarks/transfer.py --extra philosophy=FILE.txt.xz physics=FILE.txt.xz    # two hours on one core
-    python benchmarks/transfer.py --only drop-9 --extra …                               # one wiring
+    python benchmarks/transfer.py --extra philosophy=FILE.txt.xz physics=FILE.txt.xz    # two hours on a core
+    python benchmarks/transfer.py --only drop-9 --extra …                               # a single wiring
     python benchmarks/transfer.py --table                                               # the printed tables
 
 Results are written after each judged domain, and what is there is not measured again. Losses are kept by window, so
@@ -84,34 +84,34 @@ def read(path: Path) -> list[str]:
 @torch.no_grad()
 def measure(model: Any, name: str, texts: dict[str, Windows], args: argparse.Namespace) -> None:
     """Fit a wiring on everything and judge it everywhere."""
-    found = load().get(name, {})
+    stored = load().get(name, {})
     settings = {
         **{key: vars(args)[key] for key in ("windows", "calibration", "length")},
         "matmul_precision": torch.get_float32_matmul_precision(),
     }
-    stored = found.get("settings", settings)
-    if settings != {"matmul_precision": "medium", **stored}:  # older results do not say it
-        raise SystemExit(f"{RESULTS.name} holds {name} with {stored}, and not with {settings}; move it away")
-    if "methods" not in found:
+    earlier = stored.get("settings", settings)
+    if settings != {"matmul_precision": "medium", **earlier}:  # older results do not say it
+        raise SystemExit(f"{RESULTS.name} holds {name} with {earlier}, and not with {settings}; move it away")
+    if "methods" not in stored:
         chosen = methods_of(model, name, texts)
         save(name, {"methods": [to_entry(method) for method in chosen], "environment": environment()})
         save(name, {"settings": settings})
-        found = load()[name]
+        stored = load()[name]
     wanted = FEW if name in SEARCHES else FITS if name == "uniattn-4" else FITS[:-1]
     judged = dict(sorted(texts["judged"].by_domain().items(), key=lambda pair: pair[0] in FITTED))  # unseen ones first
-    if all(set(wanted) <= set(found.get("cells", {}).get(domain, {})) for domain in judged):
+    if all(set(wanted) <= set(stored.get("cells", {}).get(domain, {})) for domain in judged):
         return
-    methods = [load_method(entry) for entry in found["methods"]]
+    methods = [load_method(entry) for entry in stored["methods"]]
     plan = merge_plans(methods, len(model.model.layers))
     sources = [[plan.queries[i], plan.keys[i], plan.values[i], i] for i in range(len(plan.keys))]
     lowest = min(min(j for j in row if j is not None) for row in sources if set(row) != {row[-1]})
     first = START if lowest >= START else lowest
     plain = Upper(convert(model, []).model, first, args.length)
     known, pool = KNOWN.setdefault(first, Known(plain)), texts["fit"].by_domain()
-    made = {fit: fitted(model, methods, fit, pool, (known, first)) for fit in wanted}
-    uppers = {fit: Upper(one, first, args.length) for fit, one in made.items()}
+    rewired = {fit: fitted(model, methods, fit, pool, (known, first)) for fit in wanted}
+    uppers = {fit: Upper(model, first, args.length) for fit, model in rewired.items()}
     for domain, ids in judged.items():
-        cells: dict[str, Any] = {fit: [] for fit in wanted if fit not in found.get("cells", {}).get(domain, {})}
+        cells: dict[str, Any] = {fit: [] for fit in wanted if fit not in stored.get("cells", {}).get(domain, {})}
         started = time.perf_counter()
         for window in ids if cells else ():
             stream = known(window[None])
@@ -143,18 +143,18 @@ def methods_of(model: Any, name: str, texts: dict[str, Windows]) -> list[Method]
 
 
 def fitted(model: Any, methods: list[Method], fit: str, pool: dict[str, torch.Tensor], below: tuple[Known, int]) -> Any:
-    """Return the model with W_c fitted as `fit` says; a mixture has as many windows as one domain alone."""
-    made = from_known(convert(model, methods).model, *below)
+    """Return the model with W_c fitted as `fit` says; a mixture has as many windows as a domain alone."""
+    rewired = from_known(convert(model, methods).model, *below)
     if fit == "none":
-        return made
+        return rewired
     text, how = [*fit.split(", "), "layerwise"][:2]
     mixture = {name: ids[: len(ids) // len(pool)] for name, ids in pool.items()}
     calibration = mixture if text == "mixture" else {text: pool[text]}
     started = time.perf_counter()
-    fits = calibrate(from_known(convert(model, []).model, *below), made, calibration, how)
-    left = [f"{one.layer}: {one.penalty:g}, {one.left_out:.2f}" for one in fits if one.penalty and one.left_out]
+    fits = calibrate(from_known(convert(model, []).model, *below), rewired, calibration, how)
+    left = [f"{w_c.layer}: {w_c.penalty:g}, {w_c.left_out:.2f}" for w_c in fits if w_c.penalty and w_c.left_out]
     print(f"fitted on {fit}, {time.perf_counter() - started:.0f} s; penalty, left: {'; '.join(left)}", flush=True)
-    return made
+    return rewired
 
 
 def pack(losses: list[tuple[float, float, float]], documents: list[int]) -> dict[str, Any]:
@@ -186,22 +186,24 @@ def table(results: dict[str, Any]) -> str:
             continue
         fits = [fit for fit in FITS if fit in next(iter(cells.values()))]
         lines += [f"| {name}: fitted on | {' | '.join(cells)} |", "|" + "---|" * (len(cells) + 1)]
-        lines += [f"| {fit} | {' | '.join(_cell(one, fit) for one in cells.values())} |" for fit in fits]
+        lines += [f"| {fit} | {' | '.join(_cell(judged, fit) for judged in cells.values())} |" for fit in fits]
         lines.append("")
     return "\n".join(lines)
 
 
 def _cell(cells: dict[str, Any], fit: str) -> str:
     """Return ratio with interval, and KL; † where it is not told apart from none, †† where it is more."""
-    one, none = (_losses(cells[key]) for key in (fit, "none"))
-    found, (low, high) = damage(one), difference(one, none)[1]
+    with_fit, none = _losses(cells[fit]), _losses(cells["none"])
+    _, (low, high) = difference(with_fit, none)
     mark = "" if fit == "none" or high < 0 else " ††" if low > 0 else " †"
-    low, high = found.ratio_ci95
-    return f"{found.ratio:.2f} ({low:.2f}-{high:.2f}), {found.kl:.2f}{mark}"
+    cost = damage(with_fit)
+    low, high = cost.ratio_ci95
+    return f"{cost.ratio:.2f} ({low:.2f}-{high:.2f}), {cost.kl:.2f}{mark}"
 
 
 def _losses(cell: dict[str, Any]) -> Losses:
-    return Losses(*(np.array(cell[key]) for key in ("before", "after", "kl")), tuple(cell["documents"]))
+    before, after, kl = (np.array(cell[key]) for key in ("before", "after", "kl"))
+    return Losses(before, after, kl, tuple(cell["documents"]))
 
 
 if __name__ == "__main__":

@@ -122,14 +122,16 @@ class Automatic:
     @torch.no_grad()
     def _greedy(self, ids: Tensor, taken: str) -> list[int]:
         """Take layer after layer whatever turns the stream least, measured with those before it already gone."""
-        wiring, chosen = look(self.model), []
+        sublayers, chosen = look(self.model), []
         while len(chosen) < self.count:
-            cosines = _cosines(self.model, ids, taken, self._plan(chosen), wiring)
+            cosines = _cosines(self.model, ids, taken, self._plan(chosen), sublayers)
             chosen.append(max((layer for layer in cosines if layer not in chosen), key=cosines.__getitem__))
         return chosen
 
 
-def _cosines(model: PreTrainedModel, ids: Tensor, taken: str, plan: DepthPlan, wiring: Sublayers) -> dict[int, float]:
+def _cosines(
+    model: PreTrainedModel, ids: Tensor, taken: str, plan: DepthPlan, sublayers: Sublayers
+) -> dict[int, float]:
     """Return by layer the mean cosine of the stream before and after what would go, under a plan."""
     samples: dict[int, list[float]] = {}
 
@@ -139,7 +141,7 @@ def _cosines(model: PreTrainedModel, ids: Tensor, taken: str, plan: DepthPlan, w
             samples.setdefault(stream.layer, []).append(float(mean_cosine(stream.before, after)))
 
     whole = plan == DepthPlan.identity(plan.layers)
-    with nullcontext() if whole else what_if(model, plan, wiring), streams(model, see):
+    with nullcontext() if whole else what_if(model, plan, sublayers), streams(model, see):
         for sequence in ids:
             model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
     return {layer: float(np.mean(cosines)) for layer, cosines in samples.items()}

@@ -48,11 +48,11 @@ def logits_of(model: PreTrainedModel) -> Run:
     return lambda ids: model(input_ids=ids.to(model.device), use_cache=False).logits
 
 
-def logits_if(model: PreTrainedModel, plan: DepthPlan, wiring: Sublayers) -> Run:
+def logits_if(model: PreTrainedModel, plan: DepthPlan, sublayers: Sublayers) -> Run:
     """Return the forward pass of a model that pretends to be wired by `plan`."""
 
     def run(ids: Tensor) -> Tensor:
-        with what_if(model, plan, wiring):
+        with what_if(model, plan, sublayers):
             return model(input_ids=ids.to(model.device), use_cache=False).logits
 
     return run

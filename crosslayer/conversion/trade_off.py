@@ -41,10 +41,10 @@ def methods_by_damage(
 
     """
     options = request.options
-    wiring = look(model)
-    measure = Measure(model, wiring, searched)
-    search = Search(measure, wiring.shapes, context=options.kv_context)
-    expected = len(wiring.shapes) * len(search.kinds) * 3 // 2
+    sublayers = look(model)
+    measure = Measure(model, sublayers, searched)
+    search = Search(measure, sublayers.shapes, context=options.kv_context)
+    expected = len(sublayers.shapes) * len(search.kinds) * 3 // 2
     duration = expected * measure.seconds
     what = f"searching, about {expected} of at most {PASSES} forward passes, {duration:.0f} s"
     with progress(what, expected) as bar:
@@ -54,7 +54,7 @@ def methods_by_damage(
     methods = chosen.methods({kind: request.target(kind) for kind in search.kinds})
     if not methods:
         raise ValueError(f"a damage of {options.kl_budget} nats allows no change: every single move costs more")
-    curve, fixed = _measured(model, wiring, search, unseen, progress)
+    curve, fixed = _measured(model, sublayers, search, unseen, progress)
     record = SearchRecord(passes=search.passes, kinds=chosen.names(), curve=curve, fixed=fixed)
     return methods, Choice(how="search", search=record)
 
@@ -62,8 +62,8 @@ def methods_by_damage(
 class Measure:
     """KL to the original over the search text, whose logits are kept."""
 
-    def __init__(self, model: PreTrainedModel, wiring: Sublayers, windows: Windows):
-        self.model, self.wiring, self.windows, self.passes = model, wiring, windows, 0
+    def __init__(self, model: PreTrainedModel, sublayers: Sublayers, windows: Windows):
+        self.model, self.sublayers, self.windows, self.passes = model, sublayers, windows, 0
         started = time.perf_counter()
         original = logits_of(model)
         self.original: list[Tensor] = [original(ids[None])[0] for ids in windows.ids]  # each (T, V)
@@ -72,7 +72,7 @@ class Measure:
 
     def __call__(self, plan: DepthPlan) -> float:
         """Run the model as if wired by `plan` over the windows; return the mean KL, in nats a token."""
-        run = logits_if(self.model, plan, self.wiring)
+        run = logits_if(self.model, plan, self.sublayers)
         divergences = []
         for ids, original in zip(self.windows.ids, self.original, strict=True):
             _, _, kl = compare(original, run(ids[None])[0], ids)
@@ -83,18 +83,18 @@ class Measure:
 
 
 def _measured(
-    model: PreTrainedModel, wiring: Sublayers, search: Search, windows: Windows, progress: Meter
+    model: PreTrainedModel, sublayers: Sublayers, search: Search, windows: Windows, progress: Meter
 ) -> tuple[list[CurvePoint], list[FixedBlocks]]:
     """Measure the picks on the unsearched windows, and fixed blocks beside the last of them."""
     picks = _spread_out(search.curve[1:])
     if not picks:
         return [], []
     reached = search.cache.of(picks[-1][0].plan)
-    candidates = [fixed_blocks(kind, wiring.shapes, reached, search.cache) for kind in search.kinds if kind.grouped]
+    candidates = [fixed_blocks(kind, sublayers.shapes, reached, search.cache) for kind in search.kinds if kind.grouped]
     yardsticks = [blocks for blocks in candidates if blocks is not None]
-    runs = {f"pick {number}": logits_if(model, wires.plan, wiring) for number, (wires, _) in enumerate(picks)}
+    runs = {f"pick {number}": logits_if(model, wires.plan, sublayers) for number, (wires, _) in enumerate(picks)}
     for blocks in yardsticks:
-        runs[blocks.kind.name()] = logits_if(model, blocks.plan, wiring)
+        runs[blocks.kind.name()] = logits_if(model, blocks.plan, sublayers)
     with progress("measuring the trade-off on unseen text", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
     curve = [_point(search, wires, kl, measured[f"pick {number}"]) for number, (wires, kl) in enumerate(picks)]
@@ -120,7 +120,7 @@ def _point(search: Search, wires: Wires, kl: float, measured: Losses) -> CurvePo
 
 
 def _compared(blocks: Blocks, measured: Losses, search: Losses) -> FixedBlocks:
-    """Return the damage of fixed blocks, and what the search's wiring costs more."""
+    """Return the damage of fixed blocks, and by how much the search's wiring costs more."""
     cost = damage(measured)
     gap, interval = difference(search, measured)
     return FixedBlocks(

@@ -19,7 +19,7 @@ from crosslayer.method import Method
 from crosslayer.methods import load_method
 from crosslayer.output.manifest import check_files
 from crosslayer.plan import DepthPlan
-from tests.corpus.test_text import WORDS, tokenizer, words
+from tests.helpers.text import WORDS, tokenizer, words
 from tests.helpers.tiny import VOCABULARY, tiny
 
 LENGTH = 16

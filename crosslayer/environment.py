@@ -1,4 +1,4 @@
-"""What a result was made with: versions and machine; what a machine gets wrong; transformers' chatter, switched off."""
+"""With what a result was computed: versions, machine; what a machine gets wrong; transformers' chatter switched off."""
 
 import functools
 import importlib.metadata
@@ -38,7 +38,7 @@ def check_flex(kind: str | None, device: torch.device) -> None:
     """Refuse flex attention on a CPU for which torch compiles it wrong; the first call there takes some seconds.
 
     Raises:
-        ValueError: `kind` is flex attention, `device` a CPU, and `flex_fault` found something.
+        ValueError: `kind` is flex attention, `device` a CPU, and `flex_fault` tells of a fault.
 
     """
     if kind != "flex_attention" or device.type != "cpu" or torch.compiler.is_compiling():

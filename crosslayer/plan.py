@@ -32,7 +32,7 @@ class DepthPlan:
         for name in (*STATES, "mlps"):  # lists too, but a plan must compare and hash as what it says
             object.__setattr__(self, name, tuple(self.sources(name)))
         if len({len(self.queries), len(self.keys), len(self.values), len(self.mlps)}) != 1:
-            raise ValueError("queries, keys, values and mlps must have one entry for each layer")
+            raise ValueError("queries, keys, values and mlps must have an entry for each layer")
         for state in STATES:
             _check_vector(state, self.sources(state))
         for layer, source in enumerate(self.mlps):
@@ -47,7 +47,7 @@ class DepthPlan:
                     f"layer {layer}: queries, keys and values are {sources}; attention goes whole (all None) or stays"
                 )
         if all(source is None for source in self.keys):
-            raise ValueError("no layer has attention; at least one must keep it")
+            raise ValueError("no layer has attention; some layer must keep it")
 
     @property
     def layers(self) -> int:
@@ -55,7 +55,7 @@ class DepthPlan:
         return len(self.keys)
 
     def sources(self, state: str) -> Vector:
-        """Return the vector of one of "queries", "keys", "values" and "mlps"."""
+        """Return the vector of "queries", "keys", "values" or "mlps"."""
         return {"queries": self.queries, "keys": self.keys, "values": self.values, "mlps": self.mlps}[state]
 
     def attends(self, layer: int) -> bool:
@@ -72,13 +72,13 @@ class DepthPlan:
         return tuple(state for state in ("keys", "values") if self.sources(state)[layer] == layer)
 
     def cached_fraction(self) -> float:
-        """Return the stored share of a full cache, with keys and values of one size."""
+        """Return the stored share of a full cache, with keys and values of equal size."""
         return sum(len(self.stored(layer)) for layer in range(self.layers)) / (2 * self.layers)
 
     def bytes_per_token(self, state_bytes: int) -> tuple[int, int]:
-        """Return KV bytes per token stored and read in one decoding step.
+        """Return KV bytes per token stored and read in a decoding step.
 
-        `state_bytes` is the size of one layer's keys, or values, of one token. Storing less is not reading less: a
+        `state_bytes` is the size of a layer's keys, or values, of a single token. Storing less is not reading less: a
         follower reads its lender's states again.
         """
         stored = sum(len(self.stored(layer)) for layer in range(self.layers))
@@ -103,10 +103,10 @@ class DepthPlan:
     def merge(self, other: "DepthPlan", names: tuple[str, str]) -> "DepthPlan":
         """Combine two plans entry by entry.
 
-        Two different changes of one entry collide, but dropping beats borrowing.
+        Two different changes of an entry collide, but taking away beats borrowing.
 
         Raises:
-            ValueError: a collision, or a dropped lender; both methods are named.
+            ValueError: a collision, or a lender that is gone; both methods are named.
 
         """
         vectors = {s: self._merge_vector(other, s, names) for s in (*STATES, "mlps")}
@@ -122,16 +122,16 @@ class DepthPlan:
         if self.layers != other.layers:
             raise ValueError(f"{names[0]} has {self.layers} layers and {names[1]} {other.layers}")
         result: list[Entry] = []
-        for layer, (one, two) in enumerate(zip(self.sources(state), other.sources(state), strict=True)):
-            if one == two or two == layer:
-                result.append(one)
-            elif one == layer:
-                result.append(two)
-            elif one is None or two is None:
+        for layer, (source, others) in enumerate(zip(self.sources(state), other.sources(state), strict=True)):
+            if others in (source, layer):
+                result.append(source)
+            elif source == layer:
+                result.append(others)
+            elif source is None or others is None:
                 result.append(None)
             else:
                 raise ValueError(
-                    f"layer {layer}: {names[0]} takes {state} from layer {one} and {names[1]} from layer {two}; "
+                    f"layer {layer}: {names[0]} takes {state} from layer {source} and {names[1]} from layer {others}; "
                     "only one of them may change an entry"
                 )
         return tuple(result)

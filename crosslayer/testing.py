@@ -1,4 +1,4 @@
-"""The contract that every method must hold, for authors of methods: `check_method(MyMethod())`, or one test a check.
+"""The contract that every method must hold, for authors of methods: `check_method(MyMethod())`, or a test per check.
 
     import pytest
     from crosslayer.testing import CHECKS, config_of
@@ -49,7 +49,7 @@ Check = Callable[[CrossLayerConfig], None]
 
 
 def check_method(methods: Entry | Sequence[Entry], **shape: Any) -> None:
-    """Run every check over one method, or over several together, in a tiny decoder.
+    """Run every check over a method, or over several together, in a tiny decoder.
 
     Args:
         methods: a `Method` or its class, its name, {"name": …, option: …}, or a list of them.
@@ -69,7 +69,7 @@ def check_method(methods: Entry | Sequence[Entry], **shape: Any) -> None:
 
 
 def config_of(methods: Entry | Sequence[Entry] | None, **shape: Any) -> CrossLayerConfig:
-    """Return the config of a tiny decoder: `SHAPE`, changed by `shape`, with one method, a list, or None."""
+    """Return the config of a tiny decoder: `SHAPE`, changed by `shape`, with a method, a list, or None."""
     entries = list(methods) if isinstance(methods, list | tuple) else [methods]
     return CrossLayerConfig(cross_layer=[entry for entry in entries if entry is not None], **{**SHAPE, **shape})
 
@@ -121,7 +121,7 @@ def predicted(config: CrossLayerConfig, batch: int, length: int) -> int:
 
 @torch.no_grad()
 def cached_equals_full(config: CrossLayerConfig) -> None:
-    """Logits with a cache, in one pass or in chunks, are those without; the cache holds the plan's elements."""
+    """Logits with a cache, in a single pass or in chunks, are those without; the cache holds the plan's elements."""
     model, ids = build(config), tokens(length=12)
     full = model(ids, use_cache=False).logits
     close(model(ids, use_cache=True).logits, full, "use_cache on and off")
@@ -144,7 +144,7 @@ def static_equals_dynamic(config: CrossLayerConfig) -> None:
 
 @torch.no_grad()
 def cropping_and_reordering(config: CrossLayerConfig) -> None:
-    """A cache whose rows were reordered, or whose end was cropped (a sliding one cannot be), goes on rightly."""
+    """A cache whose rows were reordered, or whose end was cropped (a sliding cache cannot be), goes on rightly."""
     model, ids = build(config), tokens(length=12)
     full = model(ids, use_cache=False).logits
     _, cache = steps(model, ids[:, :8], [8])
@@ -185,7 +185,7 @@ def every_way_to_generate(config: CrossLayerConfig) -> None:
     _same(model.generate(ids, **options, **static), greedy, "static cache")
     embeddings = model.get_input_embeddings()(ids)
     _same(model.generate(inputs_embeds=embeddings, **options), greedy[:, 8:], "inputs_embeds")
-    if config.sliding_window is None:  # assisted decoding crops the cache, which a sliding one cannot
+    if config.sliding_window is None:  # assisted decoding crops the cache, which a sliding cache cannot
         _same(model.generate(ids, **options, prompt_lookup_num_tokens=2), greedy, "prompt look-up")
         _same(model.generate(ids, **options, assistant_model=build(config)), greedy, "assisted")
     sampled = []
@@ -252,12 +252,12 @@ def causal(config: CrossLayerConfig) -> None:
     other = ids.clone()
     other[:, 6] = (other[:, 6] + 1) % VOCABULARY
     before, after = model(ids).logits, model(other).logits
-    close(after[:, :6], before[:, :6], "tokens before a changed one")
+    close(after[:, :6], before[:, :6], "tokens before a changed token")
     assert (before[:, 6:] - after[:, 6:]).abs().max() > 1e-6, "a changed token changes nothing"
 
 
 def gradients_equal_under_checkpointing(config: CrossLayerConfig) -> None:
-    """Every parameter gets a gradient that is not zero, and the same one when activations are computed again."""
+    """Every parameter gets a gradient that is not zero, and the same when activations are computed again."""
     ids, gradients = tokens(length=8), []
     for checkpointing in (False, True):
         model = build(config).train()
@@ -306,7 +306,7 @@ def documented(config: CrossLayerConfig) -> None:
         for word in ("Flows:", "Reads:", "Cache:", "Source:"):
             assert word in text, f"{method.name()}: the module's docstring lacks {word!r}"
         assert "\n\n    " in text, f"{method.name()}: the module's docstring has no equation, indented by four"
-        own = type(method).__doc__ or ""  # a dataclass without a docstring gets its signature as one
+        own = type(method).__doc__ or ""  # a dataclass without a docstring gets its signature instead
         assert own and not own.startswith(f"{type(method).__name__}("), f"{method.name()}: the class has no docstring"
 
 

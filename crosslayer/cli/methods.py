@@ -15,7 +15,7 @@ def command(
     allow_methods: AllowMethods = None,
     debug: Debug = False,
 ) -> None:
-    """List the cross-layer methods, or describe one: what flows between layers and what the KV cache keeps."""
+    """List the cross-layer methods, or describe a method: what flows between layers and what the KV cache keeps."""
     if name is None:
         _print_table(layers or 32)
     else:

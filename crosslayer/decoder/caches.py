@@ -1,4 +1,4 @@
-"""What transformers' caches need to be told about layers that store one state, or none."""
+"""What transformers' caches need to be told about layers that store a single state, or none."""
 
 from torch import Tensor
 from transformers import Cache, QuantizedCache
@@ -8,9 +8,9 @@ from crosslayer.decoder.configuration import CrossLayerConfig
 
 
 def update_single(cache: Cache, state: Tensor, layer: int) -> Tensor:
-    """Cache the one state (B, H_kv, T, D) that a layer stores; return it with what was cached, (B, H_kv, S, D).
+    """Cache the only state (B, H_kv, T, D) that a layer stores; return it with what was cached, (B, H_kv, S, D).
 
-    It stands in the keys slot, which is where caches measure their length, beside one of head size 0. Memory that
+    It stands in the keys slot, which is where caches measure their length, beside a state of head size 0. Memory that
     was allocated before anything was known of the model (as torch.export needs it) has room for both, and gets both.
     """
     existing = cache.layers[layer] if layer < len(cache.layers) else None
@@ -40,7 +40,7 @@ def check_cache(config: CrossLayerConfig, cache: Cache | None) -> None:
 
 
 def check_quantized(config: CrossLayerConfig) -> None:
-    """Refuse quantised caches, as `check_cache` does, before one is built."""
+    """Refuse quantised caches, as `check_cache` does, before a cache is built."""
     plan = config.plan
     partial = [layer for layer in range(plan.layers) if len(plan.stored(layer)) < 2]
     if partial:
@@ -52,7 +52,7 @@ def check_quantized(config: CrossLayerConfig) -> None:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Return allocated bytes of a cache's states, from the storages; a shared one counts once."""
+    """Return allocated bytes of a cache's states, from the storages; a shared storage counts once."""
     storages = {}
     for layer in cache.layers:
         for value in vars(layer).values():

@@ -1,4 +1,4 @@
-"""Which keyword arguments `forward` takes beside its named ones; a misspelt one is an error, not a silent nothing."""
+"""Which keyword arguments `forward` takes beside its named arguments; a misspelt name is an error, never ignored."""
 
 import difflib
 import inspect
@@ -20,7 +20,7 @@ def check_keywords(forward: Callable[..., Any], names: Iterable[str]) -> None:
     """Refuse keyword arguments that nothing would read.
 
     Raises:
-        TypeError: a name is not known; the nearest right one is named.
+        TypeError: a name is not known; the nearest right name is told.
 
     """
     for name in names:

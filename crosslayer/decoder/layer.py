@@ -19,7 +19,7 @@ from crosslayer.method import Carry, Compensation, Residual, Wiring
 
 
 class CrossLayerDecoderLayer(GradientCheckpointingLayer):
-    """A layer; each W_c stands where its update is made: here beside attention or MLP, or within attention."""
+    """A layer; each W_c stands where its update arises: here beside attention or MLP, or within attention."""
 
     def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
         super().__init__()

@@ -57,7 +57,7 @@ class CrossLayerPreTrainedModel(PreTrainedModel):
         """Turn on checkpointing; the reentrant kind would lose the gradients of what layers lend, silently."""
         options = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
         if options["use_reentrant"]:
-            raise ValueError("use_reentrant=True loses the gradients of what layers lend to one another; use False")
+            raise ValueError("use_reentrant=True loses the gradients of what layers lend to each other; use False")
         super().activation_checkpointing_enable(options, every_n_layers, offload)
 
 

@@ -1,6 +1,6 @@
 """How the decoder is sharded over ranks: transformers' tensor-parallel styles by module.
 
-Every rank holds the same slice of heads in all layers, so what layers lend one another stays on its rank.
+Every rank holds the same slice of heads in all layers, so what layers lend to each other stays on its rank.
 """
 
 from collections.abc import Collection

@@ -4,8 +4,8 @@ A source attribute that is neither translated, nor ignored by name, nor at its d
 would otherwise be a silent difference.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Family:
     """How a family's config differs from ours: attributes of its own that are read, and what it fixes."""
 
     reads: tuple[str, ...] = ()
-    fixes: Mapping[str, Any] = None  # type: ignore[assignment]
+    fixes: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES = {
@@ -45,7 +45,7 @@ FAMILIES = {
 
 
 def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerConfig:
-    """Translate a config, with methods if given.
+    """Translate a config, and add methods.
 
     Raises:
         ValueError: the family is not known, or an attribute cannot be translated.
@@ -58,18 +58,21 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
         )
     values = source.to_dict()
     values["head_dim"] = values.get("head_dim") or source.hidden_size // source.num_attention_heads
-    known = {*SHARED, *family.reads}
+    translated = (*SHARED, *family.reads)
+    _refuse_unknown(source, values, translated)
+    kept = {key: values[key] for key in translated if key in values}
+    return CrossLayerConfig(**{**kept, **family.fixes}, cross_layer=cross_layer)
+
+
+def _refuse_unknown(source: PreTrainedConfig, values: Mapping[str, Any], translated: Sequence[str]) -> None:
+    """Refuse an attribute that is neither translated nor ignored, unless it has its family's default or is None."""
     defaults = type(source)().to_dict()
     for key, value in values.items():
-        if (
-            key not in known
-            and key not in IGNORED
-            and not key.startswith("_")
-            and value != defaults.get(key, value if value is None else object())
-        ):
+        if key in translated or key in IGNORED or key.startswith("_"):
+            continue
+        as_default = value == defaults[key] if key in defaults else value is None
+        if not as_default:
             raise ValueError(f"{source.model_type}: config attribute {key} = {value!r} is not known; refused")
-    kept = {key: values[key] for key in (*SHARED, *family.reads) if key in values}
-    return CrossLayerConfig(**{**kept, **(family.fixes or {})}, cross_layer=cross_layer)
 
 
 def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
@@ -82,19 +85,19 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     if family not in FAMILIES:
-        raise ValueError(f"family {family!r} is not known; use one of {', '.join(FAMILIES)}")
+        raise ValueError(f"family {family!r} is not known; use {', '.join(FAMILIES)}")
     if config.plan != DepthPlan.identity(config.num_hidden_layers) or config.methods:
         raise ValueError(f"{', '.join(m.name() for m in config.methods)}: {family} has no cross-layer methods")
-    values, plan = config.to_dict(), FAMILIES[family]
-    kept = {key: values[key] for key in (*SHARED, *plan.reads)}
-    if "layer_types" in plan.reads:
+    values, reads = config.to_dict(), FAMILIES[family].reads
+    kept = {key: values[key] for key in (*SHARED, *reads)}
+    if "layer_types" in reads:
         kept["use_sliding_window"] = config.sliding_window is not None
     result = AutoConfig.for_model(family, **kept)
-    back = to_config(result)
+    back = to_config(result).to_dict()
     for key in ("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types"):
-        one, two = getattr(config, key), getattr(back, key)
-        if one != two and not (key == "attention_output_bias" and None in (one, two)):
-            raise ValueError(f"{family} cannot express {key} = {one!r}")
+        open_either_way = key == "attention_output_bias" and None in (values[key], back[key])
+        if values[key] != back[key] and not open_either_way:
+            raise ValueError(f"{family} cannot express {key} = {values[key]!r}")
     return result
 
 

@@ -1,6 +1,6 @@
 """The methods: a file each, whose name is the method's name in configs and on the command line.
 
-Here they are found, loaded from plain data and combined. No file but a method's own knows its name.
+Here they are looked up, loaded from plain data and combined. No file but a method's own knows its name.
 """
 
 import dataclasses
@@ -77,10 +77,10 @@ def load_method(entry: Entry) -> Method:
 
 
 def method_class(name: str) -> type[Method]:
-    """Return the one `Method` of a file in this folder, or of a user's module that is imported or allowed.
+    """Return the `Method` of a file in this folder, or of a user's module that is imported or allowed.
 
     Raises:
-        ValueError: the name is neither, or its module does not define exactly one method.
+        ValueError: the name is neither, or its module does not define a single method.
 
     """
     packaged = name.removeprefix(f"{__name__}.")

@@ -43,7 +43,7 @@ class AttnRes(Method):
         count, number = len(wiring.sublayers), wiring.sublayers.index((layer, site))
         size = self._size(count)
         place = number % size  # in its block
-        without_query = 1 if number < size else 0  # the very first sublayer has one source and needs no query
+        without_query = 1 if number < size else 0  # the very first sublayer has a single source and needs no query
         row = place - without_query
         if place > 0:
             return _Depth(config, row, rows=0, opens=False)
@@ -82,7 +82,7 @@ class _Depth(Residual):
             init.ones_(self.gain)
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return Σ α v over the closed blocks and the open one."""
+        """Return Σ α v over the closed blocks and the open block."""
         if not self.opens:
             directions, outs, high, low = carry[PHASE]  # (R, C), (R, B, T, C), (R, B, T) twice
             score = depth_scores(stream, directions[self.row : self.row + 1], self.eps)[0]  # (B, T)
@@ -116,7 +116,7 @@ def depth_scores(source: Tensor, directions: Tensor, eps: float) -> Tensor:
 def depth_attention(sources: tuple[Tensor, ...], directions: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return Σ softmax_i(wᵀ RMSNorm(v_i)) v_i over sources (B, T, C) for R directions, and the log-sum-exp.
 
-    (R, B, T, C) and (R, B, T); source by source, so that the sources are never copied into one tensor.
+    (R, B, T, C) and (R, B, T); source by source, so that the sources are never copied together.
     """
     scores = torch.stack([depth_scores(source, directions, eps) for source in sources])  # (N, R, B, T)
     shares = scores.softmax(dim=0).to(sources[0].dtype).unsqueeze(-1)  # (N, R, B, T, 1)

@@ -2,12 +2,12 @@
 
     U_n = softmax(Q_n K_l^T / √d) V_l,  l = the leader of n's group
 
-Flows: keys and values. Reads: every follower, the leader's. Cache: one layer in each group.
+Flows: keys and values. Reads: every follower, the leader's. Cache: a layer in each group.
 Source: Brandon et al. 2024, "Reducing Transformer Key-Value Cache Size with Cross-Layer Attention".
 
 Pretrained keys and values of a group may be merged. "first": the leader's own. "mean": the mean of the group's
 projections, as seen from the leader's normalised input. "svd": the shared projection that fits all of them best, of
-rank-one factors for keys (a complex number for each rotary pair) and rank-D factors for values (a matrix for each
+factors of rank 1 for keys (a complex number for each rotary pair) and factors of rank D for values (a matrix for each
 head); a layer's factor goes into its own W_q or W_o, so that nothing is added.
 """
 

@@ -134,7 +134,7 @@ def test_what_fails_is_named_with_how_much_it_differs():
         AssertionError, match=r"^cached_equals_full: chunks of \[1, 1, .*: differs by .*, allowed is 1e-10"
     ):
         contract.check_method(Foresight)
-    with pytest.raises(AssertionError, match=r"^tokens before a changed one: differs by"):
+    with pytest.raises(AssertionError, match=r"^tokens before a changed token: differs by"):
         contract.causal(contract.config_of(Foresight()))
     with pytest.raises(AssertionError, match=r"the module's docstring lacks 'Flows:'"):
         contract.documented(contract.config_of(Foresight()))

@@ -18,36 +18,16 @@ RESULTS = Path(__file__).parent / "results" / "calibration.json"
 GROUPS = ((18, 19, 20, 21), (22, 23, 24, 25), (26, 27, 28, 29))
 
 
-class Quiet:
-    """No progress."""
-
-    def __init__(self, what: str, total: int):
-        self.what, self.total = what, total
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def step(self, done: int, total: int) -> None:
-        """Show nothing."""
-
-
 def side(name: str, sequences: int) -> None:
     """Run one side and print its seconds, its peak resident memory and the model's bytes."""
     import torch
 
     import crosslayer
-    from crosslayer.conversion.job import Job
-    from crosslayer.conversion.request import Request
-    from crosslayer.conversion.texts import Texts
-    from crosslayer.corpus.domains import FITTED, shared_out, split_domains
+    from crosslayer.corpus.domains import FITTED, embedded_domains, shared_out, split_domains
 
     model, tokenizer = crosslayer.load_model("smollm2")
-    texts = Texts.load()
     parts = {"calibration": shared_out(sequences, FITTED)}
-    windows = split_domains(texts.documents, tokenizer, parts=parts)["calibration"]
+    windows = split_domains(embedded_domains(), tokenizer, parts=parts)["calibration"]
     started = time.perf_counter()
     if name == "original":
         with torch.no_grad():
@@ -55,9 +35,9 @@ def side(name: str, sequences: int) -> None:
                 model(input_ids=batch, use_cache=False)
     elif name == "retrofit":
         method = {"name": "uniattn", "superblocks": GROUPS}
-        crosslayer.retrofit(model, method, calibration=windows.by_domain(), share_weights=True)
+        crosslayer.rewire(model, method, calibration=windows.by_domain(), share_weights=True)
     else:
-        Job(model, tokenizer, Request(method="uniattn", calibration=sequences), Quiet).run(texts)
+        crosslayer.retrofit(model, tokenizer=tokenizer, method="uniattn", calibration=sequences)
     seconds = time.perf_counter() - started
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     size = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -16,14 +16,15 @@ from typing import Any
 
 import crosslayer
 from crosslayer.benchmark.run import bench
-from crosslayer.conversion.choose import entries
-from crosslayer.conversion.damage import damage, logits_of, losses
-from crosslayer.conversion.job import allocated
-from crosslayer.conversion.rewire import retrofit
+from crosslayer.conversion.cache import allocated
+from crosslayer.conversion.damage import damage
+from crosslayer.conversion.losses import logits_of, losses
+from crosslayer.conversion.rewire import rewire
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
-from crosslayer.methods import to_entry
+from crosslayer.method import Method
+from crosslayer.methods import method_class, to_entry
 from crosslayer.plan import parse_layers
 
 PARTS = ("damage", "times", "table")
@@ -45,6 +46,7 @@ VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "mean, v = 16": ("attention", {"fit": "mean", "groups": 16}),
     "lstsq": ("attention", {"fit": "lstsq"}),
     "ridge": ("attention", {"fit": "ridge"}),
+    "layerwise": ("attention", {"fit": "layerwise"}),
 }
 
 
@@ -72,20 +74,19 @@ def main() -> None:
 
 def measured(model, name, texts) -> dict[str, Any]:
     """Return the damage of every variant of a wiring."""
-    method, groups = WIRINGS[name]
     layers = model.config.num_hidden_layers
-    made, fits, seconds = {}, {}, {}
+    rewired, fits, seconds = {}, {}, {}
     for variant, (target, options) in VARIANTS.items():
-        if "groups" in options and method != "uniattn":
+        if "groups" in options and WIRINGS[name][0] != "uniattn":
             continue  # Theorem 3.1 is UniAttn's
         started = time.perf_counter()
-        chosen = entries(method, parse_layers(groups, layers), layers, target)
-        done = retrofit(model, chosen, calibration=texts["calibration"].ids, share_weights=True, **options)
-        made[variant], fits[variant] = done, [dataclasses.asdict(fit) for fit in done.fits]
+        chosen = wired(name, layers, target)
+        rewired[variant] = rewire(model, chosen, calibration=texts["calibration"].ids, share_weights=True, **options)
+        fits[variant] = [dataclasses.asdict(fit) for fit in rewired[variant].fits]
         seconds[variant] = time.perf_counter() - started
-    runs = {variant: logits_of(done.model) for variant, done in made.items()}
-    found = losses(logits_of(model), runs, texts["evaluation"])
-    rows = {variant: dataclasses.asdict(damage(one)) for variant, one in found.items()}
+    runs = {variant: logits_of(done.model) for variant, done in rewired.items()}
+    by_variant = losses(logits_of(model), runs, texts["evaluation"])
+    rows = {variant: damage(measured).model_dump() for variant, measured in by_variant.items()}
     for variant, row in rows.items():
         low, high = row["ratio_ci95"]
         print(
@@ -93,12 +94,12 @@ def measured(model, name, texts) -> dict[str, Any]:
             flush=True,
         )
     return {
-        "methods": [to_entry(m) for m in made["none"].methods],
-        "kv_share": allocated(made["none"].model) / allocated(model),
+        "methods": [to_entry(method) for method in rewired["none"].methods],
+        "kv_share": allocated(rewired["none"].model) / allocated(model),
         "damage": rows,
         "windows": {
-            variant: {key: [round(float(x), 6) for x in getattr(one, key)] for key in ("before", "after", "kl")}
-            for variant, one in found.items()
+            variant: {key: [round(float(x), 6) for x in vars(measured)[key]] for key in ("before", "after", "kl")}
+            for variant, measured in by_variant.items()
         },
         "documents": texts["evaluation"].documents,
         "fits": fits,
@@ -108,12 +109,16 @@ def measured(model, name, texts) -> dict[str, Any]:
     }
 
 
+def wired(name: str, layers: int, target: str | None) -> Method:
+    """Return the method of a wiring; `target` is where W_c writes, None without it."""
+    method, groups = WIRINGS[name]
+    return method_class(method).from_groups(parse_layers(groups, layers), layers, target)
+
+
 def times(model, name) -> dict[str, Any]:
     """Return the bench of a wiring with W_c, as it would be used."""
-    method, groups = WIRINGS[name]
-    layers = model.config.num_hidden_layers
-    chosen = entries(method, parse_layers(groups, layers), layers, "attention")
-    rewired = retrofit(model, chosen, fit="zero", share_weights=True).model
+    chosen = wired(name, model.config.num_hidden_layers, "attention")
+    rewired = rewire(model, chosen, fit="zero", share_weights=True).model
     return bench(rewired, model, contexts=(2048,), new_tokens=16).record()
 
 

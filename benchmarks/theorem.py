@@ -20,7 +20,7 @@ from torch import Tensor
 
 import crosslayer
 from crosslayer.conversion.convert import convert
-from crosslayer.conversion.damage import compare
+from crosslayer.conversion.losses import compare
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import split
 from crosslayer.environment import environment

@@ -22,15 +22,16 @@ from streams import Known, Upper, from_known
 
 import crosslayer
 from crosslayer.conversion.calibrate import calibrate
-from crosslayer.conversion.choose import Search, entries
 from crosslayer.conversion.convert import convert
-from crosslayer.conversion.damage import Losses, compare, damage, difference
-from crosslayer.conversion.search import Measure
+from crosslayer.conversion.damage import damage, difference
+from crosslayer.conversion.losses import Losses, compare
+from crosslayer.conversion.search import Search
+from crosslayer.conversion.trade_off import Measure
 from crosslayer.corpus.domains import FITTED, embedded_domains, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
 from crosslayer.method import Method
-from crosslayer.methods import load_method, merge_plans, to_entry
+from crosslayer.methods import load_method, merge_plans, method_class, to_entry
 from crosslayer.plan import parse_layers
 from crosslayer.probe.what_if import look
 
@@ -131,14 +132,14 @@ def methods_of(model: Any, name: str, texts: dict[str, Windows]) -> list[Method]
     layers = len(model.model.layers)
     if name in WIRINGS:
         method, groups = WIRINGS[name]
-        return entries(method, parse_layers(groups, layers), layers, "attention")
+        return [method_class(method).from_groups(parse_layers(groups, layers), layers, "attention")]
     domains, pool, wiring = SEARCHES[name], texts["search"], look(model)
     each = 3 // len(domains)  # three windows in all
     ids = torch.cat([pool.by_domain()[domain][:each] for domain in domains])
     search = Search(Measure(model, wiring, Windows(ids, tuple(range(len(ids))))), wiring.shapes)
     chosen = search.run(BUDGET)
-    print(f"{name}: {search.passes} passes, {chosen.kinds}", flush=True)
-    return chosen.methods("attention")
+    print(f"{name}: {search.passes} passes, {chosen.names()}", flush=True)
+    return chosen.methods(dict.fromkeys(search.kinds, "attention"))
 
 
 def fitted(model: Any, methods: list[Method], fit: str, pool: dict[str, torch.Tensor], below: tuple[Known, int]) -> Any:

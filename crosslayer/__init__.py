@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
     from crosslayer.diagnosis.result import Diagnosis
     from crosslayer.diagnosis.scan import diagnose
+    from crosslayer.generation.run import generate
     from crosslayer.intervention.apply import intervene
     from crosslayer.intervention.kinds import Ablate, Forbid, PositionSwap, ScaleValues, TokenSwap, Waiver, waiver
     from crosslayer.intervention.measure import effect
@@ -56,6 +57,7 @@ _HOMES = {
     "bench": "benchmark.run",
     "diagnose": "diagnosis.scan",
     "effect": "intervention.measure",
+    "generate": "generation.run",
     "intervene": "intervention.apply",
     "load_model": "models.load",
     "load_result": "results",

@@ -1,15 +1,20 @@
 """Imports go one way, and importing the package has no effect on transformers."""
 
 import ast
+import contextlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+from crosslayer.cli.catalogue import markdown
+from crosslayer.methods import method_names
+
 PACKAGE = Path(__file__).parent.parent / "crosslayer"
 ORDER = (  # each part imports only parts that stand before it
-    "_path", "_start", "plan", "environment", "method", "methods", "show", "decoder", "probe", "output", "corpus",
-    "models", "testing", "diagnosis", "intervention", "benchmark", "verification", "generation", "conversion", "api",
-    "cli",
+    "_path", "_start", "plan", "environment", "method", "methods", "decoder", "probe", "output", "corpus", "models",
+    "testing", "diagnosis", "intervention", "benchmark", "verification", "generation", "conversion", "results", "api",
+    "__init__", "cli", "__main__",
 )  # fmt: skip
 
 
@@ -17,24 +22,64 @@ def part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("crosslayer."):
-            names.add(node.module.split(".")[1])
-        elif isinstance(node, ast.ImportFrom) and node.module == "crosslayer":
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("crosslayer.")}
+def files() -> dict[str, Path]:
+    """All modules of the package by name, a package by its `__init__`."""
+    names = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(["crosslayer", *path.relative_to(PACKAGE).with_suffix("").parts])
+        names[name.removesuffix(".__init__")] = path
     return names
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of the package that a file names in an import, at its top or anywhere, for types too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "crosslayer":
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names if alias.name.split(".")[0] == "crosslayer"}
+    return names & set(files())
 
 
 def test_imports_go_one_way():
     for path in PACKAGE.rglob("*.py"):
-        if part(path) in ORDER:
-            before = ORDER[: ORDER.index(part(path)) + 1]
-            extra = imported(path) - set(before)
-            assert not extra, f"{path.relative_to(PACKAGE)} imports {extra}"
+        room = part(path)
+        assert room in ORDER, f"{path.relative_to(PACKAGE)} stands in no room"
+        before = {*ORDER[: ORDER.index(room) + 1], "crosslayer"}
+        extra = {name for name in imported(path) if (name.split(".")[1:] or ["crosslayer"])[0] not in before}
+        assert not extra, f"{path.relative_to(PACKAGE)} imports {extra}"
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """The package itself is left out: it hands out what its parts define, and they take from it only its version."""
+    graph = {name: imported(path) - {name, "crosslayer"} for name, path in files().items() if name != "crosslayer"}
+    with contextlib.suppress(StopIteration):
+        while True:  # take away what imports nothing that is left; what stays lies on a circle, or above it
+            free = next(name for name, others in graph.items() if not others & set(graph))
+            del graph[free]
+    assert not graph, f"circle among {circle(graph)}"
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """A circle of a graph in which every file imports another."""
+    path = [next(iter(graph))]
+    while path[-1] not in path[:-1]:
+        path.append(min(graph[path[-1]] & set(graph)))
+    return path[path.index(path[-1]) :]
+
+
+def test_no_method_is_named_outside_its_file():
+    names = "|".join(map(re.escape, method_names()))
+    word = re.compile(rf"\b({names})\b", re.IGNORECASE)
+    lines = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if part(path) == "methods":
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if word.search(line):
+                lines.append(f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}")
+    assert not lines, "\n".join(lines)
 
 
 def test_nothing_is_imported_before_the_working_directory_leaves_the_path():
@@ -68,8 +113,6 @@ def test_import_changes_nothing_in_transformers():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_table_of_methods_in_the_documents_is_the_generated_one():
-    from crosslayer.show import markdown
-
+def test_the_table_of_methods_in_the_documents_is_the_generated_table():
     text = (PACKAGE.parent / "docs" / "METHODS.md").read_text()
-    assert markdown() in text, "run `python -m crosslayer.show` and paste its table into docs/METHODS.md"
+    assert markdown() in text, "paste what crosslayer.cli.catalogue.markdown() returns into docs/METHODS.md"

@@ -40,7 +40,7 @@ class Attention:
     def flops(self, tokens: int) -> int:
         """Return FLOPs of a causal prompt: 2 for each product of a pair, QKᵀ and AV.
 
-        Where the window cuts, the mask is an explicit one, with which SDPA computes every pair.
+        Where the window cuts, the mask is explicit, with which SDPA computes every pair.
         """
         cut = self.window is not None and self.window < tokens
         pairs = tokens * tokens if cut else tokens * (tokens + 1) // 2

@@ -1,5 +1,7 @@
 """The figures of a bench: for each batch size the ratios by context, and the time per token, measured and predicted."""
 
+import itertools
+
 from crosslayer.benchmark.record import MEASURES, SIDES, BenchmarkRecord, Row, Side
 from crosslayer.benchmark.units import percent
 from crosslayer.benchmark.words import TITLES
@@ -8,18 +10,18 @@ from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
 SIDE_COLORS = {"candidate": COLORS[0], "baseline": QUIET}
 
 
-def panels(record: BenchmarkRecord) -> list[Panel]:
+def drawn_panels(record: BenchmarkRecord) -> list[Panel]:
     """Return both figures of each batch size; the second is missing where nothing is predicted."""
     ratios, predictions = [], []
     for batch in dict.fromkeys(row.batch for row in record.rows):
         group = sorted((row for row in record.rows if row.batch == batch), key=lambda row: row.context)
         ratios.append(_ratios(group, batch, record.interval_coverage))
-        if record.no_prediction is None:
+        if all(side.predicted is not None for row in group for side in row.tpot_dynamic.sides()):
             predictions.append(_prediction(group, batch))
-    ratios, predictions = same_scale(ratios), same_scale(predictions)
-    if not predictions:
-        return ratios
-    return [panel for pair in zip(ratios, predictions, strict=True) for panel in pair]
+    panels = []
+    for ratio, prediction in itertools.zip_longest(same_scale(ratios), same_scale(predictions)):
+        panels += [ratio] if prediction is None else [ratio, prediction]
+    return panels
 
 
 def _ratios(group: list[Row], batch: int, covered: float) -> Panel:
@@ -59,7 +61,6 @@ def _time_lines(group: list[Row], x: list[float], side: Side) -> list[Line]:
     timings = [dict(row.tpot_dynamic.named_sides())[side] for row in group]
     measured = [1e3 * timing.median for timing in timings]
     predicted = [1e3 * timing.predicted.seconds for timing in timings if timing.predicted is not None]
-    assert len(predicted) == len(measured)
     color = SIDE_COLORS[side]
     return [
         Line(f"{side}, measured", x, measured, color=color),

@@ -1,6 +1,6 @@
 """The page of a bench, from its record alone."""
 
-from crosslayer.benchmark.figures import panels
+from crosslayer.benchmark.figures import drawn_panels
 from crosslayer.benchmark.record import BenchmarkRecord, Row
 from crosslayer.benchmark.tables import details, overview
 from crosslayer.benchmark.units import percent
@@ -15,7 +15,7 @@ def layout(record: BenchmarkRecord) -> Page:
         subtitle=_subtitle(record),
         cards=_cards(record.rows[-1], record.interval_coverage),
         words=sentences(record),
-        panels=panels(record),
+        panels=drawn_panels(record),
         tables=details(record),
         lead=[overview(record)],
     )

@@ -55,7 +55,7 @@ class Prediction(Frozen):
 
 
 class Predictions(Frozen):
-    """The first token, and each further one with a dynamic and with a static cache."""
+    """The first token, and each further token with a dynamic and with a static cache."""
 
     ttft: Prediction
     tpot_dynamic: Prediction
@@ -77,7 +77,7 @@ class Load:
 
 
 def predict(model: Structure, rates: Rates, load: Load, operators: Operators) -> Predictions:
-    """Return seconds of the first token and of each further one, with a dynamic and a static cache, and their terms.
+    """Return seconds of the first token and of each further token, with a dynamic and a static cache, and their terms.
 
     With a dynamic cache the states are as many as halfway through decoding; a static cache is read whole from the
     beginning.

@@ -2,7 +2,7 @@
 
 from typing import Generic, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from crosslayer.benchmark.prediction import Operators, Prediction, Rates
 from crosslayer.benchmark.settings import Settings
@@ -57,8 +57,8 @@ class ModelFacts(Frozen):
 class Timing(Frozen):
     """Seconds of a side: over repeats, and as predicted."""
 
-    median: float
-    quartiles: tuple[float, float]
+    median: PositiveFloat
+    quartiles: tuple[PositiveFloat, PositiveFloat]
     predicted: Prediction | None = None
 
     @property
@@ -77,8 +77,8 @@ class Note(Frozen):
 class Comparison(Both[Timing]):
     """A time of both sides: the median over pairs of candidate / baseline, with an interval whose ends are pairs."""
 
-    ratio: float
-    interval: tuple[float, float] | None = Field(description="None with fewer than three pairs")
+    ratio: PositiveFloat
+    interval: tuple[PositiveFloat, PositiveFloat] | None = Field(description="None with fewer than three pairs")
     verdict: Verdict
     predicted_ratio: float | None = None
     notes: tuple[Note, ...] = ()
@@ -120,8 +120,8 @@ class UnsteadyRate(Frozen):
 class Row(Frozen):
     """What was measured with a context (tokens of the prompt) and a batch size."""
 
-    context: int
-    batch: int
+    context: PositiveInt
+    batch: PositiveInt
     cache: ByCache[CacheBytes]
     reads: ReadBytes | None = Field(description="None where nothing is predicted")
     ttft: Comparison = Field(description="time to first token")

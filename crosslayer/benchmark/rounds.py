@@ -45,7 +45,7 @@ def attention_of(models: Models, kind: str) -> Iterator[None]:
 
 
 def static_copy(model: PreTrainedModel, cache: Cache, load: Load) -> StaticCache:
-    """Return a static cache of the whole length that holds the prompt's states of a dynamic one."""
+    """Return a static cache of the whole length that holds the states of a prompt in a dynamic cache."""
     static = StaticCache(config=model.config, max_cache_len=load.total)
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
@@ -100,7 +100,7 @@ class SideBySide:
             self.models[side](self.ids[:, at : at + 1], past_key_values=cache, use_cache=True)
 
     def static(self, side: Side, cache: Cache) -> Cache:
-        """Return a static cache with the prompt: copied from the dynamic one, or, if a window has cut that, run."""
+        """Return a static cache with the prompt: copied from the dynamic cache, or, if a window has cut that, run."""
         if all(type(layer) in (DynamicLayer, DummyLayer) for layer in cache.layers):
             return static_copy(self.models[side], cache, self.load)
         filled = StaticCache(config=self.models[side].config, max_cache_len=self.load.total)

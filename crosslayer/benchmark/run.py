@@ -44,10 +44,10 @@ def bench(
     device: str | torch.device | None = None,
     progress: Meter = Silent,
 ) -> Benchmark:
-    """Measure two causal language models on one device in turns, every context with every batch size.
+    """Measure two causal language models on the same device in turns, every context with every batch size.
 
     Args:
-        candidate: a hub name, a local folder or an embedded model; or a loaded one.
+        candidate: a hub name, a local folder or an embedded model; or loaded.
         baseline: what it is compared with, in the same way.
         contexts: lengths of the prompt in tokens.
         batches: batch sizes.
@@ -55,7 +55,7 @@ def bench(
         repeats: pairs of runs; an interval needs three, and five to decide.
         attention: attention of both, "sdpa" or "eager".
         seed: of the random tokens.
-        dtype: of models that are named; default that of the other one if it is loaded, else as `load_model` has it.
+        dtype: of models that are named; default that of the other model if it is loaded, else as `load_model` has it.
         device: likewise.
         progress: shows what is being done.
 
@@ -125,7 +125,7 @@ def _loaded(
     device: str | torch.device | None,
     progress: Meter,
 ) -> Models:
-    """Return both models, loaded where they are named, and checked one by one."""
+    """Return both models, loaded where they are named, and each checked before the next."""
     ready = [model for model in named.values() if isinstance(model, PreTrainedModel)]
     if len(ready) == len(named) and (dtype is not None or device is not None):
         raise ValueError("dtype and device are for models that are named; both are loaded already")

@@ -1,4 +1,4 @@
-"""The tables of a bench: a short one for every reader, and all figures."""
+"""The tables of a bench: a short table for every reader, and all figures."""
 
 from crosslayer.benchmark.record import (
     SIDES,

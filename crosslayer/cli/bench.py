@@ -1,5 +1,6 @@
 """`crosslayer bench`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from crosslayer.cli.options import (
     importing,
     print_headline,
     print_line,
+    print_table,
 )
 from crosslayer.output.progress import Progress, say
 
@@ -79,10 +81,10 @@ def print_overview(benchmark: Any) -> None:
     grid = Table(*head, show_lines=True)
     for cells in rows:
         grid.add_row(*cells)
-    console, wide = Console(), Console(width=1000)
-    fitting = Console(width=Measurement.get(wide, wide.options, grid).maximum)
-    console.print(title, soft_wrap=True)
-    (console if console.is_terminal else fitting).print(grid)
+    wide = Console(width=1000)
+    fitting = Measurement.get(wide, wide.options, grid).maximum
+    print_line(title)
+    print_table(grid, None if sys.stdout.isatty() else fitting)
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from crosslayer.cli.options import (
     importing,
     print_headline,
     print_line,
+    print_table,
 )
 from crosslayer.output.progress import Progress
 
@@ -52,7 +53,6 @@ def command(
 def _print_checks(verification: Any) -> None:
     """Print a row for each check."""
     from rich.box import SIMPLE
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -65,4 +65,4 @@ def _print_checks(verification: Any) -> None:
     for check in verification.checks:
         status = f"[{COLOURS[check.status]}]{check.status}[/]"
         table.add_row(check.name, check.dtype or "", status, *numbers(check), escape(check.reason))
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+    print_table(table, None if sys.stdout.isatty() else WIDTH)

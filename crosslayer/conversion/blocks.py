@@ -1,4 +1,4 @@
-"""Blocks of equal size in the top half, as UniAttn (arXiv 2502.00439) lays them: the search's yardstick."""
+"""Blocks of equal size in the top half, as arXiv 2502.00439 lays its superblocks: the search's yardstick."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,10 +1,9 @@
 """Intervals for means over windows of text: a bootstrap that draws windows within their documents.
 
 Intervals are percentiles of windows drawn again within each document, n − 1 of its n (Rao and Wu 1988), so that the
-spread is not understated. Documents of fewer than 8 windows are drawn as one stratum (with the first larger document,
-where they have fewer than 8 together); where that leaves one stratum, windows are taken as independent. Draws are
-spread by Student's t over the normal quantile, since a domain may have 16 windows only. All is conditional on this
-text.
+spread is not understated. Documents of fewer than 8 windows are drawn together (with the first larger document, where
+they have fewer than 8 in all); where that leaves a single stratum, windows are taken as independent. Draws are spread
+by Student's t over the normal quantile, since a domain may have 16 windows only. All is conditional on this text.
 """
 
 import numpy as np

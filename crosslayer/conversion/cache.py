@@ -35,12 +35,12 @@ class CacheShare:
 
     @property
     def least(self) -> float:
-        """The smallest share that any plan can keep: that of one layer."""
+        """The smallest share that any plan can keep: that of a single layer."""
         return min(sum(size.values()) for size in self.sizes if sum(size.values())) / self.total
 
 
 def _allocated(shape: LayerShape | None, context: int) -> dict[str, int]:
-    """Return the elements of keys and values that a cache allocates: a whole window, of which one token is not kept."""
+    """Return the elements of keys and values that a cache allocates: a whole window, of which a token is not kept."""
     if shape is None:
         return {"keys": 0, "values": 0}
     tokens = context if shape.window is None else min(context, shape.window)
@@ -53,7 +53,7 @@ def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
     """Return the bytes that a dynamic cache allocates for each of `context` tokens.
 
     A short prompt shows what each layer stores; a cache is then filled with so many tokens of it, in two steps, so that
-    a sliding window is cut as in decoding. Nothing is computed for a long context, and one layer is filled at a time.
+    a sliding window is cut as in decoding. Nothing is computed for a long context, and layers are filled in turn.
     """
     cache = DynamicCache(config=model.config)
     ids = torch.arange(PROMPT, device=model.device)[None] % model.config.vocab_size  # (1, PROMPT)

@@ -6,8 +6,8 @@
 taken from this layer and for nothing else. All others want the original model's own stream, so that W_c also has to
 undo what went wrong below: it can do that on text of the same kind only.
 
-"mean": W_c = pinv(X̄) Ē over position-wise means in v groups of sequences (UniAttn, arXiv 2502.00439, Theorem 3.1).
-"lstsq": least squares over all tokens. "ridge", "layerwise": with a penalty chosen by leaving one domain out.
+"mean": W_c = pinv(X̄) Ē over position-wise means in v groups of sequences (arXiv 2502.00439, Theorem 3.1).
+"lstsq": least squares over all tokens. "ridge", "layerwise": with a penalty chosen by leaving a domain out.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from crosslayer.conversion.moments import FITS, Fit, Moments, check_enough
 from crosslayer.conversion.streams import Streams, computes_the_same, layers_of, same_weights
-from crosslayer.decoder.modeling import CrossLayerDecoderLayer, CrossLayerForCausalLM
+from crosslayer.decoder.layer import CrossLayerDecoderLayer
+from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.method import Compensation, Method, check_choice
 
 Text = Tensor | Mapping[str, Tensor]  # ids (N, T), or those of each domain by name
@@ -96,7 +97,7 @@ def _check(model: CrossLayerForCausalLM, domains: list[Tensor], fit: str, groups
         raise ValueError(f"{names}: W_c is fitted between plain residual streams; train it instead (fit 'zero')")
     lengths = {ids.shape[1] for ids in domains}
     if len(lengths) != 1:
-        raise ValueError(f"calibration text needs sequences of one length; its domains have {sorted(lengths)}")
+        raise ValueError(f"calibration text needs sequences of equal length; its domains have {sorted(lengths)}")
     sizes = [len(ids) for ids in domains]
     if not 1 <= groups <= sum(sizes):
         raise ValueError(f"groups is {groups}; it must be between 1 and the {sum(sizes)} calibration sequences")

@@ -1,4 +1,4 @@
-"""Which layers a method acts on: as named, the top half, by similarity, or one after another by what it turns."""
+"""Which layers a method acts on: as named, the top half, or by similarity, at once or step by step."""
 
 from contextlib import nullcontext
 
@@ -44,7 +44,7 @@ def choose(
     layers = model.config.num_hidden_layers
     if request.whole is not None:
         look(model).check(request.whole.plan(layers))
-        return [request.whole], Choice(how="as given")
+        return [request.whole], Choice(how="as options")
     if request.kind is None:
         return methods_by_damage(model, windows["search"], windows["trade-off"], request, progress)
     named = request.options.layers
@@ -63,7 +63,7 @@ def _top_half(model: PreTrainedModel, kind: Kind, size: int) -> Groups:
     """Return blocks from the last layer down within the top half; for a method on single layers, their followers."""
     blocks = paper_groups(look(model).shapes, size)
     if not blocks:
-        raise ValueError(f"the top half has no {size} neighbouring layers of one mask; name the layers")
+        raise ValueError(f"the top half has no {size} neighbouring layers of the same mask; name the layers")
     if kind.grouped:
         return blocks
     return [[layer] for block in blocks for layer in block[1:]]
@@ -80,7 +80,7 @@ class Automatic:
     def groups(self, ids: Tensor) -> Groups:
         """Return the layers, chosen on token ids (N, T)."""
         if self.count >= self.layers:
-            raise ValueError(f"--count {self.count}: the model has {self.layers} layers, and one must stay")
+            raise ValueError(f"--count {self.count}: the model has {self.layers} layers, and at least 1 must stay")
         if self.kind.grouped:
             return self._similar_maps(ids)
         taken = self._what_goes()

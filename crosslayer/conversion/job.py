@@ -11,7 +11,7 @@ from crosslayer.conversion.choose import choose
 from crosslayer.conversion.damage import by_domain
 from crosslayer.conversion.losses import logits_of, logits_without, losses
 from crosslayer.conversion.moments import check_enough
-from crosslayer.conversion.options import RetrofitOptions
+from crosslayer.conversion.options import RetrofitOptions, plain_method
 from crosslayer.conversion.record import (
     Architecture,
     CacheRecord,
@@ -70,14 +70,14 @@ def retrofit(
     """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 model another wiring, and say what that saves and costs.
 
     The defaults are those of `crosslayer retrofit`; `RetrofitOptions` says what each option means. The original is left
-    as it is; what of its weights stays is shared with the retrofit, until that is saved and loaded.
+    as it is.
 
     Args:
         model: a model, or the name of what `load_model` loads.
         text: text to judge the retrofit on: token ids (N, `length`), documents, sources, or any of these by domain,
             {"web": …, "code": …}. None: six embedded domains.
         tokenizer: of a model that is loaded already; not needed for token ids.
-        method: a method's name, whose layers are then chosen; or a whole method. Or one of the budgets instead.
+        method: a method's name, whose layers are then chosen; or a whole method. Or a budget instead.
         layers: groups such as "18-21,22-25" (0-based), "top-half" or "auto".
         kv_budget: search for this share of the cache.
         kv_context: tokens at which the cache is counted.
@@ -107,7 +107,7 @@ def retrofit(
 
     """
     options = RetrofitOptions(
-        method=method,
+        method=plain_method(method),
         layers=layers,
         kv_budget=kv_budget,
         kv_context=kv_context,
@@ -131,11 +131,12 @@ def retrofit(
         texts = Texts.load(text, calibration_text, seed)
     texts.parts(request)  # says at once if there are too few windows
     loaded, tokenizer = model_and_tokenizer(model, tokenizer, dtype=dtype, device=device, meter=progress)
-    return Job(loaded, tokenizer, request, texts, progress).receipt(public_name(model))
+    job = Job(loaded, tokenizer, request, texts, progress, share_weights=loaded is not model)
+    return job.receipt(public_name(model))
 
 
 class Job:
-    """A request on a loaded model."""
+    """A request on a loaded model; with `share_weights` what stays of its weights is not copied."""
 
     def __init__(
         self,
@@ -144,8 +145,10 @@ class Job:
         request: Request,
         texts: Texts,
         progress: Meter,
+        share_weights: bool,
     ):
-        self.model, self.tokenizer, self.request, self.texts, self.progress = model, tokenizer, request, texts, progress
+        self.model, self.tokenizer, self.share_weights = model, tokenizer, share_weights
+        self.request, self.texts, self.progress = request, texts, progress
         self.layers = to_config(model.config).num_hidden_layers  # says which families can be converted
 
     def receipt(self, name: str) -> Receipt:
@@ -203,7 +206,7 @@ class Job:
                 groups=request.options.groups,
                 merge=request.options.merge,
                 progress=bar.step,
-                share_weights=True,
+                share_weights=self.share_weights,
             )
 
     def _judge(self, rewired: Rewired, windows: Windows) -> Domains:

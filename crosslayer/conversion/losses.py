@@ -37,7 +37,7 @@ class Losses:
     domains: tuple[str, ...] = ()
 
     def of(self, domain: str) -> "Losses":
-        """Return the windows of one domain."""
+        """Return the windows of a domain."""
         rows = [number for number, name in enumerate(self.domains) if name == domain]
         documents = tuple(self.documents[row] for row in rows)
         return Losses(self.before[rows], self.after[rows], self.kl[rows], documents, (domain,) * len(rows))
@@ -95,7 +95,7 @@ def losses(
 
 
 def compare(before: Tensor, after: Tensor, ids: Tensor) -> tuple[float, float, float]:
-    """Return mean losses before and after and mean KL of one window; logits (T, V), whose last row predicts nothing."""
+    """Return mean losses before and after and mean KL of a window; logits (T, V), whose last row predicts nothing."""
     targets = ids[1:].to(before.device)  # (T − 1,)
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(targets), ROWS):

@@ -1,6 +1,6 @@
 """W_c from second moments of X and E, kept by part of the calibration text, so that a part can be left out.
 
-A ridge penalty is chosen by leaving a *domain* out: fitted on all others, judged on the one left out, summed over
+A ridge penalty is chosen by leaving a *domain* out: fitted on all others, judged on that domain, summed over
 domains. A window that is held out from a domain that was fitted says nothing about other text, and W_c learns the
 domain. Text of a single domain leaves its every eighth window out instead.
 

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from crosslayer.conversion.moments import FITS
 from crosslayer.diagnosis.groups import PAPER_SIZE
@@ -13,6 +13,7 @@ from crosslayer.methods import to_entry
 from crosslayer.output.record import Options
 
 SELECTS = ("similarity", "greedy")
+Budget = Annotated[float, Field(allow_inf_nan=True)] | None  # our own message says what a budget is
 
 
 class RetrofitOptions(Options):
@@ -24,39 +25,36 @@ class RetrofitOptions(Options):
     """
 
     method: str | dict[str, Any] | None = Field(
-        None,
+        default=None,
         description="a method's name, whose layers are then chosen by `layers`; or a whole method as a config has it: "
         "the name of a module, a mapping or its JSON such as {'name': …, 'group': 3}. None: a budget chooses",
     )
-    layers: str = Field("top-half", description="groups such as 18-21,22-25 (0-based), top-half or auto")
-    kv_budget: float | None = Field(None, description="search for this share of the cache")
+    layers: str = Field(default="top-half", description="groups such as 18-21,22-25 (0-based), top-half or auto")
+    kv_budget: Budget = Field(default=None, description="search for this share of the cache")
     kv_context: int | None = Field(
-        None, description="tokens at which the cache is counted; None: 2048, or twice the largest window"
+        default=None, description="tokens at which the cache is counted; None: 2048, or twice the largest window"
     )
-    kl_budget: float | None = Field(None, description="search within this KL, in nats a token")
+    kl_budget: Budget = Field(default=None, description="search within this KL, in nats a token")
     compensation: str | None = Field(
-        None, description="how W_c is fitted: none, zero, mean, lstsq, ridge or layerwise; None: what suits the method"
+        default=None,
+        description="how W_c is fitted: none, zero, mean, lstsq, ridge or layerwise; None: what suits the method",
     )
-    target: str | None = Field(None, description="where W_c writes; None: the method's first choice")
-    groups: int = Field(1, ge=1, description="v: groups of windows with a mean of their own, for mean")
-    merge: str = Field("first", description="what becomes of pretrained weights that a group shares")
-    part: str | None = Field(None, description="what of a layer a method acts on; None: the method's first choice")
-    select: str = Field("similarity", description="how single layers are ranked with auto: similarity or greedy")
-    size: int = Field(PAPER_SIZE, description="layers of a block of top-half")
-    count: int | None = Field(None, ge=1, description="layers that auto lets follow another, or acts on")
-    windows: int = Field(96, description="windows on which the damage is measured, of all domains")
-    calibration: int = Field(128, ge=1, description="windows to which W_c is fitted, of all domains")
-    length: int = Field(512, ge=2, description="tokens of a window")
-    seed: int = Field(0, ge=0, description="of the windows that are drawn, and of the bootstrap")
-    bos: str = Field("auto", description="first token of a window: auto (as the tokenizer has it), yes or no")
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def _as_entry(cls, method: Any) -> Any:
-        """Take `Method` objects and mappings as the plain data that a config holds."""
-        if isinstance(method, Method):
-            return to_entry(method)
-        return dict(method) if isinstance(method, Mapping) else method
+    target: str | None = Field(default=None, description="where W_c writes; None: the method's first choice")
+    groups: int = Field(default=1, ge=1, description="v: groups of windows with a mean of their own, for mean")
+    merge: str = Field(default="first", description="what becomes of pretrained weights that a group shares")
+    part: str | None = Field(
+        default=None, description="what of a layer a method acts on; None: the method's first choice"
+    )
+    select: str = Field(
+        default="similarity", description="how single layers are ranked with auto: similarity or greedy"
+    )
+    size: int = Field(default=PAPER_SIZE, description="layers of a block of top-half")
+    count: int | None = Field(default=None, ge=1, description="layers that auto lets follow another, or acts on")
+    windows: int = Field(default=96, description="windows on which the damage is measured, of all domains")
+    calibration: int = Field(default=128, ge=1, description="windows to which W_c is fitted, of all domains")
+    length: int = Field(default=512, ge=2, description="tokens of a window")
+    seed: int = Field(default=0, ge=0, description="of the windows that are drawn, and of the bootstrap")
+    bos: str = Field(default="auto", description="first token of a window: auto (as the tokenizer has it), yes or no")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -82,3 +80,10 @@ class RetrofitOptions(Options):
     def changed(self) -> dict[str, Any]:
         """Return the options that are not at their default."""
         return self.model_dump(exclude_defaults=True)
+
+
+def plain_method(method: str | Mapping[str, Any] | Method | None) -> str | dict[str, Any] | None:
+    """Return a method as the plain data that options hold."""
+    if isinstance(method, Method):
+        return to_entry(method)
+    return dict(method) if isinstance(method, Mapping) else method

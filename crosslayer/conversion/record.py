@@ -59,7 +59,7 @@ class SearchRecord(Frozen):
 class Choice(Frozen):
     """How layers were chosen."""
 
-    how: str = Field(description="as given (a whole method), search, auto, top-half, or the layers that were named")
+    how: str = Field(description="as options (a whole method), search, auto, top-half, or the layers that were named")
     groups: list[list[int]] = Field(default_factory=list, description="groups of layers, where a method acts on groups")
     search: SearchRecord | None = None
 
@@ -112,7 +112,7 @@ class Gain(Frozen):
 
 
 class DomainDamage(Damage):
-    """The damage on one domain."""
+    """The damage on a domain."""
 
     name: str
     seen: bool = Field(description="whether anything was fitted to text of this domain")
@@ -145,7 +145,7 @@ class Seconds(Frozen):
 class RetrofitRecord(Frozen):
     """What `record.json` of a retrofit holds."""
 
-    schema_: Literal["crosslayer/retrofit/3"] = Field(SCHEMA, alias="schema")
+    schema_: Literal["crosslayer/retrofit/3"] = Field(default=SCHEMA, alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as a config has them")
     title: str = Field(description="the methods with the options that were set, in words")
@@ -157,6 +157,6 @@ class RetrofitRecord(Frozen):
     damage: Domains
     options: RetrofitOptions = Field(description="what was asked for")
     texts: TextsRecord
-    command: str | None = Field(None, description="the command line, where it was one")
+    command: str | None = Field(default=None, description="the command line, None for a call from Python")
     seconds: Seconds
     environment: Environment

@@ -172,8 +172,7 @@ class Receipt(RetrofitRecord, Result):
         model, target = self.model, Path(folder)
         if remote_code_shim and type(model).__name__ != OURS:
             raise ValueError(
-                f"--remote-code-shim is for models of crosslayer; this one is a stock {type(model).__name__} and needs "
-                "none"
+                f"--remote-code-shim is for models of crosslayer; this is a stock {type(model).__name__} and needs none"
             )
         with whole_folder(target, force) as partial:
             with quiet_transformers():

@@ -63,8 +63,9 @@ def rewire(
         methods: a method or a list: names, {"name": …, option: …}, or `Method` objects.
         calibration: token ids (N, T) without padding, to fit W_c where a method has a compensation; or such ids by
             domain, {"web": …, "code": …}: what is fitted to several carries over better to text of other kinds.
-        fit: "zero", "mean" (Theorem 3.1 of UniAttn), "lstsq", "ridge" or "layerwise" (see calibrate.py). Default:
-            "layerwise", or "ridge" where anything changes outside of what W_c stands for (a merge, an MLP that goes).
+        fit: "zero", "mean" (arXiv 2502.00439, Theorem 3.1), "lstsq", "ridge" or "layerwise" (see calibrate.py).
+            Default: "layerwise", or "ridge" where anything changes outside of what W_c stands for (a merge, an MLP that
+            goes).
         groups: v of Theorem 3.1: how many groups of sequences have a mean of their own, for fit "mean".
         merge: what becomes of pretrained weights that a group shares, a rule of a method's `merges`.
         progress: called after each calibrated layer with (done, all).

@@ -1,9 +1,9 @@
 """Which layers and methods meet a budget: a greedy search by measured damage.
 
-At each step it takes the move (a method on one more layer) with the least measured KL to the original for what it saves
-of the cache at a stated context (a layer with a sliding window has less to save than others). Every move is ranked once
-(of deep models every n-th layer's, for its neighbours); a move is measured again before it is taken, for as long as
-another looks better then (lazy greedy).
+A move puts a method on a further layer. At each step the search takes the move with the least measured KL to the
+original for what it saves of the cache at a stated context (a layer with a sliding window has less to save than
+others). Every move is ranked once (of deep models every n-th layer's, for its neighbours); a move is measured again
+before it is taken, for as long as another looks better then (lazy greedy).
 """
 
 import math
@@ -17,7 +17,7 @@ from crosslayer.probe.shapes import LayerShape
 
 PASSES = 300  # over the search text, at most
 RANKED = 200  # passes for the first ranking, at most
-AGAIN = 6  # moves that are measured again for one pick, at most
+AGAIN = 6  # moves that are measured again for a pick, at most
 Move = tuple[Kind, int]  # a method and the layer that it is to act on
 
 
@@ -70,7 +70,7 @@ class Search:
         reached = self.cache.of(wires.plan)
         if share is not None and reached > share + 1e-9:
             raise ValueError(
-                f"a KV budget of {share:g} cannot be met within {PASSES} passes; the nearest found is {reached:.4f}"
+                f"a KV budget of {share:g} cannot be met within {PASSES} passes; the nearest reached is {reached:.4f}"
             )
         return wires
 

@@ -1,6 +1,6 @@
 """The residual streams of an original and of its rewired model, layer by layer, over all calibration tokens.
 
-Memory: the streams at one layer for all tokens (of both models, or of the rewired alone), and the states that the
+Memory: the streams at a single layer for all tokens (of both models, or of the rewired alone), and the states that the
 wiring lends; never all layers.
 
 Shapes: B sequences of a batch, T tokens, C hidden.
@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crosslayer.decoder.modeling import CrossLayerDecoderLayer, CrossLayerForCausalLM
+from crosslayer.decoder.layer import CrossLayerDecoderLayer
+from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.method import Carry
 
-TOKENS_EACH = 2048  # of one batch
+TOKENS_EACH = 2048  # of a batch
 
 
 class Streams:
-    """Both models at one boundary between layers, a batch at a time; "before" is the original, "after" the rewired.
+    """Both models at a boundary between layers, a batch at a time; "before" is the original, "after" the rewired.
 
     With `follow_original` the original has a stream of its own, from the first layer on in which the models differ.
     Without it, the original's layers are asked about the rewired model's stream.
@@ -98,7 +99,7 @@ class Streams:
 
 
 def layers_of(model: CrossLayerForCausalLM) -> list[CrossLayerDecoderLayer]:
-    """Return the layers of one of our models."""
+    """Return the layers of a model of ours."""
     return list(model.model.layers)  # type: ignore[arg-type]
 
 

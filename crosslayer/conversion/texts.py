@@ -21,7 +21,7 @@ Text = Documents | Sequence[TextSource] | Mapping[str, Documents] | None
 class Texts:
     """Text by domain, and which domains are fitted to, and which judge the result.
 
-    A domain that does both is cut into windows that serve one purpose each.
+    A domain that does both is cut into windows that each serve a single purpose.
 
     Attributes:
         domains: documents of each domain by name, or its token ids (N, T), a window each.
@@ -51,7 +51,7 @@ class Texts:
         judges, fits = _by_name(judging, "text"), _by_name(fitted, "calibration text")
         for name in judges.keys() & fits.keys():
             if judges[name] is not fits[name] and not _same_source(judges[name], fits[name]):
-                raise ValueError(f"two texts are called {name!r}; a domain goes by its name, so rename one")
+                raise ValueError(f"two texts are called {name!r}; a domain goes by its name, so rename either")
         domains = {name: _read(text, seed) for name, text in {**judges, **fits}.items()}
         if judges:
             return cls(domains, tuple(fits or judges), tuple(judges), bool(fits))
@@ -142,7 +142,7 @@ def _by_name(text: Text, name: str) -> dict[str, Documents]:
     for source in dict.fromkeys(sources):
         if source.describe() in by_name:
             raise ValueError(
-                f"two texts are called {source.describe()!r}; a domain goes by its file's name, so rename one"
+                f"two texts are called {source.describe()!r}; a domain goes by its file's name, so rename either"
             )
         by_name[source.describe()] = source
     return by_name

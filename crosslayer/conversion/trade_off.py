@@ -67,7 +67,7 @@ class Measure:
         started = time.perf_counter()
         original = logits_of(model)
         self.original: list[Tensor] = [original(ids[None])[0] for ids in windows.ids]  # each (T, V)
-        self.seconds = time.perf_counter() - started  # of one pass
+        self.seconds = time.perf_counter() - started  # of a pass
         self.step = lambda passes: None
 
     def __call__(self, plan: DepthPlan) -> float:

@@ -52,7 +52,7 @@ class Wires:
         return any(kind is None and shape is not None for kind, shape in zip(self.kinds, shapes, strict=True))
 
     def take(self, kind: Kind, layer: int) -> "Wires":
-        """Return the wires with a method on one more layer."""
+        """Return the wires with a method on a further layer."""
         return Wires((*self.kinds[:layer], kind, *self.kinds[layer + 1 :]))
 
     def count(self, kind: Kind) -> int:

@@ -59,7 +59,7 @@ def _damage(record: RetrofitRecord) -> list[str]:
     if all(domain.seen for domain in domains):
         said.append(
             "All of this is text of the kind that it was fitted to: what it costs on other text was not measured; "
-            "fit it to one text (--calibration-text) and judge it on others (--text)."
+            "fit it to some text (--calibration-text) and judge it on others (--text)."
         )
     counts = "-".join(str(count) for count in sorted({domain.windows for domain in domains}))
     said.append(

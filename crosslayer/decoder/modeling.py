@@ -2,7 +2,7 @@
 
 With no method it is Llama, weight names included. What layers lend travels in `carry`, never through the cache.
 
-Shapes: B batch, T new tokens, S cached + new tokens, C hidden, H heads, H_kv key-value heads, D head size.
+Shapes: B batch, T new tokens, C hidden, V vocabulary.
 """
 
 from typing import Any
@@ -15,165 +15,18 @@ from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
-from crosslayer.decoder.caches import check_cache, check_quantized, update_single, without_empty_layers
+from crosslayer.decoder.caches import check_cache, check_quantized, without_empty_layers
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.keywords import LEAKED, LOSS, check_keywords
+from crosslayer.decoder.layer import CrossLayerDecoderLayer
 from crosslayer.environment import check_flex
-from crosslayer.method import Carry, Compensation, HeadMixer, Mixing, Residual, Wiring
-from crosslayer.plan import STATES
+from crosslayer.method import Mixing
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-
-
-class CrossLayerAttention(nn.Module):
-    """Attention of one layer; a projection that the plan borrows does not exist."""
-
-    def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
-        super().__init__()
-        assert config.num_key_value_heads is not None and config.head_dim is not None
-        assert config.layer_types is not None
-        self.config, self.layer_idx = config, layer_idx
-        self.head_dim, self.scaling, self.is_causal = config.head_dim, config.head_dim**-0.5, True
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.attention_dropout = config.attention_dropout or 0.0
-        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
-        plan, bias = wiring.plan, config.attention_bias
-        self.owns = tuple(plan.sources(state)[layer_idx] == layer_idx for state in STATES)
-        self.stored = wiring.stored[layer_idx]
-        self.borrows, self.lends = wiring.borrows[layer_idx], wiring.lends[layer_idx]
-        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        for name, owned, count in zip("qkv", self.owns, heads, strict=True):
-            linear = nn.Linear(config.hidden_size, count * self.head_dim, bias=bias) if owned else None
-            self.add_module(f"{name}_proj", linear)
-        output_bias = bias if config.attention_output_bias is None else config.attention_output_bias
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=output_bias)
-        for name, owned in zip("qk", self.owns, strict=False):
-            norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if owned and config.qk_norm else None
-            self.add_module(f"{name}_norm", norm)
-        mixers = [m for method in wiring.methods if (m := method.heads(config, wiring, layer_idx)) is not None]
-        self.mixers: Any = nn.ModuleList(mixers) if mixers else ()  # no entry among the modules of a plain layer
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        carry: Carry,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Any,
-        past_key_values: Cache | None,
-        compensation: Compensation | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Carry]:
-        """Return the update (B, T, C) and the carry with what this layer lends; `kwargs` go on to attention."""
-        pairs = ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, None))
-        states = [self._project(hidden_states, linear, norm) for linear, norm in pairs]  # (B, H or H_kv, T, D)
-        states = _rotate(states, position_embeddings)
-        mixer: HeadMixer
-        for mixer in self.mixers:
-            q, k, v = states
-            *states, carry = mixer(q, k, v, carry)
-        if past_key_values is not None and self.stored:
-            states = self._cached(states, past_key_values)
-        states = [carry[self.borrows[i]] if state is None else state for i, state in enumerate(states)]
-        if self.lends:
-            carry = {**carry, **{name: states[i] for i, name in self.lends.items()}}
-        kind = self.config._attn_implementation or "eager"
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
-        options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window, **kwargs}
-        out, _ = attend(self, *states, attention_mask, **options)  # (B, T, H, D)
-        for mixer in self.mixers:
-            out, carry = mixer.after(out, carry)
-        out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        if compensation is not None:
-            out = out + compensation(hidden_states)
-        return self.o_proj(out), carry
-
-    def _project(self, hidden_states: Tensor, linear: Any, norm: Any) -> Tensor | None:
-        if linear is None:
-            return None
-        split = linear(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim)
-        return (split if norm is None else norm(split)).transpose(1, 2)
-
-    def _cached(self, states: list[Tensor | None], cache: Cache) -> list[Tensor | None]:
-        """Cache what this layer stores."""
-        q, k, v = states
-        if len(self.stored) == 2:
-            return [q, *cache.update(k, v, self.layer_idx)]  # type: ignore[arg-type]
-        if self.stored == ("keys",):
-            assert k is not None
-            return [q, update_single(cache, k, self.layer_idx), v]
-        assert v is not None
-        return [q, k, update_single(cache, v, self.layer_idx)]
-
-
-class CrossLayerDecoderLayer(GradientCheckpointingLayer):
-    """One layer; a sublayer that the plan drops does not exist, nor do its norm and its residual."""
-
-    def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
-        super().__init__()
-        plan = wiring.plan
-        self.self_attn = CrossLayerAttention(config, wiring, layer_idx) if plan.attends(layer_idx) else None
-        self.mlp = LlamaMLP(config) if plan.mlps[layer_idx] is not None else None
-        norm = {"hidden_size": config.hidden_size, "eps": config.rms_norm_eps}
-        self.post_attention_layernorm = LlamaRMSNorm(**norm) if self.mlp is not None else None
-        self.target = wiring.compensation[layer_idx]
-        if self.target is not None:
-            self.compensation = Compensation(config, self.target)
-        self.attends = self.self_attn is not None or self.target is not None
-        # none where all states are borrowed
-        self.input_layernorm = LlamaRMSNorm(**norm) if wiring.reads_input[layer_idx] else None
-        self.attn_residual = _residual(config, wiring, layer_idx, "attn") if self.attends else None
-        self.mlp_residual = _residual(config, wiring, layer_idx, "mlp") if self.mlp is not None else None
-
-    def forward(
-        self,
-        stream: Tensor,
-        carry: Carry,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Any = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Carry]:
-        """Return stream and carry for the next layer; `carry["read"]` is what the first sublayer read."""
-        wc, target = self._modules.get("compensation"), self.target  # an adapter may have wrapped W_c
-        read, normed = stream, None
-        if self.attends:
-            read, carry = self.attn_residual.read(stream, carry) if self.attn_residual is not None else (stream, carry)
-            normed = read if self.input_layernorm is None else self.input_layernorm(read)
-            update: Any = 0
-            if self.self_attn is not None:
-                update, carry = self.self_attn(
-                    hidden_states=normed,
-                    carry=carry,
-                    position_embeddings=position_embeddings,
-                    attention_mask=attention_mask,
-                    past_key_values=past_key_values,
-                    compensation=wc if target == "heads" else None,
-                    **kwargs,
-                )
-            if target == "attention":
-                update = update + wc(normed)  # type: ignore[misc]
-            stream, carry = _write(self.attn_residual, stream, update, carry)
-        if self.mlp is not None:
-            x, carry = self.mlp_residual.read(stream, carry) if self.mlp_residual is not None else (stream, carry)
-            read = read if self.attends else x
-            update = self.mlp(self.post_attention_layernorm(x))  # type: ignore[misc]
-            if target == "mlp":
-                update = update + wc(normed)  # type: ignore[misc]
-            stream, carry = _write(self.mlp_residual, stream, update, carry)
-        return stream, {**carry, "read": read}
 
 
 class CrossLayerPreTrainedModel(PreTrainedModel):
@@ -200,7 +53,7 @@ class CrossLayerPreTrainedModel(PreTrainedModel):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
     ) -> None:
-        """Turn on checkpointing; the reentrant kind would drop the gradients of what layers lend, silently."""
+        """Turn on checkpointing; the reentrant kind would lose the gradients of what layers lend, silently."""
         options = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
         if options["use_reentrant"]:
             raise ValueError("use_reentrant=True loses the gradients of what layers lend to one another; use False")
@@ -221,8 +74,8 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         self.layers = nn.ModuleList([CrossLayerDecoderLayer(config, wiring, i) for i in layers])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
-        made = [r for method in wiring.methods if (r := method.final(config, wiring)) is not None]
-        self.final_residual = made[0] if made else None
+        answers = (method.final(config, wiring) for method in wiring.methods)
+        self.final_residual = next((residual for residual in answers if residual is not None), None)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -242,7 +95,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         """Return hidden states (B, T, C); with `output_hidden_states`, also what each layer reads."""
         check_keywords(CrossLayerModel.forward, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
+            raise ValueError("give either input_ids or inputs_embeds")
         if kwargs.pop("output_attentions", None) or self.config.output_attentions:
             raise ValueError(
                 "maps are not returned, since sharing never builds them; `crosslayer diagnose` measures them"
@@ -284,7 +137,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         )
 
     def _masks(self, stream: Tensor, attention_mask: Any, cache: Cache | None, position_ids: Tensor) -> dict[str, Any]:
-        if isinstance(attention_mask, dict):  # made by generate()
+        if isinstance(attention_mask, dict):  # generate() has built them
             return attention_mask
         return {
             kind: MASKS[kind](
@@ -324,7 +177,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits (B, T, V), or of the last `logits_to_keep` tokens, and the loss where `labels` are given.
+        """Return logits (B, T, V), or of the last `logits_to_keep` tokens, and the loss where there are `labels`.
 
         The loss also takes `shift_labels` (labels that are shifted already; they suffice alone, as where the sequence
         is split over ranks), `ignore_index` and `num_items_in_batch`.
@@ -354,22 +207,3 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation == "quantized":
             check_quantized(self.config)
         return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # type: ignore[misc]
-
-
-def _residual(config: CrossLayerConfig, wiring: Wiring, layer: int, site: str) -> Residual | None:
-    answers = (method.residual(config, wiring, layer, site) for method in wiring.methods)
-    return next((residual for residual in answers if residual is not None), None)
-
-
-def _write(residual: Residual | None, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-    return (stream + update, carry) if residual is None else residual.write(stream, update, carry)
-
-
-def _rotate(states: list[Tensor | None], rotary: tuple[Tensor, Tensor]) -> list[Tensor | None]:
-    """Apply rotary embedding to the queries and keys that are there."""
-    q, k, v = states
-    one, other = q if q is not None else k, k if k is not None else q
-    if one is None or other is None:
-        return states
-    rotated_q, rotated_k = apply_rotary_pos_emb(one, other, *rotary)
-    return [None if q is None else rotated_q, None if k is None else rotated_k, v]

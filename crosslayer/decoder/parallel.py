@@ -3,13 +3,12 @@
 Every rank holds the same slice of heads in all layers, so what layers lend one another stays on its rank.
 """
 
-from typing import Any
+from collections.abc import Collection
 
 import torch
-from torch import nn
-from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-COMPENSATION = "crosslayer_compensation"
+WHOLE = "crosslayer_whole"
 PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -24,26 +23,33 @@ NORMS = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm")
 MIXERS = "layers.*.self_attn.mixers.*"
 
 
-class CompensationParallel(ColwiseParallel):
-    """W_c before W_o writes heads, and is split as they are; W_c on a whole update stays whole on every rank."""
-
-    def shard_param(self, module: Any, param: str, mesh: Any) -> None:
-        """Split the weight over the outputs where these are heads."""
-        if module.target == "heads":
-            super().shard_param(module, param, mesh)
-
-    def install_forward(self, module: Any, mesh: Any) -> nn.Module:
-        """Let the forward see the rank's own slice where it is split."""
-        return super().install_forward(module, mesh) if module.target == "heads" else module
-
+# W_c on a whole update reads and writes what every rank has whole, so its gradient is whole too; W_c before W_o writes
+# heads, and is split as they are
+COMPENSATION = {
+    "attention": ("layers.*.attn_compensation", WHOLE),
+    "heads": ("layers.*.self_attn.compensation", "colwise"),
+    "mlp": ("layers.*.mlp_compensation", WHOLE),
+}
 
 if torch.distributed.is_available():
-    ALL_PARALLEL_STYLES.register(COMPENSATION, CompensationParallel())  # type: ignore[arg-type]
+    ALL_PARALLEL_STYLES.register(WHOLE, TensorParallelLayer())  # type: ignore[arg-type]
 
 
-def tensor_parallel_plan(qk_norm: bool, mixes: bool, compensates: bool) -> dict[str, str]:
-    """Return the styles of the modules that a decoder has; without the optional ones, which would be warned of."""
+def tensor_parallel_plan(qk_norm: bool, mixes: bool, targets: Collection[str | None]) -> dict[str, str]:
+    """Return the styles of the modules that a decoder has; without the optional ones, which would be warned of.
+
+    Args:
+        qk_norm: whether queries and keys have norms.
+        mixes: whether a method mixes states of attention.
+        targets: where W_c of the layers write, None for a layer without it.
+
+    """
     plan = dict(PLAN)
-    plan |= dict.fromkeys(NORMS if qk_norm else (), "replicated_with_grad_allreduce")
-    plan |= {MIXERS: "replicated_with_grad_allreduce"} if mixes else {}
-    return plan | ({"layers.*.compensation": COMPENSATION} if compensates else {})
+    if qk_norm:
+        plan |= dict.fromkeys(NORMS, "replicated_with_grad_allreduce")
+    if mixes:
+        plan[MIXERS] = "replicated_with_grad_allreduce"
+    for target, (name, style) in COMPENSATION.items():
+        if target in targets:
+            plan[name] = style
+    return plan

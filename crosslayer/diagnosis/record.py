@@ -1,10 +1,12 @@
 """What `record.json` of a diagnosis holds: plain data whose keys are the attributes here."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from crosslayer.output.record import Environment, Frozen, Measure, PositionBins
+from crosslayer.output.record import Environment, Frozen, Measure, Options, PositionBins
+
+PAIRS = ("map_similarity", "map_similarity_without_first", "map_similarity_per_head")  # measures of two layers
 
 
 class ModelFacts(Frozen):
@@ -23,7 +25,7 @@ class ModelFacts(Frozen):
     masks: list[str | None]
 
 
-class Settings(Frozen):
+class Settings(Options):
     """What was measured: `model` and `text` as a result calls them, and how the text was cut.
 
     For token ids `text`, `seed` and `bos` are None and `documents` is empty.
@@ -191,3 +193,16 @@ class DiagnosisRecord(Frozen):
     words: list[str] = Field(description="the verdict in sentences")
     seconds: float
     environment: Environment
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> Self:
+        """Refuse measures that are not of the model's layers."""
+        layers = self.model.layers
+        measures = list(self.measures) + (list(self.cross_layer) if self.cross_layer is not None else [])
+        for name, measure in measures:
+            mean, interval = measure.array, measure.interval
+            if mean.shape[0] != layers or (name in PAIRS and mean.shape != (layers, layers)):
+                raise ValueError(f"{name} has the shape {mean.shape}, and the model has {layers} layers")
+            if interval is not None and interval.shape != (*mean.shape, 2):
+                raise ValueError(f"{name} has the shape {mean.shape}, and its interval {interval.shape}")
+        return self

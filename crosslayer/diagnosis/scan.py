@@ -61,7 +61,7 @@ def diagnose(
         cross_layer: also compare the value residual with true cross-layer attention (Fig. 4 of arXiv 2410.17897), at
             the cost of about six more attention calls a layer.
         dtype: of a model that is named; default float32 on a CPU, the checkpoint's own elsewhere.
-        device: of a model that is named; default the first GPU if there is one, else the CPU.
+        device: of a model that is named; default the first GPU if there is any, else the CPU.
         settings: what the record should say of the run otherwise than what is known here, such as the `command`.
         progress: shows what is being done.
 
@@ -77,8 +77,6 @@ def diagnose(
         check_length(loaded, length)
     windows = read_windows(text, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos, meter=progress)
     check_model(loaded, windows.ids)
-    started = time.perf_counter()
-    measured = _measure(loaded, windows.ids, cross_layer, progress)
     cut = not isinstance(text, Tensor)
     known = {
         "model": name,
@@ -90,7 +88,10 @@ def diagnose(
         "bos": bos if cut else None,
         "cross_layer": cross_layer,
     }
-    return _diagnosis(loaded, tokenizer, windows.ids, measured, Settings(**{**known, **(settings or {})}), started)
+    about = Settings(**{**known, **(settings or {})})
+    started = time.perf_counter()
+    measured = _measure(loaded, windows.ids, cross_layer, progress)
+    return _diagnosis(loaded, tokenizer, windows.ids, measured, about, started)
 
 
 def check_model(model: PreTrainedModel, ids: Tensor) -> None:

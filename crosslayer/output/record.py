@@ -1,11 +1,12 @@
 """What records have in common."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 LARGEST = 2**28  # bytes of a record; a diagnosis of 30 layers has 0.8 MB
 DEEPEST = 32  # lists and objects inside of each other, far more than any record has
@@ -24,6 +25,13 @@ class Measure(Frozen):
     ci95: list[Any] | None = Field(description="None for a single sequence")
     n: int = Field(ge=1)
 
+    @field_validator("mean", "ci95")
+    @classmethod
+    def _check_numbers(cls, rows: list[Any] | None) -> list[Any] | None:
+        if rows is not None and not _are_numbers(rows):
+            raise ValueError("it holds something else than numbers and null")
+        return rows
+
     @property
     def array(self) -> np.ndarray:
         """The mean as float64, NaN where a layer has no such sublayer."""
@@ -33,6 +41,19 @@ class Measure(Frozen):
     def interval(self) -> np.ndarray | None:
         """The ends of the 95 % interval, (…, 2) for a mean of shape (…), None for a single sequence."""
         return None if self.ci95 is None else np.array(self.ci95, dtype=float)
+
+
+def _are_numbers(rows: list[Any]) -> bool:
+    """Return whether nested lists hold finite numbers and None alone."""
+    for row in rows:
+        fits = _are_numbers(row) if isinstance(row, list) else row is None or _is_number(row)
+        if not fits:
+            return False
+    return True
+
+
+def _is_number(entry: Any) -> bool:
+    return isinstance(entry, int | float) and not isinstance(entry, bool) and math.isfinite(entry)
 
 
 class PositionBins(Frozen):

@@ -1,6 +1,6 @@
 """Softmax maps of all layers over a sequence, a block of rows at a time.
 
-For a block of R rows and a single head, the scores of every layer go into one (L, R, S) buffer; softmax, sums and inner
+For a block of R rows and a single head, all layers' scores go into an (L, R, S) buffer; softmax, sums and inner
 products across layers are taken there and the buffer is used again. Nothing of size S × S exists; memory is two such
 buffers (linear in S, bounded by a choice of R) beside the queries and keys.
 

@@ -3,7 +3,7 @@
 Borrowed queries, keys and values are put into the attention calls of the unmodified model, and sublayers that are taken
 away add nothing. Weights that a retrofit merges or adds (SVD-merged keys, W_c) are outside of it.
 
-Flows: states of the lenders, within one forward pass. Reads: every borrower. Cache: unchanged, nothing is saved.
+Flows: states of the lenders, within a forward pass. Reads: every borrower. Cache: unchanged, nothing is saved.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class Sublayers:
 
 @torch.no_grad()
 def look(model: PreTrainedModel) -> Sublayers:
-    """Find the layers' shapes and modules by one forward pass over two tokens.
+    """Find the layers' shapes and modules by a forward pass over two tokens.
 
     Raises:
         ValueError: the model cannot be probed, or its layers share or lack something already.
@@ -80,7 +80,7 @@ def look(model: PreTrainedModel) -> Sublayers:
     """
     plan = getattr(model.config.get_text_config(), "plan", None)
     if plan is not None and plan != DepthPlan.identity(plan.layers):
-        raise ValueError("what-if needs a model without cross-layer methods; this one has some already")
+        raise ValueError("what-if needs a model without cross-layer methods; this model has some already")
     calls: list[AttentionCall] = []
     seen: list[LayerStream] = []
     ids = torch.tensor([[0, 1]], device=next(model.parameters()).device)

@@ -139,7 +139,7 @@ def _eager_and_sdpa(subject: Subject) -> Measurement:
 
 @torch.no_grad()
 def _cache_bytes(subject: Subject) -> Measurement:
-    """Allocated bytes after a prefill and one step, against the plan.
+    """Allocated bytes after a prefill and a step, against the plan.
 
     The step is there for sliding windows: after a prefill alone a window is a view of all tokens' states.
     """
@@ -190,7 +190,8 @@ def _predicted_bytes(model: PreTrainedModel, tokens: int) -> int:
     What a key and a value are like is seen in the calls of attention.
     """
     config = model.config.get_text_config(decoder=True)
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()) or "kv_lora_rank" in config.to_dict():
+    options = config.to_dict()
+    if "linear_attention" in (options.get("layer_types") or ()) or "kv_lora_rank" in options:
         raise NotApplicable("the cache keeps states of another kind than keys and values")
     calls: dict[int, AttentionCall] = {}
     with visited(model, lambda call: calls.update({call.layer: call})):

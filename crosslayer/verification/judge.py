@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from crosslayer.verification.record import FAIL, NOT_APPLICABLE, PASS, Check
 
 # Measured over 33 tokens of SmolLM2, of five retrofits of it and of tiny models of 25 families: at most 3e-5 in
-# float32. More layers and other kernels need room; the mildest fault planted, positions off by one behind the cache,
+# float32. More layers and other kernels need room; the mildest fault planted, positions off by 1 behind the cache,
 # makes 0.85.
 EXACT = {"float64": 1e-8, "float32": 1e-3}
 # Lower precisions have no single number: the root mean square of what bfloat16's rounding does to the plain pass is
 # 0.045 in SmolLM2, 0.01 to 0.04 in tiny models, 0.26 in SmolLM2 where all layers but the first borrow their values
 # (arXiv 2410.17897). Two roundings were at most 1.4 times that from each other, √2 as if independent. Positions off
-# by one make 0.094, unrelated logits 1.4.
+# by 1 make 0.094, unrelated logits 1.4.
 ROUNDINGS, FLOOR, WEAK = 2, 0.005, 0.5
 SENTENCE = 200  # characters of an error that are shown
 

@@ -10,7 +10,7 @@ KINDS = {"PASS": "pass", "FAIL": "fail", "NOT APPLICABLE": "skip"}
 def layout(record: VerificationRecord) -> Page:
     """Return the parts of the page."""
     versions = record.environment.versions
-    packages = ", ".join(f"{package} {versions[package]}" for package in ("torch", "transformers"))
+    packages = ", ".join(f"{package} {versions.get(package)}" for package in ("torch", "transformers"))
     command = [] if record.command is None else [record.command]
     return Page(
         title=f"Verification of {record.model}",

@@ -37,25 +37,25 @@ def verify(
     row says so, and the checks of the model are not run.
 
     Args:
-        model: ours or a stock one: a hub name, a local folder or an embedded model, loaded in float32; or loaded.
+        model: ours or a stock model: a hub name, a local folder or an embedded model, loaded in float32; or loaded.
         tokenizer: of a loaded model; it keeps its special tokens out of the random ids, since some models treat those
             in their own way.
         dtypes: names of dtypes; each is compared with itself.
-        device: of a model that is named; default the first GPU if there is one.
+        device: of a model that is named; default the first GPU if there is any.
         folder: where a loaded model was loaded from; its `manifest.json` is checked too.
         compile_backend: backend of `torch.compile`.
         progress: shows what runs.
 
     Raises:
         ValueError: there is no such model, it is no causal LM with a key-value cache or has too few positions, the
-            device or a dtype is unknown, or an option is given in vain.
+            device or a dtype is unknown, or an option would do nothing.
 
     """
     check_dtypes(dtypes)
     started = time.monotonic()
     if isinstance(model, PreTrainedModel):
         if device is not None:
-            raise ValueError("device is for a model that is named; this one is loaded already")
+            raise ValueError("device is for a model that is named; this model is loaded already")
         place = None if folder is None else Path(folder).expanduser()
         checks = _check_loaded(model, tokenizer, place, dtypes, compile_backend, progress)
     else:

@@ -41,7 +41,7 @@ class Subject:
         """Return how far logits (…, T, V) are from the plain pass's, in standard deviations of those.
 
         That is the largest difference; where rounding is large the root mean square, since the largest of a million
-        roundings says little: it varies by a factor of three from one way of computing to the next.
+        roundings says little: it varies by a factor of three between ways of computing.
         """
         full = self.full if full is None else full
         gaps = widened(logits).reshape(full.shape) - full  # (…, T, V) -> (T, V)

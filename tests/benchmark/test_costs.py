@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crosslayer.benchmark.costs import Attention, structure
 from crosslayer.testing import SHAPE, build, config_of
-from tests.benchmark.shapes import BYTES, DROP, LAYER, MLP, OUT, STATE, UNIATTN, K, Q, V
+from tests.helpers.benches import BYTES, DROP, LAYER, MLP, OUT, STATE, UNIATTN, K, Q, V
 from tests.helpers.tiny import VOCABULARY, tiny, tokens
 
 

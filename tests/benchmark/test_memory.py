@@ -8,7 +8,7 @@ from crosslayer.benchmark import memory, room
 from crosslayer.benchmark.memory import free_memory, peak_memory
 from crosslayer.benchmark.prediction import Load
 from crosslayer.benchmark.words import sentences
-from tests.benchmark.shapes import short
+from tests.helpers.benches import short
 from tests.helpers.meters import Recorder
 from tests.helpers.tiny import tiny
 

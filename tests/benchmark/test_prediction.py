@@ -7,7 +7,7 @@ import torch
 from crosslayer.benchmark.costs import structure
 from crosslayer.benchmark.prediction import Load, Operators, Rates, predict
 from crosslayer.benchmark.words import sentences
-from tests.benchmark.shapes import BYTES, short
+from tests.helpers.benches import BYTES, short
 from tests.helpers.tiny import tiny
 
 

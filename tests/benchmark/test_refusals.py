@@ -3,8 +3,8 @@
 import pytest
 
 from crosslayer.benchmark.run import bench
-from tests.benchmark.shapes import short
 from tests.cli.test_cli import run
+from tests.helpers.benches import short
 from tests.helpers.tiny import tiny
 
 

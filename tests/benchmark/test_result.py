@@ -1,5 +1,6 @@
 """What a bench gives from Python: typed rows, arrays, a record, a folder, a page."""
 
+import copy
 import inspect
 import json
 
@@ -15,7 +16,7 @@ from crosslayer.benchmark.settings import Settings
 from crosslayer.benchmark.words import sentences
 from crosslayer.cli.bench import command
 from crosslayer.testing import build, config_of
-from tests.benchmark.shapes import BYTES, STATE, UNIATTN, short
+from tests.helpers.benches import BYTES, STATE, UNIATTN, short
 from tests.helpers.meters import Recorder
 from tests.helpers.saved import ours, save
 from tests.helpers.tiny import tiny
@@ -68,7 +69,9 @@ def test_a_saved_bench_is_loaded_again_equal(benchmark, tmp_path):
     assert "KV cache, static, allocated" in page and "<th>candidate ÷ baseline (75 %)</th>" in page
     assert "random tokens, 3 decoded" in page and "75 % intervals" in page
     assert {path.stem for path in (tmp_path / "out" / "figures").iterdir()} == {"ratios_batch_2", "prediction_batch_2"}
-    for change in ({"schema": "crosslayer/bench/1"}, {"rows": []}, {"colour": "red"}):
+    instant = copy.deepcopy(record["rows"])
+    instant[0]["ttft"]["ratio"] = 0.0
+    for change in ({"schema": "crosslayer/bench/1"}, {"rows": []}, {"rows": instant}, {"colour": "red"}):
         with pytest.raises(ValidationError):
             Benchmark.from_record({**record, **change})
 

@@ -9,7 +9,7 @@ from crosslayer.benchmark.prediction import Load
 from crosslayer.benchmark.rounds import static_copy
 from crosslayer.decoder.caches import cache_bytes
 from crosslayer.testing import build, config_of
-from tests.benchmark.shapes import UNIATTN, short
+from tests.helpers.benches import UNIATTN, short
 from tests.helpers.meters import Recorder
 from tests.helpers.tiny import tiny, tokens
 

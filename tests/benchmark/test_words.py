@@ -12,7 +12,7 @@ from crosslayer.benchmark.tables import figures
 from crosslayer.benchmark.words import sentences
 from crosslayer.cli.bench import print_overview
 from crosslayer.testing import build, config_of
-from tests.benchmark.shapes import UNIATTN, short
+from tests.helpers.benches import UNIATTN, short
 
 
 @pytest.fixture(scope="module")

@@ -161,7 +161,7 @@ CASES = [
     ("retrofit {kit}/model --kv-budget nan", MEND, "budget nan is no budget"),
     ("retrofit {kit}/model --kl-budget -1", MEND, "budget -1.0 is no budget"),
     ("retrofit {kit}/model --kv-budget 0.5 --layers 0-3", MEND, "--layers 0-3 does nothing with these options"),
-    ("retrofit {kit}/model --method uniattn --drop mlp", MEND, "--drop mlp does nothing with these options"),
+    ("retrofit {kit}/model --method uniattn --part mlp", MEND, "--part mlp does nothing with these options"),
     ("retrofit {kit}/model --method cla --select greedy", MEND, "--select greedy does nothing with these options"),
     ("retrofit {kit}/model --method uniattn --merge svd", MEND, "--merge svd does nothing with these options"),
     ("retrofit {kit}/model --method cla --count 2", MEND, "--count 2 does nothing with these options"),

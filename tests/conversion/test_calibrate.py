@@ -8,7 +8,7 @@ import torch
 from crosslayer.conversion.calibrate import calibrate
 from crosslayer.conversion.convert import convert
 from crosslayer.conversion.moments import Moments
-from crosslayer.conversion.rewire import retrofit
+from crosslayer.conversion.rewire import rewire
 from crosslayer.methods import load_method
 from tests.helpers.tiny import VOCABULARY, tiny
 
@@ -134,12 +134,12 @@ def test_ridge_leaves_one_domain_out(source):
 def test_domains_are_text_like_any_other_but_for_the_penalty(source):
     ids = text()
     one, two = ({"a": ids[:10], "b": ids[10:]}, ids)
-    first, second = (retrofit(source, METHODS["cla"], calibration=given, fit="lstsq").fits for given in (one, two))
+    first, second = (rewire(source, METHODS["cla"], calibration=given, fit="lstsq").fits for given in (one, two))
     assert [fit.token_after for fit in first] == pytest.approx([fit.token_after for fit in second], rel=1e-9)
-    fits = retrofit(source, METHODS["cla"], calibration=one).fits
+    fits = rewire(source, METHODS["cla"], calibration=one).fits
     assert all(0 < fit.left_out < 2 and fit.penalty is not None for fit in fits)
-    with pytest.raises(ValueError, match=r"sequences of one length; its domains have \[8, 12\]"):
-        retrofit(source, METHODS["cla"], calibration={"a": ids, "b": ids[:, :8]})
+    with pytest.raises(ValueError, match=r"sequences of equal length; its domains have \[8, 12\]"):
+        rewire(source, METHODS["cla"], calibration={"a": ids, "b": ids[:, :8]})
 
 
 @pytest.mark.parametrize("name", ["uniattn", "drop", "mlp", "heads"])
@@ -186,10 +186,10 @@ def test_ridge_shrinks_what_noise_would_fit(source):
 
 def test_the_original_and_everything_but_wc_stay(source):
     before = {name: weight.clone() for name, weight in source.state_dict().items()}
-    made = retrofit(source, METHODS["uniattn"], calibration=text(), fit="lstsq")
+    made = rewire(source, METHODS["uniattn"], calibration=text(), fit="lstsq")
     assert all(torch.equal(source.state_dict()[name], weight) for name, weight in before.items())
     found = made.model.state_dict()
-    assert made.new == [f"model.layers.{i}.compensation.weight" for i in (2, 4, 5)]
+    assert made.new == [f"model.layers.{i}.attn_compensation.weight" for i in (2, 4, 5)]
     assert all(torch.equal(found[n], before[n]) for n in found if n not in made.new)
     assert all(found[name].abs().max() > 0 for name in made.new)
 
@@ -197,8 +197,8 @@ def test_the_original_and_everything_but_wc_stay(source):
 def test_a_mixer_below_parts_the_streams(source):
     """Layers that mix have the same weights and another output: the original must not be led through them."""
     below = [{"name": "resformer", "mode": "identity"}, {"name": "uniattn", "superblocks": ((3, 4),)}]
-    model = retrofit(source, below, fit="zero").model
-    fit = retrofit(source, below, calibration=text(), fit="lstsq").fits[0]
+    model = rewire(source, below, fit="zero").model
+    fit = rewire(source, below, calibration=text(), fit="lstsq").fits[0]
     seen = []
     for one in (source, model):
         hook = one.model.layers[4].post_attention_layernorm.register_forward_pre_hook(
@@ -215,9 +215,9 @@ def test_what_changes_outside_of_w_c_is_fitted_by_ridge(source):
     both = {"name": "drop", "attention": (2, 4), "mlp": (4,), "compensation": "attention"}
     alone = {"name": "drop", "attention": (4,), "mlp": (1,), "compensation": "attention"}
     ids = text()
-    assert retrofit(source, METHODS["cla"], calibration=ids).fit == "layerwise"
-    assert retrofit(source, METHODS["mlp"], calibration=ids).fit == "layerwise"
-    assert retrofit(source, "cla").fit is None
+    assert rewire(source, METHODS["cla"], calibration=ids).fit == "layerwise"
+    assert rewire(source, METHODS["mlp"], calibration=ids).fit == "layerwise"
+    assert rewire(source, "cla").fit is None
     cases = [
         (METHODS["cla"], "mean", [1, 3]),
         (METHODS["cla"], "svd", [1, 3]),
@@ -225,20 +225,20 @@ def test_what_changes_outside_of_w_c_is_fitted_by_ridge(source):
         (alone, "first", [1]),
     ]
     for method, merge, layers in cases:
-        assert retrofit(source, method, calibration=ids, merge=merge).fit == "ridge"
+        assert rewire(source, method, calibration=ids, merge=merge).fit == "ridge"
         with pytest.raises(ValueError, match=rf"makes up for nothing in layers {re.escape(str(layers))}.*use ridge"):
-            retrofit(source, method, calibration=ids, merge=merge, fit="layerwise")
+            rewire(source, method, calibration=ids, merge=merge, fit="layerwise")
 
 
 def test_bad_calibrations(source):
     with pytest.raises(ValueError, match="uniattn, attnres: W_c is fitted between plain residual streams"):
-        retrofit(source, [METHODS["uniattn"], "attnres"], calibration=text())
+        rewire(source, [METHODS["uniattn"], "attnres"], calibration=text())
     with pytest.raises(ValueError, match="fit 'layerwise' needs calibration=…"):
-        retrofit(source, METHODS["uniattn"])
+        rewire(source, METHODS["uniattn"])
     with pytest.raises(ValueError, match=r"calibration text has 24 tokens; lstsq needs at least 64"):
-        retrofit(source, METHODS["uniattn"], calibration=text(2, 12), fit="lstsq")
+        rewire(source, METHODS["uniattn"], calibration=text(2, 12), fit="lstsq")
     with pytest.raises(ValueError, match=r"calibration text has 84 tokens; layerwise needs at least 96"):
-        retrofit(source, METHODS["uniattn"], calibration=text(7, 12))
+        rewire(source, METHODS["uniattn"], calibration=text(7, 12))
     with pytest.raises(ValueError, match="no layer has a W_c to fit"):
         calibrate(convert(source, []).model, convert(source, [load_method("cla")]).model, text())
     with pytest.raises(ValueError, match="groups is 25; it must be between 1 and the 24"):

@@ -6,12 +6,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from crosslayer.conversion.choose import CacheShare, entries
+from crosslayer.conversion.cache import CacheShare, allocated
 from crosslayer.conversion.convert import convert
-from crosslayer.conversion.job import allocated
-from crosslayer.conversion.rewire import retrofit
+from crosslayer.conversion.rewire import rewire
 from crosslayer.decoder.caches import cache_bytes
-from crosslayer.methods import load_method
+from crosslayer.methods import load_method, method_class
 from crosslayer.plan import parse_layers
 from crosslayer.probe.what_if import look, what_if
 from tests.helpers.tiny import tiny, tokens
@@ -78,7 +77,7 @@ def test_weights_that_stay_are_the_sources_own(family):
     assert all(found[name].data_ptr() == weights[name].data_ptr() for name in found)
     assert {name.split(".")[2] for name in made.dropped} == {"2", "3", "5"}
     assert all(".q_" in name or ".k_" in name for name in made.dropped) and not made.merged and not made.new
-    apart = retrofit(source, method("uniattn")).model.state_dict()
+    apart = rewire(source, method("uniattn")).model.state_dict()
     assert all(torch.equal(apart[n], weights[n]) and apart[n].data_ptr() != weights[n].data_ptr() for n in apart)
 
 
@@ -166,8 +165,8 @@ def test_the_cache_is_counted_beyond_the_window():
 @pytest.mark.parametrize(("name", "layers", "groups", "share"), SHARES, ids=str)
 def test_the_cache_allocates_the_share_that_the_paper_counts(name, layers, groups, share):
     source = tiny("llama", num_hidden_layers=layers)
-    methods = entries(name, parse_layers(groups, layers), layers, None)
-    made = convert(source, methods).model
+    method = method_class(name).from_groups(parse_layers(groups, layers), layers)
+    made = convert(source, [method]).model
     assert allocated(made) / allocated(source) == pytest.approx(share, abs=1e-12)
     assert made.config.plan.cached_fraction() == pytest.approx(share, abs=1e-12)
     cache = DynamicCache(config=made.config)
@@ -179,7 +178,7 @@ def test_the_cache_allocates_the_share_that_the_paper_counts(name, layers, group
 
 
 def test_mixing_modules_begin_as_they_should():
-    made = retrofit(tiny("llama"), ["resformer", "attnres"])
+    made = rewire(tiny("llama"), ["resformer", "attnres"])
     assert {"weights", "query", "gain"} == {name.rsplit(".")[-1] for name in made.new}
     ids = tokens()
     assert torch.equal(made.model(ids).logits, made.model(ids).logits)
@@ -197,12 +196,12 @@ def test_dropped_layers_are_not_merged():
 
 def test_bad_conversions():
     source = tiny("llama")
-    with pytest.raises(ValueError, match="merge 'svd' merges keys and values of CLA groups, and there are none"):
+    with pytest.raises(ValueError, match="merge 'svd' is not known to these methods; use first"):
         convert(source, [load_method({"name": "uniattn", "superblocks": ((1, 2),)})], "svd")
     with pytest.raises(ValueError, match="which a qk-norm would undo"):
         convert(tiny("qwen3"), [load_method("cla")], "svd")
-    with pytest.raises(ValueError, match="uniattn as given changes nothing; name layers"):
-        retrofit(source, "uniattn")
+    with pytest.raises(ValueError, match="uniattn as it stands changes nothing; name layers"):
+        rewire(source, "uniattn")
     with torch.no_grad():
         source.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"1 weights hold NaN or infinity, the first is model.layers.0.mlp.up_proj"):
@@ -215,5 +214,5 @@ def test_bad_conversions():
     ):
         with pytest.raises(ValueError, match=words):
             parse_layers(text, 30)
-    with pytest.raises(ValueError, match=r"groups \[1, 2\] have no second layer"):
-        entries("cla", [[1], [2]], 3, None)
+    with pytest.raises(ValueError, match=r"groups \[\[1\], \[2\]\] have no second layer"):
+        method_class("cla").from_groups([[1], [2]], 3)

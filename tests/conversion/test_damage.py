@@ -5,10 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
-from crosslayer.conversion.damage import Losses, by_domain, damage, difference, logits_of, logits_without, losses
-from crosslayer.conversion.page import _drawn, _gain_words
-from crosslayer.conversion.rewire import retrofit
+from crosslayer.conversion.bootstrap import Bootstrap
+from crosslayer.conversion.damage import by_domain, damage, difference
+from crosslayer.conversion.losses import Losses, logits_of, logits_without, losses
+from crosslayer.conversion.record import Damage, DomainDamage, Gain
+from crosslayer.conversion.rewire import rewire
+from crosslayer.conversion.words import drawn, gain_sentence
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.probe.what_if import what_if
 from tests.helpers.text import tokenizer, words
@@ -76,17 +80,19 @@ def test_the_worst_domain_that_nothing_was_fitted_to_comes_first():
     domains = tuple(name for name in changes for _ in range(16))
     after = Losses(*joined, tuple(map(list(changes).index, domains)), domains)
     without = Losses(joined[0], joined[1], joined[2] + np.repeat([0.2, -0.2, 0.0], 16), after.documents, domains)
-    found = by_domain({"after": after, "without": without}, frozenset(["books", "web"]))
-    assert [row["name"] for row in found["domains"]] == ["code", "web", "books"]
-    assert [row["gain"] for row in found["domains"]] == pytest.approx([0.0, 0.2, -0.2])
-    assert found["domains"][2]["gain_ci95"][1] < 0 < found["domains"][1]["gain_ci95"][0]
-    assert found["all"]["windows"] == 48 and found["domains"][0]["windows"] == 16
+    measured = by_domain(after, without, frozenset(["books", "web"]))
+    code, web, books = measured.domains
+    assert [domain.name for domain in measured.domains] == ["code", "web", "books"]
+    assert [domain.gain.kl for domain in measured.domains] == pytest.approx([0.0, 0.2, -0.2])
+    assert books.gain.kl_ci95[1] < 0 < web.gain.kl_ci95[0]
+    assert measured.all.windows == 48 and code.windows == 16
+    assert all(domain.gain is None for domain in by_domain(after, None, frozenset()).domains)
 
 
 def test_without_w_c_is_the_wiring_alone():
     """Against `what_if` on the original; the model with W_c is the same afterwards."""
     model, ids = tiny("llama", num_hidden_layers=4), torch.arange(3, 15)[None]
-    made = retrofit(model, {"name": "cla", "groups": [[2, 3]], "compensation": "attention"}, fit="zero").model
+    made = rewire(model, {"name": "cla", "groups": [[2, 3]], "compensation": "attention"}, fit="zero").model
     torch.nn.init.normal_(made.model.layers[3].compensation.weight)
     with torch.no_grad():
         before, alone = made(ids).logits, logits_without(made)(ids)
@@ -103,13 +109,36 @@ def test_strata_are_documents():
     assert damage(planted(0.1, 0.05, count=32, documents=8)).strata == 1  # of four windows each
 
 
+def domain_of(name, strata, kl=0.3, gain=None):
+    """The damage on a domain of which only these figures matter."""
+    figures = {"perplexity_before": 2.0, "perplexity_after": 3.0, "ratio": 1.5, "ratio_ci95": (1.4, 1.6)}
+    figures |= {"kl": kl, "kl_ci95": (kl, kl), "windows": 16, "documents": 4, "strata": strata}
+    if gain is not None:
+        without, interval = gain
+        gain = Gain(without=Damage(**{**figures, "kl": without}), kl=kl - without, kl_ci95=interval)
+    return DomainDamage(**figures, name=name, seen=False, gain=gain)
+
+
 def test_words_say_how_windows_were_drawn_and_what_w_c_raises():
-    rows = [{"name": "a", "strata": 1}, {"name": "b", "strata": 2}]
+    single, several = domain_of("a", 1), domain_of("b", 2)
     independent = "drawn by window, taken as independent"
-    assert (_drawn(rows[:1]), _drawn(rows[1:])) == (independent, "drawn within documents")
-    assert _drawn(rows) == f"drawn within documents (of a: {independent})"
-    raised = {"name": "a", "kl": 0.3, "without": {"kl": 0.2}, "gain_ci95": (0.05, 0.15)}
-    assert _gain_words([raised]) == "Against the same wiring without it, W_c raises the KL on a (0.200 → 0.300)."
+    assert (drawn([single]), drawn([several])) == (independent, "drawn within documents")
+    assert drawn([single, several]) == f"drawn within documents (of a: {independent})"
+    raised = domain_of("a", 1, 0.3, gain=(0.2, (0.05, 0.15)))
+    assert gain_sentence([(raised, raised.gain)]) == (
+        "Against the same wiring without it, W_c raises the KL on a (0.200 → 0.300)."
+    )
+
+
+@pytest.mark.parametrize("windows", [32, 400])
+def test_of_a_single_stratum_the_interval_is_scipys(windows):
+    """Percentiles of scipy's draws of n of n windows, spread by Student's t as ours are, and n − 1 for n."""
+    values = np.random.default_rng(1).gamma(2.0, size=windows)
+    low, high = Bootstrap((0,) * windows).interval(values)
+    plain = stats.bootstrap((values,), np.mean, n_resamples=20_000, method="percentile", rng=2).confidence_interval
+    spread = stats.t.ppf(0.975, windows - 1) / stats.norm.ppf(0.975) * (windows / (windows - 1)) ** 0.5
+    expected = [values.mean() + spread * (end - values.mean()) for end in plain]
+    assert [low, high] == pytest.approx(expected, abs=0.04 * (high - low))
 
 
 def test_few_windows_are_refused():

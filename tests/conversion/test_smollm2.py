@@ -5,10 +5,9 @@ import torch
 
 import crosslayer
 from benchmarks.retrofit import WIRINGS
-from crosslayer.conversion.choose import entries
-from crosslayer.conversion.job import allocated
-from crosslayer.conversion.rewire import retrofit
-from crosslayer.methods import merge_plans
+from crosslayer.conversion.cache import allocated
+from crosslayer.conversion.rewire import rewire
+from crosslayer.methods import method_class
 from crosslayer.output.manifest import write_manifest
 from crosslayer.plan import parse_layers
 from crosslayer.verification.run import verify
@@ -27,12 +26,12 @@ def smollm2():
 def test_what_if_is_the_retrofit_without_training(smollm2, name):
     model, tokenizer = smollm2
     method, groups = WIRINGS[name]
-    methods = entries(method, parse_layers(groups, 30), 30, None)
-    made = retrofit(model, methods, share_weights=True).model
+    chosen = method_class(method).from_groups(parse_layers(groups, 30), 30)
+    made = rewire(model, chosen, share_weights=True).model
     assert allocated(made) / allocated(model) == pytest.approx(SHARES[name], abs=1e-12)
     ids = tokenizer("It was the best of times, it was the worst of times, it was", return_tensors="pt").input_ids
     options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    with torch.no_grad(), crosslayer.what_if(model, merge_plans(methods, 30)):
+    with torch.no_grad(), crosslayer.what_if(model, chosen.plan(30)):
         logits, pretended = model(ids).logits, model.generate(ids, **options)
     with torch.no_grad():
         assert (made(ids).logits - logits).abs().max() < 1e-4
@@ -53,8 +52,8 @@ def test_every_retrofit_verifies(smollm2, name, tmp_path):
         made = model
     else:
         method, groups = WIRINGS[name]
-        methods = entries(method, parse_layers(groups, 30), 30, "attention")
-        made = retrofit(model, methods, fit="zero").model
+        chosen = method_class(method).from_groups(parse_layers(groups, 30), 30, "attention")
+        made = rewire(model, chosen, fit="zero").model
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter, weight in made.named_parameters():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from crosslayer.conversion.record import RetrofitRecord
+from crosslayer.conversion.result import Receipt
 from crosslayer.methods import allow_methods
 from crosslayer.output.manifest import check_files
 from tests.cli.test_cli import run
@@ -53,10 +53,11 @@ def test_the_folder_opens_with_automodel_and_tells_its_story(monkeypatch, inputs
     assert "conditional on these texts" in captured.out
     assert "what it costs on other text was not measured" in captured.out
     text = (out / "record.json").read_text()
-    record = RetrofitRecord.model_validate(json.loads(text))
-    assert [fit["layer"] for fit in record.calibration["layers"]] == [5, 7] and str(tmp_path) not in text
-    assert record.damage["all"]["windows"] == 32 and record.damage["all"]["documents"] == 4
-    assert [(row["name"], row["seen"]) for row in record.damage["domains"]] == [("text.txt", True)]
+    receipt = Receipt.from_record(json.loads(text))
+    assert [fit.layer for fit in receipt.calibration.layers] == [5, 7] and str(tmp_path) not in text
+    assert receipt.damage.all.windows == 32 and receipt.damage.all.documents == 4
+    assert [(domain.name, domain.seen) for domain in receipt.damage.domains] == [("text.txt", True)]
+    assert receipt.command.startswith("crosslayer retrofit model --text text.txt")
     assert {p.name for p in out.iterdir()} >= {
         "config.json",
         "model.safetensors",
@@ -97,7 +98,7 @@ def test_the_shim_loads_and_saves_again(monkeypatch, inputs, tmp_path):
 
 def test_whole_layers_need_no_package(monkeypatch, inputs, tmp_path):
     out = tmp_path / "out"
-    options = ("--method", "drop", "--drop", "layer", "--layers", "auto", "--count", 2)
+    options = ("--method", "drop", "--part", "layer", "--layers", "auto", "--count", 2)
     assert retrofit(monkeypatch, inputs, out, *options) == 0
     code = (
         f"import sys; from transformers import AutoModelForCausalLM as A; m = A.from_pretrained({str(out)!r})\n"
@@ -126,7 +127,8 @@ def test_the_worst_domain_that_was_not_fitted_to_leads(monkeypatch, inputs, tmp_
         ("text.txt", True, 16),
     ]
     assert record["calibration"]["windows"] == {"text.txt": 64, "third.txt": 64}
-    assert rows[0]["gain"] == pytest.approx(rows[0]["kl"] - rows[0]["without"]["kl"], rel=1e-9)
+    gain = rows[0]["gain"]
+    assert gain["kl"] == pytest.approx(rows[0]["kl"] - gain["without"]["kl"], rel=1e-9)
     assert "Worst on text that it was not fitted to, other.txt" in captured
     assert "not fitted to: other.txt" in captured and "; fitted to: text.txt" in captured
     assert "Against the same wiring without it, W_c" in captured and "on other text was not measured" not in captured
@@ -147,7 +149,7 @@ WAYS = [
     ("--method", "cla", "--layers", "auto", "--merge", "mean"),
     ("--method", "drop", "--layers", "auto", "--select", "greedy", "--count", 2),
     ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
-    ("--method", "drop", "--layers", "2,5", "--drop", "mlp"),
+    ("--method", "drop", "--layers", "2,5", "--part", "mlp"),
     ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}', "--merge", "mean"),
 ]
 
@@ -156,7 +158,7 @@ WAYS = [
 def test_other_ways(monkeypatch, inputs, tmp_path, options):
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *options) == 0
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert record["settings"]["compensation"] == record["calibration"]["fit"]
+    assert record["options"]["compensation"] in (None, record["calibration"]["fit"])
     assert (record["calibration"]["fit"] == "ridge") == ("--merge" in options)
     AutoTokenizer.from_pretrained(tmp_path / "out")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(torch.tensor([[5, 6]]), max_new_tokens=3)
@@ -168,9 +170,12 @@ def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs,
     output = capsys.readouterr()
     assert json.loads(output.out.strip().splitlines()[-1])["kv_share"] <= 0.7
     assert "searching, about 36 of at most 300 forward passes" in output.err
-    choice = json.loads((out / "record.json").read_text())["choice"]
-    assert json.loads((out / "record.json").read_text())["settings"]["calibration_text"] == "text.txt"
-    assert choice["passes"] <= 300 and choice["curve"][-1]["share"] <= 0.7 and len(choice["paper"]["ci95"]) == 2
+    record = json.loads((out / "record.json").read_text())
+    assert record["texts"] == {"judged": ["text.txt"], "fitted": ["text.txt"]}
+    search = record["choice"]["search"]
+    assert search["passes"] <= 300 and search["curve"][-1]["share"] <= 0.7
+    assert [len(blocks["search_minus_fixed_ci95"]) for blocks in search["fixed"]] == [2, 2]
+    assert [blocks["method"] for blocks in search["fixed"]] == ["cla", "uniattn"]
     assert (out / "figures" / "trade_off.svg").is_file()
 
 
@@ -191,8 +196,8 @@ def test_a_method_of_ones_own(monkeypatch, inputs, tmp_path, capsys):
     assert retrofit(monkeypatch, inputs, out, "--method", "every_third") == 0
     record = json.loads((out / "record.json").read_text())
     assert record["methods"] == [{"name": "every_third"}] and record["plan"]["keys"] == [0, 0, 0, 3, 3, 3, 6, 6]
-    assert record["calibration"]["fit"] == "none" and record["choice"]["how"] == "as given"
-    assert "calibration_text" not in record["settings"]
+    assert record["calibration"]["fit"] == "none" and record["choice"]["how"] == "as options"
+    assert record["texts"]["fitted"] == []
     assert capsys.readouterr().out.startswith("every_third: the KV cache allocates 37.50%")
 
 
@@ -213,17 +218,17 @@ BAD = [
     (("--method", "cla", "--compensation", "none", "--layers", "6-7", "--calibration-text", "TEXT"),
      "--calibration-text does nothing here"),
     (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
-    (("--method", "drop", "--drop", "mlp", "--layers", "1", "--compensation", "ridge"), "not for a dropped mlp"),
+    (("--method", "drop", "--part", "mlp", "--layers", "1", "--compensation", "ridge"), "not for a dropped mlp"),
     (("--method", "cla", "--layers", "4-5", "--select", "greedy"), "--select greedy does nothing with these options"),
     (("--method", "cla", "--merge", "svd", "--compensation", "layerwise"), "layerwise makes up for followers alone"),
     (("--method", "uniattn", "--merge", "svd"), "--merge svd does nothing with these options"),
-    (("--method", "uniattn", "--layers", "1,2,4-5"), "groups [1, 2] have no second layer"),
-    (("--method", "drop", "--layers", "auto", "--count", 8), "--count 8: the model has 8 layers, and one must stay"),
+    (("--method", "uniattn", "--layers", "1,2,4-5"), "groups [[1], [2]] have no second layer"),
+    (("--method", "drop", "--layers", "auto", "--count", 8), "has 8 layers, and at least 1 must stay"),
     (("--method", "cla", "--target", "head"), "target is 'head'; it must be one of 'attention', 'heads', 'mlp'"),
     (("--kv-budget", "nan"), "--kv-budget nan is no budget"),
     (("--kl-budget", "1e-9", "--compensation", "none"), "every single move costs more"),
-    (("--method", "drop", "--drop", "layer", "--layers", "1", "--compensation", "none", "--remote-code-shim"),
-     "this one is a stock LlamaForCausalLM and needs none"),
+    (("--method", "drop", "--part", "layer", "--layers", "1", "--compensation", "none", "--remote-code-shim"),
+     "this is a stock LlamaForCausalLM and needs none"),
 ]  # fmt: skip
 
 
@@ -263,10 +268,10 @@ from pathlib import Path
 import torch
 
 from crosslayer.cli import main
-from crosslayer.conversion import folder  # and with it all that a child would have to import
+from crosslayer.conversion import job, result  # and with them all that a child would have to import
 
 torch.set_num_threads(1)  # threads do not survive a fork
-whole, runs, home, left = folder.whole_folder, int(sys.argv.pop()), os.getpid(), 10**6
+whole, runs, home, left = result.whole_folder, int(sys.argv.pop()), os.getpid(), 10**6
 
 
 def step(event, _):
@@ -291,7 +296,7 @@ def forked(out, *rest):
     os._exit(0)
 
 
-folder.whole_folder = forked
+result.whole_folder = forked
 try:
     main()
 finally:

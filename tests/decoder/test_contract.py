@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from crosslayer import testing as contract
-from crosslayer.decoder import modeling
+from crosslayer.decoder import attention, modeling
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.method import HeadMixer, Method
 from crosslayer.plan import DepthPlan
@@ -27,7 +27,7 @@ def values_slot(monkeypatch):
             return [q, *cache.update(k, v, self.layer_idx)]
         return [q, None, cache.update(v[..., :0], v, self.layer_idx)[1]]
 
-    monkeypatch.setattr(modeling.CrossLayerAttention, "_cached", cached)
+    monkeypatch.setattr(attention.CrossLayerAttention, "_cached", cached)
 
 
 def mutated_carry(monkeypatch):
@@ -84,14 +84,14 @@ def off_by_one(monkeypatch):
 
 def through_the_cache(monkeypatch):
     """Followers find the leader's states only where there is a cache."""
-    plain = modeling.CrossLayerAttention.forward
+    plain = attention.CrossLayerAttention.forward
 
     def forward(self, hidden_states, carry, **kwargs):
         if kwargs["past_key_values"] is None:
             carry = {**carry, **{name: torch.zeros_like(carry[name]) for name in self.borrows.values()}}
         return plain(self, hidden_states, carry, **kwargs)
 
-    monkeypatch.setattr(modeling.CrossLayerAttention, "forward", forward)
+    monkeypatch.setattr(attention.CrossLayerAttention, "forward", forward)
 
 
 BUGS = {

@@ -62,6 +62,23 @@ def test_an_old_record_is_refused_by_its_version():
         crosslayer.Diagnosis.from_record({**record, "surprise": 1})
 
 
+@pytest.mark.parametrize(
+    ("key", "mean", "said"),
+    [
+        ("entropy", [1.0, 2.0], r"entropy has the shape \(2,\), and the model has 3 layers"),
+        ("map_similarity", [1.0, 2.0, 3.0], r"map_similarity has the shape \(3,\)"),
+        ("entropy", [[1.0], [1.0], [1.0]], r"entropy has the shape \(3, 1\), and its interval \(3, 2\)"),
+        ("entropy", [1.0, "<b>", None], "something else than numbers and null"),
+        ("entropy", [1.0, True, None], "something else than numbers and null"),
+    ],
+)
+def test_measures_of_other_layers_are_refused(key, mean, said):
+    record = crosslayer.diagnose(tiny("llama"), tokens()).record()
+    record["measures"][key]["mean"] = mean
+    with pytest.raises(ValueError, match=said):
+        crosslayer.Diagnosis.from_record(record)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "model"
@@ -101,3 +118,10 @@ def test_bad_text_is_refused_before_the_model_is_loaded(folder):
     for text in (TextSource(str(folder.parent / "missing.txt")), "w1 w2"):
         with pytest.raises(ValueError, match=r"does not exist|the text has 5 bytes"):
             crosslayer.diagnose(str(folder.parent / "no such model"), text)
+
+
+def test_settings_are_checked_before_anything_is_measured():
+    model = tiny("llama")
+    model.model.register_forward_pre_hook(lambda *_: pytest.fail("measured already"))
+    with pytest.raises(ValueError, match="^mood: Extra inputs are not permitted$"):
+        crosslayer.diagnose(model, tokens(), settings={"mood": "good"})

@@ -101,19 +101,18 @@ def benched(folder):
 
 
 def retrofitted(folder):
-    """Save the figures of a retrofit alone, of parts of a record."""
-    keys = ("token_before", "token_after", "mean_before", "mean_after")
-    fits = [Fit(layer, **{key: 10.0 ** (i - layer) for i, key in enumerate(keys)}) for layer in range(6)]
+    fits = [Fit(layer, *(10.0 ** (i - layer) for i in range(4))) for layer in range(6)]
     curve = [
-        CurvePoint.model_construct(share=1 - i / 9, kl=i / 5, kl_ci95=(i / 5 - 0.3, i / 5 + 0.2)) for i in range(6)
+        CurvePoint(share=1 - i / 9, kl_search=i / 5, kl=i / 5, kl_ci95=(i / 5 - 0.3, i / 5 + 0.2), layers={})
+        for i in range(6)
     ]
-    fixed = [FixedBlocks.model_construct(method="uniattn", share=0.85, kl=0.7, kl_ci95=(0.6, 0.9))]
-    search = SearchRecord.model_construct(curve=curve, fixed=fixed)
-    panels = retrofit_panels(
-        RetrofitRecord.model_construct(
-            calibration=Calibration.model_construct(layers=fits), choice=Choice.model_construct(search=search)
-        )
+    interval = {"kl_ci95": (0.6, 0.9), "search_minus_fixed_ci95": (-0.2, 0.1)}
+    blocks = FixedBlocks(method="cla", blocks=[[4, 5]], share=0.85, kl=0.7, search_minus_fixed=-0.1, **interval)
+    search = SearchRecord(passes=9, kinds=[], curve=curve, fixed=[blocks])
+    record = RetrofitRecord.model_construct(
+        calibration=Calibration(fit="ridge", windows={}, layers=fits), choice=Choice(how="search", search=search)
     )
+    panels = retrofit_panels(record)
     folder.mkdir()
     save_page(folder, Page("Retrofit", "of a model", [], [], panels, []).html(), {}, panels)
     return folder / "report.html"

@@ -8,7 +8,7 @@ from crosslayer.verification.checks import CHECKS
 from crosslayer.verification.result import Verification
 from tests.cli.test_cli import run
 from tests.helpers.saved import ours, save
-from tests.verification.checks import only
+from tests.helpers.verifications import only
 
 
 @pytest.fixture

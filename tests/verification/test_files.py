@@ -12,7 +12,7 @@ from crosslayer.verification import run as module
 from tests.cli.test_cli import run
 from tests.helpers.saved import edit_manifest, ours, save
 from tests.helpers.tiny import tiny
-from tests.verification.checks import by_name, only, statuses
+from tests.helpers.verifications import by_name, only, statuses
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from crosslayer import verify
 from crosslayer.output import manifest
 from tests.helpers.saved import ours, save
-from tests.verification.checks import by_name, only
+from tests.helpers.verifications import by_name, only
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.models.llama import modeling_llama
 
 from crosslayer import verify
-from crosslayer.decoder.modeling import CrossLayerAttention
+from crosslayer.decoder.attention import CrossLayerAttention
 from crosslayer.verification import judge
 from crosslayer.verification import run as module
 from crosslayer.verification.checks import CHECKS
 from crosslayer.verification.subject import subject_of
 from tests.helpers.saved import ours
 from tests.helpers.tiny import tiny
-from tests.verification.checks import by_name, only
+from tests.helpers.verifications import by_name, only
 
 
 def lose_one_layer(monkeypatch):

@@ -8,7 +8,7 @@ from transformers.models.llama import modeling_llama
 from crosslayer import verify
 from tests.cli.test_cli import run
 from tests.helpers.tiny import tiny
-from tests.verification.checks import by_name, only
+from tests.helpers.verifications import by_name, only
 
 
 def test_what_a_model_or_machine_lacks_is_not_applicable(monkeypatch):

@@ -10,7 +10,7 @@ from crosslayer.verification.result import Verification
 from tests.helpers.meters import Recorder
 from tests.helpers.saved import ours, save, tokenizer
 from tests.helpers.tiny import tiny
-from tests.verification.checks import only, statuses
+from tests.helpers.verifications import only, statuses
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from crosslayer.verification.run import check_count
 from tests.helpers.meters import Recorder
 from tests.helpers.saved import METHODS, ours
 from tests.helpers.tiny import tiny
-from tests.verification.checks import by_name, only
+from tests.helpers.verifications import by_name, only
 
 
 @pytest.mark.parametrize("method", METHODS)

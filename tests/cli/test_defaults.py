@@ -1,0 +1,98 @@
+"""What the command line does by default is what Python does by default, option by option."""
+
+import inspect
+
+import pytest
+import typer
+
+import crosslayer
+from crosslayer import cli
+from crosslayer.benchmark.settings import Settings
+from crosslayer.cli import bench, diagnose, generate, intervene, methods, options, retrofit, verify
+from crosslayer.conversion.options import RetrofitOptions
+from crosslayer.corpus.documents import TextSource
+from crosslayer.generation.sampling import Sampling
+from crosslayer.intervention.request import Request
+
+CALLS = {
+    diagnose: crosslayer.diagnose,
+    intervene: crosslayer.effect,
+    retrofit: crosslayer.retrofit,
+    verify: crosslayer.verify,
+    bench: crosslayer.bench,
+    generate: crosslayer.generate,
+}
+MODELS = {crosslayer.effect: Request, crosslayer.retrofit: RetrofitOptions, crosslayer.bench: Settings,
+          crosslayer.generate: Sampling}  # fmt: skip
+ALONE = {"debug", "allow_methods", "out", "force"}  # of the command line, beside `remote_code_shim`, of `save`
+KINDS = {"waiver", "forbid", "scale_values", "position_swap", "token_swap", "ablate", "file", "layers"}
+NAMES = {  # where a command's option goes by another name in Python
+    bench: {"model": "candidate", "context": "contexts", "batch": "batches"},
+    generate: {"max_new_tokens": "new_tokens"},
+}
+SHARED = {
+    "seed": options.Seed,
+    "bos": options.Bos,
+    "device": options.Device,
+    "dtype": options.Dtype,
+    "force": options.Force,
+    "debug": options.Debug,
+    "allow_methods": options.AllowMethods,
+    "config": options.Config,
+    "split": options.Split,
+    "column": options.Column,
+    "sequences": options.Sequences,
+}
+PYTHON = {"tokenizer", "progress", "settings", "write", "folder", "compile_backend", "interventions"}  # no option
+
+
+def defaults(call) -> dict:
+    return {name: parameter.default for name, parameter in inspect.signature(call).parameters.items()}
+
+
+def in_python(value):
+    """Return what becomes of a text with commas."""
+    if isinstance(value, str) and "," in value or value == "1":
+        return tuple(int(word) if word.isdecimal() else word for word in value.split(","))
+    return value
+
+
+@pytest.mark.parametrize("verb", CALLS, ids=lambda verb: verb.__name__.rpartition(".")[2])
+def test_defaults_are_the_same(verb):
+    expected, names = defaults(CALLS[verb]), NAMES.get(verb, {})
+    shell = {name: default for name, default in defaults(verb.command).items() if name not in ALONE}
+    for name, default in vars(TextSource()).items():
+        if name != "name" and name in shell:
+            assert shell.pop(name) == default, name
+    if verb is intervene:
+        assert all(shell.pop(kind) is None for kind in KINDS)
+    if verb is retrofit:
+        assert shell.pop("remote_code_shim") is defaults(crosslayer.Receipt.save)["remote_code_shim"]
+    shell = {names.get(name, name): in_python(default) for name, default in shell.items()}
+    assert shell == {name: default for name, default in expected.items() if name not in PYTHON}
+
+
+@pytest.mark.parametrize("call", MODELS, ids=lambda call: call.__name__)
+def test_the_options_of_a_verb_are_those_of_its_call(call):
+    """Fields of the checked options have the defaults of the call, where they have any."""
+    expected = defaults(call)
+    for name, field in MODELS[call].model_fields.items():
+        assert name in expected, name
+        assert field.is_required() or field.default == expected[name], name
+
+
+def test_an_option_that_verbs_share_is_the_same_in_all():
+    """The same name is the same type, with the same help, and the same default."""
+    seen: dict = {}
+    for verb in (*CALLS, methods):
+        for parameter in inspect.signature(verb.command).parameters.values():
+            seen.setdefault(parameter.name, []).append((verb, parameter))
+    for name in SHARED:
+        assert len(seen[name]) > 1
+        assert all(parameter.annotation is SHARED[name] for _, parameter in seen[name]), name
+        assert len({parameter.default for _, parameter in seen[name]}) == 1, name
+
+
+def test_every_verb_is_compared():
+    verbs = set(typer.main.get_command(cli.app).commands)
+    assert verbs == {verb.__name__.rpartition(".")[2] for verb in (*CALLS, methods)}

@@ -1,0 +1,201 @@
+"""A retrofit in one call from Python: options, forms of text, the receipt's arrays, its folder and its record."""
+
+import inspect
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import crosslayer
+from crosslayer.cli.retrofit import command
+from crosslayer.conversion.options import RetrofitOptions
+from crosslayer.conversion.request import Request
+from crosslayer.conversion.result import Receipt
+from crosslayer.conversion.texts import Texts
+from crosslayer.corpus.documents import TextSource
+from crosslayer.method import Method
+from crosslayer.methods import load_method
+from crosslayer.output.manifest import check_files
+from crosslayer.plan import DepthPlan
+from tests.corpus.test_text import WORDS, tokenizer, words
+from tests.helpers.tiny import VOCABULARY, tiny
+
+LENGTH = 16
+
+
+def ids(count, seed):
+    return torch.randint(3, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def source():
+    return tiny("llama", dtype=torch.float32, num_hidden_layers=8)
+
+
+@pytest.fixture(scope="module")
+def receipt(source):
+    return crosslayer.retrofit(
+        source,
+        {"web": ids(120, 0), "code": ids(120, 1)},
+        method="cla",
+        layers="2-3,5-7",
+        calibration_text={"docs": ids(64, 3)},
+        calibration=64,
+        windows=40,
+        length=LENGTH,
+    )
+
+
+def test_the_call_gives_arrays_and_the_model(source, receipt):
+    assert receipt.kv_share == pytest.approx(5 / 8) and receipt.plan.keys == (0, 1, 2, 2, 4, 5, 5, 5)
+    assert set(receipt.domains) == {"web", "code"} and not receipt.seen.any()
+    assert receipt.perplexity_ratio.shape == receipt.kl.shape == receipt.compensation_gain.shape == (2,)
+    assert receipt.perplexity_ratio_ci95.shape == receipt.kl_ci95.shape == (2, 2)
+    assert (receipt.kl_ci95[:, 0] < receipt.kl).all() and (receipt.kl < receipt.kl_ci95[:, 1]).all()
+    assert np.isnan(receipt.fit_r2[[0, 1, 2, 4, 5]]).all() and (receipt.fit_r2[[3, 6, 7]] > 0).all()
+    left_out = [1 - fit.left_out**2 for fit in receipt.calibration.layers]
+    assert receipt.fit_r2_left_out[[3, 6, 7]] == pytest.approx(left_out) and np.isnan(receipt.fit_r2_left_out[0])
+    assert receipt.calibration.windows == {"docs": 64} and receipt.texts.fitted == ["docs"]
+    assert receipt.model.config.plan == receipt.plan and receipt.tokenizer is None
+    assert receipt.title == "cla (groups 2-3, 5-7, compensation attention)"
+    kept = dict(receipt.model.named_parameters())
+    assert all(kept[name].data_ptr() != weight.data_ptr() for name, weight in source.named_parameters() if name in kept)
+
+
+def test_a_receipt_is_its_record(receipt):
+    again = Receipt.from_record(json.loads(json.dumps(receipt.record(), allow_nan=False)))
+    assert again == receipt and again.page() == receipt.page() and again.sentences() == receipt.sentences()
+    assert again.plan == receipt.plan and isinstance(again.plan, DepthPlan)
+    other = json.loads(json.dumps(receipt.record()))
+    other["seconds"]["all"] += 1
+    assert Receipt.from_record(other) != receipt
+    with pytest.raises(ValueError, match=r"holds no model; load it from its folder: crosslayer.load_model\(FOLDER\)"):
+        _ = again.model
+    for wrong in ({"schema": "crosslayer/retrofit/2"}, {"paper": {}}):
+        with pytest.raises(ValueError, match="schema|paper"):
+            Receipt.from_record(receipt.record() | wrong)
+
+
+def test_it_saves_a_whole_model_folder(receipt, tmp_path):
+    out = tmp_path / "out"
+    assert receipt.save(out, remote_code_shim=True) == out / "report.html"
+    assert check_files(out) == [] and (out / "modeling_shim.py").is_file()
+    assert Receipt.from_record(json.loads((out / "record.json").read_text())) == receipt
+    card = (out / "README.md").read_text()
+    assert "import crosslayer  # registers the model class" in card and "crosslayer.retrofit('LlamaForCausalLM'" in card
+    assert "layers='2-3,5-7'" in card and "windows=40" in card and "seed=" not in card
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    prompt = ids(2, 5)
+    with torch.no_grad():
+        assert torch.equal(loaded(prompt).logits, receipt.model(prompt).logits)
+    with pytest.raises(ValueError, match="exists; give another name"):
+        receipt.save(out)
+
+
+def test_whole_layers_that_go_by_any_method_give_the_stock_class(source):
+    """What of a layer goes is read off the plan: attention and MLP of layer 2, named apart, are a whole layer."""
+    method = {"name": "drop", "attention": [2], "mlp": [2]}
+    receipt = crosslayer.retrofit(source, ids(40, 0), method=method, windows=40, length=LENGTH)
+    assert type(receipt.model) is type(source) and receipt.model.config.num_hidden_layers == 7
+    assert receipt.calibration.fit == "none" and np.isnan(receipt.compensation_gain).all()
+    with pytest.raises(ValueError, match="this is a stock LlamaForCausalLM and needs none"):
+        receipt.save("nowhere", remote_code_shim=True)
+
+
+def test_the_defaults_are_the_command_lines():
+    call = inspect.signature(crosslayer.retrofit).parameters
+    typed = inspect.signature(command).parameters
+    for name, field in RetrofitOptions.model_fields.items():
+        assert call[name].default == typed[name].default == field.default, name
+        assert field.description, name
+    assert set(call) - set(RetrofitOptions.model_fields) == {
+        *("model", "text", "tokenizer", "calibration_text", "dtype", "device", "progress"),
+    }
+
+
+def test_methods_may_be_objects_mappings_or_json(source):
+    cla = load_method({"name": "cla", "groups": [[1, 2]]})
+    for method in (cla, {"name": "cla", "groups": [[1, 2]]}, '{"name": "cla", "groups": [[1, 2]]}'):
+        receipt = crosslayer.retrofit(source, ids(16, 0), method=method, windows=16, length=LENGTH)
+        assert receipt.plan == cla.plan(8) and receipt.choice.how == "as options"
+
+
+def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
+    """What a request asks of a method is in its class: targets, parts, merges, groups, what it saves."""
+    from crosslayer.conversion import request, wires
+
+    class Halves(Method):
+        targets, parts, merges, saves = ("heads",), ("left", "right"), ("first", "sum"), ("values",)
+
+        @classmethod
+        def from_groups(cls, groups, layers, compensation=None, part=None):
+            return cls()
+
+    monkeypatch.setattr(request, "method_class", lambda name: Halves)
+    monkeypatch.setattr(wires, "method_class", lambda name: Halves)
+    asked = Request(RetrofitOptions(method="halves", compensation="ridge", merge="sum", part="right"))
+    assert (asked.kind, asked.part, asked.target(Halves)) == (Halves, "right", "heads")
+    assert Request(RetrofitOptions(method="halves")).part == "left"
+    assert set(wires.searched_methods()) == {Halves}
+    for wrong, message in (
+        ({"merge": "mean"}, "merge is 'mean'; it must be one of 'first', 'sum'"),
+        ({"part": "middle"}, "part is 'middle'; it must be one of 'left', 'right'"),
+        ({"target": "heads"}, "--target heads does nothing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Request(RetrofitOptions(method="halves", **wrong))
+
+
+def test_text_comes_in_many_forms(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(words(0, 50))
+    file = TextSource(str(path))
+    rows = ids(3, 0)
+    for text, names in (
+        (rows, ("text",)),
+        ("a document", ("text",)),
+        (["two", "documents"], ("text",)),
+        (file, ("a.txt",)),
+        ([file, file], ("a.txt",)),
+        ({"web": rows, "file": file}, ("web", "file")),
+    ):
+        texts = Texts.load(text)
+        assert texts.judging == texts.fitted == names and not texts.named
+    both = Texts.load({"a": rows, "b": rows}, {"b": rows, "c": ["text"]})
+    assert (both.judging, both.fitted, both.named) == (("a", "b"), ("b", "c"), True)
+    default = Texts.load()
+    assert len(default.judging) == 6 and default.fitted == ("books", "web", "docs")
+    with pytest.raises(ValueError, match="two texts are called 'a'"):
+        Texts.load({"a": rows}, {"a": ids(3, 1)})
+    with pytest.raises(ValueError, match="'web' is the name of an embedded domain"):
+        Texts.load(None, {"web": rows})
+
+
+def test_bad_calls_are_one_line(source):
+    cases = [
+        ({"length": 8}, r"text: token ids are \(40, 16\), and length is 8; give ids"),
+        ({"windows": 41}, r"there are 40 windows of token ids; 41 are needed \(41 for evaluation\)"),
+        ({"text": [words(0, 400)]}, r"texts need tokenizer=…; without it give token ids"),
+        ({"size": 1}, "--size 1 is too small"),
+        ({"count": 0}, "count: Input should be greater than or equal to 1"),
+        ({"kl_budget": 1.0}, "give --method, or --kv-budget or --kl-budget"),
+        ({"dtype": "float32"}, "dtype and device are for a model that is named"),
+        ({"calibration_text": ids(9, 1)}, "--calibration-text does nothing here"),
+        ({"merge": "sum"}, "merge is 'sum'; it must be one of 'first', 'mean', 'svd'"),
+        ({"part": "mlp"}, "--part mlp does nothing"),
+    ]
+    for changes, message in cases:
+        options = {"text": ids(40, 0), "method": "cla", "compensation": "none", "windows": 32, "length": LENGTH}
+        with pytest.raises(ValueError, match=message) as error:
+            crosslayer.retrofit(source, **options | changes)
+        assert "\n" not in str(error.value)
+
+
+def test_documents_need_only_a_tokenizer():
+    model = tiny("llama", dtype=torch.float32, vocab_size=len(WORDS))
+    documents = [words(start, start + 160) for start in (0, 160, 320)]
+    options = {"method": "cla", "layers": "1-2", "compensation": "none", "windows": 16, "length": 8}
+    receipt = crosslayer.retrofit(model, documents, tokenizer(), **options)
+    assert receipt.domains == ("text",) and receipt.damage.all.documents == 3 and receipt.tokenizer is not None

@@ -3,7 +3,7 @@
 Shapes: L layers. A measure by layer holds None where a layer has no such sublayer.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -13,13 +13,14 @@ from crosslayer.output.record import Environment, Frozen, Measure, PositionBins
 
 SCHEMA = "crosslayer/intervention/2"
 Role = Literal["intervened", "first token", "left alone"]
+Ends = Annotated[list[float | None], Field(min_length=2, max_length=2)]  # of an interval
 
 
 class LayerMeasure(Measure):
     """A measure by layer, (L,): mean over n sequences, and the ends of its 95 % Student-t interval."""
 
     mean: list[float | None] = Field(min_length=1)
-    ci95: list[tuple[float | None, float | None]] | None = Field(description="None for a single sequence")
+    ci95: list[Ends] | None = Field(description="None for a single sequence")
 
 
 class Scalar(Frozen):

@@ -9,7 +9,6 @@ import yaml
 from pydantic import ValidationError
 
 import crosslayer
-from crosslayer.conversion.rewire import rewire
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import pack
 from crosslayer.intervention.apply import intervene
@@ -233,7 +232,7 @@ def test_positions_far_apart_are_shifted_alike():
 
 def test_layers_without_attention_are_not_scanned():
     plain = tiny("llama", num_hidden_layers=6)
-    model = rewire(plain, {"name": "drop", "attention": (0, 3)}).model
+    model = crosslayer.rewire(plain, {"name": "drop", "attention": (0, 3)}).model
     result = effect(model, tokens(), interventions=[waiver(K)])
     assert [trial.layers for trial in result.scan] == [[], [1], [1, 2], [2, 4, 5], [1, 2, 4, 5]]
     assert result.main.attention_received.after.mean[0] is None

@@ -11,11 +11,8 @@ from crosslayer.cli.catalogue import markdown
 from crosslayer.methods import method_names
 
 PACKAGE = Path(__file__).parent.parent / "crosslayer"
-ORDER = (  # each part imports only parts that stand before it
-    "_path", "_start", "plan", "environment", "method", "methods", "decoder", "probe", "output", "corpus", "models",
-    "testing", "diagnosis", "intervention", "benchmark", "verification", "generation", "conversion", "results", "api",
-    "__init__", "cli", "__main__",
-)  # fmt: skip
+HOUSE = (PACKAGE.parent / "docs" / "ARCHITECTURE.md").read_text()
+ORDER = (*re.findall(r"^\| `(\w+)` \|", HOUSE, re.M), "__main__")  # each room imports only rooms that stand before it
 
 
 def part(path: Path) -> str:
@@ -40,6 +37,11 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names if alias.name.split(".")[0] == "crosslayer"}
     return names & set(files())
+
+
+def test_the_picture_of_the_house_has_all_rooms():
+    rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert set(ORDER) == rooms - {"data", "__pycache__", "py.typed"}
 
 
 def test_imports_go_one_way():

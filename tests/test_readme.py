@@ -18,7 +18,7 @@ SMALLER = {  # what README says → the same for a model of 8 layers, in less ti
     "waiver(255)": "waiver(5)",
     'retrofit("smollm2"': 'retrofit("tiny", windows=96',
     '"smollm2"': '"tiny"',
-    "Config(num_hidden_layers=8": "Config(num_hidden_layers=8, hidden_size=32, intermediate_size=48, num_attention_heads=4",
+    "Config(num_hidden_layers=8": "Config(num_hidden_layers=8, hidden_size=32, num_attention_heads=4",
     '"26-29"': '"4-7"',
     "[[26, 27, 28, 29]]": "[[4, 5, 6, 7]]",
     "the attention of a token": "w1 w2 w3 w4 w5",

@@ -11,8 +11,14 @@ from tests.helpers.text import WORDS, tokenizer, words
 from tests.helpers.tiny import tiny
 
 README = Path(__file__).parent.parent / "README.md"
+SMALL = 'crosslayer.TextSource("notes.txt"), sequences=2, length='
 SMALLER = {  # what README says → the same for a model of 8 layers, in less time
+    'diagnose("smollm2")': f'diagnose("tiny", {SMALL}32)',
+    'effect("smollm2", ': f'effect("tiny", {SMALL}16, ',
+    "waiver(255)": "waiver(5)",
+    'retrofit("smollm2"': 'retrofit("tiny", windows=96',
     '"smollm2"': '"tiny"',
+    "Config(num_hidden_layers=8": "Config(num_hidden_layers=8, hidden_size=32, num_attention_heads=4",
     '"26-29"': '"4-7"',
     "[[26, 27, 28, 29]]": "[[4, 5, 6, 7]]",
     "the attention of a token": "w1 w2 w3 w4 w5",

@@ -22,7 +22,7 @@ from crosslayer.benchmark.room import Models, too_large
 from crosslayer.benchmark.rounds import SideBySide, attention_of
 from crosslayer.benchmark.settings import Settings
 from crosslayer.environment import environment, quiet_transformers
-from crosslayer.models.load import model_and_tokenizer, public_name
+from crosslayer.models.load import public_name, ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 
@@ -137,7 +137,7 @@ def _loaded(
         if isinstance(model, PreTrainedModel):
             models[side] = model
         else:
-            models[side], _ = model_and_tokenizer(model, dtype=dtype, device=device, meter=progress)
+            models[side] = ready_model(model, dtype=dtype, device=device, meter=progress).model
         check({side: models[side]}, settings)
     check(models, settings)
     return models

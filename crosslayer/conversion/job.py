@@ -29,13 +29,13 @@ from crosslayer.conversion.title import title
 from crosslayer.corpus.windows import Windows
 from crosslayer.decoder.weights import to_config
 from crosslayer.diagnosis.groups import PAPER_SIZE
-from crosslayer.diagnosis.scan import check_ids
 from crosslayer.environment import environment
 from crosslayer.method import Method
 from crosslayer.methods import merge_plans, to_entry
-from crosslayer.models.load import model_and_tokenizer, public_name
+from crosslayer.models.load import ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
+from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import look
 
 
@@ -130,9 +130,9 @@ def retrofit(
     with progress("reading the text", 0):
         texts = Texts.load(text, calibration_text, seed)
     texts.parts(request)  # says at once if there are too few windows
-    loaded, tokenizer = model_and_tokenizer(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    loaded, tokenizer, name = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     job = Job(loaded, tokenizer, request, texts, progress, share_weights=loaded is not model)
-    return job.receipt(public_name(model))
+    return job.receipt(name)
 
 
 class Job:

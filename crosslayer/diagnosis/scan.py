@@ -21,7 +21,7 @@ from crosslayer.diagnosis.tokens import position_table, top_tokens
 from crosslayer.diagnosis.verdict import verdict
 from crosslayer.diagnosis.words import words
 from crosslayer.environment import environment
-from crosslayer.models.load import model_and_tokenizer, public_name
+from crosslayer.models.load import ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment, Measure
 from crosslayer.output.summary import by_position, measure
@@ -70,9 +70,9 @@ def diagnose(
             its positions.
 
     """
-    name, origin = public_name(model), text_name(text)
+    origin = text_name(text)
     text = open_text(text, sequences=sequences, length=length, seed=seed, meter=progress)
-    loaded, tokenizer = model_and_tokenizer(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    loaded, tokenizer, name = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     if not isinstance(text, Tensor):
         check_length(loaded, length)
     windows = read_windows(text, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos, meter=progress)

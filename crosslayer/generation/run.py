@@ -13,7 +13,7 @@ from crosslayer.decoder.caches import cache_bytes
 from crosslayer.environment import quiet_transformers
 from crosslayer.generation.result import Continuation
 from crosslayer.generation.sampling import Sampling
-from crosslayer.models.load import model_and_tokenizer, public_name
+from crosslayer.models.load import ready_model
 from crosslayer.output.manifest import positions
 from crosslayer.output.progress import Meter, Silent
 
@@ -55,7 +55,7 @@ def generate(
     sampling = Sampling(new_tokens=new_tokens, temperature=temperature, seed=seed)
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text to continue")
-    loaded, words = model_and_tokenizer(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    loaded, words, name = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     if words is None:
         raise ValueError("a model that is loaded needs tokenizer=…, its own")
     if not loaded.can_generate() or loaded.config.is_encoder_decoder:
@@ -69,7 +69,7 @@ def generate(
         chosen = _continue(loaded, words, ids.to(loaded.device), cache, sampling, streamer)
     seconds = time.perf_counter() - started
     return Continuation(
-        model=public_name(model),
+        model=name,
         prompt=prompt,
         text=str(words.decode(chosen, skip_special_tokens=True)),
         new_tokens=len(chosen),

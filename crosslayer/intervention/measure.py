@@ -26,7 +26,7 @@ from crosslayer.intervention.record import AttentionByPosition, Control, Role, S
 from crosslayer.intervention.request import Request
 from crosslayer.intervention.result import Effect
 from crosslayer.intervention.trials import Scanned, Shifted, scanned, shifted
-from crosslayer.models.load import model_and_tokenizer, public_name
+from crosslayer.models.load import ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 from crosslayer.output.summary import by_position
@@ -85,11 +85,11 @@ def effect(
     asked: dict[str, Any] = {"interventions": interventions, "scan": scan, "controls": controls, "probes": probes}
     request = Request(**asked, **windowing)
     opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=progress)
-    loaded, tokenizer = model_and_tokenizer(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    loaded, tokenizer, name = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     if not isinstance(opened, Tensor):
         check_length(loaded, length)
     windows = read_windows(opened, tokenizer, **windowing, meter=progress)
-    known = {"model": public_name(model), "text": text_name(text), "documents": list(windows.documents)}
+    known = {"model": name, "text": text_name(text), "documents": list(windows.documents)}
     known["bos"] = None if isinstance(text, Tensor) else bos
     return _measured(loaded, windows.ids, request, _settings(request, {**known, **(settings or {})}), progress)
 

@@ -5,7 +5,7 @@ import re
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -89,14 +89,22 @@ def load_model(
     return model, tokenizer
 
 
-def model_and_tokenizer(
+class Ready(NamedTuple):
+    """A model, its tokenizer where it has any, and how a result calls it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+
+
+def ready_model(
     model: PreTrainedModel | str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     meter: Meter = Silent,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+) -> Ready:
     """Return a model and its tokenizer: as they are, or, where `model` is a name, loaded by `load_model`.
 
     Raises:
@@ -106,11 +114,11 @@ def model_and_tokenizer(
     if isinstance(model, PreTrainedModel):
         if dtype is not None or device is not None:
             raise ValueError("dtype and device are for a model that is named; this model is loaded already")
-        return model, tokenizer
+        return Ready(model, tokenizer, public_name(model))
     if tokenizer is not None:
         raise ValueError("a model that is named brings its own tokenizer; leave tokenizer=… out")
     with meter(f"loading {model}", 0):
-        return load_model(str(model), dtype=dtype, device=device)
+        return Ready(*load_model(str(model), dtype=dtype, device=device), public_name(model))
 
 
 def public_name(model: PreTrainedModel | str | Path) -> str:

@@ -24,7 +24,6 @@ SMALLER = {  # what README says → the same for a model of 8 layers, in less ti
     "the attention of a token": "w1 w2 w3 w4 w5",
     'verify("small")': 'verify("small", dtypes=["float32"], compile_backend="eager")',
     "length=256": "length=32",
-    "num_hidden_layers=8,": "num_hidden_layers=8, vocab_size=64, hidden_size=32, intermediate_size=32,",
     "contexts=[128], new_tokens=16": "contexts=[16], new_tokens=2, repeats=1",
 }
 

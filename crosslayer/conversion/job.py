@@ -1,6 +1,8 @@
 """A whole retrofit: choose layers, rewire, calibrate, measure the damage, and put everything into a receipt."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +34,7 @@ from crosslayer.diagnosis.groups import PAPER_SIZE
 from crosslayer.environment import environment
 from crosslayer.method import Method
 from crosslayer.methods import merge_plans, to_entry
-from crosslayer.models.load import ready_model
+from crosslayer.models.load import Ready, ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 from crosslayer.probe.tokens import check_ids
@@ -69,13 +71,11 @@ def retrofit(
 ) -> Receipt:
     """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 model another wiring, and say what that saves and costs.
 
-    The defaults are those of `crosslayer retrofit`; `RetrofitOptions` says what each option means. The original is left
-    as it is.
+    Defaults are those of `crosslayer retrofit`, and `RetrofitOptions` says more. The original is left as it is.
 
     Args:
         model: a model, or the name of what `load_model` loads.
-        text: text to judge the retrofit on: token ids (N, `length`), documents, sources, or any of these by domain,
-            {"web": …, "code": …}. None: six embedded domains.
+        text: text to judge on: token ids (N, `length`), documents, sources, or these by domain; None: six domains.
         tokenizer: of a model that is loaded already; not needed for token ids.
         method: a method's name, whose layers are then chosen; or a whole method. Or a budget instead.
         layers: groups such as "18-21,22-25" (0-based), "top-half" or "auto".
@@ -90,8 +90,7 @@ def retrofit(
         select: how single layers are ranked with layers="auto": similarity or greedy.
         size: layers of a block of top-half.
         count: layers that layers="auto" lets follow another, or acts on.
-        calibration_text: text to fit W_c and the choice of layers to, as `text`. None: `text`, or three embedded
-            domains.
+        calibration_text: text to fit W_c and the choice of layers to. None: `text`, or three embedded domains.
         windows: windows to judge on, of all domains.
         calibration: windows to fit to, of all domains.
         length: tokens of a window.
@@ -99,11 +98,10 @@ def retrofit(
         bos: first token of a window: auto, yes or no.
         dtype: of a model that is named.
         device: of a model that is named.
-        progress: shows what is being done, such as `crosslayer.output.progress.Progress`.
+        progress: shows what is being done.
 
     Raises:
-        ValueError: the options contradict each other, the model or the wiring is not possible, or there is too little
-            text; what can be refused without a model is refused before it is loaded.
+        ValueError: options contradict each other, model or wiring is not possible, or there is too little text.
 
     """
     options = RetrofitOptions(
@@ -126,33 +124,30 @@ def retrofit(
         seed=seed,
         bos=bos,
     )
-    request = Request(options)
+    source = partial(ready_model, model, tokenizer, dtype=dtype, device=device, meter=progress)
+    return _run(source, Request(options), text, calibration_text, progress)
+
+
+def _run(source: Callable[[], Ready], request: Request, text: Text, calibration_text: Text, progress: Meter) -> Receipt:
+    """Read the text, load the model, do the job: what can be refused without a model is refused before it is loaded."""
     with progress("reading the text", 0):
-        texts = Texts.load(text, calibration_text, seed)
+        texts = Texts.load(text, calibration_text, request.options.seed)
     texts.parts(request)  # says at once if there are too few windows
-    loaded, tokenizer, name = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
-    job = Job(loaded, tokenizer, request, texts, progress, share_weights=loaded is not model)
-    return job.receipt(name)
+    ready = source()
+    return Job(ready, request, texts, progress).receipt()
 
 
 class Job:
-    """A request on a loaded model; with `share_weights` what stays of its weights is not copied."""
+    """A request on a model that is ready."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        request: Request,
-        texts: Texts,
-        progress: Meter,
-        share_weights: bool,
-    ):
-        self.model, self.tokenizer, self.share_weights = model, tokenizer, share_weights
+    def __init__(self, ready: Ready, request: Request, texts: Texts, progress: Meter):
+        self.model, self.tokenizer, self.name = ready.model, ready.tokenizer, ready.name
+        self.share_weights = ready.loaded_here
         self.request, self.texts, self.progress = request, texts, progress
-        self.layers = to_config(model.config).num_hidden_layers  # says which families can be converted
+        self.layers = to_config(self.model.config).num_hidden_layers  # says which families can be converted
 
-    def receipt(self, name: str) -> Receipt:
-        """Do everything; `name` is how the receipt calls the model."""
+    def receipt(self) -> Receipt:
+        """Do everything."""
         started = time.perf_counter()
         windows = self._windows()
         choosing = time.perf_counter()
@@ -166,7 +161,7 @@ class Job:
             choose=rewiring - choosing, rewire=judging - rewiring, damage=done - judging, all=done - started
         )
         receipt = Receipt(
-            architecture=self._architecture(name, rewired),
+            architecture=self._architecture(rewired),
             methods=[to_entry(method) for method in methods],
             title=title(methods),
             plan=merge_plans(methods, self.layers),
@@ -219,9 +214,9 @@ class Job:
         seen = self.texts.seen(self.request)
         return by_domain(measured["after"], measured.get("without"), seen, self.request.options.seed)
 
-    def _architecture(self, name: str, rewired: Rewired) -> Architecture:
+    def _architecture(self, rewired: Rewired) -> Architecture:
         return Architecture(
-            name=name,
+            name=self.name,
             source_class=type(self.model).__name__,
             retrofit_class=type(rewired.model).__name__,
             layers=self.layers,

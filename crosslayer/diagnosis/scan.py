@@ -72,7 +72,7 @@ def diagnose(
     """
     origin = text_name(text)
     text = open_text(text, sequences=sequences, length=length, seed=seed, meter=progress)
-    loaded, tokenizer, name = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    loaded, tokenizer, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     if not isinstance(text, Tensor):
         check_length(loaded, length)
     windows = read_windows(text, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos, meter=progress)

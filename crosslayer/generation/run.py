@@ -55,7 +55,7 @@ def generate(
     sampling = Sampling(new_tokens=new_tokens, temperature=temperature, seed=seed)
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text to continue")
-    loaded, words, name = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    loaded, words, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     if words is None:
         raise ValueError("a model that is loaded needs tokenizer=…, its own")
     if not loaded.can_generate() or loaded.config.is_encoder_decoder:

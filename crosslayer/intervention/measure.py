@@ -85,7 +85,7 @@ def effect(
     asked: dict[str, Any] = {"interventions": interventions, "scan": scan, "controls": controls, "probes": probes}
     request = Request(**asked, **windowing)
     opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=progress)
-    loaded, tokenizer, name = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    loaded, tokenizer, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     if not isinstance(opened, Tensor):
         check_length(loaded, length)
     windows = read_windows(opened, tokenizer, **windowing, meter=progress)

@@ -90,11 +90,12 @@ def load_model(
 
 
 class Ready(NamedTuple):
-    """A model, its tokenizer where it has any, and how a result calls it."""
+    """A model, its tokenizer where it has any, how a result calls it, and whether it was loaded for this call alone."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     name: str
+    loaded_here: bool
 
 
 def ready_model(
@@ -114,11 +115,11 @@ def ready_model(
     if isinstance(model, PreTrainedModel):
         if dtype is not None or device is not None:
             raise ValueError("dtype and device are for a model that is named; this model is loaded already")
-        return Ready(model, tokenizer, public_name(model))
+        return Ready(model, tokenizer, public_name(model), False)
     if tokenizer is not None:
         raise ValueError("a model that is named brings its own tokenizer; leave tokenizer=… out")
     with meter(f"loading {model}", 0):
-        return Ready(*load_model(str(model), dtype=dtype, device=device), public_name(model))
+        return Ready(*load_model(str(model), dtype=dtype, device=device), public_name(model), True)
 
 
 def public_name(model: PreTrainedModel | str | Path) -> str:

@@ -71,9 +71,11 @@ def test_a_saved_bench_is_loaded_again_equal(benchmark, tmp_path):
     assert {path.stem for path in (tmp_path / "out" / "figures").iterdir()} == {"ratios_batch_2", "prediction_batch_2"}
     instant = copy.deepcopy(record["rows"])
     instant[0]["ttft"]["ratio"] = 0.0
-    for change in ({"schema": "crosslayer/bench/1"}, {"rows": []}, {"rows": instant}, {"colour": "red"}):
+    for change in ({"rows": []}, {"rows": instant}, {"colour": "red"}):
         with pytest.raises(ValidationError):
             Benchmark.from_record({**record, **change})
+    with pytest.raises(ValueError, match="this release reads crosslayer/bench/2"):
+        Benchmark.from_record({**record, "schema": "crosslayer/bench/1"})
 
 
 def test_words_and_headline(benchmark):

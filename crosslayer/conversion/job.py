@@ -1,8 +1,6 @@
 """A whole retrofit: choose layers, rewire, calibrate, measure the damage, and put everything into a receipt."""
 
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -124,17 +122,18 @@ def retrofit(
         seed=seed,
         bos=bos,
     )
-    source = partial(ready_model, model, tokenizer, dtype=dtype, device=device, meter=progress)
-    return _run(source, Request(options), text, calibration_text, progress)
+    request = Request(options)
+    texts = _read(text, calibration_text, request, progress)
+    ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    return Job(ready, request, texts, progress).receipt()
 
 
-def _run(source: Callable[[], Ready], request: Request, text: Text, calibration_text: Text, progress: Meter) -> Receipt:
-    """Read the text, load the model, do the job: what can be refused without a model is refused before it is loaded."""
+def _read(text: Text, calibration_text: Text, request: Request, progress: Meter) -> Texts:
+    """Open the texts, and refuse what can be refused without a model, before it is loaded."""
     with progress("reading the text", 0):
         texts = Texts.load(text, calibration_text, request.options.seed)
     texts.parts(request)  # says at once if there are too few windows
-    ready = source()
-    return Job(ready, request, texts, progress).receipt()
+    return texts
 
 
 class Job:

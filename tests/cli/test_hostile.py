@@ -117,7 +117,7 @@ def in_a_process(folder, tmp_path, verb, words):
         (["python", "-um", "crosslayer"], "crosslayer"),
         (["python", "-W", "error", "-Bsm", "crosslayer"], "crosslayer"),
         (["python", "-mcrosslayer", "--version"], "crosslayer"),
-        (["python", "-X", "importtime", "-m", "crosslayer.show"], "crosslayer.show"),
+        (["python", "-X", "importtime", "-m", "crosslayer.cli"], "crosslayer.cli"),
         (["python", "-m", "pytest", "-m", "crosslayer"], "pytest"),
         (["python", "script.py"], None),
     ],

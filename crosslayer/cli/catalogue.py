@@ -7,7 +7,6 @@ import re
 import textwrap
 from dataclasses import dataclass
 
-from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.method import Method
 from crosslayer.methods import method_class, method_names
 
@@ -82,10 +81,13 @@ def _written(cls: type) -> list[Option]:
 
 def describe(cls: type[Method], layers: int = 8) -> str:
     """Return a method's description, its options, and of an example at `layers` layers the diagram and the cache."""
+    from crosslayer.decoder.configuration import CrossLayerConfig  # seconds, which the table does without
+
     method = cls.example(layers)
     config = CrossLayerConfig(num_hidden_layers=layers, cross_layer=[method])
     rows = [f"  {option.name}: {option.kind} = {option.default}\n      {option.text}" for option in options(cls)]
-    stored, read = cache_bytes(config)
+    assert config.num_key_value_heads is not None and config.head_dim is not None
+    stored, read = config.plan.bytes_per_token(2 * config.num_key_value_heads * config.head_dim)
     heads = f"{config.num_key_value_heads} heads of {config.head_dim}"
     parts = [
         description(cls),
@@ -94,12 +96,6 @@ def describe(cls: type[Method], layers: int = 8) -> str:
         f"{method}\n\n{config.plan.diagram()}\nKV bytes per token in bf16 ({heads}): {stored} stored, {read} read",
     ]
     return "\n\n".join(parts)
-
-
-def cache_bytes(config: CrossLayerConfig) -> tuple[int, int]:
-    """Return KV bytes per token in bf16, stored and read in a decoding step."""
-    assert config.num_key_value_heads is not None and config.head_dim is not None
-    return config.plan.bytes_per_token(2 * config.num_key_value_heads * config.head_dim)
 
 
 def _part(text: str, name: str) -> str:

@@ -13,12 +13,13 @@ import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from crosslayer.method import TARGETS, Method, Wiring, check_choice
 from crosslayer.plan import DepthPlan
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 Entry = str | Mapping[str, Any] | Method | type[Method]
 _allowed: set[str] = set()  # modules of users' own methods that a config may have imported
@@ -182,6 +183,8 @@ def _wire(methods: tuple[Method, ...], layers: int) -> Wiring:
 
 
 def _check_type(cls: type[Method], option: str, value: Any) -> None:
+    from pydantic import ValidationError  # first needed here: `import crosslayer` does without
+
     try:
         _type_of(cls, option).validate_json(json.dumps(value), strict=True)
     except (TypeError, ValidationError):
@@ -191,7 +194,9 @@ def _check_type(cls: type[Method], option: str, value: Any) -> None:
 
 
 @functools.cache
-def _type_of(cls: type[Method], option: str) -> TypeAdapter[Any]:
+def _type_of(cls: type[Method], option: str) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
     return TypeAdapter(get_type_hints(cls)[option])
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.plan import STATES, DepthPlan
+from crosslayer.plan import CACHED, STATES, DepthPlan
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -53,12 +53,44 @@ class HeadMixer(Mixing):
         return out, carry
 
 
+class StateReader(Mixing):
+    """Makes what attention reads of the cached states of several layers, where the plan names several.
+
+    It acts at the moment of reading: what the cache holds, and what is lent upward, stays as each layer made it.
+
+    `needs_mask` says that it changes the mask, which only attention that takes a mask as a tensor can follow.
+    """
+
+    needs_mask = False
+
+    def forward(
+        self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], mask: Tensor | None, new: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the keys, the values and the mask that attention gets.
+
+        Args:
+            keys: (B, H_kv, S, D) of each layer that the plan names, in its order; cached and new tokens.
+            values: the same; of a layer that owns a share of the value heads, those heads alone.
+            mask: (B or 1, 1, T, S), True or 0 where a token may be seen, or None: causal.
+            new: T, the number of new tokens.
+
+        """
+        raise NotImplementedError
+
+
 class Residual(Mixing):
     """What a sublayer reads from the stream and how its update is written; the default is the plain sum."""
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return the sublayer's input (B, T, C)."""
         return stream, carry
+
+    def inputs(self, read: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what queries, keys and values are made of, (B, T, C) each, before the norm; asked of attention.
+
+        `read` is what `read` returned; W_c and those who look into the model see it alone.
+        """
+        return read, read, read
 
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return the stream with the update (B, T, C) of the sublayer."""
@@ -104,9 +136,8 @@ class Wiring:
     @cached_property
     def reads_input(self) -> tuple[bool, ...]:
         """(L,), whether a layer's attention reads its own input: it owns a state, or something compensates it."""
-        vectors = [self.plan.sources(state) for state in STATES]
         return tuple(
-            target is not None or any(vector[layer] == layer for vector in vectors)
+            target is not None or any(self.plan.owns(state, layer) for state in STATES)
             for layer, target in enumerate(self.compensation)
         )
 
@@ -127,14 +158,27 @@ class Wiring:
         return tuple(self.plan.stored(layer) for layer in range(self.plan.layers))
 
     @cached_property
-    def borrows(self) -> tuple[Mapping[int, str], ...]:
-        """(L,), the states (by their place in `STATES`) that a layer borrows, and their names in the carry."""
+    def sources(self) -> tuple[Mapping[int, tuple[str | None, ...]], ...]:
+        """(L,), the states (by their place in `STATES`) that do not just come from the layer itself.
+
+        Each with the names in the carry under which its sources lend it; None in the place of the layer itself.
+        """
+        result = []
+        for layer in range(self.plan.layers):
+            sources = {}
+            for number, state in enumerate(STATES):
+                read = self.plan.reads(state, layer)
+                if read not in ((), (layer,)):
+                    slots = self._slots[state]
+                    sources[number] = tuple(None if i == layer else f"{state}.{slots[i]}" for i in read)
+            result.append(sources)
+        return tuple(result)
+
+    @cached_property
+    def several(self) -> tuple[bool, ...]:
+        """(L,), whether a layer reads the cached states of several layers, which a `StateReader` combines."""
         return tuple(
-            {
-                number: f"{state}.{slots[source]}"
-                for number, (state, slots) in enumerate(self._slots.items())
-                if (source := self.plan.sources(state)[layer]) not in (None, layer)
-            }
+            any(isinstance(self.plan.sources(state)[layer], tuple) for state in CACHED)
             for layer in range(self.plan.layers)
         )
 
@@ -166,6 +210,8 @@ class Method:
       search by damage tries the method.
     - `grouped`: layers act in groups behind a leader; False: each named layer by itself.
     - `parts`: what of a layer is acted on, where there is a choice; the first is the default.
+    - `reads_tokens`: its modules find the ids of the new tokens (B, T) in `carry["tokens"]`; the model then needs
+      `input_ids` and refuses `inputs_embeds`.
     - `merges`: how pretrained weights of a group may be merged; the first, "first", leaves them as they are.
     """
 
@@ -175,6 +221,7 @@ class Method:
     parts: ClassVar[tuple[str, ...]] = ()
     merges: ClassVar[tuple[str, ...]] = ("first",)
     compensation: str | None = None
+    reads_tokens: ClassVar[bool] = False
 
     def plan(self, layers: int) -> DepthPlan:
         """Answer who owns and who reads."""
@@ -182,6 +229,14 @@ class Method:
 
     def heads(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> HeadMixer | None:
         """Answer how a layer's own states are mixed; asked of each layer that has attention."""
+        return None
+
+    def reader(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader | None:
+        """Answer what a layer reads where the plan names several sources; asked of those layers alone."""
+        return None
+
+    def windows(self, layers: int) -> tuple[int | None, ...] | None:
+        """Answer how many tokens each layer sees, None in it for all; None: the method leaves that to the config."""
         return None
 
     def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual | None:
@@ -249,8 +304,23 @@ class Method:
 def mixes(method: Method) -> bool:
     """Return whether a method has modules of its own that mix states or streams, beside its plan."""
     kind = type(method)
-    own = (kind.heads is not Method.heads, kind.residual is not Method.residual, kind.final is not Method.final)
-    return any(own)
+    return any(getattr(kind, name) is not getattr(Method, name) for name in ("heads", "reader", "residual", "final"))
+
+
+def state_reader(config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader:
+    """Return what combines the states of several layers at a layer that reads several.
+
+    Raises:
+        ValueError: no method answers, or two do.
+
+    """
+    readers = {m.name(): reader for m in wiring.methods if (reader := m.reader(config, wiring, layer)) is not None}
+    if len(readers) != 1:
+        raise ValueError(
+            f"layer {layer} reads the states of several layers; exactly one method must combine them, not "
+            f"{' and '.join(readers) or 'none'}"
+        )
+    return next(iter(readers.values()))
 
 
 def check_layers(name: str, option: str, layers: Sequence[int], count: int) -> None:

@@ -115,8 +115,7 @@ def elements(cache: Cache) -> int:
 def predicted(config: CrossLayerConfig, batch: int, length: int) -> int:
     """Return the elements that the plan's cache holds for `batch` rows of `length` tokens."""
     assert config.num_key_value_heads is not None and config.head_dim is not None
-    states = sum(len(config.plan.stored(layer)) for layer in range(config.num_hidden_layers))
-    return states * batch * length * config.num_key_value_heads * config.head_dim
+    return round(config.plan.stored_states() * batch * length * config.num_key_value_heads * config.head_dim)
 
 
 @torch.no_grad()
@@ -238,8 +237,8 @@ def wiring_is_the_plans(config: CrossLayerConfig) -> None:
     for state, tensor in fields.items():
         for layer, source in enumerate(plan.sources(state)):
             owned = f"model.layers.{layer}.self_attn.{state[0]}_proj.weight" in names
-            assert owned == (source == layer), f"layer {layer}: {state[0]}_proj exists: {owned}"
-            for other in calls if source is not None else ():
+            assert owned == plan.owns(state, layer), f"layer {layer}: {state[0]}_proj exists: {owned}"
+            for other in calls if isinstance(source, int) else ():  # what is combined of several is no one's tensor
                 same = torch.equal(tensor(calls[layer]), tensor(calls[other]))
                 agrees = same == (plan.sources(state)[other] == source)
                 assert agrees, f"layer {layer}: {state} are layer {other}'s: {same}, which the plan denies"

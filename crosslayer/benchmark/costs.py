@@ -12,30 +12,34 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from crosslayer.probe.intercept import AttentionCall, stored_states, visited
+from crosslayer.probe.intercept import AttentionCall, stored_shares, visited
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A layer that attends: H, H_kv, the sizes of a key and a value, its window (None: all), what it stores."""
+    """A layer that attends: H, H_kv, the sizes of a key and a value, its window (None: all), what it stores.
+
+    `stored` is the share of its keys and of its values; `sources` how many layers' states attention goes over.
+    """
 
     heads: int
     kv_heads: int
     key_size: int
     value_size: int
     window: int | None = None
-    stored: tuple[str, ...] = ("keys", "values")
+    stored: tuple[float, float] = (1.0, 1.0)
+    sources: int = 1
 
     def read(self, length: int) -> int:
         """Return elements of keys and values that a new token reads of `length` cached ones, for a batch of 1."""
         seen = length if self.window is None else min(length, self.window)
-        return seen * self.kv_heads * (self.key_size + self.value_size)
+        return self.sources * seen * self.kv_heads * (self.key_size + self.value_size)
 
     def kept(self, length: int) -> int:
         """Return elements that the cache holds for `length` tokens, for a batch of 1."""
         seen = length if self.window is None else min(length, self.window)
-        sizes = {"keys": self.key_size, "values": self.value_size}
-        return seen * self.kv_heads * sum(sizes[state] for state in self.stored)
+        keys, values = self.stored
+        return round(seen * self.kv_heads * (keys * self.key_size + values * self.value_size))
 
     def flops(self, tokens: int) -> int:
         """Return FLOPs of a causal prompt: 2 for each product of a pair, QKᵀ and AV.
@@ -44,7 +48,7 @@ class Attention:
         """
         cut = self.window is not None and self.window < tokens
         pairs = tokens * tokens if cut else tokens * (tokens + 1) // 2
-        return 2 * pairs * self.heads * (self.key_size + self.value_size)
+        return 2 * self.sources * pairs * self.heads * (self.key_size + self.value_size)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,9 @@ def structure(model: PreTrainedModel) -> Structure:
     attention = []
     for layer, call in sorted(calls.items()):
         sizes = (call.query.shape[1], call.key.shape[1], call.key.shape[-1], call.value.shape[-1])
-        attention.append(Attention(*sizes, call.window, stored_states(model.config.get_text_config(), layer)))
+        shares = stored_shares(model.config.get_text_config(), layer)
+        sources = call.key.shape[2] // call.query.shape[2]  # more than 1 where keys of several layers stand in a row
+        attention.append(Attention(*sizes, call.window, (shares["keys"], shares["values"]), sources))
     weights = _matrices(model)
     head = model.get_output_embeddings()
     largest = max(weights, key=lambda weight: weight.numel())

@@ -26,8 +26,10 @@ class CacheShare:
 
     def of(self, plan: DepthPlan) -> float:
         """Return the share that a plan keeps."""
-        kept = (size[state] for layer, size in enumerate(self.sizes) for state in plan.stored(layer))
-        return sum(kept) / self.total
+        kept = 0.0
+        for layer, size in enumerate(self.sizes):
+            kept += sum(plan.stored_share(state, layer) * size[state] for state in size)
+        return kept / self.total
 
     def saved(self, states: Sequence[str], layer: int) -> float:
         """Return what a layer saves that no longer stores these states, in states of a layer of mean size."""

@@ -129,8 +129,7 @@ def _weights(record: RetrofitRecord) -> Table:
 def _plan(record: RetrofitRecord) -> Table:
     rows = []
     for layer in changed_layers(record):
-        sources = [record.plan.sources(state)[layer] for state in (*STATES, "mlps")]
-        rows.append([str(layer), *(_source(source, layer) for source in sources)])
+        rows.append([str(layer), *(record.plan.words(state, layer) for state in (*STATES, "mlps"))])
     title = "Who reads from whom (all other layers own everything)"
     return (title, ["layer", "queries", "keys", "values", "MLP"], rows)
 
@@ -140,12 +139,6 @@ def changed_layers(record: RetrofitRecord) -> list[int]:
     plan = record.plan
     vectors = [plan.sources(state) for state in (*STATES, "mlps")]
     return [layer for layer in range(plan.layers) if any(vector[layer] != layer for vector in vectors)]
-
-
-def _source(source: int | None, layer: int) -> str:
-    if source is None:
-        return "–"
-    return "own" if source == layer else f"← {source}"
 
 
 def _settings(record: RetrofitRecord) -> Table:

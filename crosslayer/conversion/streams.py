@@ -106,7 +106,7 @@ def layers_of(model: CrossLayerForCausalLM) -> list[CrossLayerDecoderLayer]:
 def computes_the_same(original: CrossLayerDecoderLayer, rewired: CrossLayerDecoderLayer) -> bool:
     """Return whether a rewired layer has the very weights of the original, borrows nothing and mixes nothing."""
     attention = rewired.self_attn
-    if attention is None or attention.borrows or len(attention.mixers):
+    if attention is None or attention.sources or len(attention.mixers):
         return False
     return same_weights(original, rewired)
 

@@ -12,12 +12,13 @@ from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, eager_attention_forward
 
-from crosslayer.decoder.caches import update_single
+from crosslayer.decoder.caches import update_both, update_single
 from crosslayer.decoder.configuration import CrossLayerConfig
-from crosslayer.method import Carry, Compensation, HeadMixer, Wiring
+from crosslayer.method import Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
 from crosslayer.plan import STATES
 
 States = list[Tensor | None]  # queries, keys and values; None for those that are borrowed
+Inputs = tuple[Tensor, Tensor, Tensor]  # what queries, keys and values are made of
 
 
 class CrossLayerAttention(nn.Module):
@@ -33,23 +34,32 @@ class CrossLayerAttention(nn.Module):
         self.attention_dropout = config.attention_dropout or 0.0
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         self.stored = wiring.stored[layer_idx]
-        self.borrows, self.lends = wiring.borrows[layer_idx], wiring.lends[layer_idx]
-        self._add_projections(config, [number not in self.borrows for number in range(len(STATES))])
+        self.sources, self.lends = wiring.sources[layer_idx], wiring.lends[layer_idx]
+        plan = wiring.plan
+        owned = [plan.owns(state, layer_idx) for state in STATES]
+        self._add_projections(config, owned, plan.value_shares[layer_idx])
         mixers = [mixer for m in wiring.methods if (mixer := m.heads(config, wiring, layer_idx)) is not None]
         self.mixers = nn.ModuleList(mixers)
+        self.reader = state_reader(config, wiring, layer_idx) if wiring.several[layer_idx] else None
         on_heads = wiring.compensation[layer_idx] == "heads"
         self.compensation = Compensation(config, "heads") if on_heads else None
 
-    def _add_projections(self, config: CrossLayerConfig, owned: list[bool]) -> None:
+    def _add_projections(self, config: CrossLayerConfig, owned: list[bool], value_share: float) -> None:
         """Add W_q, W_k and W_v of the states that are owned, their norms, and W_o."""
         assert config.num_key_value_heads is not None
         width, bias = config.hidden_size, config.attention_bias
         heads = config.num_attention_heads * self.head_dim
         pairs = config.num_key_value_heads * self.head_dim
+        value_heads = round(config.num_key_value_heads * value_share)
+        if value_heads != config.num_key_value_heads * value_share:
+            raise ValueError(
+                f"layer {self.layer_idx} has {value_share:.0%} of {config.num_key_value_heads} value heads for itself, "
+                "which is not a whole number of heads"
+            )
         owns_q, owns_k, owns_v = owned
         self.q_proj = nn.Linear(width, heads, bias=bias) if owns_q else None
         self.k_proj = nn.Linear(width, pairs, bias=bias) if owns_k else None
-        self.v_proj = nn.Linear(width, pairs, bias=bias) if owns_v else None
+        self.v_proj = nn.Linear(width, value_heads * self.head_dim, bias=bias) if owns_v else None
         output_bias = bias if config.attention_output_bias is None else config.attention_output_bias
         self.o_proj = nn.Linear(heads, width, bias=output_bias)
         self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if owns_q and config.qk_norm else None
@@ -62,13 +72,18 @@ class CrossLayerAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Any,
         past_key_values: Cache | None,
+        inputs: Inputs | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
-        """Return the update (B, T, C) and the carry with what this layer lends; `kwargs` go on to attention."""
+        """Return the update (B, T, C) and the carry with what this layer lends; `kwargs` go on to attention.
+
+        `inputs` (B, T, C) are what queries, keys and values are made of, where that is not `hidden_states`.
+        """
+        for_q, for_k, for_v = (hidden_states,) * 3 if inputs is None else inputs
         states: States = [
-            self._project(hidden_states, self.q_proj, self.q_norm),  # (B, H, T, D)
-            self._project(hidden_states, self.k_proj, self.k_norm),  # (B, H_kv, T, D)
-            self._project(hidden_states, self.v_proj, None),  # (B, H_kv, T, D)
+            self._project(for_q, self.q_proj, self.q_norm),  # (B, H, T, D)
+            self._project(for_k, self.k_proj, self.k_norm),  # (B, H_kv, T, D)
+            self._project(for_v, self.v_proj, None),  # (B, H_kv, T, D)
         ]
         states = _rotate(states, position_embeddings)
         mixer: HeadMixer
@@ -77,9 +92,15 @@ class CrossLayerAttention(nn.Module):
             *states, carry = mixer(q, k, v, carry)
         if past_key_values is not None and self.stored:
             states = self._cached(states, past_key_values)  # owned keys, values: (B, H_kv, S, D)
-        states = [carry[self.borrows[i]] if state is None else state for i, state in enumerate(states)]
+        own = states
+        if self.reader is None:
+            borrowed = {i: carry[name] for i, (name,) in self.sources.items() if name is not None}
+            states = [borrowed.get(i, state) for i, state in enumerate(own)]
+        else:
+            new = hidden_states.shape[1]
+            states, attention_mask = self._read_several(self.reader, states, carry, attention_mask, new)
         if self.lends:
-            carry = {**carry, **{name: states[i] for i, name in self.lends.items()}}
+            carry = {**carry, **{name: own[i] for i, name in self.lends.items()}}
         out = self._attend(states, attention_mask, **kwargs)  # (B, T, H, D)
         for mixer in self.mixers:  # type: ignore[assignment]
             out, carry = mixer.after(out, carry)
@@ -94,6 +115,22 @@ class CrossLayerAttention(nn.Module):
         split = linear(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim)  # (B, T, H or H_kv, D)
         return (split if norm is None else norm(split)).transpose(1, 2)  # (B, H or H_kv, T, D)
 
+    def _read_several(
+        self, reader: StateReader, states: States, carry: Carry, mask: Any, new: int
+    ) -> tuple[States, Any]:
+        """Return the states that attention reads where some come from several layers, and the mask for them."""
+        kind = self.config._attn_implementation or "eager"
+        if reader.needs_mask and (not isinstance(mask, Tensor | None) or "flash" in kind):
+            raise ValueError(
+                f"attention {kind!r} takes no mask as a tensor, which this method changes; use sdpa or eager"
+            )
+        q, keys, values = (
+            tuple(states[i] if name is None else carry[name] for name in self.sources.get(i, (None,)))
+            for i in range(len(STATES))
+        )
+        k, v, mask = reader(keys, values, mask, new)
+        return [q[0], k, v], mask
+
     def _attend(self, states: States, attention_mask: Any, **kwargs: Any) -> Tensor:
         """Return what attention reads (B, T, H, D) with all three states at hand."""
         kind = self.config._attn_implementation or "eager"
@@ -105,10 +142,9 @@ class CrossLayerAttention(nn.Module):
     def _cached(self, states: States, cache: Cache) -> States:
         """Cache what this layer stores."""
         q, k, v = states
-        if len(self.stored) == 2:
-            return [q, *cache.update(k, v, self.layer_idx)]  # type: ignore[arg-type]
-        if self.stored == ("keys",):
-            assert k is not None
+        if k is not None and v is not None:
+            return [q, *update_both(cache, k, v, self.layer_idx)]
+        if k is not None:
             return [q, update_single(cache, k, self.layer_idx), v]
         assert v is not None
         return [q, k, update_single(cache, v, self.layer_idx)]

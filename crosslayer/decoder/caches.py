@@ -7,6 +7,31 @@ from transformers.cache_utils import StaticLayer
 from crosslayer.decoder.configuration import CrossLayerConfig
 
 
+def update_both(cache: Cache, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """Cache keys (B, H_kv, T, D) and values (B, h, T, D) of a layer; return them with what was cached, S tokens.
+
+    Memory that is allocated in advance has the same number of heads for both. Where a layer has just h of the value
+    heads for itself, each of its heads is laid out as H_kv / h narrower ones there.
+    """
+    pieces = k.shape[1] // v.shape[1]
+    if pieces == 1:
+        return cache.update(k, v, layer)
+    keys, values = cache.update(k, _split_heads(v, pieces), layer)
+    return keys, _join_heads(values, pieces)
+
+
+def _split_heads(state: Tensor, pieces: int) -> Tensor:
+    """Lay out each head as several narrower ones: (B, h, T, D) → (B, h·pieces, T, D / pieces)."""
+    split = state.unflatten(-1, (pieces, -1))  # (B, h, T, pieces, D / pieces)
+    return split.transpose(2, 3).flatten(1, 2)
+
+
+def _join_heads(state: Tensor, pieces: int) -> Tensor:
+    """Undo `_split_heads`: (B, h·pieces, S, D / pieces) → (B, h, S, D)."""
+    split = state.unflatten(1, (-1, pieces))  # (B, h, pieces, S, D / pieces)
+    return split.transpose(2, 3).flatten(-2)
+
+
 def update_single(cache: Cache, state: Tensor, layer: int) -> Tensor:
     """Cache the only state (B, H_kv, T, D) that a layer stores; return it with what was cached, (B, H_kv, S, D).
 

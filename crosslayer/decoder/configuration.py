@@ -7,12 +7,11 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from crosslayer.decoder.parallel import tensor_parallel_plan
-from crosslayer.method import Method, Wiring, mixes
+from crosslayer.method import Method, Wiring, mixes, state_reader
 from crosslayer.methods import load_method, to_entry, wire
-from crosslayer.plan import STATES, DepthPlan
+from crosslayer.plan import CACHED, STATES, DepthPlan
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-CACHED = ("keys", "values")
 
 
 @strict
@@ -39,9 +38,6 @@ class CrossLayerConfig(LlamaConfig):
     layer_types: list[str] | None = None
 
     def __post_init__(self, **kwargs: Any):
-        if self.layer_types is None:
-            kind = "full_attention" if self.sliding_window is None else "sliding_attention"
-            self.layer_types = [kind] * self.num_hidden_layers
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
@@ -49,9 +45,33 @@ class CrossLayerConfig(LlamaConfig):
             )
         entries = self.cross_layer if isinstance(self.cross_layer, list | tuple) else [self.cross_layer]
         self.cross_layer = [to_entry(load_method(entry)) for entry in entries if entry is not None]
+        self._set_windows()
         super().__post_init__(**kwargs)
         self._check_shapes()
         self._check_wiring()
+
+    def _set_windows(self) -> None:
+        """Set `layer_types` and `sliding_window`, where a method answers for them as it says.
+
+        Raises:
+            ValueError: they are set already, to something else.
+
+        """
+        for method in self.methods:
+            windows = method.windows(self.num_hidden_layers)
+            if windows is None:
+                continue
+            kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+            (width,) = {window for window in windows if window is not None}
+            if self.layer_types not in (None, kinds) or self.sliding_window not in (None, width):
+                raise ValueError(
+                    f"{method.name()} sets layer_types and sliding_window = {width} by itself; the config has "
+                    f"{self.layer_types} and {self.sliding_window}: leave them out"
+                )
+            self.layer_types, self.sliding_window = kinds, width
+        if self.layer_types is None:
+            kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+            self.layer_types = [kind] * self.num_hidden_layers
 
     def validate_architecture(self) -> None:
         """Allow any head size: Llama's config insists on hidden_size / num_attention_heads."""
@@ -107,19 +127,31 @@ class CrossLayerConfig(LlamaConfig):
         wiring, kinds = self.wiring, self.layer_types
         assert kinds is not None
         for state in STATES:
-            for reader, source in enumerate(wiring.plan.sources(state)):
-                if source is not None and kinds[reader] != kinds[source]:
-                    raise ValueError(
-                        f"layer {reader} ({kinds[reader]}) reads {state} of layer {source} ({kinds[source]}); "
-                        "layers with different masks cannot share"
-                    )
+            for reader in range(self.num_hidden_layers):
+                for source in wiring.plan.reads(state, reader):
+                    if kinds[reader] != kinds[source]:
+                        raise ValueError(
+                            f"layer {reader} ({kinds[reader]}) reads {state} of layer {source} ({kinds[source]}); "
+                            "layers with different masks cannot share"
+                        )
         by_residual = [method.name() for method in wiring.methods if type(method).residual is not Method.residual]
         if len(by_residual) > 1:
             raise ValueError(f"{' and '.join(by_residual)} both replace the residual stream; only one method may")
+        self._check_value_shares(wiring)
         names = [method.name() for method in wiring.methods]
         if len(set(names)) != len(names):
             raise ValueError(f"cross_layer names a method twice: {', '.join(names)}")
         self._check_modules(wiring)
+
+    def _check_value_shares(self, wiring: Wiring) -> None:
+        """Refuse methods that change values of all heads where layers have a share of the heads for themselves."""
+        partial = [m.name() for m in wiring.methods if min(m.plan(self.num_hidden_layers).value_shares) < 1]
+        mixing = [method.name() for method in wiring.methods if type(method).heads is not Method.heads]
+        if partial and mixing:
+            raise ValueError(
+                f"{partial[0]} with {mixing[0]}: the first leaves layers a share of their value heads, the second "
+                "changes all of them; only one of the two is possible"
+            )
 
     def _check_modules(self, wiring: Wiring) -> None:
         """Let methods refuse now, not in the model: a mixer that acts nowhere, a block that is too large.
@@ -131,5 +163,9 @@ class CrossLayerConfig(LlamaConfig):
                 for layer in range(self.num_hidden_layers):
                     if wiring.plan.attends(layer):
                         method.heads(self, wiring, layer)
-                        method.residual(self, wiring, layer, "attn")
+                for layer, site in wiring.sublayers:
+                    method.residual(self, wiring, layer, site)
                 method.final(self, wiring)
+            for layer in range(self.num_hidden_layers):
+                if wiring.several[layer]:
+                    state_reader(self, wiring, layer)

@@ -13,7 +13,7 @@ from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from crosslayer.decoder.attention import CrossLayerAttention
+from crosslayer.decoder.attention import CrossLayerAttention, Inputs
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.method import Carry, Compensation, Residual, Wiring
 
@@ -57,10 +57,11 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         first, normed = None, None
         if self.attends:
             first, carry = _read(self.attn_residual, stream, carry)
-            normed = first if self.input_layernorm is None else self.input_layernorm(first)
+            normed = self._normed(first)
             update, carry = self._attention_update(
                 normed,
                 carry,
+                inputs=self._inputs(first, normed, carry),
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
@@ -75,6 +76,16 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
                 update = update + self.mlp_compensation(normed)
             stream, carry = _write(self.mlp_residual, stream, update, carry)
         return stream, {**carry, "read": stream if first is None else first}
+
+    def _normed(self, read: Tensor) -> Tensor:
+        return read if self.input_layernorm is None else self.input_layernorm(read)
+
+    def _inputs(self, read: Tensor, normed: Tensor, carry: Carry) -> Inputs | None:
+        """Return what queries, keys and values are made of, normed, where that is not what the sublayer read."""
+        if self.attn_residual is None:
+            return None
+        q, k, v = (normed if way is read else self._normed(way) for way in self.attn_residual.inputs(read, carry))
+        return q, k, v
 
     def _attention_update(self, normed: Tensor, carry: Carry, **kwargs: Any) -> tuple[Tensor, Carry]:
         """Return attention's update (B, T, C) with that of W_c, which stands alone where attention is gone."""

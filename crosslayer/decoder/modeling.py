@@ -25,7 +25,7 @@ from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.decoder.layer import CrossLayerDecoderLayer
 from crosslayer.environment import check_flex
-from crosslayer.method import Mixing
+from crosslayer.method import Carry, Mixing
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
@@ -113,7 +113,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         masks = self._masks(stream, attention_mask, past_key_values, position_ids)
         position_embeddings = self.rotary_emb(stream, position_ids=position_ids)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        reads, carry = [], {}
+        reads, carry = [], self._first_carry(input_ids)
         kinds = self.config.layer_types
         assert kinds is not None
         for layer, kind in zip(self.layers, kinds, strict=True):
@@ -137,6 +137,15 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*reads, last) if wanted else None,
         )
+
+    def _first_carry(self, input_ids: Tensor | None) -> Carry:
+        """Return what the first layer gets beside the stream: the tokens, for methods that read them."""
+        names = [method.name() for method in self.config.methods if method.reads_tokens]
+        if not names:
+            return {}
+        if input_ids is None:
+            raise ValueError(f"{' and '.join(names)} reads tokens, which inputs_embeds do not tell; give input_ids")
+        return {"tokens": input_ids}
 
     def _masks(self, stream: Tensor, attention_mask: Any, cache: Cache | None, position_ids: Tensor) -> dict[str, Any]:
         if isinstance(attention_mask, dict):  # generate() has built them

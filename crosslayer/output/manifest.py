@@ -5,6 +5,7 @@ It is no signature: whoever can change the files can write a new manifest. It fi
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,7 +20,6 @@ from transformers import PreTrainedModel
 
 from crosslayer.decoder import CrossLayerConfig
 from crosslayer.environment import environment
-from crosslayer.plan import STATES
 from crosslayer.probe.intercept import evaluating
 
 NAME = "manifest.json"
@@ -129,12 +129,12 @@ def check_files(folder: Path) -> list[str]:
     return sorted(faults)
 
 
-def plan_of(model: PreTrainedModel) -> dict[str, list[int | None]] | None:
+def plan_of(model: PreTrainedModel) -> dict[str, list[Any]] | None:
     """Return the plan of a model of ours as lists, or None for a stock model."""
     if not isinstance(model.config, CrossLayerConfig):
         return None
     plan = model.config.plan
-    return {vector: list(plan.sources(vector)) for vector in (*STATES, "mlps")}
+    return json.loads(json.dumps(dataclasses.asdict(plan)))
 
 
 def methods_of(model: PreTrainedModel) -> list[dict[str, Any]] | None:

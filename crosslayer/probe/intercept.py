@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from crosslayer.environment import quiet_transformers
+from crosslayer.plan import CACHED
 
 PREFIX = "crosslayer_"
 
@@ -94,13 +95,14 @@ def attention_layers(config: PreTrainedConfig) -> list[int]:
     return [i for i, kind in enumerate(kinds) if "attention" in kind and "linear" not in kind or kind == "hybrid"]
 
 
-def stored_states(config: PreTrainedConfig, layer: int) -> tuple[str, ...]:
-    """Return which of keys and values a layer keeps in the cache; a layer that reuses another's keeps none."""
+def stored_shares(config: PreTrainedConfig, layer: int) -> dict[str, float]:
+    """Return which share of its full keys and values a layer keeps in the cache: 0 where it reuses another's."""
     plan = getattr(config, "plan", None)
     if plan is not None:
-        return plan.stored(layer)
+        return {state: plan.stored_share(state, layer) for state in CACHED}
     modes = getattr(config, "kv_sharing_modes", None)
-    return () if modes and modes[layer] not in (None, "store") else ("keys", "values")
+    reuses = bool(modes) and modes[layer] not in (None, "store")
+    return dict.fromkeys(CACHED, 0.0 if reuses else 1.0)
 
 
 def layer_stack(model: PreTrainedModel) -> nn.ModuleList:

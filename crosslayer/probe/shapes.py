@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedConfig
 
-from crosslayer.probe.intercept import AttentionCall, stored_states
+from crosslayer.probe.intercept import AttentionCall, stored_shares
 from crosslayer.probe.maps import is_causal
 
 
@@ -12,7 +12,7 @@ from crosslayer.probe.maps import is_causal
 class LayerShape:
     """Heads, mask and score function of a layer's attention; layers may share only where all of it agrees.
 
-    `stored` says which of keys and values the layer keeps in the cache; it does not count in the comparison.
+    `stored` says which share of keys and of values the layer keeps in the cache; it does not count in the comparison.
     """
 
     heads: int
@@ -25,10 +25,10 @@ class LayerShape:
     scaling: float | None = None
     softcap: float | None = None
     sinks: bool = False
-    stored: tuple[str, ...] = field(default=("keys", "values"), compare=False)
+    stored: tuple[float, float] = field(default=(1.0, 1.0), compare=False)
 
     @staticmethod
-    def of(call: AttentionCall, causal: bool, kind: str | None, stored: tuple[str, ...]) -> "LayerShape":
+    def of(call: AttentionCall, causal: bool, kind: str | None, stored: tuple[float, float]) -> "LayerShape":
         """Read the shape off a visited call."""
         return LayerShape(
             heads=call.query.shape[1],
@@ -55,8 +55,8 @@ class LayerShape:
         shapes: list[LayerShape | None] = [None] * layers
         for call in calls:
             hides_later = call.causal if call.mask is None else causal[id(call.mask)]
-            kind, stored = kinds[call.layer], stored_states(config, call.layer)
-            shapes[call.layer] = LayerShape.of(call, hides_later, kind, stored)
+            kind, shares = kinds[call.layer], stored_shares(config, call.layer)
+            shapes[call.layer] = LayerShape.of(call, hides_later, kind, (shares["keys"], shares["values"]))
         return shapes
 
     @property
@@ -73,9 +73,10 @@ class LayerShape:
         A sliding layer keeps what the next token can see beside itself: window − 1 tokens, as in transformers.
         """
         tokens = length if self.window is None else min(length, self.window - 1)
-        keys = self.kv_heads * self.key_size * tokens if "keys" in self.stored else 0
-        values = self.kv_heads * self.value_size * tokens if "values" in self.stored else 0
-        return keys, values
+        keys, values = self.stored
+        return round(keys * self.kv_heads * self.key_size * tokens), round(
+            values * self.kv_heads * self.value_size * tokens
+        )
 
     def even_share(self, length: int) -> float:
         """Return a'_0 if every row spread its attention evenly over what it may see."""

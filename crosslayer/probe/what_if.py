@@ -54,7 +54,13 @@ class Sublayers:
             raise ValueError(f"the plan has {plan.layers} layers and the model {len(self.shapes)}")
         for state in STATES:
             for reader, source in enumerate(plan.sources(state)):
-                if source is None or source == reader or may_share(self.shapes[reader], self.shapes[source]):
+                if source is None or source == reader:
+                    continue
+                if isinstance(source, tuple):
+                    raise ValueError(
+                        f"layer {reader} reads {state} of layers {source}; a what-if cannot combine several layers'"
+                    )
+                if may_share(self.shapes[reader], self.shapes[source]):
                     continue
                 raise ValueError(
                     f"layer {reader} ({self._mask(reader)}) cannot read {state} of layer {source} "
@@ -148,16 +154,17 @@ class _Loans:
         self.held: dict[tuple[str, int], Tensor] = {}
         self.last: dict[tuple[str, int], int] = {}  # of each loan the last reader
         for state in STATES:
-            for reader, source in enumerate(plan.sources(state)):
-                if source is not None and source != reader:
-                    self.last[state, source] = reader
+            for reader in range(plan.layers):
+                for source in plan.reads(state, reader):
+                    if source != reader:
+                        self.last[state, source] = reader
 
     def __call__(self, call: AttentionCall) -> AttentionCall:
         changed = {}
         for state, name in FIELDS.items():
-            source = self.plan.sources(state)[call.layer]
-            if source is None:
+            if not self.plan.reads(state, call.layer):
                 continue
+            (source,) = self.plan.reads(state, call.layer)  # several are refused before
             if source != call.layer:
                 if (state, source) not in self.held:  # its layer is computed a second time
                     raise ValueError(CHECKPOINTED)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from crosslayer.decoder.caches import cache_bytes
-from crosslayer.probe.intercept import AttentionCall, stored_states, visited
+from crosslayer.probe.intercept import AttentionCall, stored_shares, visited
 from crosslayer.verification.gradients import checkpointed_gradients
 from crosslayer.verification.judge import Measurement, NotApplicable
 from crosslayer.verification.subject import FEW, NEW, Subject, widened
@@ -200,5 +200,5 @@ def _predicted_bytes(model: PreTrainedModel, tokens: int) -> int:
     for layer, call in calls.items():
         sizes = {"keys": call.key[0, :, 0].nbytes, "values": call.value[0, :, 0].nbytes}
         kept = tokens if call.window is None else min(tokens, call.window)
-        total += kept * sum(sizes[state] for state in stored_states(config, layer))
+        total += round(kept * sum(share * sizes[state] for state, share in stored_shares(config, layer).items()))
     return total

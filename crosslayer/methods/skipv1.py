@@ -1,0 +1,54 @@
+"""SkipV1Former: from the second layer on, half of the value heads are those of the first layer.
+
+    V_i = [V_1 of the first half of the heads, own V_i of the other half],  i ≥ 2
+
+Flows: values of the first layer, as cached. Reads: every layer above. Cache: keys of all layers, all values of the
+first and half of them of each other: (1 + (L − 1)/2) / L of the values.
+Source: SkipV1Former (arXiv 2510.16807).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from crosslayer.method import Method, StateReader, Wiring
+from crosslayer.plan import DepthPlan
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+
+@dataclass(frozen=True)
+class SkipV1(Method):
+    """Every layer but the first has just half of the value heads for itself."""
+
+    def plan(self, layers: int) -> DepthPlan:
+        """Let each layer own half of its value heads and read the first layer's."""
+        if layers < 2:
+            raise ValueError(f"skipv1: the model has {layers} layer; nothing could be read from the first one")
+        own = tuple(range(layers))
+        values = (0, *((0, layer) for layer in own[1:]))
+        return DepthPlan(own, own, values, own, value_shares=(1.0, *(0.5,) * (layers - 1)))
+
+    def reader(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader | None:
+        """Put the heads of the first layer beside the own ones."""
+        assert config.num_key_value_heads is not None
+        if config.num_key_value_heads % 2:
+            raise ValueError(
+                f"skipv1: num_key_value_heads is {config.num_key_value_heads}; half of the heads must be a whole number"
+            )
+        return None if layer == 0 else _Beside()
+
+
+class _Beside(StateReader):
+    """Takes the first heads from the first layer, the others from the layer itself."""
+
+    def forward(
+        self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], mask: Tensor | None, new: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the keys as they are, the values (B, H_kv, S, D) of both layers, and the mask as it is."""
+        first, own = values  # (B, H_kv, S, D), (B, H_kv / 2, S, D)
+        half = first.shape[1] - own.shape[1]
+        return keys[0], torch.cat([first[:, :half], own], dim=1), mask

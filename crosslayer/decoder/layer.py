@@ -53,7 +53,10 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
-        """Return stream (B, T, C) and carry for the next layer; `carry["read"]` is what the first sublayer read."""
+        """Return stream and carry for the next layer, both as the methods have them; at first the stream is (B, T, C).
+
+        `carry["read"]` is what the first sublayer read, (B, T, C); None where there is none.
+        """
         first, normed = None, None
         if self.attends:
             first, carry = _read(self.attn_residual, stream, carry)
@@ -75,7 +78,7 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
             if self.mlp_compensation is not None:
                 update = update + self.mlp_compensation(normed)
             stream, carry = _write(self.mlp_residual, stream, update, carry)
-        return stream, {**carry, "read": stream if first is None else first}
+        return stream, {**carry, "read": first}
 
     def _normed(self, read: Tensor) -> Tensor:
         return read if self.input_layernorm is None else self.input_layernorm(read)

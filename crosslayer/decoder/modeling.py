@@ -135,7 +135,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=last,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*reads, last) if wanted else None,
+            hidden_states=(*_filled(reads, stream), last) if wanted else None,
         )
 
     def _first_carry(self, input_ids: Tensor | None) -> Carry:
@@ -218,6 +218,15 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation == "quantized":
             check_quantized(self.config)
         return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # type: ignore[misc]
+
+
+def _filled(reads: list[Tensor | None], final: Tensor) -> list[Tensor]:
+    """Return what each layer reads; for a layer without sublayers, what is read next: nothing happens between."""
+    filled, following = [], final
+    for read in reversed(reads):
+        following = following if read is None else read
+        filled.append(following)
+    return filled[::-1]
 
 
 def _initial_values() -> AbstractContextManager[None]:

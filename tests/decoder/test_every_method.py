@@ -34,6 +34,8 @@ VARIANTS = {
     "svformer compensated": [{"name": "svformer", "anchors": (0, 3), "compensation": "heads"}],
     "drop compensated": [{"name": "drop", "attention": (0, 3), "compensation": "attention"}],
     "attnres blocks": [{"name": "attnres", "block": 5}],
+    "mudd residual": [{"name": "mudd", "ways": "residual"}],
+    "hyper_connections of two streams": [{"name": "hyper_connections", "streams": 2, "iterations": 3}],
 }
 COMPOSITIONS = {
     "attnres + svformer": ["attnres", "svformer"],
@@ -45,6 +47,10 @@ COMPOSITIONS = {
     "attnres + cla": [{"name": "attnres", "block": 3}, "cla"],
     "attnres + drop": ["attnres", {"name": "drop", "attention": (0,), "mlp": (5,)}],
     "svformer + uniattn": ["svformer", {"name": "uniattn", "superblocks": BLOCKS}],
+    "hyper_connections + cla": ["hyper_connections", "cla"],
+    "hyper_connections + drop": ["hyper_connections", {"name": "drop", "attention": (0,), "mlp": (5,), "layers": (2,)}],
+    "mudd + uniattn": ["mudd", {"name": "uniattn", "superblocks": BLOCKS}],
+    "mudd + drop": ["mudd", {"name": "drop", "attention": (0,), "mlp": (5,), "layers": (2,)}],
     "resformer + uniattn + attnres": ["resformer", {"name": "uniattn", "superblocks": BLOCKS}, "attnres"],
 }
 SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 4}

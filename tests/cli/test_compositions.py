@@ -1,0 +1,26 @@
+"""The page of pairs is what the code says, and a pair that breaks its cache cannot be called one that works."""
+
+from pathlib import Path
+
+import pytest
+
+from crosslayer.cli import compositions
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "COMPOSITIONS.md"
+
+
+def test_the_page_is_what_the_code_says():
+    assert PAGE.read_text() == compositions.page(), "run python -m crosslayer.cli.compositions > docs/COMPOSITIONS.md"
+
+
+def test_a_collision_names_both_methods():
+    message = compositions.collision("attnres", "hyper_connections")
+    assert message == "attnres and hyper_connections both replace the residual stream; only one method may"
+    assert compositions.collision("attnres", "cla") is None
+
+
+def test_a_cache_that_changes_the_logits_is_no_composition(monkeypatch):
+    logits = compositions.steps
+    monkeypatch.setattr(compositions, "steps", lambda *args: (logits(*args)[0] + 1e-3, None))
+    with pytest.raises(AssertionError, match="cla, drop: cached: differs by 1.00e-03"):
+        compositions.collision("cla", "drop")

@@ -52,7 +52,7 @@ def page() -> str:
         for second in names[place + 1 :]:
             message = collision(first, second)
             if message is not None:
-                messages.append(f"{len(messages) + 1}. {message}")
+                messages.append(f"{len(messages) + 1}. `{first}`, `{second}`: {message}")
             cells.append("✓" if message is None else str(len(messages)))
         rows.append(f"| `{first}` | {' | '.join(cells)} |")
     return "\n".join([HEAD, *rows, "", *messages, ""])

@@ -198,7 +198,7 @@ class Dense(Naive):
         sums = {name: torch.zeros_like(outputs[0]) for name in names}
         for t, token in enumerate(outputs[-1]):
             inner = residual.inner @ (token / torch.sqrt((token * token).mean() + 1e-6))
-            inner = torch.tensor([x / 2 * (1 + math.erf(x / math.sqrt(2))) for x in inner.tolist()]).to(token)
+            inner = torch.tensor([x / 2 * (1 + math.erf(x / math.sqrt(2))) for x in inner.tolist()], dtype=token.dtype)
             dynamic = residual.outer @ inner
             for w, name in enumerate(names):
                 for j, source in enumerate(outputs):

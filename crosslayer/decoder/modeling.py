@@ -77,8 +77,8 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         answers = (method.final(config, wiring) for method in wiring.methods)
+        self.token_readers = [method.name() for method in wiring.methods if method.reads_tokens]
         self.final_residual = next((residual for residual in answers if residual is not None), None)
-        self.read_tokens = [method.name() for method in wiring.methods if method.reads_tokens]
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -141,12 +141,11 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
 
     def _first_carry(self, input_ids: Tensor | None) -> Carry:
         """Return what the first layer gets beside the stream: the tokens, for methods that read them."""
-        if not self.read_tokens:
+        if not self.token_readers:
             return {}
         if input_ids is None:
-            raise ValueError(
-                f"{' and '.join(self.read_tokens)} reads tokens, which inputs_embeds do not tell; give input_ids"
-            )
+            readers = " and ".join(self.token_readers)
+            raise ValueError(f"{readers} reads tokens, which inputs_embeds do not tell; give input_ids")
         return {"tokens": input_ids}
 
     def _masks(self, stream: Tensor, attention_mask: Any, cache: Cache | None, position_ids: Tensor) -> dict[str, Any]:

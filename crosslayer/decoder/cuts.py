@@ -1,7 +1,7 @@
 """What crosses the cuts between the stages of a pipeline, for any method: found by one pass of an empty decoder.
 
-At a cut stand the stream and the tensors of the carry. Layers hand on as the same object what they do not change, so
-one tensor is known again at every cut that it crosses; what no later operator takes in is dropped.
+At a cut stand the stream and the tensors of the carry. Layers hand on what they do not change as it is, or as a view of
+the whole, so a tensor is known again at every cut that it crosses; what no later operator takes in is dropped.
 """
 
 import copy
@@ -132,31 +132,36 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.starts = starts
         self.flat: list[tuple[list[Any], pytree.TreeSpec]] = []  # by cut
-        self.numbers: dict[int, int] = {}  # by id(); `flat` holds the tensors, so that no id comes twice
+        self.numbers: dict[Any, int] = {}  # by `_key`; `flat` holds the tensors, so that no key comes twice
         self.last: dict[int, int] = {}  # by number: the last stage that takes it in
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if id(leaf) in self.numbers:
-                self.last[self.numbers[id(leaf)]] = len(self.flat)
+            if isinstance(leaf, Tensor) and (key := _key(leaf)) in self.numbers:
+                self.last[self.numbers[key]] = len(self.flat)
         return func(*args, **(kwargs or {}))
 
-    def arrive(self, layer: Any, args: tuple[Tensor, Carry]) -> None:
+    def arrive(self, layer: Any, args: tuple[Any, ...]) -> None:
         """Note what the first layer of a stage is given."""
         leaves, structure = pytree.tree_flatten(args[:2])
         for leaf in leaves:
-            if leaf is not None and not isinstance(leaf, Tensor):
+            if not isinstance(leaf, Tensor):
                 raise ValueError(
-                    f"the carry before layer {self.starts[len(self.flat)]} holds a {type(leaf).__name__}; "
-                    "stages can hand on tensors, and tuples, lists and dicts of them"
+                    f"pipeline: the carry before layer {self.starts[len(self.flat)]} holds a {type(leaf).__name__}; "
+                    "stages hand on tensors, in tuples, lists and dicts"
                 )
-            self.numbers.setdefault(id(leaf), len(self.numbers))
+            self.numbers.setdefault(_key(leaf), len(self.numbers))
         self.flat.append((leaves, structure))
 
     def cut(self, stage: int) -> Cut:
         """Return the cut before a stage; the stream is always sent, as gradients come back with it."""
         leaves, structure = self.flat[stage - 1]
-        numbers = [self.numbers[id(leaf)] for leaf in leaves]
-        read = [number if place == 0 or self.last.get(number, 0) >= stage else None for place, number in
-                enumerate(numbers)]
-        return Cut(tuple(read), structure)
+        numbers = [self.numbers[_key(leaf)] for leaf in leaves]
+        places = [number if self.last.get(number, 0) >= stage else None for number in numbers]
+        return Cut((numbers[0], *places[1:]), structure)
+
+
+def _key(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what a tensor has in common with its views as a whole, and not with what is detached from it."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad

@@ -1,6 +1,7 @@
 """Stages of a pipeline give the gradients of the whole decoder, and send what the formulas say."""
 
 import os
+import re
 from collections import Counter
 
 import pytest
@@ -11,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from crosslayer import testing as contract
+from crosslayer.decoder.cuts import find_cuts
+from crosslayer.decoder.layer import CrossLayerDecoderLayer
 from crosslayer.decoder.pipeline import pipeline_parts, pipeline_stages
 from tests.decoder.test_every_method import CASES
 from tests.decoder.test_sharded import free_port
@@ -34,12 +37,12 @@ def check_gradients(found, expected, tolerance):
         assert (grad - found[name]).abs().max() <= tolerance * grad.abs().max(), name
 
 
-def run_in_turn(parts, ids):
+def run_in_turn(parts, ids, **options):
     """Forward and backward through all parts as a schedule runs them: inputs are leaves, missing gradients zeros."""
     values, calls = (ids,), []
     for part in parts:
         inputs = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
-        outputs = part(*inputs)
+        outputs = part(*inputs, **options)
         values = outputs if isinstance(outputs, tuple) else (outputs,)
         calls.append((inputs, values))
     loss_of(values[0], ids).backward()
@@ -61,6 +64,74 @@ def test_parts_equal_the_whole(case):
     run_in_turn(parts, ids)
     check_gradients(gradients(model), expected, 1e-12)
     assert [part.exchange.cache.left() for part in parts] == [0] * 6
+
+
+def test_parts_take_padding_and_checkpointing():
+    model = contract.build(contract.config_of({"name": "attnres", "block": 2}, num_hidden_layers=4)).train()
+    ids, mask = contract.tokens(length=8), torch.ones(2, 8, dtype=torch.long)
+    mask[1, :3] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    options = {"attention_mask": mask, "position_ids": positions}
+    loss_of(model(ids, use_cache=False, **options).logits, ids).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    model.activation_checkpointing_enable()
+    run_in_turn(pipeline_parts(model, ranks=2, rounds=2), ids, **options)
+    check_gradients(gradients(model), expected, 1e-12)
+
+
+def test_parts_without_gradients_leave_nothing():
+    model = decoder().eval()
+    parts, values = pipeline_parts(model, ranks=2, rounds=4), (batch(),)
+    with torch.no_grad():
+        for part in parts:
+            outputs = part(*values)
+            values = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.testing.assert_close(values[0], model(batch(), use_cache=False).logits, rtol=0, atol=1e-12)
+    assert [part.exchange.cache.left() for part in parts] == [0] * 8
+
+
+def test_parts_hold_each_weight_once_under_its_name():
+    model = decoder()
+    names = [name for part in pipeline_parts(model, ranks=2, rounds=2) for name in part.state_dict()]
+    assert sorted(names) == sorted(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "message, shape, options",
+    [
+        ("must rise from 0 to at most 7; they are [0, 0, 1", {}, {"ranks": 4, "rounds": 3}),
+        ("they are [0, 5, 4]", {}, {"ranks": 3, "starts": [0, 5, 4]}),
+        ("they are [1, 4]", {}, {"ranks": 2, "starts": [1, 4]}),
+        ("set tie_word_embeddings=False", {"tie_word_embeddings": True}, {"ranks": 2}),
+        ("keep is 'some'; it must be one of 'nothing', 'received', 'all'", {}, {"ranks": 2, "keep": "some"}),
+    ],
+)
+def test_refusals(message, shape, options):
+    model = contract.build(contract.config_of(None, num_hidden_layers=8, **shape))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipeline_parts(model, **options)
+
+
+def test_a_carry_that_cannot_be_sent_is_refused(monkeypatch):
+    model = decoder()
+    forward = CrossLayerDecoderLayer.forward
+
+    def with_a_count(self, stream, carry, *args, **kwargs):
+        stream, carry = forward(self, stream, carry, *args, **kwargs)
+        return stream, {**carry, "count": 1}
+
+    monkeypatch.setattr(CrossLayerDecoderLayer, "forward", with_a_count)
+    with pytest.raises(ValueError, match="before layer 4 holds a int; stages hand on tensors"):
+        pipeline_parts(model, ranks=2)
+
+
+def test_a_cut_within_a_block_sends_the_answers_to_its_queries():
+    """Four sublayers a block: before layer 4 cross two sources and the stream, before layer 5 open queries too."""
+    config = contract.config_of({"name": "attnres", "block": 4}, num_hidden_layers=8)
+    between, within = find_cuts(config, [4, 5])
+    assert len(between.numbers) == 2 + 1
+    assert len(within.numbers) > 3 + 1
 
 
 def sent_tensors(stage, counts):
@@ -114,7 +185,7 @@ def worker(rank, ranks, rounds, keeps, port, folder):
 
 
 def units(keep, ranks, rounds):
-    """Sources sent up in one microbatch, by the formulas of arXiv 2603.15031, and the embedding, which they leave out."""
+    """Sources sent up in a microbatch: the formulas of arXiv 2603.15031, and the embedding, which they leave out."""
     stages = ranks * rounds
     blocks = 8 // stages  # of a stage
     first = ranks * (ranks - 1) // 2 * blocks + ranks - 1

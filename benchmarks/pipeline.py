@@ -5,7 +5,7 @@
 P ranks (gloo, on the CPU) with V stages each, 8 layers in 8 blocks of 2 sublayers, 1F1B or interleaved 1F1B. The unit
 of traffic is one source: B · T · C numbers of a microbatch. The formulas (arXiv 2603.15031) count blocks, N of a stage:
 C(C−1)/2 · N for C = PV stages, with cross-stage caching P(P−1)/2 · N + (V−1)P² · N. The embedding is a source too and
-comes on top: over C−1 cuts, with caching P−1. Bytes are counted where a stage posts its sends, gradients against one
+comes on top: over C−1 cuts, with caching once to every rank that lacks it. Bytes are counted where a stage posts its sends, gradients against one
 process, relative to the largest of each tensor. Step times are interleaved, in an order that turns.
 """
 
@@ -42,8 +42,11 @@ def formula(ranks, rounds, keep):
     blocks = LAYERS // stages
     if keep == "nothing":
         return stages * (stages - 1) // 2 * blocks, stages - 1
-    later = ranks**2 if keep == "received" else ranks * (ranks - 1)  # its own blocks do not come back to a rank
-    return (ranks * (ranks - 1) // 2 + (rounds - 1) * later) * blocks, ranks - 1
+    if keep == "received":  # the embedding comes back to the first rank, which has computed it
+        later, embedding = ranks**2, ranks - 1 + (rounds > 1)
+    else:  # nothing comes back to the rank that has computed it
+        later, embedding = ranks * (ranks - 1), ranks - 1
+    return (ranks * (ranks - 1) // 2 + (rounds - 1) * later) * blocks, embedding
 
 
 def build(options, dtype):

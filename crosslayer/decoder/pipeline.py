@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from crosslayer.decoder.cuts import Cut, Traffic, find_cuts, find_traffic
-from crosslayer.decoder.modeling import MASKS, CrossLayerForCausalLM
+from crosslayer.decoder.modeling import MASKS, CrossLayerForCausalLM, CrossLayerModel
 from crosslayer.decoder.rank_cache import Microbatch, RankCache
-from crosslayer.method import Carry
+from crosslayer.method import Carry, Residual
 
 
 def pipeline_stages(
@@ -70,8 +71,9 @@ def pipeline_parts(
         )
     if model.config.tie_word_embeddings and stages > 1:
         raise ValueError("pipeline: embedding and head lie in different stages; set tie_word_embeddings=False")
-    cuts = (None, *find_cuts(model.config, starts[1:]), None)
-    traffic = find_traffic(cuts[1:-1], ranks, keep)
+    between = find_cuts(model.config, starts[1:])
+    cuts = (None, *between, None)
+    traffic = find_traffic(between, ranks, keep)
     caches = [RankCache() for _ in range(ranks)]
     return [
         PipelinePart(
@@ -122,40 +124,56 @@ class Exchange:
 
 
 class PipelinePart(nn.Module):
-    """The module of a stage: layers of the model, under the names that they have there."""
+    """The module of a stage: a part of the model, under the names that it has there."""
 
     def __init__(self, model: CrossLayerForCausalLM, layers: range, exchange: Exchange):
         super().__init__()
-        self.config, self.exchange = model.config, exchange
-        first, last = exchange.before is None, exchange.after is None
-        self.model = nn.Module()
-        self.model.embed_tokens = model.model.embed_tokens if first else None
-        self.model.layers = nn.ModuleDict({str(layer): model.model.layers[layer] for layer in layers})
-        self.model.rotary_emb = model.model.rotary_emb
-        self.model.final_residual = model.model.final_residual if last else None
-        self.model.norm = model.model.norm if last else None
-        self.lm_head = model.lm_head if last else None
+        self.exchange = exchange
+        self.model = PartBody(model.model, layers, exchange)
+        self.lm_head = model.lm_head if exchange.after is None else None
 
     def forward(
         self, *received: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor | tuple[Tensor, ...]:
         """Return what the next stage is sent, or logits (B, T, V); from ids (B, T), or what this stage was sent."""
-        before, after = self.exchange.before, self.exchange.after
         microbatch, tensors = self.exchange.arrive(received)
-        stream, carry = (self.model.embed_tokens(*received), {}) if before is None else before.rebuild(tensors)
-        stream, carry = self._layers(stream, carry, attention_mask, position_ids)
-        if after is not None:
-            return self.exchange.depart(microbatch, {**tensors, **after.take(stream, carry)})
-        if self.model.final_residual is not None:
-            stream, carry = self.model.final_residual.read(stream, carry)
-        return self.lm_head(self.model.norm(stream))
+        if self.exchange.before is None:
+            stream, carry = self.model.begin(*received)
+        else:
+            stream, carry = self.exchange.before.rebuild(tensors)
+        stream, carry = self.model(stream, carry, attention_mask, position_ids)
+        if self.exchange.after is not None:
+            return self.exchange.depart(microbatch, {**tensors, **self.exchange.after.take(stream, carry)})
+        assert self.lm_head is not None
+        return self.lm_head(self.model.end(stream, carry))
 
-    def _layers(
+
+class PartBody(nn.Module):
+    """A part of the body; the embedding, the final norm and what it reads are None where they lie in other stages."""
+
+    def __init__(self, body: CrossLayerModel, layers: range, exchange: Exchange):
+        super().__init__()
+        first, last = exchange.before is None, exchange.after is None
+        kinds = body.config.layer_types
+        assert kinds is not None
+        self.config, self.kinds = body.config, kinds[layers.start : layers.stop]
+        self.embed_tokens: nn.Embedding | None = body.embed_tokens if first else None
+        self.layers = nn.ModuleDict({str(layer): body.layers[layer] for layer in layers})
+        self.rotary_emb = body.rotary_emb
+        self.final_residual: Residual | None = body.final_residual if last else None
+        self.norm: LlamaRMSNorm | None = body.norm if last else None
+
+    def begin(self, ids: Tensor) -> tuple[Tensor, Carry]:
+        """Return what the first layer gets."""
+        assert self.embed_tokens is not None
+        return self.embed_tokens(ids), {}
+
+    def forward(
         self, stream: Tensor, carry: Carry, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> tuple[Tensor, Carry]:
+        """Run the layers."""
         if position_ids is None:
             position_ids = torch.arange(stream.shape[1], device=stream.device).unsqueeze(0)
-        kinds = self.config.layer_types
         masks = {
             kind: MASKS[kind](
                 config=self.config,
@@ -164,12 +182,18 @@ class PipelinePart(nn.Module):
                 past_key_values=None,
                 position_ids=position_ids,
             )
-            for kind in {kinds[int(name)] for name in self.model.layers}
+            for kind in dict.fromkeys(self.kinds)
         }
-        rotary = self.model.rotary_emb(stream, position_ids=position_ids)
-        for name, layer in self.model.layers.items():
-            mask = masks[kinds[int(name)]]
+        rotary = self.rotary_emb(stream, position_ids=position_ids)
+        for layer, kind in zip(self.layers.values(), self.kinds, strict=True):
             stream, carry = layer(
-                stream, carry, position_embeddings=rotary, attention_mask=mask, position_ids=position_ids
+                stream, carry, position_embeddings=rotary, attention_mask=masks[kind], position_ids=position_ids
             )
         return stream, carry
+
+    def end(self, stream: Tensor, carry: Carry) -> Tensor:
+        """Return the last hidden states (B, T, C)."""
+        assert self.norm is not None
+        if self.final_residual is not None:
+            stream, carry = self.final_residual.read(stream, carry)
+        return self.norm(stream)

@@ -99,7 +99,8 @@ class _Find(torch.autograd.Function):
         return stream.view_as(stream), *(tensor.view_as(tensor) for tensor in kept)
 
     @staticmethod
-    def backward(ctx: Any, stream: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        stream, *grads = gradients
         for number, grad in zip(ctx.numbers, grads, strict=True):
             ctx.deposits.add(number, grad)
         return None, None, stream, *(None for _ in grads)
@@ -118,5 +119,6 @@ class _Keep(torch.autograd.Function):
         return stream.view_as(stream)
 
     @staticmethod
-    def backward(ctx: Any, stream: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        (stream,) = gradients
         return None, None, stream, *(ctx.deposits.take(number) for number in ctx.numbers)

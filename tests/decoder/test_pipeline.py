@@ -186,14 +186,13 @@ def worker(rank, ranks, rounds, keeps, port, folder):
 
 def units(keep, ranks, rounds):
     """Sources sent up in a microbatch: the formulas of arXiv 2603.15031, and the embedding, which they leave out."""
-    stages = ranks * rounds
-    blocks = 8 // stages  # of a stage
+    stages, blocks = ranks * rounds, 8 // (ranks * rounds)  # of a stage
     first = ranks * (ranks - 1) // 2 * blocks + ranks - 1
-    if keep == "nothing":
-        return stages * (stages - 1) // 2 * blocks + stages - 1
-    if keep == "received":
-        return first + (rounds - 1) * ranks**2 * blocks
-    return first + (rounds - 1) * ranks * (ranks - 1) * blocks  # a rank's own blocks do not come back to it
+    return {
+        "nothing": stages * (stages - 1) // 2 * blocks + stages - 1,
+        "received": first + (rounds - 1) * ranks**2 * blocks + (rounds > 1),  # to rank 0 the embedding comes back once
+        "all": first + (rounds - 1) * ranks * (ranks - 1) * blocks,  # nothing comes back to where it was computed
+    }[keep]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -5,8 +5,9 @@
 P ranks (gloo, on the CPU) with V stages each, 8 layers in 8 blocks of 2 sublayers, 1F1B or interleaved 1F1B. The unit
 of traffic is one source: B · T · C numbers of a microbatch. The formulas (arXiv 2603.15031) count blocks, N of a stage:
 C(C−1)/2 · N for C = PV stages, with cross-stage caching P(P−1)/2 · N + (V−1)P² · N. The embedding is a source too and
-comes on top: over C−1 cuts, with caching once to every rank that lacks it. Bytes are counted where a stage posts its sends, gradients against one
-process, relative to the largest of each tensor. Step times are interleaved, in an order that turns.
+comes on top: over C−1 cuts, with caching once to every rank that lacks it. Bytes are counted where a stage posts its
+sends, gradients against one process, relative to the largest of each tensor. Step times are interleaved, in an order
+that turns.
 """
 
 import argparse

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.initialization import no_init_weights
 
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
@@ -106,22 +108,22 @@ def find_traffic(cuts: Sequence[Cut], ranks: int, keep: str) -> Traffic:
 
 
 def find_cuts(config: CrossLayerConfig, starts: Sequence[int]) -> tuple[Cut, ...]:
-    """Return the cuts before the layers `starts` (without the first stage's 0), by a pass on the meta device.
+    """Return the cuts before the layers `starts` (without the first stage's 0), by a pass without data.
 
     Raises:
         ValueError: the carry at a cut holds what cannot be sent.
 
     """
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # kernels need not know tensors without data
-    with torch.device("meta"):
-        model = CrossLayerForCausalLM(config)
-        ids = torch.zeros(1, 2, dtype=torch.long)
+    config._attn_implementation = "eager"  # kernels of others need not know tensors without data
     watch = _Watch(starts)
-    for start in starts:
-        model.model.layers[start].register_forward_pre_hook(watch.arrive)
-    with watch, torch.enable_grad():
-        model(ids, attention_mask=dict.fromkeys(config.layer_types or ()), use_cache=False)
+    with FakeTensorMode(), no_init_weights():
+        model = CrossLayerForCausalLM(config)
+        for start in starts:
+            model.model.layers[start].register_forward_pre_hook(watch.arrive)
+        ids = torch.zeros(1, 2, dtype=torch.long)
+        with watch, torch.enable_grad():
+            model(ids, attention_mask=dict.fromkeys(config.layer_types or ()), use_cache=False)
     return tuple(watch.cut(stage) for stage in range(1, len(starts) + 1))
 
 

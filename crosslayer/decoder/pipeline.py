@@ -108,7 +108,7 @@ class Exchange:
 
     def arrive(self, received: Sequence[Tensor]) -> tuple[Microbatch, dict[int, Tensor]]:
         """Return the microbatch, and by their numbers the tensors that cross the cut before the stage."""
-        microbatch = self.cache.start() if self.stage < self.ranks else self.cache.take(self.stage)
+        microbatch = Microbatch() if self.stage < self.ranks else self.cache.take(self.stage)
         if self.before is None:
             return microbatch, {}
         tensors = dict(zip(self.traffic.sent[self.stage], received, strict=True))

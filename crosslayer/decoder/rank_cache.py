@@ -3,17 +3,17 @@
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 
 class Deposits:
-    """Gradients (by number) that later stages have left for the stage that kept the tensors."""
+    """Gradients (by number) that later stages have left for the stages that kept the tensors."""
 
     def __init__(self):
         self.grads: dict[int, Tensor] = {}
+        self.keepers = 0  # stages that have kept tensors; the first of them takes the last gradient
 
     def add(self, number: int, grad: Tensor | None) -> None:
         """Leave a gradient, on top of what is there; None for none."""
@@ -64,13 +64,6 @@ class RankCache:
 
     def __init__(self):
         self._waiting: dict[int, deque[Microbatch]] = defaultdict(deque)
-        self._deposits: WeakSet[Deposits] = WeakSet()
-
-    def start(self) -> Microbatch:
-        """Return a new microbatch, for the first stage of the rank."""
-        microbatch = Microbatch()
-        self._deposits.add(microbatch.deposits)
-        return microbatch
 
     def leave(self, stage: int, microbatch: Microbatch) -> None:
         """Leave a microbatch for a later stage."""
@@ -81,9 +74,8 @@ class RankCache:
         return self._waiting[stage].popleft()
 
     def left(self) -> int:
-        """Return how many microbatches wait, and gradients that were not taken: 0 after every step."""
-        waiting = sum(len(queue) for queue in self._waiting.values())
-        return waiting + sum(len(deposits.grads) for deposits in self._deposits)
+        """Return how many microbatches wait: 0 after every step."""
+        return sum(len(queue) for queue in self._waiting.values())
 
 
 class _Find(torch.autograd.Function):
@@ -115,10 +107,14 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, deposits: Deposits, numbers: list[int], stream: Tensor, *kept: Tensor) -> Tensor:
         ctx.deposits, ctx.numbers = deposits, numbers
+        ctx.first = deposits.keepers == 0
+        deposits.keepers += 1
         ctx.set_materialize_grads(False)
         return stream.view_as(stream)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (stream,) = gradients
-        return None, None, stream, *(ctx.deposits.take(number) for number in ctx.numbers)
+        taken = [ctx.deposits.take(number) for number in ctx.numbers]
+        assert not (ctx.first and ctx.deposits.grads), "gradients are left that no stage takes"
+        return None, None, stream, *taken

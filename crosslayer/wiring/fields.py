@@ -112,7 +112,7 @@ def layer_states(config: PreTrainedConfig, kind: str, layer: int) -> LayerStates
         return LayerStates(WITHOUT[kind])
     if kind not in KNOWN:
         raise ValueError(f"layer {layer} is of type {kind!r}; the types that can be read are {', '.join(KNOWN)}")
-    keys, values = _sizes(config, kind)
+    keys, values = _sizes(config, kind, layer)
     window, every, selected, index = None, None, None, 0
     if kind in SLIDING or kind in COMPRESSED:
         window = field(config, "sliding_window")
@@ -123,21 +123,26 @@ def layer_states(config: PreTrainedConfig, kind: str, layer: int) -> LayerStates
     if kind in ("indexed_attention", "compressed_sparse_attention"):
         selected, index = field(config, *SELECTED), _index_size(config, layer)
     mask = _mask(kind, window, every, selected) + _choice(config, layer)
+    mask += "" if _rotates(config, layer) else ", no rope"
     return LayerStates(mask, keys, values, index, window, every, selected)
 
 
 def _mask(kind: str, window: int | None, every: int | None, selected: int | None) -> str:
     """Return what a layer's queries see, in words."""
-    if kind == "chunked_attention":
-        seen = f"chunk {window}"
-    else:
-        seen = "full" if window is None else f"window {window}"
+    limit = "chunk" if kind == "chunked_attention" else "window"
+    seen = "full" if window is None else f"{limit} {window}"
     top = "" if selected is None else f"top {selected}"
     if every is not None:
         entries = f"{top} of entries" if top else "entries"
         return f"{seen} + {entries} of {every}"
     beside = " + recurrent state" if kind.startswith("hybrid") else ""
     return f"{seen}{f', {top}' if top else ''}{beside}"
+
+
+def _rotates(config: PreTrainedConfig, layer: int) -> bool:
+    """Return whether a layer has rotary embedding, where the config says so by layer."""
+    rotating = field(config, "no_rope_layers")  # 1: rotary, 0: none
+    return not rotating or bool(rotating[layer])
 
 
 def _choice(config: PreTrainedConfig, layer: int) -> str:
@@ -148,13 +153,15 @@ def _choice(config: PreTrainedConfig, layer: int) -> str:
     return f" as layer {max(earlier for earlier in range(layer) if kinds[earlier] == 'full')}"
 
 
-def _sizes(config: PreTrainedConfig, kind: str) -> tuple[int, int]:
+def _sizes(config: PreTrainedConfig, kind: str, layer: int) -> tuple[int, int]:
     """Return the elements of a token in the two slots of a layer's cache."""
     latent = field(config, "kv_lora_rank")
     if latent is not None:
-        return latent, field(config, "qk_rope_head_dim", default=0)
+        return latent, field(config, "qk_rope_head_dim", default=0) if _rotates(config, layer) else 0
     prefix = "swa_" if kind in SLIDING and field(config, "swa_head_dim") is not None else ""
     heads = field(config, *(f"{prefix}{name}" for name in KV_HEADS))
+    if field(config, "multi_query") and not field(config, "new_decoder_architecture"):
+        heads = 1
     size = field(config, f"{prefix}head_dim", default=config.hidden_size // config.num_attention_heads)
     if kind in COMPRESSED:  # keys are the values
         return heads * size, 0
@@ -189,7 +196,9 @@ def depth_plan(config: PreTrainedConfig, kinds: list[str]) -> DepthPlan:
     modes = field(config, "kv_sharing_modes")
     reusing = set() if modes is None else {layer for layer in layers if modes[layer] not in (None, "store")}
     if reusing != set(readers):
-        raise ValueError(f"layers {sorted(reusing)} of {config.model_type} reuse a cache, and no known field says whose")
+        raise ValueError(
+            f"layers {sorted(reusing)} of {config.model_type} reuse a cache, and no known field says whose"
+        )
     queries = tuple(None if source is None else layer for layer, source in enumerate(sources))
     return DepthPlan(queries, tuple(sources), tuple(sources), tuple(layers))
 
@@ -205,8 +214,8 @@ def _readers(config: PreTrainedConfig, kinds: list[str]) -> dict[int, int]:
         owners = [owner for owner in range(first) if kinds[owner] == kinds[layer]]
         if not owners:
             raise ValueError(
-                f"layer {layer} of {config.model_type} ({kinds[layer]}) owns no keys and values, and no layer below does "
-                "with this mask: it reads those of another model"
+                f"layer {layer} of {config.model_type} ({kinds[layer]}) owns no keys and values, nor does a layer "
+                "below with its mask: it reads those of another model"
             )
         readers[layer] = owners[-1]
     return readers

@@ -12,6 +12,8 @@ from crosslayer.models.load import is_causal, load_config, public_name, resolve_
 from crosslayer.wiring.fields import LayerStates, depth_plan, field, layer_kinds, layer_states, residual_form
 from crosslayer.wiring.result import ModelPlan
 
+NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+
 
 def read_plan(
     model: PreTrainedModel | PreTrainedConfig | str | Path,
@@ -52,7 +54,7 @@ def read_plan(
         residual=residual,
         streams=streams,
         methods=tuple(method.name() for method in methods),
-        caches=is_causal(config) or not config.architectures,
+        caches="use_cache" in text.to_dict() and (is_causal(config) or not config.architectures),
         length=length,
         dtype=str(wanted).removeprefix("torch."),
         item_bytes=wanted.itemsize,
@@ -63,6 +65,9 @@ def _check(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     """Refuse a config that says nothing of a stack of Transformer layers."""
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type} is an encoder-decoder; decoders and encoders can be read")
-    missing = [name for name in ("num_hidden_layers", "hidden_size", "vocab_size") if field(text, name) is None]
+    kind = config.model_type
+    missing = [name for name in NEEDED if field(text, name) is None]
     if missing:
-        raise ValueError(f"the config of {config.model_type} has no {', '.join(missing)}: it is no language model's")
+        raise ValueError(
+            f"the config of {kind} has no {', '.join(missing)}: it tells of no language model with attention"
+        )

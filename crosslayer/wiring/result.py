@@ -43,9 +43,7 @@ class ModelPlan:
         """(L,), the elements that each layer keeps of the sequence."""
         if not self.caches:
             return (0,) * len(self.layers)
-        return tuple(
-            states.stored(self.length, self.plan.stored(layer)) for layer, states in enumerate(self.layers)
-        )
+        return tuple(states.stored(self.length, self.plan.stored(layer)) for layer, states in enumerate(self.layers))
 
     @property
     def stored_bytes(self) -> int:

@@ -23,7 +23,6 @@ def subtitle(record: DiagnosisRecord) -> str:
     model, settings = record.model, record.settings
     text = measured_on(settings.sequences, settings.length, settings.text, settings.documents)
     carried = f" · {model.streams} residual streams" if model.streams > 1 else ""
-    carried += " · attention over depth" if model.over_depth else ""
     return f"{model.class_}, {model.parameters / 1e6:.1f} M parameters, {model.layers} layers{carried} · {text}"
 
 

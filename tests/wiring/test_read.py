@@ -115,6 +115,13 @@ def test_a_config_is_enough(monkeypatch, tmp_path, capsys):
     assert headline["stored_bytes"] == 2 * (2 * 7 + 24) * 32
 
 
+def test_of_the_hub_nothing_but_the_config_is_needed(monkeypatch, tmp_path):
+    config_of("mistral_large4_text").save_pretrained(tmp_path)
+    monkeypatch.setattr("crosslayer.models.load.hub_source", lambda name: str(tmp_path))
+    plan = crosslayer.read_plan("someone/something")
+    assert plan.model == "someone/something" and plan.plan.keys == (0, 1, 1, 3, 3, 1)
+
+
 def test_an_embedded_model_is_not_converted(monkeypatch, tmp_path):
     monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path))
     plan = crosslayer.read_plan("smollm2", length=2048)

@@ -119,7 +119,8 @@ class _LayerWatch:
         children = list(layer.children())
         named = [child for child in children if has_attention and _is_attention(child)]
         self.attention = max(named, key=_size, default=None)  # attention over depth has far fewer weights
-        self.attention_out = None if self.attention is None else _producer(self.attention, width)
+        normed = any(_is_norm(child) for child in children)
+        self.attention_out = self.attention if normed or self.attention is None else _producer(self.attention)
         blocks = {child: _size(child) for child in children if child is not self.attention and _matrices(child)}
         least = max(blocks.values(), default=0) / 8  # what is smaller is no MLP: a convolution, a gate
         self.blocks = {child: _last_linear(child) for child, size in blocks.items() if size >= least}
@@ -321,13 +322,12 @@ def _is_norm(module: nn.Module) -> bool:
     return not _matrices(module) and any(True for _ in module.parameters())
 
 
-def _producer(block: nn.Module, width: int) -> nn.Module:
-    """Return the module whose output is what attention adds to the stream.
+def _producer(block: nn.Module) -> nn.Module:
+    """Return the module whose output is what attention adds to the stream, in a layer without a norm of its own.
 
     That is the block itself, unless it also adds the residual and normalises it (BERT): then its last linear layer.
     """
-    norms = [module for module in block.modules() if isinstance(module, nn.LayerNorm)]
-    if not any(norm.normalized_shape == (width,) for norm in norms):
+    if not any(isinstance(module, nn.LayerNorm) for module in block.modules()):
         return block
     return _last_linear(block) or block
 

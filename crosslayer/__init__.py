@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from crosslayer.results import load_result
     from crosslayer.verification.result import Verification
     from crosslayer.verification.run import verify
+    from crosslayer.wiring.read import read_plan
+    from crosslayer.wiring.result import ModelPlan
 
 # Where each public name is defined; the imports above say the same to type checkers and editors.
 _HOMES = {
@@ -44,6 +46,7 @@ _HOMES = {
     "Forbid": "intervention.kinds",
     "HeadMixer": "method",
     "Method": "method",
+    "ModelPlan": "wiring.result",
     "PositionSwap": "intervention.kinds",
     "Receipt": "conversion.result",
     "Residual": "method",
@@ -61,6 +64,7 @@ _HOMES = {
     "intervene": "intervention.apply",
     "load_model": "models.load",
     "load_result": "results",
+    "read_plan": "wiring.read",
     "retrofit": "conversion.job",
     "rewire": "conversion.rewire",
     "verify": "verification.run",
@@ -79,6 +83,7 @@ __all__ = [
     "Forbid",
     "HeadMixer",
     "Method",
+    "ModelPlan",
     "PositionSwap",
     "Receipt",
     "Residual",
@@ -96,6 +101,7 @@ __all__ = [
     "intervene",
     "load_model",
     "load_result",
+    "read_plan",
     "retrofit",
     "rewire",
     "verify",

@@ -12,7 +12,7 @@ import typer
 
 from crosslayer import __version__
 from crosslayer._start import INTERRUPT_LINE, INTERRUPTED, interrupts
-from crosslayer.cli import bench, diagnose, errors, generate, intervene, methods, retrofit, verify
+from crosslayer.cli import bench, diagnose, errors, generate, intervene, methods, plan, retrofit, verify
 from crosslayer.cli.options import Debug, print_line
 from crosslayer.output.folder import release_targets
 from crosslayer.output.progress import say
@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attention across depth: what one Transformer layer takes from another.",
 )
-for verb in (diagnose, intervene, retrofit, bench, verify, generate, methods):
+for verb in (diagnose, intervene, retrofit, bench, verify, generate, methods, plan):
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
 
 

@@ -1,9 +1,11 @@
 """The figures, cards and tables of a diagnosis, from its record alone."""
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from crosslayer.diagnosis.record import CacheCandidates, CrossLayer, DiagnosisRecord, PositionTable, TopToken
+from crosslayer.diagnosis.record import ByStream, CacheCandidates, CrossLayer, DiagnosisRecord, PositionTable, TopToken
 from crosslayer.output.page import Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel, by_position
 from crosslayer.output.record import Measure
@@ -20,7 +22,8 @@ def subtitle(record: DiagnosisRecord) -> str:
     """Return what was measured, on which text."""
     model, settings = record.model, record.settings
     text = measured_on(settings.sequences, settings.length, settings.text, settings.documents)
-    return f"{model.class_}, {model.parameters / 1e6:.1f} M parameters, {model.layers} layers · {text}"
+    carried = f" · {model.streams} residual streams" if model.streams > 1 else ""
+    return f"{model.class_}, {model.parameters / 1e6:.1f} M parameters, {model.layers} layers{carried} · {text}"
 
 
 def panels(record: DiagnosisRecord) -> list[Panel]:
@@ -29,7 +32,7 @@ def panels(record: DiagnosisRecord) -> list[Panel]:
     figures = [
         _positions(record),
         _sink_share(record),
-        _peaks(record.measures.hidden_norm_ratio),
+        _peaks(record),
         _drains(record.measures.value_norm_ratio),
         _flatness(record),
         averaged,
@@ -43,6 +46,8 @@ def panels(record: DiagnosisRecord) -> list[Panel]:
         _stream(record),
         _spectrum(record),
     ]
+    if record.by_stream is not None:
+        figures += _io_of_streams(record, record.by_stream)
     if record.cross_layer is not None:
         figures.append(_cross_layer(record.cross_layer))
     if record.position_table is not None:
@@ -122,6 +127,17 @@ def _by_layer(measure: Measure, name: str = "", color: str | None = None) -> Lin
     return Line(name, _numbers(measure.mean), measure.mean, low, high, color)
 
 
+def _each(record: DiagnosisRecord, name: str, mean: Line) -> list[Line]:
+    """Return the line of the mean of the residual streams, and behind it that of each, where there are several."""
+    single = None if record.by_stream is None else dict(record.by_stream)[name]
+    if single is None:
+        return [mean]
+    columns = list(zip(*single.mean, strict=True))  # (L, N) → (N, L)
+    layers, streams = _numbers(single.mean), zip(columns, itertools.cycle(OTHERS), strict=False)
+    lines = [Line(f"stream {n}", layers, column, color=color) for n, (column, color) in enumerate(streams)]
+    return [*lines, replace(mean, name="mean of the streams")]
+
+
 def _band(ci95: list[list[float]] | None) -> tuple[list[float] | None, list[float] | None]:
     """Return the lower and the upper ends of intervals."""
     if ci95 is None:
@@ -171,13 +187,15 @@ def _sink_share(record: DiagnosisRecord) -> Panel:
     return Panel("first_token_share", "Attention on the first token", sentence, LAYER, "share", lines, bounds=SHARE)
 
 
-def _peaks(ratio: Measure) -> Panel:
+def _peaks(record: DiagnosisRecord) -> Panel:
+    ratio = record.measures.hidden_norm_ratio
     layer, top = _highest(ratio)
     sentence = (
         f"Norm of the first token's hidden state, entering each layer, over the median of the others: {top:.3g} at layer "
         f"{layer}. A jump marks the layer before it as the maker of the sink; 1 is unremarkable."
     )
-    return _ratio("hidden_norm_ratio", "Hidden-state peak", sentence, ratio)
+    lines = _each(record, "hidden_norm_ratio", _by_layer(ratio, color=FIRST))
+    return _ratio("hidden_norm_ratio", "Hidden-state peak", sentence, lines)
 
 
 def _drains(ratio: Measure) -> Panel:
@@ -186,11 +204,11 @@ def _drains(ratio: Measure) -> Panel:
         f"Norm of the first token's value states over the median of the others: {low:.2f} at layer {layer}. Where the "
         "share of attention is high and this is low, attention is parked where it does little."
     )
-    return _ratio("value_norm_ratio", "Value drain", sentence, ratio)
+    return _ratio("value_norm_ratio", "Value drain", sentence, [_by_layer(ratio, color=FIRST)])
 
 
-def _ratio(key: str, title: str, sentence: str, ratio: Measure) -> Panel:
-    axis, lines = "norm, first ÷ median of the others", [_by_layer(ratio, color=FIRST)]
+def _ratio(key: str, title: str, sentence: str, lines: list[Line]) -> Panel:
+    axis = "norm, first ÷ median of the others"
     return Panel(key, title, sentence, LAYER, axis, lines, log_y=True, bounds=(0, math.inf))
 
 
@@ -282,6 +300,18 @@ def _io(record: DiagnosisRecord) -> Panel:
     return Panel("io_similarity", title, sentence, LAYER, "cosine", lines, bounds=COSINE)
 
 
+def _io_of_streams(record: DiagnosisRecord, single: ByStream) -> list[Panel]:
+    """Return what attention and whole layers change in each residual stream."""
+    panels = []
+    for name, what in (("attention_io_similarity", "attention"), ("layer_io_similarity", "whole layers")):
+        if dict(single)[name] is not None:
+            sentence = f"As above for {what}, in each residual stream and in their mean."
+            lines = _each(record, name, _by_layer(dict(record.measures)[name], color=QUIET))
+            title, key = f"Single streams: {what}", f"{name}_by_stream"
+            panels.append(Panel(key, title, sentence, LAYER, "cosine", lines, bounds=COSINE))
+    return panels
+
+
 def _drawable(*lines: Line) -> list[Line]:
     """Return the lines that have a point."""
     return [line for line in lines if any(height is not None for height in line.y)]
@@ -317,7 +347,7 @@ def _smoothing(record: DiagnosisRecord) -> Panel:
         "Mean cosine between different tokens' hidden states; high means over-smoothing. The most is "
         f"{top:.2f}, entering layer {layer}."
     )
-    lines = [_by_layer(measure, color=QUIET)]
+    lines = _each(record, "token_similarity", _by_layer(measure, color=QUIET))
     return Panel("token_similarity", "Over-smoothing", sentence, LAYER, "mean cosine", lines, bounds=COSINE)
 
 
@@ -340,7 +370,8 @@ def _stream(record: DiagnosisRecord) -> Panel:
         "Mean norm of the hidden states that enter each layer. Pre-norm models grow with depth, so that later layers weigh "
         "less; a first token with a huge norm lifts the mean as well."
     )
-    title, lines = "Magnitude of the residual stream", [_by_layer(measure, color=QUIET)]
+    title = "Magnitude of the residual stream"
+    lines = _each(record, "stream_norm", _by_layer(measure, color=QUIET))
     return Panel("stream_norm", title, sentence, LAYER, "mean L2 norm", lines, log_y=True, bounds=(0, math.inf))
 
 

@@ -10,7 +10,10 @@ PAIRS = ("map_similarity", "map_similarity_without_first", "map_similarity_per_h
 
 
 class ModelFacts(Frozen):
-    """What is known of the model itself; `masks` has words for each layer, None where it has no attention."""
+    """What is known of the model itself; `masks` has words for each layer, None where it has no attention.
+
+    `streams` is the number of residual streams, and `over_depth` says that layers read by attention over depth.
+    """
 
     class_: str = Field(validation_alias="class", serialization_alias="class")
     type: str
@@ -23,6 +26,8 @@ class ModelFacts(Frozen):
     dtype: str
     attention: str | None
     masks: list[str | None]
+    streams: int = 1
+    over_depth: bool = False
 
 
 class Settings(Options):
@@ -65,6 +70,19 @@ class Measures(Frozen):
     attention_io_similarity: Measure
     layer_io_similarity: Measure
     stream_norm: Measure
+
+
+class ByStream(Frozen):
+    """The stream measures of each of N residual streams, (L, N); those in `Measures` are of their mean.
+
+    `attention_io_similarity` is None where attention does not write the streams itself.
+    """
+
+    hidden_norm_ratio: Measure
+    token_similarity: Measure
+    layer_io_similarity: Measure
+    stream_norm: Measure
+    attention_io_similarity: Measure | None = None
 
 
 class CrossLayer(Frozen):
@@ -185,6 +203,7 @@ class DiagnosisRecord(Frozen):
     model: ModelFacts
     settings: Settings
     measures: Measures
+    by_stream: ByStream | None = None
     cross_layer: CrossLayer | None
     importance_by_position: PositionBins
     top_tokens: list[list[TopToken]]
@@ -199,10 +218,16 @@ class DiagnosisRecord(Frozen):
         """Refuse measures that are not of the model's layers."""
         layers = self.model.layers
         measures = list(self.measures) + (list(self.cross_layer) if self.cross_layer is not None else [])
-        for name, measure in measures:
+        single = list(self.by_stream) if self.by_stream is not None else []
+        for name, measure in [*measures, *((name, measure) for name, measure in single if measure is not None)]:
             mean, interval = measure.array, measure.interval
             if mean.shape[0] != layers or (name in PAIRS and mean.shape != (layers, layers)):
                 raise ValueError(f"{name} has the shape {mean.shape}, and the model has {layers} layers")
             if interval is not None and interval.shape != (*mean.shape, 2):
                 raise ValueError(f"{name} has the shape {mean.shape}, and its interval {interval.shape}")
+        for name, measure in single:
+            if measure is not None and measure.array.shape != (layers, self.model.streams):
+                raise ValueError(
+                    f"{name} has the shape {measure.array.shape}; the model has {self.model.streams} streams"
+                )
         return self

@@ -14,19 +14,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Text, open_text, read_windows, text_name
-from crosslayer.diagnosis.record import CrossLayer, Measures, ModelFacts, Settings
+from crosslayer.diagnosis.record import ByStream, CrossLayer, Measures, ModelFacts, Settings
 from crosslayer.diagnosis.result import Diagnosis
 from crosslayer.diagnosis.sequence import SequenceMeasures, measure_sequence
 from crosslayer.diagnosis.tokens import position_table, top_tokens
 from crosslayer.diagnosis.verdict import verdict
-from crosslayer.diagnosis.words import words
+from crosslayer.diagnosis.words import notes, words
 from crosslayer.environment import environment
 from crosslayer.models.load import ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment, Measure
 from crosslayer.output.summary import by_position, measure
 from crosslayer.probe.intercept import attention_layers, evaluating
-from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.tokens import check_ids, check_length
 
 
@@ -123,17 +122,20 @@ def _diagnosis(
     shares = np.stack([sequence.shares for sequence in measured])  # (N, L, T)
     measures = Measures(**_averages([sequence.measures for sequence in measured]))
     cosines = _averages([sequence.cross_layer for sequence in measured])
+    single = _averages([sequence.by_stream for sequence in measured])
     decisions = verdict(measures, shapes, settings.length)
+    facts = _facts(model, measured[0])
     return Diagnosis(
-        model=_facts(model, shapes),
+        model=facts,
         settings=settings,
         measures=measures,
+        by_stream=ByStream(**single) if single else None,
         cross_layer=CrossLayer(**cosines) if cosines else None,
         importance_by_position=by_position(shares),
         top_tokens=top_tokens(shares, ids.cpu().numpy(), tokenizer),
         position_table=position_table(model),
         verdict=decisions,
-        words=words(decisions),
+        words=[*notes(facts), *words(decisions)],
         seconds=time.perf_counter() - started,
         environment=Environment.model_validate(environment()),
     )
@@ -145,8 +147,9 @@ def _averages(by_sequence: Sequence[dict[str, np.ndarray]]) -> dict[str, Measure
     return {name: measure(np.stack([measures[name] for measures in by_sequence])) for name in names}
 
 
-def _facts(model: PreTrainedModel, shapes: Sequence[LayerShape | None]) -> ModelFacts:
-    config = model.config.get_text_config()
+def _facts(model: PreTrainedModel, measured: SequenceMeasures) -> ModelFacts:
+    config, shapes = model.config.get_text_config(), measured.shapes
+    single = measured.by_stream.get("stream_norm")
     first = next(shape for shape in shapes if shape is not None)
     return ModelFacts(
         class_=type(model).__name__,
@@ -160,4 +163,6 @@ def _facts(model: PreTrainedModel, shapes: Sequence[LayerShape | None]) -> Model
         dtype=str(model.dtype).removeprefix("torch."),
         attention=config._attn_implementation,
         masks=[None if shape is None else shape.mask for shape in shapes],
+        streams=1 if single is None else single.shape[1],
+        over_depth=measured.over_depth,
     )

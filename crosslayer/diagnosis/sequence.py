@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 
 from crosslayer.diagnosis.cross_layer import CrossLayerCosines
 from crosslayer.probe import measures as m
+from crosslayer.probe.entries import over_tokens
 from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, visited
 from crosslayer.probe.maps import map_sums
 from crosslayer.probe.shapes import LayerShape
-from crosslayer.probe.stream import LayerStream, streams
+from crosslayer.probe.stream import LayerStream, mean_stream, streams
 
 SINK_THRESHOLD = 0.3  # of a head's mean attention to token 0, for the sink rate
 VALUE_MEASURES = ("value_norm_ratio", "value_spectrum")
@@ -32,6 +33,7 @@ STREAM_MEASURES = (
     "mlp_l1_l2",
     "mlp_l1_l2_others",
 )
+BY_STREAM = STREAM_MEASURES[:5]  # measured of each residual stream as well, where there are several
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,19 @@ class SequenceMeasures:
     Attributes:
         measures: by name, (L,), (L, L) or (L, k).
         cross_layer: by name, (L,); empty where it was not asked for.
+        by_stream: by name, (L, N) of N residual streams; empty where there is a single stream.
         shares: each token's share of a layer's attention, a' (L, T).
         shapes: of each layer's attention, None where it has none.
+        over_depth: whether layers read by attention over depth.
 
     """
 
     measures: dict[str, np.ndarray]
     cross_layer: dict[str, np.ndarray]
+    by_stream: dict[str, np.ndarray]
     shares: np.ndarray
     shapes: list[LayerShape | None]
+    over_depth: bool
 
 
 def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = False) -> SequenceMeasures:
@@ -74,6 +80,8 @@ class _Look:
         self.layers, self.cosines = layers, cosines
         self.calls: list[AttentionCall] = []
         self.by_layer: dict[str, dict[int, Tensor]] = {name: {} for name in STREAM_MEASURES + VALUE_MEASURES}
+        self.by_stream: dict[str, dict[int, Tensor]] = {name: {} for name in BY_STREAM}
+        self.over_depth = False
 
     def see_attention(self, call: AttentionCall) -> None:
         """Measure the values, and keep queries and keys."""
@@ -81,6 +89,7 @@ class _Look:
             raise ValueError(
                 f"layer {call.layer} attends twice (cross-attention?); only self-attention can be diagnosed"
             )
+        call = over_tokens(call)
         value = call.value[0]  # (H_kv, T, D)
         self._keep("value_norm_ratio", call.layer, m.over_median(m.value_norms(value)))
         self._keep("value_spectrum", call.layer, m.value_spectrum(value))
@@ -90,17 +99,17 @@ class _Look:
 
     def see_stream(self, stream: LayerStream) -> None:
         """Measure the residual stream around a layer."""
-        norms = m.hidden_norms(stream.before)  # (T,)
-        if not stream.after.isfinite().all():
-            kind = str(stream.after.dtype).removeprefix("torch.")
+        last = stream.entering if stream.leaving is None else stream.leaving
+        if not last.isfinite().all():
+            kind = str(last.dtype).removeprefix("torch.")
             raise ValueError(f"layer {stream.layer} produces hidden states that are not finite in {kind}; try float32")
-        self._keep("hidden_norm_ratio", stream.layer, m.over_median(norms))
-        self._keep("stream_norm", stream.layer, norms.mean())
-        self._keep("token_similarity", stream.layer, m.token_similarity(stream.before))
-        self._keep("layer_io_similarity", stream.layer, m.mean_cosine(stream.before, stream.after))
-        if stream.after_attention is not None:
-            similarity = m.mean_cosine(stream.before, stream.after_attention)
-            self._keep("attention_io_similarity", stream.layer, similarity)
+        self.over_depth = self.over_depth or stream.over_depth
+        for name, measure in _of_streams(stream).items():
+            self._keep(name, stream.layer, measure)
+        if len(stream.entering) > 1:
+            each = [_of_streams(stream, number) for number in range(len(stream.entering))]
+            for name in each[0]:
+                self.by_stream[name][stream.layer] = torch.stack([measures[name] for measures in each])  # (N,)
         if stream.mlp_update is not None:
             flatness = m.l1_over_l2(stream.mlp_update)  # (T,)
             self._keep("mlp_l1_l2", stream.layer, flatness[0])
@@ -138,6 +147,8 @@ class _Look:
         cosines = {} if self.cosines is None else self.cosines.by_form
         return SequenceMeasures(
             measures=measures,
+            by_stream={name: self._spread(by_layer) for name, by_layer in self.by_stream.items() if by_layer},
+            over_depth=self.over_depth,
             cross_layer={name: self._spread(by_layer) for name, by_layer in cosines.items()},
             shares=self._spread(dict(zip(with_attention, shares, strict=True))),
             shapes=shapes,
@@ -151,3 +162,23 @@ class _Look:
             full[layer, : row.numel()] = row.double().cpu().numpy()
         scalars = all(row.dim() == 0 for row in by_layer.values())
         return full[:, 0] if scalars else full
+
+
+def _of_streams(stream: LayerStream, number: int | None = None) -> dict[str, Tensor]:
+    """Return the measures of a residual stream, or of the mean of all, by name."""
+
+    def pick(streams: Tensor) -> Tensor:  # (N, T, C) → (T, C)
+        return mean_stream(streams) if number is None else streams[number]
+
+    before, around = pick(stream.entering), stream.around_attention
+    norms = m.hidden_norms(before)  # (T,)
+    measures = {
+        "hidden_norm_ratio": m.over_median(norms),
+        "stream_norm": norms.mean(),
+        "token_similarity": m.token_similarity(before),
+    }
+    if stream.leaving is not None:
+        measures["layer_io_similarity"] = m.mean_cosine(before, pick(stream.leaving))
+    if around is not None and (number is None or len(around[0]) > 1):
+        measures["attention_io_similarity"] = m.mean_cosine(pick(around[0]), pick(around[1]))
+    return measures

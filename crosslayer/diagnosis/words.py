@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from crosslayer.diagnosis.record import (
     CacheCandidates,
     KeptShare,
+    ModelFacts,
     Neighbours,
     Redundancy,
     Sink,
@@ -13,6 +14,7 @@ from crosslayer.diagnosis.record import (
 )
 from crosslayer.diagnosis.verdict import PEAK, SINK_SHARE
 from crosslayer.output.words import ranges
+from crosslayer.probe.shapes import ENTRIES
 
 GAP = 0.05  # between the two similarities, from which the first column is said to matter
 SHOWN = 4  # layers of a ranking
@@ -24,6 +26,28 @@ def words(verdict: Verdict) -> list[str]:
     if verdict.cache is None:
         return [*sentences, "The model is bidirectional and keeps no KV cache, so no cache can be saved."]
     return sentences + _neighbour_words(verdict.neighbours) + _cache_words(verdict.cache)
+
+
+def notes(model: ModelFacts) -> list[str]:
+    """Return what must be known of a model whose residual or attention is not the usual one."""
+    sentences = []
+    if model.streams > 1:
+        sentences.append(
+            f"The model carries {model.streams} residual streams: measures of hidden states are those of their mean, "
+            "and beside it of each stream."
+        )
+    if model.over_depth:
+        sentences.append(
+            "Sublayers read earlier ones by attention over depth: a layer's hidden states are what its first sublayer "
+            "reads, and they leave it as what the next layer reads."
+        )
+    layers = [layer for layer, mask in enumerate(model.masks) if mask is not None and ENTRIES in mask]
+    if layers:
+        sentences.append(
+            f"Layers {ranges(layers)} also attend to compressed entries, each of which stands for several tokens: "
+            "their maps show what the tokens themselves receive."
+        )
+    return sentences
 
 
 def in_words(kept: Sequence[KeptShare]) -> str:

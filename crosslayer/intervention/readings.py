@@ -23,6 +23,7 @@ from crosslayer.intervention.apply import intervene
 from crosslayer.intervention.kinds import Kind
 from crosslayer.output.progress import Steps
 from crosslayer.probe import measures as m
+from crosslayer.probe.entries import has_entries
 from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, visited
 from crosslayer.probe.maps import is_causal, map_sums, rows_that_see
 from crosslayer.probe.stream import LayerStream, streams
@@ -131,6 +132,11 @@ class _Observer:
         return losses
 
     def _see_rows(self, call: AttentionCall) -> None:
+        if has_entries(call):
+            raise ValueError(
+                f"layer {call.layer} also attends to compressed entries, which stand for several tokens and which no "
+                "intervention on a token reaches; such a model can only be diagnosed"
+            )
         self.rows[call.layer] = rows_that_see(call)  # (T,)
         self.causal = self.causal and is_causal(call)
 

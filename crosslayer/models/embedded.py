@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from crosslayer.environment import quiet_transformers
 from crosslayer.output.folder import exclusive, filled
@@ -51,12 +51,33 @@ def embedded_folder(name: str) -> Path:
     source = _package_file(name, EMBEDDED[name])
     if source.suffix == ".safetensors":
         return source.parent
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    target = cache_folder() / f"{name}-{digest}"
+    target = _target(name, source)
     if not _is_converted(target):
         _convert_once(source, target)
     return target
+
+
+def embedded_config(name: str) -> PreTrainedConfig:
+    """Return the config of an embedded model; of a GGUF file only the header is read, and nothing is converted.
+
+    Raises:
+        ValueError: a package is not installed.
+
+    """
+    source = _package_file(name, EMBEDDED[name])
+    folder = source.parent if source.suffix == ".safetensors" else _target(name, source)
+    if _is_converted(folder):
+        return AutoConfig.from_pretrained(folder)
+    _needs_gguf()
+    with quiet_transformers():
+        return AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+
+
+def _target(name: str, source: Path) -> Path:
+    """Return the folder of a converted model."""
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return cache_folder() / f"{name}-{digest}"
 
 
 def _is_converted(target: Path) -> bool:

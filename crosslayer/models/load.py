@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from crosslayer.environment import quiet_transformers
-from crosslayer.models.embedded import EMBEDDED, embedded_folder
+from crosslayer.models.embedded import EMBEDDED, embedded_config, embedded_folder
 from crosslayer.models.hub import hub_source, is_hub_name
 from crosslayer.output.progress import Meter, Silent
 
@@ -67,7 +67,7 @@ def load_model(
             raise ValueError("it is an encoder-decoder; decoders and encoders are supported")
         if "vocab_size" not in config.get_text_config().to_dict():
             raise ValueError(f"{config.model_type} is no language model: its config has no vocabulary")
-        auto = AutoModelForCausalLM if _is_causal(config) else AutoModel
+        auto = AutoModelForCausalLM if is_causal(config) else AutoModel
         tokenizer = _tokenizer(folder)
         loaded: Any = auto.from_pretrained(
             folder,
@@ -87,6 +87,29 @@ def load_model(
         )
     torch.nn.Module.to(model.eval(), target)
     return model, tokenizer
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Load a model's config alone; a folder needs no weights, and of the hub nothing but config.json is fetched.
+
+    Raises:
+        ValueError: the model is unknown, or its config cannot be read.
+
+    """
+    import crosslayer.decoder  # noqa: F401  registers our model
+
+    if name in EMBEDDED:
+        with _one_line_errors(name):
+            return embedded_config(name)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{name!r} has no config.json; {_alternatives()}")
+        source = str(folder)
+    else:
+        source = _source(name)
+    with _one_line_errors(name):
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
 class Ready(NamedTuple):
@@ -153,7 +176,8 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
     return DTYPES[dtype]
 
 
-def _is_causal(config) -> bool:
+def is_causal(config: PreTrainedConfig) -> bool:
+    """Return whether a config's model is a causal language model, by the class that it names."""
     names = config.architectures or []
     return any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
 

@@ -1,7 +1,8 @@
 """See every attention call of a Hugging Face model, with its outputs left as they are.
 
-A function and its mask function are registered with transformers' attention interface under a name of their own,
-delegate to the implementation that the model had, and are removed on exit.
+While a model is watched, the function that its attention implementation names stands in transformers' attention
+interface behind one that shows the call first. The name stays, since models look at it: sparse attention edits its mask
+by it. Calls of other models pass through, and everything is put back on exit.
 
 Shapes: B batch, T query tokens, S key tokens, H heads, D head size.
 """
@@ -14,13 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from crosslayer.environment import quiet_transformers
 from crosslayer.plan import CACHED
-
-PREFIX = "crosslayer_"
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class AttentionCall:
 
     @property
     def implementation(self) -> str:
-        """Name of the attention function; while it is intercepted, ours around the model's own."""
+        """Name of the attention function."""
         config: Any = self.module.config
         return config._attn_implementation
 
@@ -58,8 +55,9 @@ class AttentionCall:
 
     @property
     def sinks(self) -> Tensor | None:
-        """Learned extra logit of each head (H,) that takes part in the softmax and has no value (gpt-oss)."""
-        return self.options.get("s_aux")
+        """Extra logit that takes part in the softmax and has no value: of each head (1, H, 1, 1), or (B, H, T, 1)."""
+        by_head, by_token = self.options.get("s_aux"), self.options.get("sinks")
+        return by_token if by_head is None else by_head.view(1, -1, 1, 1)
 
     @property
     def position_bias(self) -> Tensor | None:
@@ -79,7 +77,9 @@ class AttentionCall:
 
 
 Handler = Callable[[AttentionCall], AttentionCall]
-_handlers: dict[str, list[Handler]] = {}  # registered name -> handlers, outermost first
+_stacks: dict[nn.ModuleList, list[Handler]] = {}  # the stacks of layers that are watched: handlers, outermost first
+_watched: dict[nn.Module, tuple[int, list[Handler]]] = {}  # every module of those: its layer, and the handlers
+_replaced: dict[str, tuple[int, Callable | None]] = {}  # by name: how many stacks use it, and the function before
 
 
 def attention_layers(config: PreTrainedConfig) -> list[int]:
@@ -92,7 +92,7 @@ def attention_layers(config: PreTrainedConfig) -> list[int]:
     if not kinds:
         return list(range(text.num_hidden_layers))
     kinds = kinds[: text.num_hidden_layers]
-    return [i for i, kind in enumerate(kinds) if "attention" in kind and "linear" not in kind or kind == "hybrid"]
+    return [i for i, kind in enumerate(kinds) if "attention" in kind and "linear" not in kind or "hybrid" in kind]
 
 
 def stored_shares(config: PreTrainedConfig, layer: int) -> dict[str, float]:
@@ -159,38 +159,84 @@ def intercepted(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
         ValueError: the model's attention does not go through the attention interface (Falcon, BLOOM).
 
     """
-    current = model.config.get_text_config()._attn_implementation or "eager"
-    if current in _handlers:
-        handlers = _handlers[current]
+    stack = layer_stack(model)
+    if stack in _stacks:
+        handlers = _stacks[stack]
         handlers.append(handler)
         try:
             yield
         finally:
             handlers.remove(handler)
         return
-    name = f"{PREFIX}{current}_{id(model):x}"
-    configs = _configs(model)
-    before = [config._attn_implementation_internal for config in configs]
-    attend = _dispatch(name, current, _owners(model))  # refuses what cannot be probed, before anything is registered
+    name = model.config.get_text_config()._attn_implementation or "eager"
+    _check(model, name)
+    modules = {module: layer for layer, block in enumerate(stack) for module in block.modules()}
+    handlers = _stacks[stack] = [handler]
+    _watched.update({module: (layer, handlers) for module, layer in modules.items()})
+    _replace(name)
     try:
-        _handlers[name] = [handler]
-        AttentionInterface.register(name, attend)
-        if current in ALL_MASK_ATTENTION_FUNCTIONS:
-            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[current])
-        with quiet_transformers():
-            model.set_attn_implementation(name)
-        if model.config.get_text_config()._attn_implementation != name:
-            raise ValueError(
-                f"{type(model).__name__} ({model.config.model_type}) computes its attention itself, not through "
-                "transformers' attention interface, so it cannot be probed"
-            )
         yield
     finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
-        del _handlers[name]
+        _put_back(name)
+        del _stacks[stack]
+        for module in modules:
+            del _watched[module]
+
+
+def _check(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model whose attention calls no function of the interface."""
+    text = text_model(model)
+    if isinstance(text, PreTrainedModel) and not text._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(model).__name__} ({model.config.model_type}) computes its attention itself, not through "
+            "transformers' attention interface, so it cannot be probed"
+        )
+    if name != "eager" and name not in ALL_ATTENTION_FUNCTIONS:
+        raise ValueError(f"attention {name!r} is not registered with transformers; load the model with sdpa or eager")
+
+
+def _replace(name: str) -> None:
+    """Let an implementation show its calls, unless it does so already."""
+    count, before = _replaced.get(name, (0, AttentionInterface._global_mapping.get(name)))
+    _replaced[name] = (count + 1, before)
+    if count == 0:
+        AttentionInterface.register(name, _showing(before))
+
+
+def _put_back(name: str) -> None:
+    """Restore an implementation when its last watched stack is gone."""
+    count, before = _replaced.pop(name)
+    if count > 1:
+        _replaced[name] = (count - 1, before)
+    elif before is None:
+        del AttentionInterface._global_mapping[name]
+    else:
+        AttentionInterface.register(name, before)
+
+
+def _showing(before: Callable | None) -> Callable:
+    """Return an attention function that shows the calls of watched modules to their handlers."""
+
+    def attend(module, query, key, value, attention_mask, **options):
+        function = _eager(module) if before is None else before
+        if module not in _watched:  # of another model, or of a vision tower
+            return function(module, query, key, value, attention_mask, **options)
+        layer, handlers = _watched[module]
+        call = AttentionCall(module, layer, query, key, value, attention_mask, options)
+        for handler in handlers:
+            call = handler(call)
+        return function(module, call.query, call.key, call.value, call.mask, **call.options)
+
+    return attend
+
+
+def _eager(module: nn.Module) -> Callable:
+    """Return the eager function of a module: each modeling file has its own."""
+    for cls in type(module).__mro__:
+        function = vars(sys.modules[cls.__module__]).get("eager_attention_forward")
+        if function is not None:
+            return function
+    raise ValueError(f"{type(module).__name__} has no eager attention function to delegate to; load it with sdpa")
 
 
 @contextmanager
@@ -218,46 +264,3 @@ def visited(model: PreTrainedModel, see: Callable[[AttentionCall], None]) -> Ite
             f"{type(model).__name__} ({model.config.model_type}): no attention call was seen in layers {missing}, "
             "so it cannot be probed"
         )
-
-
-def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return every config whose attention implementation `set_attn_implementation` may change."""
-    configs: dict[int, PreTrainedConfig] = {}
-    waiting = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
-    while waiting:
-        config = waiting.pop()
-        if config is not None and id(config) not in configs:
-            configs[id(config)] = config
-            waiting += [getattr(config, key) for key in config.sub_configs]
-    return list(configs.values())
-
-
-def _owners(model: PreTrainedModel) -> dict[nn.Module, int]:
-    """Return the layer of every module inside the stack."""
-    return {module: i for i, layer in enumerate(layer_stack(model)) for module in layer.modules()}
-
-
-def _dispatch(name: str, base: str, owners: dict[nn.Module, int]) -> Callable:
-    """Return the attention function that is registered as `name`."""
-
-    def attend(module, query, key, value, attention_mask, **options):
-        function = _function(base, module)
-        if module not in owners:  # a vision tower, say
-            return function(module, query, key, value, attention_mask, **options)
-        call = AttentionCall(module, owners[module], query, key, value, attention_mask, options)
-        for handler in _handlers[name]:
-            call = handler(call)
-        return function(module, call.query, call.key, call.value, call.mask, **call.options)
-
-    return attend
-
-
-def _function(base: str, module: nn.Module) -> Callable:
-    """Return the function that the model would have used; eager is each modeling file's own."""
-    if base in ALL_ATTENTION_FUNCTIONS:
-        return ALL_ATTENTION_FUNCTIONS[base]
-    for cls in type(module).__mro__:
-        function = vars(sys.modules[cls.__module__]).get("eager_attention_forward")
-        if function is not None:
-            return function
-    raise ValueError(f"{type(module).__name__} has no eager attention function to delegate to; load it with sdpa")

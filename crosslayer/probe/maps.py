@@ -128,7 +128,9 @@ class _Blocks:
             if head >= self.heads[i]:
                 scores[i].zero_()
             elif call.sinks is not None:  # softmax with a further logit: p·e^t / (e^t + e^sink)
-                scores[i] *= torch.sigmoid(totals[i] - working(call.sinks)[head]).unsqueeze(-1)
+                sink = working(call.sinks)[0, head, :, 0]  # (1 or S,)
+                sink = sink if len(sink) == 1 else sink[start:stop]
+                scores[i] *= torch.sigmoid(totals[i] - sink).unsqueeze(-1)
 
 
 class _Masks:

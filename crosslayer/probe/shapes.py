@@ -7,6 +7,8 @@ from transformers import PreTrainedConfig
 from crosslayer.probe.intercept import AttentionCall, stored_shares
 from crosslayer.probe.maps import is_causal
 
+ENTRIES = "with compressed entries"  # in the words for a mask
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -25,6 +27,7 @@ class LayerShape:
     scaling: float | None = None
     softcap: float | None = None
     sinks: bool = False
+    entries: bool = False  # whether it also attends to entries that stand for several tokens
     stored: tuple[float, float] = field(default=(1.0, 1.0), compare=False)
 
     @staticmethod
@@ -41,6 +44,7 @@ class LayerShape:
             scaling=call.scaling,
             softcap=call.softcap,
             sinks=call.sinks is not None,
+            entries=bool(call.options.get("entries")),
             stored=stored,
         )
 
@@ -63,6 +67,8 @@ class LayerShape:
     def mask(self) -> str:
         """The mask in words."""
         words = "causal" if self.causal else "bidirectional"
+        if self.entries:
+            words = f"{words} {ENTRIES}"
         if self.window is not None:
             return f"{words}, window {self.window}"
         return words if self.kind in (None, "full_attention") else f"{words}, {self.kind}"

@@ -5,54 +5,125 @@ Works from the order in which a layer calls its children, with no adapter per ar
 the stream after attention is the first tensor that a child receives after the attention block and that no child of the
 layer has produced. Where it never exists (parallel blocks, BERT's post-norm) it is x plus what attention produced.
 
-Shapes: T tokens, C hidden. Sequences go singly.
+Several residual streams (hyper-connections, alternating updates) are told by their shape. Where they are not written
+between attention and MLP (Gemma 3n), what both sublayers read stands for what attention changes.
+
+With attention over depth a sublayer does not read what its layer receives. Then x is what the layer's first sublayer
+reads, x' what its second, y what the next layer's first reads; the last layer has no y.
+
+Shapes: N streams, T tokens, C hidden. Sequences go singly.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from crosslayer.probe.intercept import attention_layers, layer_stack
+from crosslayer.probe.measures import working
 
 
 @dataclass(frozen=True)
 class LayerStream:
-    """The residual stream around a layer; each (T, C), None where the layer has no such sublayer.
+    """The residual around a layer; None where the layer has no such sublayer.
 
-    `attention` and `mlp` are the modules whose outputs the layer adds to the stream.
+    Attributes:
+        layer: its index.
+        entering: the streams before the layer, (N, T, C).
+        leaving: after it, (N, T, C); None for the last layer of a model with attention over depth.
+        around_attention: before and after attention, each (N, T, C), or (1, T, C) where the streams are not written.
+        mlp_update: what the MLP adds, (T, C).
+        attention: the module whose output attention adds to the stream.
+        mlp: the module whose output the MLP adds to the stream.
+        over_depth: whether the layer reads something else than it receives.
+
     """
 
     layer: int
-    before: Tensor
-    after_attention: Tensor | None
+    entering: Tensor
+    leaving: Tensor | None
+    around_attention: tuple[Tensor, Tensor] | None
     mlp_update: Tensor | None
-    after: Tensor
     attention: nn.Module | None
     mlp: nn.Module | None
+    over_depth: bool = False
+
+    @property
+    def before(self) -> Tensor:
+        """The mean of the streams before the layer, (T, C)."""
+        return mean_stream(self.entering)
+
+    @property
+    def after_attention(self) -> Tensor | None:
+        """Their mean after attention, (T, C)."""
+        return None if self.around_attention is None else mean_stream(self.around_attention[1])
+
+    @property
+    def after(self) -> Tensor | None:
+        """Their mean after the layer, (T, C)."""
+        return None if self.leaving is None else mean_stream(self.leaving)
+
+
+def mean_stream(streams: Tensor) -> Tensor:
+    """Return the mean of residual streams, (N, T, C) → (T, C); a single stream as it is."""
+    return streams[0] if len(streams) == 1 else working(streams).mean(dim=0)
 
 
 @contextmanager
 def streams(model: PreTrainedModel, see: Callable[[LayerStream], None]) -> Iterator[None]:
-    """Show the stream around every layer to `see`, as soon as the layer is done; hooks are removed on exit."""
+    """Show the stream around every layer to `see`, as soon as the next layer reads; hooks are removed on exit."""
     stack, with_attention = layer_stack(model), set(attention_layers(model.config))
+    width = model.config.get_text_config().hidden_size
+    turns = _Turns(see)
+    owner = next(module for module in model.modules() if stack in set(module.children()))
     with ExitStack() as hooks:
+        hooks.callback(owner.register_forward_pre_hook(turns.start).remove)
+        hooks.callback(owner.register_forward_hook(turns.finish).remove)
         for index, layer in enumerate(stack):
-            _LayerWatch(index, layer, index in with_attention, see).hook(hooks)
+            _LayerWatch(index, layer, index in with_attention, turns, width).hook(hooks)
         yield
+        turns.finish()
+
+
+class _Turns:
+    """Holds what a layer showed until it is known what the next one reads."""
+
+    def __init__(self, see: Callable[[LayerStream], None]):
+        self.see = see
+        self.waiting: LayerStream | None = None
+
+    def start(self, *_: Any) -> None:
+        self.waiting = None
+
+    def finish(self, *_: Any) -> None:
+        """Show the last layer; what reads behind it is not known to be of its kind, where layers read over depth."""
+        if self.waiting is not None and self.waiting.over_depth:
+            self.waiting = replace(self.waiting, leaving=None)
+        self.next_reads(None)
+
+    def next_reads(self, read: Tensor | None) -> None:
+        """Show the layer that waits; `read` (1, T, C) takes the place of what it left, unless it is None."""
+        stream, self.waiting = self.waiting, None
+        if stream is not None:
+            self.see(stream if read is None else replace(stream, leaving=read))
 
 
 class _LayerWatch:
     """Hooks of a layer; holds tensors only while the layer runs."""
 
-    def __init__(self, index: int, layer: nn.Module, has_attention: bool, see: Callable[[LayerStream], None]):
-        self.index, self.layer, self.see = index, layer, see
+    def __init__(self, index: int, layer: nn.Module, has_attention: bool, turns: _Turns, width: int):
+        self.index, self.layer, self.turns, self.width = index, layer, turns, width
         children = list(layer.children())
-        self.attention = next((c for c in children if has_attention and _is_attention(c)), None)
-        self.attention_out = None if self.attention is None else _producer(self.attention)
-        self.blocks = {c: _last_linear(c) for c in children if c is not self.attention and _matrices(c)}
+        named = [child for child in children if has_attention and _is_attention(child)]
+        self.attention = max(named, key=_size, default=None)  # attention over depth has far fewer weights
+        normed = any(_is_norm(child) for child in children)
+        self.attention_out = self.attention if normed or self.attention is None else _producer(self.attention)
+        blocks = {child: _size(child) for child in children if child is not self.attention and _matrices(child)}
+        least = max(blocks.values(), default=0) / 8  # what is smaller is no MLP: a convolution, a gate
+        self.blocks = {child: _last_linear(child) for child, size in blocks.items() if size >= least}
         self._clear()
 
     def hook(self, hooks: ExitStack) -> None:
@@ -73,32 +144,74 @@ class _LayerWatch:
             hooks.callback(handle.remove)
 
     def _clear(self) -> None:
-        self.before: Tensor | None = None
+        self.received: Tensor | None = None  # by the layer
+        self.read: Tensor | None = None  # (…, T, C) by the first child that receives a single stream
         self.attention_update: Tensor | None = None
         self.after_attention: Tensor | None = None
+        self.read_after: Tensor | None = None  # (…, T, C), where several streams are not written after attention
         self.known: list[Tensor] = []  # the layer's input and what its children produced
+        self.mixed: list[Tensor] = []  # what children produced out of more than one stream
         self.ran: list[tuple[nn.Module, Tensor, Tensor]] = []  # block, input, output, in the order of execution
         self.linear: dict[nn.Module, Tensor] = {}  # outputs of the blocks' last linear layers
 
     def _enter(self, _, args, kwargs) -> None:
         self._clear()
-        entering = _first(args, kwargs)  # (1, T, C)
-        if entering.dim() != 3 or entering.shape[0] != 1:
+        entering = _first(args, kwargs)
+        if not (entering.dim() == 3 and entering.shape[0] == 1 or entering.dim() == 4 and 1 in entering.shape[:2]):
             raise ValueError(
                 f"layer {self.index} ({type(self.layer).__name__}) receives a stream of shape {tuple(entering.shape)}; "
-                "models with several residual streams cannot be diagnosed yet, and sequences go singly"
+                f"it must be of a single sequence, with {self.width} channels or several streams of them"
             )
-        self.before, self.known = entering, [entering]
+        self.received, self.known = entering, [entering]
+        if len(split(entering, self.width)) > 1:
+            self.turns.next_reads(None)
 
     def _child_in(self, child, args, kwargs) -> None:
-        if self.attention_update is None or self.after_attention is not None or self.before is None:
+        if self.received is None:
             return
-        received = _first(args, kwargs)
-        same = any(received.data_ptr() == tensor.data_ptr() for tensor in self.known)
-        if not same and received.numel() == self.before.numel():
+        received, alone = _first(args, kwargs), len(self._wide(args, kwargs)) <= 1
+        if not alone:  # a child that mixes sources, which reads for others
+            return
+        if self.read is None and received.numel() == self._elements:
+            self._reads(received)
+        if self.attention_update is None or self.after_attention is not None:
+            return
+        is_new = not _among(received, self.known)
+        if (is_new or _among(received, self.mixed)) and received.numel() == self.received.numel():
             self.after_attention = received
+        elif is_new and self.read_after is None and received.numel() == self._elements:
+            self.read_after = received
+
+    @property
+    def _elements(self) -> int:
+        """T · C."""
+        assert self.received is not None
+        return split(self.received, self.width)[0].numel()
+
+    def _reads(self, received: Tensor) -> None:
+        """Keep what the layer's first sublayer reads; the layer before it has left that, or its own output."""
+        assert self.received is not None
+        self.read = received
+        if received.numel() == self.received.numel():
+            self.turns.next_reads(split(received, self.width) if self._over_depth else None)
+
+    @property
+    def _over_depth(self) -> bool:
+        """Whether the layer's only stream is not what its first sublayer reads."""
+        assert self.received is not None
+        single = self.read is not None and self.read.numel() == self.received.numel()
+        return single and not _among(self.read, [self.received])
+
+    def _wide(self, args: tuple, kwargs: dict) -> list[Tensor]:
+        """Return those of a child's inputs that are streams, or several of them, of all tokens."""
+        assert self.received is not None
+        tokens = split(self.received, self.width).shape[1]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 2]
+        return [tensor for tensor in tensors if tensor.shape[-1] == self.width and tensor.shape[1] == tokens]
 
     def _child_out(self, child, args, kwargs, output) -> None:
+        if self.received is None:
+            return
         produced, received = _tensor(output), _first(args, kwargs)
         update = self.attention_update
         if update is not None and _is_norm(child) and received.data_ptr() == update.data_ptr():
@@ -106,6 +219,8 @@ class _LayerWatch:
         if child in self.blocks:
             self.ran.append((child, received, produced))
         self.known.append(produced)
+        if child is not self.attention and len(self._wide(args, kwargs)) > 1:
+            self.mixed.append(produced)
 
     def _keep_attention(self, _, args, output) -> None:
         self.attention_update = _tensor(output)
@@ -129,16 +244,57 @@ class _LayerWatch:
         linear = self.blocks[block]
         return linear, None if linear is None else self.linear.get(linear)
 
+    def _around_attention(self, entering: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the streams before and after attention, or what is read before and after it."""
+        if self.after_attention is not None:
+            return entering, split(self.after_attention, self.width)
+        if self.attention_update is None:
+            return None
+        if len(entering) == 1:
+            return entering, entering + self.attention_update.view_as(entering)
+        if self.read is None or self.read_after is None:
+            return None
+        return split(self.read, self.width), split(self.read_after, self.width)
+
     def _leave(self, _, args, output) -> None:
-        assert self.before is not None
-        middle, after = self.after_attention, _tensor(output)
-        if middle is None and self.attention_update is not None:
-            middle = self.before + self.attention_update.view_as(self.before)
+        assert self.received is not None
+        after = _tensor(output)
+        entering, over_depth = self.received, self._over_depth
+        if over_depth:
+            assert self.read is not None
+            entering = self.read
+        elif self.read is None:
+            self.turns.next_reads(None)
+        entering = split(entering, self.width)
         mlp, update = self._mlp_update(after)
-        flat = [None if x is None else x.reshape(-1, x.shape[-1]) for x in (self.before, middle, update, after)]
-        assert flat[0] is not None and flat[3] is not None
-        self.see(LayerStream(self.index, flat[0], flat[1], flat[2], flat[3], self.attention_out, mlp))
+        self.turns.waiting = LayerStream(
+            self.index,
+            entering,
+            split(after, self.width),
+            self._around_attention(entering),
+            None if update is None else update.reshape(-1, update.shape[-1]),
+            self.attention_out,
+            mlp,
+            over_depth,
+        )
         self._clear()
+
+
+def split(stream: Tensor, width: int) -> Tensor:
+    """Return the streams (N, T, C) that a layer hands on for a sequence, in whichever form it does so.
+
+    (1, T, C), (1, T, N, C), (N, 1, T, C) or (1, T, N·C); `width` is C.
+    """
+    if stream.dim() == 4:
+        return stream[:, 0] if stream.shape[1] == 1 else stream[0].transpose(0, 1)
+    channels = stream.shape[-1]
+    if channels > width and channels % width == 0:
+        return stream[0].unflatten(-1, (-1, width)).transpose(0, 1)  # (T, N·C) → (N, T, C)
+    return stream.reshape(1, -1, channels)
+
+
+def _among(tensor: Tensor, others: list[Tensor]) -> bool:
+    return any(tensor.data_ptr() == other.data_ptr() for other in others)
 
 
 def _first(args: tuple, kwargs: dict) -> Tensor:
@@ -154,6 +310,10 @@ def _is_attention(module: nn.Module) -> bool:
     return any("Attention" in type(m).__name__ for m in module.modules())
 
 
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def _matrices(module: nn.Module) -> bool:
     return any(p.dim() > 1 for p in module.parameters())
 
@@ -163,11 +323,11 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _producer(block: nn.Module) -> nn.Module:
-    """Return the module whose output is what attention adds to the stream.
+    """Return the module whose output is what attention adds to the stream, in a layer without a norm of its own.
 
-    That is the block itself, unless it also adds the residual and normalises (BERT): then its last linear layer.
+    That is the block itself, unless it also adds the residual and normalises it (BERT): then its last linear layer.
     """
-    if not any(isinstance(m, nn.LayerNorm) for m in block.modules()):
+    if not any(isinstance(module, nn.LayerNorm) for module in block.modules()):
         return block
     return _last_linear(block) or block
 

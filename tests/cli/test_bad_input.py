@@ -18,6 +18,7 @@ USUAL = {
     "verify": "--out out",
     "generate": "",
     "methods": "",
+    "plan": "",
 }
 MEND = 2  # the exit status of every case
 CASES = [
@@ -86,6 +87,14 @@ CASES = [
     ("diagnose {kit}/bloom", "computes its attention itself"),
     ("diagnose {kit}/small_vocabulary", "the vocabulary has 64"),
     ("diagnose {kit}/model --length 65", "length 65 is above the model's 64 positions"),
+    ("plan {kit}/nothing", "does not exist"),
+    ("plan {kit}/no_config", "no config.json"),
+    ("plan {kit}/config_no_json", "is not a valid JSON file"),
+    ("plan {kit}/unknown_method", "method 'telepathy' is not known"),
+    ("plan {kit}/vit", "has no vocab_size: it tells of no language model with attention"),
+    ("plan {kit}/t5", "is an encoder-decoder"),
+    ("plan {kit}/model --length 0", "'--length'.*greater than or equal to 1"),
+    ("plan {kit}/model --dtype int3", "'int3' is not known; use float32"),
     # text
     ("diagnose {kit}/model --text missing.txt", "'missing.txt' does not exist"),
     ("diagnose {kit}/model --text {kit}/empty", "is a folder"),

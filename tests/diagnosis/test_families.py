@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 import crosslayer
@@ -30,7 +29,7 @@ def test_there_are_enough_families():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_is_visited_and_outputs_are_bit_equal(family):
     model, ids = tiny(family, dtype=torch.float32), tokens()
-    implementation = model.config._attn_implementation
+    implementation, registered = model.config._attn_implementation, dict(AttentionInterface._global_mapping)
     with torch.no_grad():
         plain = output(model, ids)
         calls = []
@@ -39,8 +38,7 @@ def test_every_layer_is_visited_and_outputs_are_bit_equal(family):
     assert torch.equal(plain, probed)
     assert [call.layer for call in calls] == attention_layers(model.config)
     assert model.config._attn_implementation == implementation
-    assert not [name for name in AttentionInterface._global_mapping if name.startswith("crosslayer")]
-    assert not [name for name in AttentionMaskInterface._global_mapping if name.startswith("crosslayer")]
+    assert AttentionInterface._global_mapping == registered
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,15 +94,14 @@ def test_a_layer_that_was_not_visited_is_named():
 
 
 def test_everything_is_restored_after_an_exception():
-    model, ids = tiny("mistral"), tokens()
+    model, ids, registered = tiny("mistral"), tokens(), dict(AttentionInterface._global_mapping)
 
     def fail(call):
         raise RuntimeError("inside")
 
     with pytest.raises(RuntimeError, match="inside"), visited(model, fail):
         model(ids)
-    assert model.config._attn_implementation == "sdpa"
-    assert not [name for name in AttentionInterface._global_mapping if name.startswith("crosslayer")]
+    assert AttentionInterface._global_mapping == registered and not intercept._watched
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -125,7 +122,18 @@ def test_nested_visits_both_see_and_restore():
     ):
         model(ids)
     assert seen == ["outer", "inner"] * 3
-    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_two_models_are_watched_at_once_and_a_third_passes_through(implementation):
+    first, second, third = (tiny(family, implementation) for family in ("llama", "mistral", "gemma3_text"))
+    registered, ids, seen = dict(AttentionInterface._global_mapping), tokens(), []
+    with torch.no_grad():
+        plain = [model(ids).logits for model in (first, second, third)]
+        with visited(first, lambda c: seen.append("first")), visited(second, lambda c: seen.append("second")):
+            watched = [model(ids).logits for model in (first, second, third)]
+    assert all(map(torch.equal, plain, watched)) and seen == ["first"] * 3 + ["second"] * 3
+    assert AttentionInterface._global_mapping == registered and not intercept._stacks
 
 
 MLPS = {
@@ -224,7 +232,8 @@ def test_cross_layer_models_can_be_diagnosed(methods):
 def test_nothing_is_left_behind_when_a_model_is_refused():
     sizes = {"num_layers": 2, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "vocab_size": 32}
     model = AutoModel.from_config(AutoConfig.for_model("t5", **sizes))
+    registered = dict(AttentionInterface._global_mapping)
     with pytest.raises(ValueError, match="is an encoder-decoder"), intercepted(model, lambda call: call):
         pass
-    registered = [*AttentionInterface._global_mapping, *AttentionMaskInterface._global_mapping]
-    assert not intercept._handlers and not [name for name in registered if name.startswith(intercept.PREFIX)]
+    assert AttentionInterface._global_mapping == registered
+    assert not intercept._stacks and not intercept._watched and not intercept._replaced

@@ -1,0 +1,1 @@
+"""Who stores and who reads in any model, from its config alone."""

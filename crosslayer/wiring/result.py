@@ -1,0 +1,116 @@
+"""What a config says of its model's wiring, and what that costs a cache."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from crosslayer.plan import DepthPlan
+from crosslayer.wiring.fields import LayerStates
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The wiring of a model, read from its config; L layers, bytes of a single sequence of `length` tokens.
+
+    Attributes:
+        model: its name.
+        type: the config's `model_type`.
+        plan: who owns and who reads.
+        layers: (L,), what each layer's attention sees and keeps.
+        residual: the form of the residual in words.
+        streams: how many residual streams there are.
+        methods: the cross-layer methods of a model of ours, in list order.
+        caches: whether the model keeps a cache; encoders do not.
+        length: tokens of the sequence.
+        dtype: of the cache.
+        item_bytes: of an element.
+
+    """
+
+    model: str
+    type: str
+    plan: DepthPlan
+    layers: tuple[LayerStates, ...]
+    residual: str
+    streams: int
+    methods: tuple[str, ...]
+    caches: bool
+    length: int
+    dtype: str
+    item_bytes: int
+
+    @property
+    def stored_elements(self) -> tuple[int, ...]:
+        """(L,), the elements that each layer keeps of the sequence."""
+        if not self.caches:
+            return (0,) * len(self.layers)
+        return tuple(states.stored(self.length, self.plan.stored(layer)) for layer, states in enumerate(self.layers))
+
+    @property
+    def stored_bytes(self) -> int:
+        """What the cache holds of the sequence."""
+        return sum(self.stored_elements) * self.item_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """What attention reads of the cache for the last token; a reader reads its source's states again."""
+        attending = [states for layer, states in enumerate(self.layers) if self.plan.attends(layer)]
+        return sum(states.read(self.length) for states in attending) * self.item_bytes if self.caches else 0
+
+    @property
+    def full_bytes(self) -> int:
+        """What it would hold if every layer had attention and kept its own keys and values of all tokens."""
+        sizes = [states.keys + states.values + states.index for states in self.layers]
+        return sum(size or max(sizes) for size in sizes) * self.length * self.item_bytes
+
+    @property
+    def kv_share(self) -> float:
+        """What the cache holds over a full one."""
+        return self.stored_bytes / self.full_bytes
+
+    def diagram(self) -> str:
+        """Draw who reads from whom and what it sees, a line for each layer."""
+        lines = self.plan.diagram().splitlines()[: len(self.layers) + 1]
+        if not self.caches:
+            lines = [line[: lines[0].index("cache")].rstrip() for line in lines]
+        masks = ["mask", *(states.mask for states in self.layers)]
+        width = max(map(len, lines)) + 2
+        return "\n".join(f"{line:<{width}}{mask}" for line, mask in zip(lines, masks, strict=True))
+
+    def words(self) -> list[str]:
+        """Return what the wiring is and costs, in sentences."""
+        return [self._count(), f"Residual: {self.residual}.", *self._cost()]
+
+    def headline(self) -> dict[str, Any]:
+        """Return the figures of the last line of the command line."""
+        return {
+            "model": self.model,
+            "type": self.type,
+            "layers": len(self.layers),
+            "attention_layers": sum(self.plan.attends(layer) for layer in range(self.plan.layers)),
+            "owners": sum(bool(self.plan.stored(layer)) for layer in range(self.plan.layers)),
+            "streams": self.streams,
+            "length": self.length,
+            "dtype": self.dtype,
+            "stored_bytes": self.stored_bytes,
+            "read_bytes": self.read_bytes,
+            "kv_share": round(self.kv_share, 4),
+        }
+
+    def _count(self) -> str:
+        headline = self.headline()
+        kept = f", {headline['owners']} with keys or values of their own" if self.caches else ""
+        by = f", wired by {', '.join(self.methods)}" if self.methods else ""
+        return (
+            f"{self.model} ({self.type}): {len(self.layers)} layers, {headline['attention_layers']} with softmax "
+            f"attention{kept}{by}."
+        )
+
+    def _cost(self) -> list[str]:
+        if not self.caches:
+            return ["It is an encoder and keeps no KV cache."]
+        stored, read = self.stored_bytes, self.read_bytes
+        return [
+            f"KV cache at {self.length:,} tokens in {self.dtype}: {stored:,} bytes stored "
+            f"({stored / self.length:,.0f} a token), {self.kv_share:.2%} of a full one; {read:,} bytes read for the "
+            "last token."
+        ]

@@ -106,7 +106,7 @@ class CrossLayerConfig(LlamaConfig):
         """How transformers splits the modules over ranks (tensor parallelism)."""
         wiring = self.wiring
         mixes = any(type(method).heads is not Method.heads for method in wiring.methods)
-        return tensor_parallel_plan(self.qk_norm, mixes, wiring.compensation)
+        return tensor_parallel_plan(self.qk_norm, mixes, any(wiring.several), wiring.compensation)
 
     def _check_shapes(self) -> None:
         assert self.num_key_value_heads is not None and self.layer_types is not None

@@ -51,7 +51,7 @@ class ResFormer(Method):
 
     def heads(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> HeadMixer | None:
         """Mix in every layer that owns the state."""
-        owners = [i for i, source in enumerate(wiring.plan.sources(self.of)) if source == i]
+        owners = [i for i in range(wiring.plan.layers) if wiring.plan.owns(self.of, i)]
         if len(owners) < 2:
             raise ValueError(f"resformer: only layer {owners[0]} owns {self.of} here, so nothing would be mixed")
         if layer not in owners:

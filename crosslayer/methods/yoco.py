@@ -28,13 +28,18 @@ class YOCO(Method):
 
     def plan(self, layers: int) -> DepthPlan:
         """Let the upper half read its first layer."""
-        if layers < 3:
-            raise ValueError(f"yoco: with {layers} layers the upper half has nothing to share; it needs at least 3")
-        middle, own = layers // 2, tuple(range(layers))
+        middle, own = _middle(layers), tuple(range(layers))
         source = own[:middle] + (middle,) * (layers - middle)
         return DepthPlan(own, source, source, own)
 
     def windows(self, layers: int) -> tuple[int | None, ...]:
         """Give the lower half its window."""
-        middle = layers // 2
+        middle = _middle(layers)
         return (self.window,) * middle + (None,) * (layers - middle)
+
+
+def _middle(layers: int) -> int:
+    """Return the first layer of the upper half."""
+    if layers < 3:
+        raise ValueError(f"yoco: with {layers} layers the upper half has nothing to share; it needs at least 3")
+    return layers // 2

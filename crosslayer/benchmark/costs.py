@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from crosslayer.method import Mixing
 from crosslayer.probe.intercept import AttentionCall, stored_shares, visited
 
 
@@ -117,10 +118,14 @@ def structure(model: PreTrainedModel) -> Structure:
 
 
 def _matrices(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the weight matrices that every token passes: not the embeddings, not the head."""
+    """Return the weight matrices that every token passes: not the embeddings, not the head.
+
+    Nor what methods keep by head: tables, of which a token reads a row, and weights of channels.
+    """
     head, matrices = model.get_output_embeddings(), []
     for module in model.modules():
-        if isinstance(module, nn.Embedding) or module is head:
+        by_head = isinstance(module, Mixing) and module.split_by_head
+        if isinstance(module, nn.Embedding) or module is head or by_head:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim > 2:

@@ -121,9 +121,8 @@ def predicted(config: CrossLayerConfig, batch: int, length: int, windowed: int |
     assert config.num_key_value_heads is not None and config.head_dim is not None and config.layer_types is not None
     states = 0.0  # of a single token
     for layer, kind in enumerate(config.layer_types):
-        bounded = kind == "sliding_attention" and windowed is not None
-        share = sum(config.plan.stored_share(state, layer) for state in CACHED)
-        states += share * (min(length, windowed) if bounded else length)
+        held = min(length, length if windowed is None else windowed) if kind == "sliding_attention" else length
+        states += held * sum(config.plan.stored_share(state, layer) for state in CACHED)
     return round(states * batch * config.num_key_value_heads * config.head_dim)
 
 

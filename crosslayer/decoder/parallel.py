@@ -47,7 +47,7 @@ class MixingParallel(TensorParallelLayer):
     Its parameters are split by head where it says so; others are whole on every rank, and their gradients are summed.
     """
 
-    def should_use_local_tensors(self, module: Mixing) -> bool:
+    def should_use_local_tensors(self, module: Mixing) -> bool:  # type: ignore[override]
         """Let parameters that are split be plain tensors in the module's forward."""
         return bool(module.split_by_head)
 

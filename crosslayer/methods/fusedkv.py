@@ -84,7 +84,7 @@ class _Fusion(StateReader):
 def _fused(states: tuple[Tensor, ...], weights: Tensor) -> Tensor:
     """Return Σ w ∘ states, from two states (B, H_kv, S, D) and weights (H_kv, 2, D)."""
     first, last = weights[:, 0, None], weights[:, 1, None]  # (H_kv, 1, D)
-    return first * states[0] + last * states[1]
+    return (first * states[0] + last * states[1]).to(states[0].dtype)  # mixed precision keeps weights wider
 
 
 def _chosen(weights: Tensor, source: int) -> Tensor:

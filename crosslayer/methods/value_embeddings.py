@@ -83,4 +83,5 @@ class _Table(HeadMixer):
         assert v is not None
         gates = 2 * torch.sigmoid(F.linear(carry[INPUT][..., : self.channels], self.gate))  # (B, T, H_kv)
         added = F.embedding(carry[TOKENS], self.table).unflatten(-1, (v.shape[1], -1))  # (B, T, H_kv, D)
-        return q, k, v + (gates.unsqueeze(-1) * added).transpose(1, 2), carry
+        added = (gates.unsqueeze(-1) * added).transpose(1, 2)  # (B, H_kv, T, D)
+        return q, k, v + added.to(v.dtype), carry  # mixed precision keeps the table wider

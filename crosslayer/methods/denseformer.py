@@ -47,7 +47,8 @@ class DenseFormer(Method):
         if not last:
             return _Entrance() if first else None
         block = layers.index(layer) + 1  # i, which counts from 1
-        available = [*self._kept(block - 1, len(layers)), block]  # the j at hand
+        below = self._kept(block - 1, len(layers)) if block > 1 else [0]
+        available = [*below, block]  # the j at hand
         kept = [available.index(j) for j in self._kept(block, len(layers))]
         summed = [place for place, j in enumerate(available) if j % self.dilation == block % self.dilation]
         return _Sum(tuple(kept), tuple(summed) if block % self.period == 0 else (), enters=first)

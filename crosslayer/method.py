@@ -21,10 +21,18 @@ if TYPE_CHECKING:
 
 TARGETS = ("attention", "heads", "mlp")  # W_c adds after W_o, before W_o, or to the MLP's update
 Carry = dict[str, Any]  # what layers hand upward: replaced, never mutated
+TOKENS = "tokens"  # in the carry: ids of the new tokens (B, T), for methods that read them
+INPUT = "input"  # in the carry that mixers get: what the values are made of (B, T, C), for mixers that read it
 
 
 class Mixing(nn.Module):
-    """Parameters of a method; `reset` sets their first values, so that a zero init survives loading."""
+    """Parameters of a method; `reset` sets their first values, so that a zero init survives loading.
+
+    `split_by_head` names the parameters that hold a piece for each key-value head, and the dimension of the heads; a
+    module has only such parameters, or none. Where heads are split over ranks, each rank has the pieces of its own.
+    """
+
+    split_by_head: ClassVar[Mapping[str, int]] = {}
 
     def reset(self) -> None:
         """Initialise own parameters with the functions of `transformers.initialization`.
@@ -34,7 +42,13 @@ class Mixing(nn.Module):
 
 
 class HeadMixer(Mixing):
-    """Changes a layer's states; None stands for a state that the layer borrows."""
+    """Changes a layer's states; None stands for a state that the layer borrows.
+
+    `reads_input` says that `before` finds the layer's normed input (B, T, C), of which its values are made, in
+    `carry[INPUT]`; attention takes it out of the carry afterwards.
+    """
+
+    reads_input: ClassVar[bool] = False
 
     def forward(
         self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
@@ -211,7 +225,7 @@ class Method:
       search by damage tries the method.
     - `grouped`: layers act in groups behind a leader; False: each named layer by itself.
     - `parts`: what of a layer is acted on, where there is a choice; the first is the default.
-    - `reads_tokens`: its modules find the ids of the new tokens (B, T) in `carry["tokens"]`; the model then needs
+    - `reads_tokens`: its modules find the ids of the new tokens (B, T) in `carry[TOKENS]`; the model then needs
       `input_ids` and refuses `inputs_embeds`.
     - `merges`: how pretrained weights of a group may be merged; the first, "first", leaves them as they are.
     """
@@ -322,6 +336,13 @@ def state_reader(config: "LlamaConfig", wiring: Wiring, layer: int) -> StateRead
             f"{' and '.join(readers) or 'none'}"
         )
     return next(iter(readers.values()))
+
+
+def add_values(out: Tensor, values: Tensor) -> Tensor:
+    """Add values (B, H_kv, T, D) to the output of attention (B, T, H, D), to each head those that it reads."""
+    heads = values.shape[1]
+    groups = out.unflatten(2, (heads, -1)) + values.transpose(1, 2).unsqueeze(3)  # (B, T, H_kv, H / H_kv, D)
+    return groups.flatten(2, 3)
 
 
 def check_layers(name: str, option: str, layers: Sequence[int], count: int) -> None:

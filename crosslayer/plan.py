@@ -114,15 +114,15 @@ class DepthPlan:
         """Return how many full states the cache holds; a plain Transformer holds 2·L."""
         return sum(self.stored_share(state, layer) for state in CACHED for layer in range(self.layers))
 
-    def read_states(self) -> float:
+    def read_count(self, state: str, layer: int) -> int:
+        """Return how many layers' full keys, or values, a layer reads from the cache in a decoding step."""
+        if state == "values" and self.value_shares[layer] < 1:
+            return 1  # the other layers give just the heads that are missing
+        return len(self.reads(state, layer))
+
+    def read_states(self) -> int:
         """Return how many full states a decoding step reads from the cache."""
-        total = 0.0
-        for layer in range(self.layers):
-            for state in CACHED:
-                # with a share of the heads, the other layers give just the heads that are missing
-                partial = state == "values" and self.value_shares[layer] < 1
-                total += 1 if partial else len(self.reads(state, layer))
-        return total
+        return sum(self.read_count(state, layer) for state in CACHED for layer in range(self.layers))
 
     def cached_fraction(self) -> float:
         """Return the stored share of a full cache, with keys and values of equal size."""

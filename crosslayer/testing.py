@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
 
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.method import Method
+from crosslayer.plan import CACHED
 from crosslayer.probe.intercept import visited
 
 TOLERANCE = 1e-10
@@ -112,10 +113,17 @@ def elements(cache: Cache) -> int:
     return sum(state.untyped_storage().nbytes() // state.element_size() for state in states)
 
 
-def predicted(config: CrossLayerConfig, batch: int, length: int) -> int:
-    """Return the elements that the plan's cache holds for `batch` rows of `length` tokens."""
-    assert config.num_key_value_heads is not None and config.head_dim is not None
-    return round(config.plan.stored_states() * batch * length * config.num_key_value_heads * config.head_dim)
+def predicted(config: CrossLayerConfig, batch: int, length: int, windowed: int | None = None) -> int:
+    """Return the elements that the plan's cache holds for `batch` rows of `length` tokens.
+
+    `windowed` is how many of the tokens layers with a sliding window hold, None for all.
+    """
+    assert config.num_key_value_heads is not None and config.head_dim is not None and config.layer_types is not None
+    states = 0.0  # of a single token
+    for layer, kind in enumerate(config.layer_types):
+        held = min(length, length if windowed is None else windowed) if kind == "sliding_attention" else length
+        states += held * sum(config.plan.stored_share(state, layer) for state in CACHED)
+    return round(states * batch * config.num_key_value_heads * config.head_dim)
 
 
 @torch.no_grad()
@@ -127,8 +135,9 @@ def cached_equals_full(config: CrossLayerConfig) -> None:
     for sizes in ([1] * 12, [5, 4, 3], [7, 1, 4]):
         chunked, cache = steps(model, ids, sizes)
         close(chunked, full, f"chunks of {sizes}")
-        if config.sliding_window is None:
-            _holds(cache, predicted(config, 2, 12), f"chunks of {sizes}")
+        # a sliding cache keeps what the next token sees besides itself, in memory that holds the last chunk too
+        windowed = None if config.sliding_window is None else config.sliding_window - 1 + sizes[-1]
+        _holds(cache, predicted(config, 2, 12, windowed), f"chunks of {sizes}")
 
 
 @torch.no_grad()
@@ -137,8 +146,7 @@ def static_equals_dynamic(config: CrossLayerConfig) -> None:
     model, ids = build(config), tokens(length=12)
     chunked, cache = steps(model, ids, [7, 1, 1, 1, 1, 1], StaticCache(config=config, max_cache_len=16))
     close(chunked, model(ids, use_cache=False).logits, "static cache")
-    if config.sliding_window is None:
-        _holds(cache, predicted(config, 2, 16), "static cache")
+    _holds(cache, predicted(config, 2, 16, config.sliding_window), "static cache")
 
 
 @torch.no_grad()
@@ -171,7 +179,10 @@ def beam_search_equals_uncached(config: CrossLayerConfig) -> None:
 
 @torch.no_grad()
 def every_way_to_generate(config: CrossLayerConfig) -> None:
-    """Static cache, prompt look-up, assistant and embeddings give greedy's tokens; sampling those of its seed."""
+    """Static cache, prompt look-up, assistant and embeddings give greedy's tokens; sampling those of its seed.
+
+    Embeddings tell no tokens: where a method reads them, embeddings are a `ValueError` that asks for `input_ids`.
+    """
     model: Any = build(config)
     ids = tokens(batch=1, length=8)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
@@ -183,7 +194,10 @@ def every_way_to_generate(config: CrossLayerConfig) -> None:
     static = {"cache_implementation": "static", "disable_compile": True}
     _same(model.generate(ids, **options, **static), greedy, "static cache")
     embeddings = model.get_input_embeddings()(ids)
-    _same(model.generate(inputs_embeds=embeddings, **options), greedy[:, 8:], "inputs_embeds")
+    if any(method.reads_tokens for method in config.methods):
+        _refuses_embeddings(model, embeddings)
+    else:
+        _same(model.generate(inputs_embeds=embeddings, **options), greedy[:, 8:], "inputs_embeds")
     if config.sliding_window is None:  # assisted decoding crops the cache, which a sliding cache cannot
         _same(model.generate(ids, **options, prompt_lookup_num_tokens=2), greedy, "prompt look-up")
         _same(model.generate(ids, **options, assistant_model=build(config)), greedy, "assisted")
@@ -324,6 +338,15 @@ def compiled_equals_eager(config: CrossLayerConfig, backend: str = "aot_eager") 
 
 def _same(result: Tensor, expected: Tensor, what: str) -> None:
     assert torch.equal(result, expected), f"{what}: {result.tolist()} is not {expected.tolist()}"
+
+
+def _refuses_embeddings(model: CrossLayerForCausalLM, embeddings: Tensor) -> None:
+    try:
+        model(inputs_embeds=embeddings)
+    except ValueError as error:
+        assert "give input_ids" in str(error), f"inputs_embeds are refused with only: {error}"
+    else:
+        raise AssertionError("inputs_embeds are accepted, though a method reads tokens")
 
 
 def _holds(cache: Cache, expected: int, what: str) -> None:

@@ -1,5 +1,6 @@
 """Plans: rules, merging, diagrams, and random wirings through the cache."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from transformers.modeling_utils import AttentionInterface
 import crosslayer.methods
 from crosslayer import testing as contract
 from crosslayer.decoder import CrossLayerForCausalLM
-from crosslayer.method import Wiring
+from crosslayer.method import Method, StateReader, Wiring
 from crosslayer.methods import load_method, merge_plans, method_names
 from crosslayer.plan import STATES, DepthPlan
 from tests.helpers.tiny import tokens
@@ -42,10 +43,10 @@ def plans(draw):
     return DepthPlan(**{state: tuple(vector) for state, vector in found.items()}, mlps=tuple(mlps))
 
 
-def config_with(plan, **changes):
+def config_with(plan, *methods, **changes):
     """A config with a plan; `cross_layer` stays empty, so that nothing has to be named."""
     config = contract.config_of([], num_hidden_layers=plan.layers, **changes)
-    wiring = Wiring((), plan, (None,) * plan.layers)
+    wiring = Wiring(methods, plan, (None,) * plan.layers)
     config.__class__ = type("Wired", (type(config),), {"wiring": property(lambda self: wiring)})
     return config
 
@@ -62,6 +63,76 @@ def test_random_plans_run_cached_as_uncached_and_store_what_is_predicted(plan, h
     assert contract.elements(cache) == contract.predicted(config, 1, 6)
     share = contract.predicted(config, 1, 6) / (2 * plan.layers * heads[1] * 8 * 6)
     assert plan.cached_fraction() == pytest.approx(share)
+
+
+@st.composite
+def entries_of_several(draw, layers):
+    """A valid vector in which layers may read several owners."""
+    vector: list = []
+    for layer in range(layers):
+        owners = [i for i in range(layer) if vector[i] == i or isinstance(vector[i], tuple) and i in vector[i]]
+        several = draw(st.lists(st.sampled_from([*owners, layer]), unique=True, max_size=3))
+        vector.append(tuple(sorted(several)) if len(several) > 1 else several[0] if several else layer)
+    return tuple(vector)
+
+
+@st.composite
+def plans_of_several(draw):
+    """Plans whose layers may read several layers' keys and values, and have a half of their value heads."""
+    layers = draw(st.integers(1, 6))
+    keys, values = draw(entries_of_several(layers)), draw(entries_of_several(layers))
+    own = tuple(range(layers))
+    whole = DepthPlan(own, keys, values, own)
+    halves = [
+        isinstance(values[i], tuple) and len(values[i]) == 2 and i in values[i] and not whole.lends("values", i)
+        for i in own
+    ]
+    return DepthPlan(own, keys, values, own, tuple(0.5 if half and draw(st.booleans()) else 1.0 for half in halves))
+
+
+class Mean(StateReader):
+    """Reads the mean of the layers' states; heads that a layer lacks are those of the first layer that it reads."""
+
+    def forward(self, keys, values, mask, new):
+        own = values[-1]
+        if own.shape[1] < keys[0].shape[1]:
+            values = (torch.cat([values[0][:, own.shape[1] :], own], 1),)
+        return sum(keys) / len(keys), sum(values) / len(values), mask
+
+
+class ReadsMean(Method):
+    """Combines what a plan of several reads."""
+
+    def reader(self, config, wiring, layer):
+        return Mean()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(plans_of_several(), st.sampled_from([(4, 2), (4, 4)]))
+def test_random_plans_of_several_sources_run_cached_as_uncached_and_store_what_is_predicted(plan, heads):
+    config = config_with(plan, ReadsMean(), num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=8)
+    model, ids = contract.build(config), tokens(batch=1, length=6)
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+    found, cache = contract.steps(model, ids, [3, 1, 2])
+    contract.close(full, found, "cached")
+    state = heads[1] * 8 * 6  # elements of a layer's keys, or values
+    assert contract.elements(cache) == contract.predicted(config, 1, 6)
+    assert plan.cached_fraction() == pytest.approx(contract.elements(cache) / (2 * plan.layers * state))
+    assert plan.stored_states() <= plan.read_states()
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans_of_several())
+def test_plans_of_several_sources_merge_and_compare_as_others(plan):
+    identity = DepthPlan.identity(plan.layers)
+    assert plan.merge(identity, ("one", "other")) == plan == identity.merge(plan, ("one", "other"))
+    assert plan.merge(plan, ("one", "other")) == plan and hash(plan) == hash(plan.merge(plan, ("one", "other")))
+    for state in ("keys", "values"):
+        slots = plan.slots(state)
+        for reader in range(plan.layers):
+            held = [slots[source] for source in plan.reads(state, reader) if source != reader]
+            assert None not in held and len(set(held)) == len(held)  # what is read together is kept apart
 
 
 BREAKS = ("above", "not owned", "out of range", "half dropped", "mlp", "length", "type", "dropped lender")
@@ -109,7 +180,19 @@ def test_errors_name_layer_and_rule():
         ((own, own, own, (0, 0, 2)), "layer 1: mlps is 0; an MLP is its layer's own"),
         (((None,) * 3, (None,) * 3, (None,) * 3, own), "no layer has attention"),
     ]
-    for entries, message in cases:
+    several = [
+        (((0, (0, 1), 2), own, own, own), r"layer 1: queries come from \(0, 1\); only keys and values may come from"),
+        ((own, (0, (1,), 2), own, own), r"layer 1: keys come from \(1,\); several sources are at least two layers in"),
+        ((own, (0, (1, 0), 2), own, own), r"layer 1: keys come from \(1, 0\); several sources are .* in rising order"),
+        ((own, (0, (0, 0), 2), own, own), r"layer 1: keys come from \(0, 0\); several sources are .* in rising order"),
+        ((own, (0, 0, (0, 1)), own, own), "layer 2: keys come from layer 1, which owns none"),
+        ((own, (0, (0, 2), 2), own, own), "layer 1: keys come from layer 2 above it"),
+        ((own, own, own, own, (1, 0.5, 1)), "layer 1: it has 50% of the value heads for itself and reads no other"),
+        ((own, own, (0, (0, 1), (1, 2)), own, (1, 0.5, 1)), "layer 1: it has 50% .* and cannot lend all of them"),
+        ((own, own, (0, (0, 1), 2), own, (1, 0, 1)), "layer 1: the share of value heads is 0; it must be above 0"),
+        ((own, own, own, own, (1, 1)), "value_shares must have an entry for each layer"),
+    ]
+    for entries, message in cases + several:
         with pytest.raises(ValueError, match=message):
             DepthPlan(*entries)
 
@@ -149,6 +232,12 @@ def test_slots_are_reused_after_the_last_reader():
         ("cla", 32, 0.5),
         ("resformer", 32, 1.0),
         ("attnres", 32, 1.0),
+        ("fusedkv", 32, 0.5),
+        ({"name": "fusedkv", "lite": True}, 32, 0.5),
+        ("skipv1", 32, (1 + (1 + 31 / 2) / 32) / 2),  # of the values (1 + (L − 1)/2) / L
+        ("cross_attention", 32, 1.0),
+        ("yoco", 32, 17 / 32),
+        ("denseformer", 32, 1.0),
     ],
 )
 def test_cached_fraction(method, layers, share):
@@ -200,6 +289,33 @@ BAD = [
     (["svformer", "resformer"], "only layer 0 owns values"),
     (["attnres", "attnres"], "both replace the residual"),
     (["cla", "cla"], "names a method twice"),
+    (["svformer", "neutreno"], "neutreno: only layer 0 owns values here, so there is no difference to add; it needs"),
+    (["svformer", "identity_mapping"], "identity_mapping: only layer 0 owns values here, so nothing would be added"),
+    ({"name": "neutreno", "weight": float("inf")}, "neutreno: weight is inf; it must be a finite number, such as 0.4"),
+    ({"name": "denseformer", "period": 0}, "denseformer: period is 0; it must be at least 1"),
+    ({"name": "denseformer", "dilation": 7}, "none of the 6 layers .* period may be at most 6, dilation at most 6"),
+    ({"name": "denseformer", "dilation": 5, "period": 4}, "period may be at most 6, dilation at most 4"),
+    ({"name": "denseformer", "period": 7}, "period may be at most 6, dilation at most 6"),
+    (["denseformer", "attnres"], "denseformer and attnres both replace the residual stream"),
+    ({"name": "yoco", "window": 0}, "yoco: window is 0; it must be at least 1 token"),
+    (
+        ["yoco", "cla"],
+        "layer 5: yoco takes keys from layer 3 and cla from layer 4; only one of them may change an entry",
+    ),
+    ({"name": "value_embeddings", "layers": (6,)}, "layers holds 6; layers go from 0 to 5"),
+    ({"name": "value_embeddings", "layers": ()}, "none of the layers that it would choose has no values"),
+    ({"name": "value_embeddings", "channels": 33}, "channels is 33; it must be between 1 and the 32 of the stream"),
+    (
+        [{"name": "value_embeddings", "layers": (1,)}, "cla"],
+        r"layers \[1\] have no values .* layers may be of \[0, 2, 4\]",
+    ),
+    (["value_embeddings", "svformer"], r"value_embeddings: .* layers may be of \[0\]"),
+    ({"name": "fusedkv", "start": 1}, "start is 1 of 6 layers; it must leave two layers below it and one above"),
+    (["fusedkv", "cla"], r"layer 3: fusedkv takes keys from layer \(0, 2\) and cla from layer 2; only one"),
+    (["skipv1", "resformer"], "skipv1 with resformer: the first leaves layers a share of their value heads"),
+    (["fusedkv", "cross_attention"], r"fusedkv takes keys from layer \(0, 2\) and cross_attention from layer \(0, 3\)"),
+    (["cross_attention", "skipv1"], "layer 1 .* exactly one method must combine them, not cross_attention and skipv1"),
+    ({"name": "cross_attention", "source": "last"}, "source is 'last'; it must be one of 'first', 'previous'"),
 ]
 
 
@@ -217,6 +333,36 @@ def test_impossible_shapes_are_refused():
         contract.config_of(["cla"], sliding_window=4, layer_types=kinds)
     with pytest.raises(ValueError, match="sliding_window is not set"):
         contract.config_of([], layer_types=kinds)
+    with pytest.raises(ValueError, match="fusedkv: head_dim is 7; it must be even"):
+        contract.config_of(["fusedkv"], head_dim=7)
+    with pytest.raises(ValueError, match="skipv1: num_key_value_heads is 1; half of the heads must be a whole number"):
+        contract.config_of(["skipv1"], num_key_value_heads=1)
+
+
+def test_methods_that_need_other_layers_are_refused_where_there_are_none():
+    for name in ("fusedkv", "skipv1", "cross_attention", "yoco"):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            contract.config_of([name], num_hidden_layers=1)
+
+
+def test_a_window_that_a_method_sets_is_set_nowhere_else():
+    config = contract.config_of([{"name": "yoco", "window": 7}])
+    assert config.sliding_window == 7
+    assert config.layer_types == ["sliding_attention"] * 3 + ["full_attention"] * 3
+    assert type(config).from_dict(config.to_dict()).layer_types == config.layer_types
+    for wrong in ({"sliding_window": 8}, {"layer_types": ["full_attention"] * 6}):
+        with pytest.raises(ValueError, match="^yoco sets layer_types and sliding_window = 7 by itself; .*: leave them"):
+            contract.config_of([{"name": "yoco", "window": 7}], **wrong)
+
+
+@pytest.mark.parametrize("kind", ["flash_attention_2", "flex_attention", "paged|sdpa"])
+def test_attention_without_a_mask_as_a_tensor_cannot_read_two_layers_in_a_row(kind):
+    model = contract.build(contract.config_of(["cross_attention"]))
+    model.config._attn_implementation = kind  # as if it were installed
+    attention = model.model.layers[1].self_attn
+    words = f"attention '{re.escape(kind)}' takes no mask as a tensor, .*; use sdpa or eager"
+    with pytest.raises(ValueError, match=words):
+        attention._read_several(attention.reader, [None] * 3, {}, object() if kind == "flex_attention" else None, 4)
 
 
 def test_attention_that_would_ignore_the_mask_is_refused():

@@ -12,14 +12,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from crosslayer.probe.intercept import AttentionCall, stored_shares, visited
+from crosslayer.method import Mixing
+from crosslayer.probe.intercept import AttentionCall, read_counts, stored_shares, visited
 
 
 @dataclass(frozen=True)
 class Attention:
     """A layer that attends: H, H_kv, the sizes of a key and a value, its window (None: all), what it stores.
 
-    `stored` is the share of its keys and of its values; `sources` how many layers' states attention goes over.
+    `stored` is the share of its keys and of its values; `sources` of how many layers it reads keys and values, `row`
+    how many of them attention goes over, in a row.
     """
 
     heads: int
@@ -28,12 +30,14 @@ class Attention:
     value_size: int
     window: int | None = None
     stored: tuple[float, float] = (1.0, 1.0)
-    sources: int = 1
+    sources: tuple[int, int] = (1, 1)
+    row: int = 1
 
     def read(self, length: int) -> int:
         """Return elements of keys and values that a new token reads of `length` cached ones, for a batch of 1."""
         seen = length if self.window is None else min(length, self.window)
-        return self.sources * seen * self.kv_heads * (self.key_size + self.value_size)
+        keys, values = self.sources
+        return seen * self.kv_heads * (keys * self.key_size + values * self.value_size)
 
     def kept(self, length: int) -> int:
         """Return elements that the cache holds for `length` tokens, for a batch of 1."""
@@ -48,7 +52,7 @@ class Attention:
         """
         cut = self.window is not None and self.window < tokens
         pairs = tokens * tokens if cut else tokens * (tokens + 1) // 2
-        return 2 * self.sources * pairs * self.heads * (self.key_size + self.value_size)
+        return 2 * self.row * pairs * self.heads * (self.key_size + self.value_size)
 
 
 @dataclass(frozen=True)
@@ -101,9 +105,11 @@ def structure(model: PreTrainedModel) -> Structure:
     attention = []
     for layer, call in sorted(calls.items()):
         sizes = (call.query.shape[1], call.key.shape[1], call.key.shape[-1], call.value.shape[-1])
-        shares = stored_shares(model.config.get_text_config(), layer)
-        sources = call.key.shape[2] // call.query.shape[2]  # more than 1 where keys of several layers stand in a row
-        attention.append(Attention(*sizes, call.window, (shares["keys"], shares["values"]), sources))
+        config = model.config.get_text_config()
+        shares, sources = stored_shares(config, layer), read_counts(config, layer)
+        row = call.key.shape[2] // call.query.shape[2]  # more than 1 where keys of several layers stand in a row
+        stored = (shares["keys"], shares["values"])
+        attention.append(Attention(*sizes, call.window, stored, (sources["keys"], sources["values"]), row))
     weights = _matrices(model)
     head = model.get_output_embeddings()
     largest = max(weights, key=lambda weight: weight.numel())
@@ -117,10 +123,14 @@ def structure(model: PreTrainedModel) -> Structure:
 
 
 def _matrices(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the weight matrices that every token passes: not the embeddings, not the head."""
+    """Return the weight matrices that every token passes: not the embeddings, not the head.
+
+    Nor what methods keep by head: tables, of which a token reads a row, and weights of channels.
+    """
     head, matrices = model.get_output_embeddings(), []
     for module in model.modules():
-        if isinstance(module, nn.Embedding) or module is head:
+        by_head = isinstance(module, Mixing) and module.split_by_head
+        if isinstance(module, nn.Embedding) or module is head or by_head:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim > 2:

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from crosslayer.decoder.caches import update_both, update_single
 from crosslayer.decoder.configuration import CrossLayerConfig
-from crosslayer.method import Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
+from crosslayer.method import INPUT, Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
 from crosslayer.plan import STATES
 
 States = list[Tensor | None]  # queries, keys and values; None for those that are borrowed
@@ -40,6 +40,7 @@ class CrossLayerAttention(nn.Module):
         self._add_projections(config, owned, plan.value_shares[layer_idx])
         mixers = [mixer for m in wiring.methods if (mixer := m.heads(config, wiring, layer_idx)) is not None]
         self.mixers = nn.ModuleList(mixers)
+        self.shows_input = any(mixer.reads_input for mixer in mixers)
         self.reader = state_reader(config, wiring, layer_idx) if wiring.several[layer_idx] else None
         on_heads = wiring.compensation[layer_idx] == "heads"
         self.compensation = Compensation(config, "heads") if on_heads else None
@@ -85,11 +86,7 @@ class CrossLayerAttention(nn.Module):
             self._project(for_k, self.k_proj, self.k_norm),  # (B, H_kv, T, D)
             self._project(for_v, self.v_proj, None),  # (B, H_kv, T, D)
         ]
-        states = _rotate(states, position_embeddings)
-        mixer: HeadMixer
-        for mixer in self.mixers:  # type: ignore[assignment]
-            q, k, v = states
-            *states, carry = mixer(q, k, v, carry)
+        states, carry = self._mixed(_rotate(states, position_embeddings), for_v, carry)
         if past_key_values is not None and self.stored:
             states = self._cached(states, past_key_values)  # owned keys, values: (B, H_kv, S, D)
         own = states
@@ -102,6 +99,7 @@ class CrossLayerAttention(nn.Module):
         if self.lends:
             carry = {**carry, **{name: own[i] for i, name in self.lends.items()}}
         out = self._attend(states, attention_mask, **kwargs)  # (B, T, H, D)
+        mixer: HeadMixer
         for mixer in self.mixers:  # type: ignore[assignment]
             out, carry = mixer.after(out, carry)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()  # (B, T, H·D)
@@ -115,12 +113,19 @@ class CrossLayerAttention(nn.Module):
         split = linear(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim)  # (B, T, H or H_kv, D)
         return (split if norm is None else norm(split)).transpose(1, 2)  # (B, H or H_kv, T, D)
 
+    def _mixed(self, states: States, values_input: Tensor, carry: Carry) -> tuple[States, Carry]:
+        """Return the states as the mixers leave them; they may look at what the values are made of (B, T, C)."""
+        carry = {**carry, INPUT: values_input} if self.shows_input else carry
+        for mixer in self.mixers:
+            *states, carry = mixer(*states, carry)
+        return states, {name: value for name, value in carry.items() if name != INPUT} if self.shows_input else carry
+
     def _read_several(
         self, reader: StateReader, states: States, carry: Carry, mask: Any, new: int
     ) -> tuple[States, Any]:
         """Return the states that attention reads where some come from several layers, and the mask for them."""
         kind = self.config._attn_implementation or "eager"
-        if reader.needs_mask and (not isinstance(mask, Tensor | None) or "flash" in kind):
+        if reader.needs_mask and (not isinstance(mask, Tensor | None) or "flash" in kind or "paged" in kind):
             raise ValueError(
                 f"attention {kind!r} takes no mask as a tensor, which this method changes; use sdpa or eager"
             )

@@ -106,7 +106,7 @@ class CrossLayerConfig(LlamaConfig):
         """How transformers splits the modules over ranks (tensor parallelism)."""
         wiring = self.wiring
         mixes = any(type(method).heads is not Method.heads for method in wiring.methods)
-        return tensor_parallel_plan(self.qk_norm, mixes, wiring.compensation)
+        return tensor_parallel_plan(self.qk_norm, mixes, any(wiring.several), wiring.compensation)
 
     def _check_shapes(self) -> None:
         assert self.num_key_value_heads is not None and self.layer_types is not None
@@ -145,6 +145,8 @@ class CrossLayerConfig(LlamaConfig):
 
     def _check_value_shares(self, wiring: Wiring) -> None:
         """Refuse methods that change values of all heads where layers have a share of the heads for themselves."""
+        if min(wiring.plan.value_shares) == 1:
+            return
         partial = [m.name() for m in wiring.methods if min(m.plan(self.num_hidden_layers).value_shares) < 1]
         mixing = [method.name() for method in wiring.methods if type(method).heads is not Method.heads]
         if partial and mixing:

@@ -25,7 +25,7 @@ from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.decoder.layer import CrossLayerDecoderLayer
 from crosslayer.environment import check_flex
-from crosslayer.method import Carry, Mixing
+from crosslayer.method import TOKENS, Carry, Mixing
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
@@ -146,7 +146,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if input_ids is None:
             readers = " and ".join(self.token_readers)
             raise ValueError(f"{readers} reads tokens, which inputs_embeds do not tell; give input_ids")
-        return {"tokens": input_ids}
+        return {TOKENS: input_ids}
 
     def _masks(self, stream: Tensor, attention_mask: Any, cache: Cache | None, position_ids: Tensor) -> dict[str, Any]:
         if isinstance(attention_mask, dict):  # generate() has built them

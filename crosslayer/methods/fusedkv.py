@@ -48,11 +48,16 @@ class FusedKV(Method):
 
     def reader(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader | None:
         """Fuse in every layer above, unless a plan alone says it."""
+        assert config.head_dim is not None
+        if config.head_dim % 2:
+            raise ValueError(f"fusedkv: head_dim is {config.head_dim}; it must be even, as rotary pairs share a weight")
         return None if self.plan(config.num_hidden_layers).keys[layer] == layer else _Fusion(config)
 
 
 class _Fusion(StateReader):
     """Sums the states of two layers with a weight for each head and channel."""
+
+    split_by_head = {"key_weights": 0, "value_weights": 0}
 
     def __init__(self, config: "LlamaConfig"):
         super().__init__()
@@ -72,16 +77,14 @@ class _Fusion(StateReader):
         self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], mask: Tensor | None, new: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys and values (B, H_kv, S, D) fused, and the mask as it is."""
-        key_weights = torch.cat(
-            [self.key_weights, self.key_weights], dim=-1
-        )  # (H_kv, 2, D): a rotary pair is D/2 apart
+        key_weights = self.key_weights.repeat(1, 1, 2)  # (H_kv, 2, D): a rotary pair is D/2 apart
         return _fused(keys, key_weights), _fused(values, self.value_weights), mask
 
 
 def _fused(states: tuple[Tensor, ...], weights: Tensor) -> Tensor:
     """Return Σ w ∘ states, from two states (B, H_kv, S, D) and weights (H_kv, 2, D)."""
     first, last = weights[:, 0, None], weights[:, 1, None]  # (H_kv, 1, D)
-    return first * states[0] + last * states[1]
+    return (first * states[0] + last * states[1]).to(states[0].dtype)  # mixed precision keeps weights wider
 
 
 def _chosen(weights: Tensor, source: int) -> Tensor:

@@ -1,6 +1,8 @@
 """SkipV1Former: from the second layer on, half of the value heads are those of the first layer.
 
-    V_i = [V_1 of the first half of the heads, own V_i of the other half],  i ≥ 2
+    V_i = [V_1 of head 1, own, V_1 of head 3, own, …],  i ≥ 2
+
+Which heads are whose is a matter of their names; taking turns keeps both kinds together wherever heads are split.
 
 Flows: values of the first layer, as cached. Reads: every layer above. Cache: keys of all layers, all values of the
 first and half of them of each other: (1 + (L − 1)/2) / L of the values.
@@ -43,12 +45,11 @@ class SkipV1(Method):
 
 
 class _Beside(StateReader):
-    """Takes the first heads from the first layer, the others from the layer itself."""
+    """Takes every second head from the first layer, the others from the layer itself."""
 
     def forward(
         self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], mask: Tensor | None, new: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the keys as they are, the values (B, H_kv, S, D) of both layers, and the mask as it is."""
         first, own = values  # (B, H_kv, S, D), (B, H_kv / 2, S, D)
-        half = first.shape[1] - own.shape[1]
-        return keys[0], torch.cat([first[:, :half], own], dim=1), mask
+        return keys[0], torch.stack([first[:, ::2], own], dim=2).flatten(1, 2), mask

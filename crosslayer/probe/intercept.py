@@ -105,6 +105,12 @@ def stored_shares(config: PreTrainedConfig, layer: int) -> dict[str, float]:
     return dict.fromkeys(CACHED, 0.0 if reuses else 1.0)
 
 
+def read_counts(config: PreTrainedConfig, layer: int) -> dict[str, int]:
+    """Return how many layers' keys and values attention of a layer reads: 1, unless a plan names several."""
+    plan = getattr(config, "plan", None)
+    return dict.fromkeys(CACHED, 1) if plan is None else {state: plan.read_count(state, layer) for state in CACHED}
+
+
 def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     """Return the list of Transformer layers: the largest `ModuleList` with `num_hidden_layers` entries.
 

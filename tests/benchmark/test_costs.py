@@ -45,6 +45,24 @@ def test_costs_of_our_plans_by_hand(methods, matrices, stored, attending):
     assert config.plan.bytes_per_token(STATE * BYTES) == (model.cache_bytes(1, 1), model.state_bytes(1, 1))
 
 
+@pytest.mark.parametrize(
+    ("name", "matrices", "stored", "read"),
+    [
+        ("fusedkv", 6 * LAYER - 3 * (K + V), 6, 6 + 3 * 4),  # its weights of channels are no matrices
+        ("skipv1", 6 * LAYER - 5 * V // 2, 6 + 3.5, 12),
+        ("cross_attention", 6 * LAYER, 12, 2 + 5 * 4),
+        ("value_embeddings", 6 * LAYER, 12, 12),  # of its tables a token reads a row
+    ],
+)
+def test_costs_of_plans_with_several_sources_by_hand(name, matrices, stored, read):
+    config = config_of([name])
+    model = structure(build(config))
+    assert model.matrices == matrices
+    assert model.cache_bytes(3, 7) == 3 * 7 * stored * STATE * BYTES
+    assert model.state_bytes(3, 7) == 3 * 7 * read * STATE * BYTES
+    assert config.plan.bytes_per_token(STATE * BYTES) == (model.cache_bytes(1, 1), model.state_bytes(1, 1))
+
+
 def test_windows_bound_what_is_read_and_kept():
     layer = Attention(4, 2, 8, 6, window=5, stored=(0.0, 1.0))
     assert layer.read(9) == 5 * 2 * 14 and layer.read(3) == 3 * 2 * 14
@@ -61,7 +79,9 @@ def counted(model, ids):
 
 
 @pytest.mark.parametrize(
-    "methods", [None, UNIATTN, [{"name": "cla", "group": 2}], [{"name": "svformer"}], DROP], ids=str
+    "methods",
+    [None, UNIATTN, [{"name": "cla", "group": 2}], [{"name": "svformer"}], DROP, ["fusedkv"], ["cross_attention"]],
+    ids=str,
 )
 def test_flops_are_those_that_torch_counts(methods):
     model, ids = tiny("llama") if methods is None else build(config_of(methods)), tokens(batch=2, length=10)

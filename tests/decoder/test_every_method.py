@@ -36,6 +36,12 @@ VARIANTS = {
     "attnres blocks": [{"name": "attnres", "block": 5}],
     "mudd residual": [{"name": "mudd", "ways": "residual"}],
     "hyper_connections of two streams": [{"name": "hyper_connections", "streams": 2, "iterations": 3}],
+    "fusedkv lite": [{"name": "fusedkv", "lite": True}],
+    "cross_attention previous": [{"name": "cross_attention", "source": "previous"}],
+    "denseformer, dilated": [{"name": "denseformer", "dilation": 2, "period": 2}],
+    "denseformer, sparse": [{"name": "denseformer", "dilation": 4, "period": 5}],
+    "yoco, a short window": [{"name": "yoco", "window": 5}],
+    "value_embeddings chosen": [{"name": "value_embeddings", "layers": (0, 3), "channels": 8}],
 }
 COMPOSITIONS = {
     "attnres + svformer": ["attnres", "svformer"],
@@ -52,6 +58,14 @@ COMPOSITIONS = {
     "mudd + uniattn": ["mudd", {"name": "uniattn", "superblocks": BLOCKS}],
     "mudd + drop": ["mudd", {"name": "drop", "attention": (0,), "mlp": (5,), "layers": (2,)}],
     "resformer + uniattn + attnres": ["resformer", {"name": "uniattn", "superblocks": BLOCKS}, "attnres"],
+    "resformer + neutreno": ["resformer", {"name": "neutreno", "weight": 0.2}],
+    "neutreno + resformer": ["neutreno", "resformer"],
+    "identity_mapping + cla": ["identity_mapping", "cla"],
+    "denseformer + drop": ["denseformer", {"name": "drop", "attention": (0,), "mlp": (5,), "layers": (3,)}],
+    "denseformer + skipv1": ["denseformer", "skipv1"],
+    "fusedkv + resformer": ["fusedkv", "resformer"],
+    "cross_attention + resformer": ["cross_attention", "resformer"],
+    "value_embeddings + yoco + attnres": ["value_embeddings", {"name": "yoco", "window": 5}, "attnres"],
 }
 SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 4}
 SHAPES = {
@@ -59,6 +73,9 @@ SHAPES = {
     "uniattn, sliding windows": ([{"name": "uniattn", "superblocks": BLOCKS}], SLIDING),
     "svformer, MQA, qk-norm": (["svformer"], {"num_key_value_heads": 1, "qk_norm": True}),
     "resformer, biases, tied": (["resformer"], {"attention_bias": True, "tie_word_embeddings": True}),
+    "cross_attention, sliding windows": (["cross_attention"], {"sliding_window": 5}),
+    "skipv1, qk-norm, biases": (["skipv1"], {"num_key_value_heads": 4, "qk_norm": True, "attention_bias": True}),
+    "fusedkv, MQA": (["fusedkv"], {"num_key_value_heads": 1}),
 }
 CASES = {
     **{name: (methods, {}) for group in (SINGLE, VARIANTS, COMPOSITIONS) for name, methods in group.items()},

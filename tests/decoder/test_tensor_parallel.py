@@ -20,9 +20,12 @@ BEFORE_AND_AFTER = [
     {"name": "uniattn", "superblocks": ((1, 2),), "compensation": "heads"},
     {"name": "drop", "attention": (4,), "compensation": "attention"},
 ]
-NAMES = ("llama", "cla", "svformer", "uniattn", "uniattn heads", "uniattn mlp", "resformer", "attnres",
-         "attnres blocks", "drop compensated", "resformer, biases, tied", "hyper_connections", "mudd",
-         "mudd + uniattn")  # fmt: skip
+NAMES = (
+    "llama", "cla", "svformer", "uniattn", "uniattn heads", "uniattn mlp", "resformer", "attnres", "attnres blocks",
+    "drop compensated", "resformer, biases, tied", "hyper_connections", "mudd", "mudd + uniattn", "fusedkv",
+    "fusedkv lite", "cross_attention", "skipv1, qk-norm, biases", "identity_mapping", "neutreno", "denseformer",
+    "yoco", "value_embeddings", "value_embeddings + yoco + attnres",
+)  # fmt: skip
 SHARDED = {name: CASES[name] for name in NAMES}
 SHARDED |= {"resformer, qk-norm": (["resformer"], {"qk_norm": True}), "two W_c": (BEFORE_AND_AFTER, {})}
 

@@ -43,7 +43,7 @@ def attend(model, layer, q, k, v):
 
 
 class Naive:
-    """The model by loops; subclasses change `states`, `read` or `after`."""
+    """The model by loops; subclasses change `states`, `attention`, `added` or `run`."""
 
     def __init__(self, model):
         self.model, self.layers = model, list(model.model.layers)
@@ -58,6 +58,10 @@ class Naive:
         self.raw[name][layer] = project(self.model, layer, normed, name)
         return self.raw[name][layer]
 
+    def attention(self, layer, q, k, v):
+        """Return what attention reads, (T, H·D), before W_o."""
+        return attend(self.model, layer, q, k, v)
+
     def added(self, layer, normed):
         """Return what a compensation adds after W_o."""
         return 0
@@ -71,7 +75,7 @@ class Naive:
                 q, k, v = self.states(number, normed)
                 for name, state in zip("qkv", (q, k, v), strict=True):
                     self.used[name][number] = state
-                x = x + layer.self_attn.o_proj(attend(self.model, number, q, k, v)) + self.added(number, normed)
+                x = x + layer.self_attn.o_proj(self.attention(number, q, k, v)) + self.added(number, normed)
             if layer.mlp is not None:
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.model.lm_head(self.model.model.norm(x))

@@ -173,3 +173,33 @@ def test_attnres(block):
             return result
 
     check(build(config_of([{"name": "attnres", "block": block}])), Loops)
+
+
+@pytest.mark.parametrize(("dilation", "period"), [(1, 1), (2, 1), (4, 5), (3, 2)])
+@pytest.mark.parametrize(
+    "dropped", [{}, {"attention": (0, 3), "mlp": (5,)}, {"layers": (2,)}, {"layers": (0,)}], ids=str
+)
+def test_denseformer(dilation, period, dropped):
+    class Loops(Naive):
+        def run(self, ids):
+            y = self.model.model.embed_tokens(ids)
+            outputs = [y]  # X_0, X_1, …
+            for number, layer in enumerate(self.layers):
+                if layer.self_attn is None and layer.mlp is None:
+                    continue
+                x = y
+                if layer.self_attn is not None:
+                    q, k, v = self.states(number, layer.input_layernorm(x))
+                    x = x + layer.self_attn.o_proj(attend(self.model, number, q, k, v))
+                if layer.mlp is not None:
+                    x = x + layer.mlp(layer.post_attention_layernorm(x))
+                outputs.append(x)
+                y, i = x, len(outputs) - 1
+                if i % period == 0:
+                    weights = (layer.attn_residual if layer.mlp is None else layer.mlp_residual).weights
+                    terms = [j for j in range(i + 1) if (i - j) % dilation == 0]
+                    y = sum(weights[place] * outputs[j] for place, j in enumerate(terms))
+            return self.model.lm_head(self.model.model.norm(y))
+
+    methods = [{"name": "denseformer", "dilation": dilation, "period": period}, {"name": "drop", **dropped}]
+    check(build(config_of(methods)), Loops)

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig
 
 from crosslayer.decoder.weights import FAMILIES, from_model, to_config, to_model
+from crosslayer.method import Mixing
 from crosslayer.methods.attnres import depth_attention
 from crosslayer.testing import build, close, config_of
 from tests.helpers.tiny import tiny, tokens
@@ -214,3 +215,96 @@ def test_unknown_families_and_attributes_are_refused():
     with pytest.raises(ValueError, match="cla: llama has no cross-layer methods"):
         from_model(build(config_of(["cla"])), "llama")
     assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3"}
+
+
+@pytest.mark.parametrize(
+    "method", [{"name": "neutreno", "weight": 0.0}, {"name": "denseformer", "dilation": 2}], ids=str
+)
+def test_no_weight_and_first_weights_are_the_base(base, method):
+    model = same_weights(config_of([method]), base)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Mixing):
+                module.reset()
+    close(logits(model), logits(base), "without weight")
+
+
+def test_yoco_with_a_window_that_holds_all_is_cla(base):
+    wide, narrow = (same_weights(config_of([{"name": "yoco", "window": window}]), base) for window in (10, 9))
+    cla = same_weights(config_of([{"name": "cla", "groups": ((3, 4, 5),)}]), base)
+    close(logits(wide), logits(cla), "yoco")
+    assert (logits(narrow) - logits(cla))[:, 9].abs().max() > 1e-3
+
+
+def test_fusedkv_begins_as_its_lite_form(base):
+    full, lite = (same_weights(config_of([{"name": "fusedkv", "lite": lite}]), base) for lite in (False, True))
+    assert (logits(full) - logits(lite)).abs().max() > 1e-2
+    with torch.no_grad():
+        for layer in full.model.layers[3:]:
+            layer.self_attn.reader.reset()
+    close(logits(full), logits(lite), "fusedkv as it begins")
+
+
+@pytest.mark.parametrize("key_value_heads", [1, 2, 4])
+def test_neutreno_with_maps_that_are_the_identity(key_value_heads):
+    """A = I makes it λ V_1 + (1 − λ) V_n: with a window of a single token, every map is the identity."""
+    shape = {"num_key_value_heads": key_value_heads, "sliding_window": 1}
+    model = build(config_of([{"name": "neutreno", "weight": 0.3}], **shape))
+    values, reads = [], []
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.register_forward_hook(lambda module, args, out: values.append(out))
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: reads.append(args[0]))
+    logits(model)
+    for own, read in zip(values, reads, strict=True):
+        mixed = (0.3 * values[0] + 0.7 * own).unflatten(-1, (key_value_heads, -1))  # (B, T, H_kv, D)
+        close(read, mixed.repeat_interleave(4 // key_value_heads, dim=2).flatten(2), "attention's output")
+
+
+def test_neutreno_after_resformer_has_half_the_weight(base):
+    """V_1 − ½ (V_1 + V_n) = ½ (V_1 − V_n): λ = 0.2 on mixed values is λ = 0.1 on raw ones."""
+    identity = {"name": "resformer", "mode": "identity"}
+    after = same_weights(config_of([identity, {"name": "neutreno", "weight": 0.2}]), base)
+    before = same_weights(config_of([{"name": "neutreno", "weight": 0.1}, identity]), base)
+    close(logits(after), logits(before), "λ on mixed and on raw values")
+
+
+def test_denseformer_counts_layers_that_are_there(base):
+    """Dropping a layer whole is DenseFormer of one layer less."""
+    short = build(config_of([{"name": "denseformer", "dilation": 2}], num_hidden_layers=5))
+    dropped = build(config_of([{"name": "denseformer", "dilation": 2}, {"name": "drop", "layers": (2,)}]))
+    short_layers = iter(short.model.layers)
+    for number, layer in enumerate(dropped.model.layers):
+        if number != 2:
+            layer.load_state_dict(next(short_layers).state_dict())
+    for part in ("model.embed_tokens", "model.norm", "lm_head"):
+        dropped.get_submodule(part).load_state_dict(short.get_submodule(part).state_dict())
+    assert torch.equal(logits(dropped), logits(short))
+
+
+@pytest.mark.parametrize(("dilation", "period", "kept"), [(1, 1, 6), (2, 1, 5), (4, 5, 1), (3, 2, 3)])
+def test_denseformer_keeps_what_a_later_layer_sums(dilation, period, kept):
+    """At most so many outputs travel from a layer to the next, and none of them beyond its last reader."""
+    model, counts = build(config_of([{"name": "denseformer", "dilation": dilation, "period": period}])), []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, out: counts.append(len(out[1]["denseformer.outputs"])))
+    logits(model)
+    assert max(counts) == kept and counts[-1] == 0
+
+
+def test_carries_hold_nothing_that_is_over():
+    """What mixers see of their own layer does not travel to the next one."""
+    model, names = build(config_of(["value_embeddings", "identity_mapping", "neutreno"])), set()
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, out: names.update(out[1]))
+    logits(model)
+    assert names == {"tokens", "read", "identity_mapping.sum", "neutreno.first"}
+
+
+def test_value_embeddings_begin_with_gates_of_one_and_small_tables():
+    from crosslayer.decoder import CrossLayerForCausalLM
+
+    model = CrossLayerForCausalLM(config_of(["value_embeddings"], vocab_size=4096))
+    mixers = [layer.self_attn.mixers for layer in model.model.layers]
+    assert [len(mixer) for mixer in mixers] == [0, 1, 0, 1, 0, 1]
+    assert mixers[5][0].gate.abs().max() == 0 and mixers[5][0].gate.shape == (2, 32)
+    assert abs(mixers[5][0].table.std() - 0.02) < 1e-3 and mixers[5][0].table.shape == (4096, 16)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from crosslayer.conversion.shorten import layers_gone, without_layers
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.decoder.parts import rotary
 from crosslayer.decoder.weights import to_config
 from crosslayer.method import Method, Mixing
 from crosslayer.methods import to_entry
@@ -102,5 +102,6 @@ def _empty(config: CrossLayerConfig, source: PreTrainedModel) -> CrossLayerForCa
         model: Any = CrossLayerForCausalLM._from_config(
             config, dtype=source.dtype, attn_implementation=source.config._attn_implementation
         )
-    model.model.rotary_emb = LlamaRotaryEmbedding(config=config).to(source.device)
+    tables = rotary(config)
+    model.model.rotary_emb = None if tables is None else tables.to(source.device)
     return model

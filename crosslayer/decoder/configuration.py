@@ -1,4 +1,4 @@
-"""The config of the cross-layer decoder: Llama's, what Mistral, Qwen2 and Qwen3 differ in, and a list of methods."""
+"""The config of the cross-layer decoder: Llama's, what other families differ in, and a list of methods."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from crosslayer.methods import load_method, to_entry, wire
 from crosslayer.plan import CACHED, STATES, DepthPlan
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+FAMILIES = ("llama", "gemma2", "gpt2")
 
 
 @strict
@@ -20,8 +21,15 @@ class CrossLayerConfig(LlamaConfig):
 
     Each is a name, {"name": …, option: …}, a `Method` or a class of them; they are kept as plain data.
 
-    Beside Llama's fields: `qk_norm` (Qwen3), `attention_output_bias` (None: as `attention_bias`; Qwen2 has False),
-    `sliding_window` with `layer_types`.
+    Beside Llama's fields:
+
+    - `family`: what norms, MLPs and embeddings are made of, "llama", "gemma2" or "gpt2" (decoder/parts.py); numbers,
+      biases and activations are fields of their own.
+    - `qk_norm` (Qwen3), `attention_output_bias` (None: as `attention_bias`; Qwen2 has False).
+    - `sliding_window` with `layer_types`.
+    - `query_pre_attn_scalar`: scores are divided by its root; None: the head size.
+    - `attn_logit_softcapping`, `final_logit_softcapping`: c of c·tanh(x / c), for scores and for logits; None: no cap.
+      SDPA cannot cap scores, so that eager attention is the default then; FlexAttention can.
 
     Raises:
         ValueError: a method, an option or the wiring is impossible; the message says what would be right.
@@ -36,6 +44,10 @@ class CrossLayerConfig(LlamaConfig):
     attention_output_bias: bool | None = None
     sliding_window: int | None = None
     layer_types: list[str] | None = None
+    family: str = "llama"
+    query_pre_attn_scalar: int | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
 
     def __post_init__(self, **kwargs: Any):
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -47,6 +59,7 @@ class CrossLayerConfig(LlamaConfig):
         self.cross_layer = [to_entry(load_method(entry)) for entry in entries if entry is not None]
         self._set_windows()
         super().__post_init__(**kwargs)
+        self._check_family()
         self._check_shapes()
         self._check_wiring()
 
@@ -107,6 +120,21 @@ class CrossLayerConfig(LlamaConfig):
         wiring = self.wiring
         mixes = any(type(method).heads is not Method.heads for method in wiring.methods)
         return tensor_parallel_plan(self.qk_norm, mixes, wiring.compensation)
+
+    @property
+    def has_post_norms(self) -> bool:
+        """Whether a norm stands on each sublayer's update."""
+        return self.family == "gemma2"
+
+    def _check_family(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"family is {self.family!r}; it must be one of {', '.join(map(repr, FAMILIES))}")
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+            value = vars(self)[name]
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; it must be above 0, or None")
+        if self.family == "gpt2" and self.rope_parameters != LlamaConfig().rope_parameters:
+            raise ValueError("family 'gpt2' learns its positions; leave rope_parameters out")
 
     def _check_shapes(self) -> None:
         assert self.num_key_value_heads is not None and self.layer_types is not None

@@ -1,6 +1,6 @@
-"""The decoder: Llama whose layers are pure functions (stream, carry) → (stream, carry).
+"""The decoder: Llama, or another family, whose layers are pure functions (stream, carry) → (stream, carry).
 
-With no method it is Llama, weight names included. What layers lend travels in `carry`, never through the cache.
+With no method it is that family, weight names included. What layers lend travels in `carry`, never through the cache.
 
 Shapes: B batch, T new tokens, C hidden, V vocabulary.
 """
@@ -17,13 +17,13 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
 from crosslayer.decoder.caches import check_cache, check_quantized, without_empty_layers
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.decoder.layer import CrossLayerDecoderLayer
+from crosslayer.decoder.parts import embedding, initialise, learned_positions, norm, rotary
 from crosslayer.environment import check_flex
 from crosslayer.method import Carry, Mixing
 
@@ -40,16 +40,21 @@ class CrossLayerPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["CrossLayerDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
-    _supports_sdpa = True
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     _supports_attention_backend = True
+
+    @property
+    def _supports_sdpa(self) -> bool:  # type: ignore[override]
+        """SDPA cannot cap scores: as in transformers, eager attention is then the default, and `sdpa` is refused."""
+        return self.config.attn_logit_softcapping is None
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Mixing):
             module.reset()
         else:
             super()._init_weights(module)
+            initialise(module)
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
@@ -69,13 +74,12 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         kind = config._attn_implementation or "eager"
         if kind not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise ValueError(f"attention {kind!r} has no mask function registered, so it would ignore the causal mask")
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens, self.embed_positions = embedding(config), learned_positions(config)
         wiring = config.wiring
         with _initial_values():
             layers = [CrossLayerDecoderLayer(config, wiring, layer) for layer in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.norm, self.rotary_emb = norm(config, config.hidden_size), rotary(config)
         answers = (method.final(config, wiring) for method in wiring.methods)
         self.final_residual = next((residual for residual in answers if residual is not None), None)
         self.gradient_checkpointing = False
@@ -102,7 +106,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             raise ValueError(
                 "maps are not returned, since sharing never builds them; `crosslayer diagnose` measures them"
             )
-        stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        stream: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         check_flex(self.config._attn_implementation, stream.device)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -111,7 +115,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             position_ids = (torch.arange(stream.shape[1], device=stream.device) + seen).unsqueeze(0)
         check_cache(self.config, past_key_values)
         masks = self._masks(stream, attention_mask, past_key_values, position_ids)
-        position_embeddings = self.rotary_emb(stream, position_ids=position_ids)
+        stream, position_embeddings = self.place(stream, position_ids)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         reads, carry = [], self._first_carry(input_ids)
         kinds = self.config.layer_types
@@ -137,6 +141,13 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*reads, last) if wanted else None,
         )
+
+    def place(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return embeddings (B, T, C) with learned positions added, or the rotary tables (1 or B, T, D) instead."""
+        if self.embed_positions is not None:
+            return stream + self.embed_positions(position_ids), None
+        assert self.rotary_emb is not None
+        return stream, self.rotary_emb(stream, position_ids=position_ids)
 
     def _first_carry(self, input_ids: Tensor | None) -> Carry:
         """Return what the first layer gets beside the stream: the tokens, for methods that read them."""
@@ -171,7 +182,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
     def __init__(self, config: CrossLayerConfig):
         super().__init__(config)
         self.model = CrossLayerModel(config)
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -207,6 +218,8 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         loss = None
         if labels is not None or options.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)

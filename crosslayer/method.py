@@ -279,7 +279,7 @@ class Method:
         """Build the method that acts on groups of layers.
 
         Args:
-            groups: runs of consecutive 0-based layers; where `grouped` is False, just layers.
+            groups: 0-based layers in rising order, leader first; where `grouped` is False, just layers.
             layers: how many layers the model has.
             compensation: where W_c writes (of `targets`), None for no W_c.
             part: what of a layer is acted on (of `parts`), None for the default.
@@ -323,6 +323,12 @@ def state_reader(config: "LlamaConfig", wiring: Wiring, layer: int) -> StateRead
     return next(iter(readers.values()))
 
 
+def norm_gain(config: "LlamaConfig", weight: Tensor) -> Tensor:
+    """Return by what a norm with this weight (C,) multiplies, in float64: the weight itself, or 1 + weight (Gemma 2)."""
+    offset = 1.0 if config.to_dict().get("family") == "gemma2" else 0.0
+    return weight.double() + offset
+
+
 def check_layers(name: str, option: str, layers: Sequence[int], count: int) -> None:
     """Refuse layers that do not exist or stand twice."""
     for layer in layers:
@@ -333,12 +339,12 @@ def check_layers(name: str, option: str, layers: Sequence[int], count: int) -> N
 
 
 def leaders(name: str, option: str, groups: Sequence[Sequence[int]], layers: int) -> tuple[int, ...]:
-    """Return the first layer of each layer's group; groups are runs of consecutive layers, the rest stand alone."""
+    """Return the first layer of each layer's group; the layers of a group rise, those in no group stand alone."""
     check_layers(name, option, [layer for group in groups for layer in group], layers)
     source = list(range(layers))
     for group in groups:
-        if not group or list(group) != list(range(group[0], group[0] + len(group))):
-            raise ValueError(f"{name}: {option} holds {list(group)}, which is not a run of consecutive layers")
+        if not group or list(group) != sorted(group):
+            raise ValueError(f"{name}: {option} holds {list(group)}; a group is at least a layer, in rising order")
         for layer in group:
             source[layer] = group[0]
     return tuple(source)

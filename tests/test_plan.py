@@ -180,7 +180,7 @@ BAD = [
     ({"name": "cla", "start": 4, "end": 3}, "0 ≤ start < end ≤ 6"),
     ({"name": "svformer", "anchors": (2,)}, "must hold layer 0"),
     ({"name": "svformer", "share": "maps"}, "must be one of 'queries', 'keys', 'values'"),
-    ({"name": "uniattn", "superblocks": ((2, 4),)}, "not a run of consecutive layers"),
+    ({"name": "uniattn", "superblocks": ((4, 2),)}, r"holds \[4, 2\]; a group is at least a layer, in rising order"),
     ({"name": "uniattn", "superblocks": ((2, 3), (3, 4))}, "names a layer twice"),
     ({"name": "uniattn", "superblocks": ((5, 6),)}, "holds 6; layers go from 0 to 5"),
     ({"name": "uniattn", "compensation": "ffn"}, "must be one of 'attention', 'heads', 'mlp', None"),

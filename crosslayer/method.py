@@ -324,7 +324,7 @@ def state_reader(config: "LlamaConfig", wiring: Wiring, layer: int) -> StateRead
 
 
 def norm_gain(config: "LlamaConfig", weight: Tensor) -> Tensor:
-    """Return by what a norm with this weight (C,) multiplies, in float64: the weight itself, or 1 + weight (Gemma 2)."""
+    """Return by what a norm with a weight (C,) multiplies, in float64: the weight, or 1 + weight (Gemma 2)."""
     offset = 1.0 if config.to_dict().get("family") == "gemma2" else 0.0
     return weight.double() + offset
 

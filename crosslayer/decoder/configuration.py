@@ -30,6 +30,8 @@ class CrossLayerConfig(LlamaConfig):
     - `query_pre_attn_scalar`: scores are divided by its root; None: the head size.
     - `attn_logit_softcapping`, `final_logit_softcapping`: c of c·tanh(x / c), for scores and for logits; None: no cap.
       SDPA cannot cap scores, so that eager attention is the default then; FlexAttention can.
+    - `num_local_experts`: makes each MLP a mixture of so many (Mixtral), of which a token goes through
+      `num_experts_per_tok`. With `output_router_logits` their balance counts in the loss, times `router_aux_loss_coef`.
 
     Raises:
         ValueError: a method, an option or the wiring is impossible; the message says what would be right.
@@ -37,6 +39,7 @@ class CrossLayerConfig(LlamaConfig):
     """
 
     model_type = "crosslayer"
+    router_jitter_noise = 0.0  # read by transformers' sparse block
     base_model_pp_plan = None  # what layers lend does not travel between the stages of a pipeline
 
     cross_layer: Any = None
@@ -48,6 +51,10 @@ class CrossLayerConfig(LlamaConfig):
     query_pre_attn_scalar: int | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    num_local_experts: int | None = None
+    num_experts_per_tok: int = 2
+    router_aux_loss_coef: float = 0.001
+    output_router_logits: bool = False
 
     def __post_init__(self, **kwargs: Any):
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -126,6 +133,17 @@ class CrossLayerConfig(LlamaConfig):
         """Whether a norm stands on each sublayer's update."""
         return self.family == "gemma2"
 
+    def tells_routers(self, asked: bool | None) -> bool:
+        """Return whether routers' logits are returned: as `asked`, or by default as the config says.
+
+        Raises:
+            ValueError: they are asked for, and there is no router.
+
+        """
+        if asked and self.num_local_experts is None:
+            raise ValueError("output_router_logits: the model has no router; its config sets no num_local_experts")
+        return self.output_router_logits if asked is None else asked
+
     def _check_family(self) -> None:
         if self.family not in FAMILIES:
             raise ValueError(f"family is {self.family!r}; it must be one of {', '.join(map(repr, FAMILIES))}")
@@ -133,6 +151,15 @@ class CrossLayerConfig(LlamaConfig):
             value = vars(self)[name]
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; it must be above 0, or None")
+        if self.num_local_experts is not None and not 1 <= self.num_experts_per_tok <= self.num_local_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; it must be between 1 and num_local_experts = "
+                f"{self.num_local_experts}"
+            )
+        if self.num_local_experts is not None and (self.family == "gpt2" or self.mlp_bias):
+            raise ValueError("num_local_experts: experts are gated MLPs without biases; leave 'gpt2' and mlp_bias out")
+        if self.output_router_logits and self.num_local_experts is None:
+            raise ValueError("output_router_logits: there is no router; set num_local_experts")
         if self.family == "gpt2" and self.rope_parameters != LlamaConfig().rope_parameters:
             raise ValueError("family 'gpt2' learns its positions; leave rope_parameters out")
 

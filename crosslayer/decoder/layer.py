@@ -19,6 +19,8 @@ from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.parts import mlp, norm
 from crosslayer.method import Carry, Compensation, Residual, Wiring
 
+ROUTERS = "routers"  # in the carry: the logits of the routers so far
+
 
 class CrossLayerDecoderLayer(GradientCheckpointingLayer):
     """A layer; each W_c stands where its update arises: here beside attention or MLP, or within attention."""
@@ -29,11 +31,9 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         has_attention, has_mlp = plan.attends(layer_idx), plan.mlps[layer_idx] is not None
         self.self_attn = CrossLayerAttention(config, wiring, layer_idx) if has_attention else None
         self.mlp = mlp(config) if has_mlp else None
-        self.post_norms = config.has_post_norms
+        self.post_norms, self.is_sparse = config.has_post_norms, config.num_local_experts is not None
         width = config.hidden_size
-        self.post_attention_layernorm = (
-            norm(config, width) if (has_attention if self.post_norms else has_mlp) else None
-        )
+        self.post_attention_layernorm = norm(config, width) if (has_attention if self.post_norms else has_mlp) else None
         self.pre_feedforward_layernorm = norm(config, width) if self.post_norms and has_mlp else None
         self.post_feedforward_layernorm = norm(config, width) if self.post_norms and has_mlp else None
         self.attn_compensation = Compensation(config, target) if target == "attention" else None
@@ -84,7 +84,7 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         if self.mlp is not None:
             read, carry = _read(self.mlp_residual, stream, carry)
             first = read if first is None else first
-            update = self._mlp_update(read, normed)
+            update, carry = self._mlp_update(read, normed, carry)
             stream, carry = _write(self.mlp_residual, stream, update, carry)
         return stream, {**carry, "read": stream if first is None else first}
 
@@ -111,13 +111,21 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
             update = update + self.attn_compensation(normed)
         return update, carry
 
-    def _mlp_update(self, read: Tensor, normed: Tensor | None) -> Tensor:
-        """Return the MLP's update (B, T, C) with that of W_c, which reads what attention read."""
+    def _mlp_update(self, read: Tensor, normed: Tensor | None, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the MLP's update (B, T, C) with that of W_c, which reads what attention read.
+
+        A router's logits (B·T, E) join those of the layers below in the carry.
+        """
         assert self.mlp is not None and self.mlp_norm is not None
         update = self.mlp(self.mlp_norm(read))
+        if self.is_sparse:
+            update, logits = update
+            carry = {**carry, ROUTERS: (*carry.get(ROUTERS, ()), logits)}
         if self.post_feedforward_layernorm is not None:
             update = self.post_feedforward_layernorm(update)
-        return update if self.mlp_compensation is None else update + self.mlp_compensation(normed)
+        if self.mlp_compensation is not None:
+            update = update + self.mlp_compensation(normed)
+        return update, carry
 
 
 def _residual(config: CrossLayerConfig, wiring: Wiring, layer: int, site: str) -> Residual | None:

@@ -16,13 +16,13 @@ from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
 from crosslayer.decoder.caches import check_cache, check_quantized, without_empty_layers
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.keywords import LEAKED, LOSS, check_keywords
-from crosslayer.decoder.layer import CrossLayerDecoderLayer
+from crosslayer.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.decoder.parts import embedding, initialise, learned_positions, norm, rotary
 from crosslayer.environment import check_flex
 from crosslayer.method import Carry, Mixing
@@ -55,6 +55,11 @@ class CrossLayerPreTrainedModel(PreTrainedModel):
         else:
             super()._init_weights(module)
             initialise(module)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Say that experts may run by any of transformers' implementations, where there are experts."""
+        return True
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
@@ -96,9 +101,13 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Return hidden states (B, T, C); with `output_hidden_states`, also what each layer reads."""
+    ) -> MoeModelOutputWithPast:
+        """Return hidden states (B, T, C); with `output_hidden_states`, also what each layer reads.
+
+        With `output_router_logits`, also the logits of every router, (B·T, E) each.
+        """
         check_keywords(CrossLayerModel.forward, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -136,15 +145,21 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if self.final_residual is not None:
             stream, carry = self.final_residual.read(stream, carry)
         last = self.norm(stream)
-        return BaseModelOutputWithPast(
+        return MoeModelOutputWithPast(
             last_hidden_state=last,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*reads, last) if wanted else None,
+            router_logits=carry[ROUTERS] if self.config.tells_routers(output_router_logits) else None,
         )
 
     def place(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return embeddings (B, T, C) with learned positions added, or the rotary tables (1 or B, T, D) instead."""
         if self.embed_positions is not None:
+            if stream.shape[1] > self.config.max_position_embeddings:
+                raise ValueError(
+                    f"there are {stream.shape[1]} tokens, and the model has learned "
+                    f"{self.config.max_position_embeddings} positions"
+                )
             return stream + self.embed_positions(position_ids), None
         assert self.rotary_emb is not None
         return stream, self.rotary_emb(stream, position_ids=position_ids)
@@ -197,12 +212,14 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        output_router_logits: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> MoeCausalLMOutputWithPast:
         """Return logits (B, T, V), or of the last `logits_to_keep` tokens, and the loss where there are `labels`.
 
         The loss also takes `shift_labels` (labels that are shifted already; they suffice alone, as where the sequence
-        is split over ranks), `ignore_index` and `num_items_in_batch`.
+        is split over ranks), `ignore_index` and `num_items_in_batch`. With `output_router_logits` it contains the
+        routers' `aux_loss`, which is returned as well.
         """
         options = {name: kwargs.pop(name) for name in LOSS if name in kwargs}
         kwargs = {name: value for name, value in kwargs.items() if name not in LEAKED}
@@ -214,6 +231,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_router_logits=output_router_logits,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -223,8 +241,20 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None or options.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        aux_loss = None
+        if outputs.router_logits is not None:
+            from crosslayer.decoder.sparse import balance_loss  # dense models do without loading it
+
+            padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+            aux_loss = balance_loss(self.config, outputs.router_logits, padding)
+            loss = None if loss is None else loss + self.config.router_aux_loss_coef * aux_loss
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            router_logits=outputs.router_logits,
         )
 
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:

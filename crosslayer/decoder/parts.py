@@ -28,7 +28,11 @@ def norm(config: "CrossLayerConfig", size: int) -> nn.Module:
 
 
 def mlp(config: "CrossLayerConfig") -> nn.Module:
-    """Return the family's MLP, (B, T, C) to (B, T, C)."""
+    """Return the family's MLP, or a mixture of them: from (B, T, C) to (B, T, C), and a router's logits (B·T, E)."""
+    if config.num_local_experts is not None:
+        from crosslayer.decoder.sparse import SparseMLP  # others do without loading it
+
+        return SparseMLP(config)
     return PlainMLP(config) if config.family == "gpt2" else LlamaMLP(config)
 
 

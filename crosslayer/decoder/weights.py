@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Gemma 2 to ours and back: the config is translated, the weights keep their names.
+"""Other families' models to ours and back: the config is translated, the weights keep their names.
 
 A source attribute that is neither translated, nor ignored by name, nor at its default is refused: an unknown attribute
 would otherwise be a silent difference.
@@ -46,14 +46,17 @@ class Family:
 
 
 SCORES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+EXPERTS = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
 # what may differ between families, so that not every one of them can express it
 OURS = (
-    "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types", "family", *SCORES,
+    "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types", "family",
+    *SCORES, *EXPERTS,
 )  # fmt: skip
 
 FAMILIES = {
     "llama": Family(("attention_bias", "mlp_bias")),
     "mistral": Family(("sliding_window",)),
+    "mixtral": Family(("sliding_window", *EXPERTS)),
     "qwen2": Family(("sliding_window", "layer_types"), {"attention_bias": True, "attention_output_bias": False}),
     "qwen3": Family(("attention_bias", "sliding_window", "layer_types"), {"qk_norm": True}),
     "gemma2": Family(

@@ -102,7 +102,9 @@ class CLA(Method):
 def _merge(weights: dict[str, Tensor], config: "LlamaConfig", group: list[int], state: str, merge: str) -> list[str]:
     """Merge the keys ("k") or values ("v") of a group into its leader's; return the names of what changed."""
     gains = [norm_gain(config, weights[_prefix(layer) + "input_layernorm.weight"]) for layer in group]
-    stacked = torch.stack([_seen(weights, *pair, state) for pair in zip(group, gains, strict=True)])  # (G, H_kv·D, C [+ 1, the bias])
+    stacked = torch.stack(
+        [_seen(weights, *pair, state) for pair in zip(group, gains, strict=True)]
+    )  # (G, H_kv·D, C [+ 1, the bias])
     if merge == "mean":
         return _write(weights, group[0], gains[0], state, stacked.mean(dim=0))
     assert config.head_dim is not None and config.num_key_value_heads is not None

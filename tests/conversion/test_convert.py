@@ -54,7 +54,9 @@ def test_what_if_on_a_family_that_cannot_be_converted():
         zeroed.transformer.h[1].attn.c_proj.bias.zero_()
         with what_if(source, plan):
             assert (source(ids).logits - zeroed(ids).logits).abs().max() < 1e-10
-    with pytest.raises(ValueError, match="'gpt2' cannot be converted; llama, mistral, qwen2, qwen3 can; diagnose"):
+    with pytest.raises(
+        ValueError, match="'gpt2' cannot be converted; llama, mistral, mixtral, qwen2, qwen3, gemma2 can; diagnose"
+    ):
         convert(source, [load_method("cla")])
 
 

@@ -24,7 +24,7 @@ Carry = dict[str, Any]  # what layers hand upward: replaced, never mutated
 
 
 class Mixing(nn.Module):
-    """Parameters of a method; `reset` sets their first values, so that a zero init survives loading."""
+    """Parameters with first values of their own; `reset` sets them, so that a zero init survives loading."""
 
     def reset(self) -> None:
         """Initialise own parameters with the functions of `transformers.initialization`.
@@ -126,18 +126,20 @@ class Wiring:
         methods: the methods, in list order.
         plan: who owns and who reads, all methods merged.
         compensation: (L,), where W_c of a layer writes (of `TARGETS`), None without it.
+        linear: layers with linear attention: for the plan they have no attention, since there is nothing to share.
 
     """
 
     methods: tuple["Method", ...]
     plan: DepthPlan
     compensation: tuple[str | None, ...]
+    linear: tuple[int, ...] = ()
 
     @cached_property
     def reads_input(self) -> tuple[bool, ...]:
         """(L,), whether a layer's attention reads its own input: it owns a state, or something compensates it."""
         return tuple(
-            target is not None or any(self.plan.owns(state, layer) for state in STATES)
+            target is not None or layer in self.linear or any(self.plan.owns(state, layer) for state in STATES)
             for layer, target in enumerate(self.compensation)
         )
 
@@ -146,7 +148,7 @@ class Wiring:
         """The sublayers that exist, in order: (layer, "attn" or "mlp"); W_c alone is an "attn" too."""
         sites = []
         for layer, target in enumerate(self.compensation):
-            if self.plan.attends(layer) or target is not None:
+            if self.plan.attends(layer) or layer in self.linear or target is not None:
                 sites.append((layer, "attn"))
             if self.plan.mlps[layer] is not None:
                 sites.append((layer, "mlp"))

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
+from transformers.cache_utils import CacheLayerMixin
 
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.method import Method
@@ -99,9 +100,14 @@ def close(result: Tensor, expected: Tensor, what: str, tolerance: float = TOLERA
 def tolerance(config: CrossLayerConfig) -> float:
     """Return by what two ways to run a model may differ.
 
-    Scores that are capped need eager attention, whose softmax is float32 in transformers.
+    Scores that are capped need eager attention, whose softmax is float32 in transformers; linear attention is float32.
     """
-    return TOLERANCE if config.attn_logit_softcapping is None else FLOAT32
+    return FLOAT32 if config.linear_layers or config.attn_logit_softcapping is not None else TOLERANCE
+
+
+def crops(config: CrossLayerConfig) -> bool:
+    """Return whether a cache can be cropped: one that keeps windows or states of linear attention cannot."""
+    return config.sliding_window is None and not config.linear_layers
 
 
 @torch.no_grad()
@@ -116,7 +122,7 @@ def steps(
 
 def elements(cache: Cache) -> int:
     """Return the allocated elements of a cache, from the storages themselves."""
-    layers: Any = cache.layers
+    layers: Any = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]  # keys and values alone
     states = [state for layer in layers for state in (layer.keys, layer.values) if state is not None]
     return sum(state.untyped_storage().nbytes() // state.element_size() for state in states)
 
@@ -152,13 +158,13 @@ def static_equals_dynamic(config: CrossLayerConfig) -> None:
 
 @torch.no_grad()
 def cropping_and_reordering(config: CrossLayerConfig) -> None:
-    """A cache whose rows were reordered, or whose end was cropped (a sliding cache cannot be), goes on rightly."""
+    """A cache whose rows were reordered, or whose end was cropped (where it can be), goes on rightly."""
     model, ids = build(config), tokens(length=12)
     full = model(ids, use_cache=False).logits
     _, cache = steps(model, ids[:, :8], [8])
     cache.reorder_cache(torch.LongTensor([1, 0]))
     close(steps(model, ids.flip(0)[:, 8:], [4], cache)[0], full.flip(0)[:, 8:], "after reordering", tolerance(config))
-    if config.sliding_window is None:
+    if crops(config):
         _, cache = steps(model, ids, [12])
         cache.crop(-4)
         close(steps(model, ids[:, 8:], [4], cache)[0], full[:, 8:], "after cropping", tolerance(config))
@@ -193,7 +199,7 @@ def every_way_to_generate(config: CrossLayerConfig) -> None:
     _same(model.generate(ids, **options, **static), greedy, "static cache")
     embeddings = model.get_input_embeddings()(ids)
     _same(model.generate(inputs_embeds=embeddings, **options), greedy[:, 8:], "inputs_embeds")
-    if config.sliding_window is None:  # assisted decoding crops the cache, which a sliding cache cannot
+    if crops(config):  # as assisted decoding does
         _same(model.generate(ids, **options, prompt_lookup_num_tokens=2), greedy, "prompt look-up")
         _same(model.generate(ids, **options, assistant_model=build(config)), greedy, "assisted")
     sampled = []
@@ -283,7 +289,8 @@ def save_and_load_are_bit_equal(config: CrossLayerConfig) -> None:
     model, ids = build(config), tokens(length=8)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
+        options: Any = {"dtype": torch.float64, "experts_implementation": config._experts_implementation}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     again, info = loaded
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[key], f"loading has {key}: {sorted(map(str, info[key]))}"

@@ -98,6 +98,7 @@ def _rewired(source: PreTrainedModel, config: CrossLayerConfig, weights: dict[st
 
 def _empty(config: CrossLayerConfig, source: PreTrainedModel) -> CrossLayerForCausalLM:
     """Build the model without memory; only the rotary tables, which no checkpoint holds, are real."""
+    config._experts_implementation = source.config._experts_implementation
     with torch.device("meta"):
         model: Any = CrossLayerForCausalLM._from_config(
             config, dtype=source.dtype, attn_implementation=source.config._attn_implementation

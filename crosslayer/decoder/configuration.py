@@ -11,7 +11,7 @@ from crosslayer.method import Method, Wiring, mixes, state_reader
 from crosslayer.methods import load_method, to_entry, wire
 from crosslayer.plan import CACHED, STATES, DepthPlan
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 FAMILIES = ("llama", "gemma2", "gpt2")
 
 
@@ -27,6 +27,8 @@ class CrossLayerConfig(LlamaConfig):
       biases and activations are fields of their own.
     - `qk_norm` (Qwen3), `attention_output_bias` (None: as `attention_bias`; Qwen2 has False).
     - `sliding_window` with `layer_types`.
+    - "linear_attention" among `layer_types` is Kimi Linear's block, with `linear_num_heads` of `linear_head_dim` and a
+      convolution over `linear_conv_kernel_dim` tokens. It keeps a state of its own, so that no method shares there.
     - `query_pre_attn_scalar`: scores are divided by its root; None: the head size.
     - `attn_logit_softcapping`, `final_logit_softcapping`: c of c·tanh(x / c), for scores and for logits; None: no cap.
       SDPA cannot cap scores, so that eager attention is the default then; FlexAttention can.
@@ -55,6 +57,9 @@ class CrossLayerConfig(LlamaConfig):
     num_experts_per_tok: int = 2
     router_aux_loss_coef: float = 0.001
     output_router_logits: bool = False
+    linear_num_heads: int | None = None
+    linear_head_dim: int | None = None
+    linear_conv_kernel_dim: int = 4
 
     def __post_init__(self, **kwargs: Any):
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -105,7 +110,12 @@ class CrossLayerConfig(LlamaConfig):
     @property
     def wiring(self) -> Wiring:
         """What the methods say together; the same methods and number of layers are computed once per process."""
-        return wire(self.methods, self.num_hidden_layers)
+        return wire(self.methods, self.num_hidden_layers, self.linear_layers)
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """The layers with linear attention."""
+        return tuple(layer for layer, kind in enumerate(self.layer_types or ()) if kind == "linear_attention")
 
     @property
     def plan(self) -> DepthPlan:
@@ -116,9 +126,10 @@ class CrossLayerConfig(LlamaConfig):
     def kv_sharing_modes(self) -> list[str | None]:
         """What transformers' caches read: "reuse" for layers that store nothing, "store" for lenders."""
         wiring, modes = self.wiring, []
-        for stored, lent in zip(wiring.stored, wiring.lends, strict=True):
+        for layer, (stored, lent) in enumerate(zip(wiring.stored, wiring.lends, strict=True)):
             lends_cached = any(STATES[number] in CACHED for number in lent)
-            modes.append("reuse" if not stored else "store" if lends_cached else None)
+            keeps_state = stored or layer in wiring.linear
+            modes.append("reuse" if not keeps_state else "store" if lends_cached else None)
         return modes
 
     @property
@@ -175,6 +186,8 @@ class CrossLayerConfig(LlamaConfig):
                 f"layer_types has {len(self.layer_types)} entries {sorted(set(self.layer_types))}; it needs "
                 f"{self.num_hidden_layers}, each of {', '.join(LAYER_TYPES)}"
             )
+        if self.linear_layers and (self.linear_num_heads is None or self.linear_head_dim is None):
+            raise ValueError("layer_types has linear_attention; set linear_num_heads and linear_head_dim")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention, but sliding_window is not set")
 

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from crosslayer.decoder.attention import CrossLayerAttention, Inputs
 from crosslayer.decoder.configuration import CrossLayerConfig
-from crosslayer.decoder.parts import mlp, norm
+from crosslayer.decoder.parts import linear_attention, mlp, norm
 from crosslayer.method import Carry, Compensation, Residual, Wiring
 
 ROUTERS = "routers"  # in the carry: the logits of the routers so far
@@ -28,8 +28,9 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
         super().__init__()
         plan, target = wiring.plan, wiring.compensation[layer_idx]
-        has_attention, has_mlp = plan.attends(layer_idx), plan.mlps[layer_idx] is not None
-        self.self_attn = CrossLayerAttention(config, wiring, layer_idx) if has_attention else None
+        has_attention, has_mlp = plan.attends(layer_idx) or layer_idx in wiring.linear, plan.mlps[layer_idx] is not None
+        self.self_attn = CrossLayerAttention(config, wiring, layer_idx) if plan.attends(layer_idx) else None
+        self.linear_attn = linear_attention(config, layer_idx) if layer_idx in wiring.linear else None
         self.mlp = mlp(config) if has_mlp else None
         self.post_norms, self.is_sparse = config.has_post_norms, config.num_local_experts is not None
         width = config.hidden_size
@@ -38,7 +39,7 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         self.post_feedforward_layernorm = norm(config, width) if self.post_norms and has_mlp else None
         self.attn_compensation = Compensation(config, target) if target == "attention" else None
         self.mlp_compensation = Compensation(config, target) if target == "mlp" else None
-        self.attends = self.self_attn is not None or self.attn_compensation is not None
+        self.attends = has_attention or self.attn_compensation is not None
         self.input_layernorm = norm(config, width) if wiring.reads_input[layer_idx] else None
         self.attn_residual = _residual(config, wiring, layer_idx, "attn") if self.attends else None
         self.mlp_residual = _residual(config, wiring, layer_idx, "mlp") if self.mlp is not None else None
@@ -100,16 +101,28 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
 
     def _attention_update(self, normed: Tensor, carry: Carry, **kwargs: Any) -> tuple[Tensor, Carry]:
         """Return attention's update (B, T, C) with that of W_c, which stands alone where attention is gone."""
-        if self.self_attn is None:
+        if self.linear_attn is not None:
+            update = self._linear_update(normed, **kwargs)
+        elif self.self_attn is not None:
+            update, carry = self.self_attn(hidden_states=normed, carry=carry, **kwargs)
+        else:
             assert self.attn_compensation is not None
             return self.attn_compensation(normed), carry
-        update, carry = self.self_attn(hidden_states=normed, carry=carry, **kwargs)
         if self.post_norms:
             assert self.post_attention_layernorm is not None
             update = self.post_attention_layernorm(update)
         if self.attn_compensation is not None:
             update = update + self.attn_compensation(normed)
         return update, carry
+
+    def _linear_update(
+        self, normed: Tensor, inputs: Inputs | None, attention_mask: Any, past_key_values: Cache | None, **_: Any
+    ) -> Tensor:
+        """Return linear attention's update (B, T, C)."""
+        assert self.linear_attn is not None
+        if inputs is not None and any(way is not normed for way in inputs):
+            raise ValueError("linear attention reads a single input, not separate ones for queries, keys and values")
+        return self.linear_attn(normed, attention_mask, past_key_values)
 
     def _mlp_update(self, read: Tensor, normed: Tensor | None, carry: Carry) -> tuple[Tensor, Carry]:
         """Return the MLP's update (B, T, C) with that of W_c, which reads what attention read.

@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin,
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     create_causal_mask,
+    create_recurrent_attention_mask,
     create_sliding_window_causal_mask,
 )
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
@@ -27,7 +28,11 @@ from crosslayer.decoder.parts import embedding, initialise, learned_positions, n
 from crosslayer.environment import check_flex
 from crosslayer.method import Carry, Mixing
 
-MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+MASKS = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+    "linear_attention": create_recurrent_attention_mask,
+}
 
 
 class CrossLayerPreTrainedModel(PreTrainedModel):
@@ -48,6 +53,11 @@ class CrossLayerPreTrainedModel(PreTrainedModel):
     def _supports_sdpa(self) -> bool:  # type: ignore[override]
         """SDPA cannot cap scores: as in transformers, eager attention is then the default, and `sdpa` is refused."""
         return self.config.attn_logit_softcapping is None
+
+    @property
+    def _is_stateful(self) -> bool:  # type: ignore[override]
+        """Tell `generate` of layers whose state cannot be cropped."""
+        return bool(self.config.linear_layers)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Mixing):

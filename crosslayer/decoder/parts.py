@@ -36,6 +36,13 @@ def mlp(config: "CrossLayerConfig") -> nn.Module:
     return PlainMLP(config) if config.family == "gpt2" else LlamaMLP(config)
 
 
+def linear_attention(config: "CrossLayerConfig", layer: int) -> nn.Module:
+    """Return a layer's linear attention."""
+    from crosslayer.decoder.linear import LinearAttention  # others do without loading it
+
+    return LinearAttention(config, layer)
+
+
 def embedding(config: "CrossLayerConfig") -> nn.Embedding:
     """Return the family's embedding of tokens."""
     kind = ScaledEmbedding if config.family == "gemma2" else nn.Embedding

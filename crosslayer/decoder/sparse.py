@@ -11,11 +11,13 @@ from torch import Tensor
 from transformers import initialization as init
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 
+from crosslayer.method import Mixing
+
 if TYPE_CHECKING:
     from crosslayer.decoder.configuration import CrossLayerConfig
 
 
-class SparseMLP(MixtralSparseMoeBlock):
+class SparseMLP(MixtralSparseMoeBlock, Mixing):
     """Mixtral's block, which also returns what its router says; its weights keep their names."""
 
     def __init__(self, config: "CrossLayerConfig"):

@@ -139,6 +139,7 @@ def from_model(model: CrossLayerForCausalLM, family: str) -> PreTrainedModel:
 
 def _copied(cls: Any, config: PreTrainedConfig, source: PreTrainedModel) -> Any:
     implementation = source.config._attn_implementation
+    config._experts_implementation = source.config._experts_implementation
     if cls is AutoModelForCausalLM:
         target = cls.from_config(config, dtype=source.dtype, attn_implementation=implementation)
     else:

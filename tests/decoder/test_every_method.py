@@ -55,13 +55,20 @@ GEMMA2 = {
 }  # fmt: skip
 CAPPED = {**GEMMA2, "attn_logit_softcapping": 3.0}
 GPT2 = {"family": "gpt2", "hidden_act": "gelu_new", "attention_bias": True, "mlp_bias": True}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}  # others lack float64
+LINEAR = {
+    "linear_num_heads": 2, "linear_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"] + ["full_attention"] * 3,
+}  # fmt: skip
 APART = [{"name": "uniattn", "superblocks": ((1, 3), (2, 4))}]  # groups within a mask
 SHAPES = {
     "gemma2": ([], CAPPED),
     "cla, gemma2": ([{"name": "cla", "groups": ((0, 2, 4), (1, 3, 5)), "compensation": "mlp"}], CAPPED),
     "uniattn + resformer, gemma2": ([*APART, "resformer"], GEMMA2),
     "attnres + drop compensated, gemma2": (COMPOSITIONS["attnres + drop compensated"], GEMMA2),
+    "linear attention": ([], LINEAR),
+    "cla + resformer, linear attention": ([{"name": "cla", "groups": ((1, 3),)}, "resformer"], LINEAR),
+    "attnres, linear attention": (["attnres"], LINEAR),
     "gpt2": ([], GPT2),
     "resformer + cla, gpt2": (["resformer", "cla"], GPT2),
     "attnres, gpt2": (["attnres"], GPT2),

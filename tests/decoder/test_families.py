@@ -1,12 +1,14 @@
 """Families beyond Llama: GPT-2 and Mixtral as oracles, first values, what attention can cap, bad input."""
 
+import math
+
 import pytest
 import torch
 
 from crosslayer import testing as contract
 from crosslayer.decoder import CrossLayerForCausalLM
 from crosslayer.decoder.weights import to_model
-from tests.decoder.test_every_method import CAPPED, EXPERTS, GEMMA2, GPT2
+from tests.decoder.test_every_method import CAPPED, EXPERTS, GEMMA2, GPT2, LINEAR
 from tests.helpers.tiny import tiny, tokens
 
 
@@ -56,7 +58,10 @@ def test_learned_positions_end():
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_routers_loss_is_mixtrals(padded):
-    source, ids = tiny("mixtral", num_local_experts=4, router_aux_loss_coef=0.5), tokens()
+    source, ids = (
+        tiny("mixtral", experts_implementation="eager", num_local_experts=4, router_aux_loss_coef=0.5),
+        tokens(),
+    )
     ours = to_model(source)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0 if padded else 1
@@ -132,3 +137,49 @@ def test_what_cannot_be_is_refused(changes, words):
 def test_a_router_that_is_not_there_is_not_asked():
     with pytest.raises(ValueError, match="the model has no router"):
         contract.build(contract.config_of([]))(tokens(), output_router_logits=True)
+
+
+def test_linear_attention_is_kimis():
+    """A layer of ours with its weights gives the update of transformers' block, padded or not."""
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+
+    model = contract.build(contract.config_of([], **LINEAR))
+    ours = model.model.layers[0].linear_attn
+    block = KimiLinearDeltaAttention(model.config, 0).double()
+    block.load_state_dict(ours.state_dict(), strict=True)
+    normed, mask = torch.randn(2, 9, 32, dtype=torch.float64), torch.ones(2, 9)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        assert torch.equal(ours(normed, mask, None), block(normed, attention_mask=mask))
+
+
+def test_decays_begin_as_kimis():
+    gate = CrossLayerForCausalLM(contract.config_of([], **LINEAR)).model.layers[0].linear_attn.forget_gate
+    assert 0 <= gate.A_log.min() and gate.A_log.max() <= math.log(16)
+    step = torch.nn.functional.softplus(gate.dt_bias)
+    assert 0.9e-3 < step.min() and step.max() < 1.1e-1
+
+
+def test_attention_residuals_read_linear_attention():
+    """Sources are the embedding and every sublayer, of whichever attention."""
+    config = contract.config_of(["attnres"], **LINEAR)
+    assert config.wiring.sublayers == tuple((layer, site) for layer in range(6) for site in ("attn", "mlp"))
+    assert config.plan.cached_fraction() == 4 / 6 and config.kv_sharing_modes == [None] * 6
+
+
+LINEAR_BAD = [
+    ({"name": "cla", "groups": ((1, 2),)}, "cla: layer 2 has linear attention, whose state is its own"),
+    ({"name": "svformer"}, "svformer: layer 0 has linear attention"),
+    ({"name": "drop", "attention": (2,)}, "drop: layer 2 has linear attention"),
+]
+
+
+@pytest.mark.parametrize(("method", "words"), LINEAR_BAD, ids=str)
+def test_linear_attention_shares_nothing(method, words):
+    with pytest.raises(ValueError, match=words):
+        contract.config_of([method], **LINEAR)
+
+
+def test_linear_attention_needs_sizes():
+    with pytest.raises(ValueError, match="set linear_num_heads and linear_head_dim"):
+        contract.config_of([], layer_types=LINEAR["layer_types"])

@@ -165,6 +165,7 @@ ROPES = [
     {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32},
     LLAMA3,
 ]
+EAGER = {"experts_implementation": "eager"}  # others lack float64
 SOURCES = [
     ("llama", {}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -178,8 +179,8 @@ SOURCES = [
     ("gemma2", {}),
     ("gemma2", {"query_pre_attn_scalar": 7, "final_logit_softcapping": 3.0, "attention_bias": True}),
     ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "num_key_value_heads": 4}),
-    ("mixtral", {}),
-    ("mixtral", {"sliding_window": 8, "num_local_experts": 3, "router_aux_loss_coef": 0.1}),
+    ("mixtral", EAGER),
+    ("mixtral", {**EAGER, "sliding_window": 8, "num_local_experts": 3, "router_aux_loss_coef": 0.1}),
 ]
 
 

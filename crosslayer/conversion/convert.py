@@ -32,7 +32,7 @@ class Conversion:
 
 @torch.no_grad()
 def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first") -> Conversion:
-    """Rewire a Llama, Mistral, Qwen2 or Qwen3 model.
+    """Rewire a model of a family that converts (decoder/weights.py).
 
     Where whole layers go and nothing else changes, the model is of the source's own class.
 

@@ -6,7 +6,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
-from crosslayer.decoder.parallel import tensor_parallel_plan
+from crosslayer.decoder.parallel import EXPERTS, GATED_MLP, LINEAR, PLAIN_MLP, WHOLE, tensor_parallel_plan
 from crosslayer.method import Method, Wiring, mixes, state_reader
 from crosslayer.methods import load_method, to_entry, wire
 from crosslayer.plan import CACHED, STATES, DepthPlan
@@ -137,7 +137,10 @@ class CrossLayerConfig(LlamaConfig):
         """How transformers splits the modules over ranks (tensor parallelism)."""
         wiring = self.wiring
         mixes = any(type(method).heads is not Method.heads for method in wiring.methods)
-        return tensor_parallel_plan(self.qk_norm, mixes, wiring.compensation)
+        mlps = PLAIN_MLP if self.family == "gpt2" else GATED_MLP if self.num_local_experts is None else EXPERTS
+        linear = LINEAR if self.linear_layers else {}
+        positions = {"embed_positions": WHOLE} if self.family == "gpt2" else {}
+        return {**tensor_parallel_plan(self.qk_norm, mixes, wiring.compensation), **mlps, **linear, **positions}
 
     @property
     def has_post_norms(self) -> bool:

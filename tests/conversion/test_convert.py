@@ -216,5 +216,7 @@ def test_bad_conversions():
     ):
         with pytest.raises(ValueError, match=words):
             parse_layers(text, 30)
+    with pytest.raises(ValueError, match=r"svformer: groups holds \[0, 2\]; a layer borrows of the nearest anchor"):
+        method_class("svformer").from_groups([[0, 2]], 3)
     with pytest.raises(ValueError, match=r"groups \[\[1\], \[2\]\] have no second layer"):
         method_class("cla").from_groups([[1], [2]], 3)

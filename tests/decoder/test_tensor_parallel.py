@@ -21,7 +21,8 @@ BEFORE_AND_AFTER = [
     {"name": "drop", "attention": (4,), "compensation": "attention"},
 ]
 NAMES = ("llama", "cla", "svformer", "uniattn", "uniattn heads", "uniattn mlp", "resformer", "attnres",
-         "attnres blocks", "drop compensated", "resformer, biases, tied")  # fmt: skip
+         "attnres blocks", "drop compensated", "resformer, biases, tied", "uniattn + resformer, gemma2", "gpt2",
+         "mixture of experts", "attnres, linear attention")  # fmt: skip
 SHARDED = {name: CASES[name] for name in NAMES}
 SHARDED |= {"resformer, qk-norm": (["resformer"], {"qk_norm": True}), "two W_c": (BEFORE_AND_AFTER, {})}
 
@@ -30,8 +31,8 @@ SHARDED |= {"resformer, qk-norm": (["resformer"], {"qk_norm": True}), "two W_c":
 def test_the_plan_names_what_is_there(case):
     methods, changes = CASES[case]
     model = CrossLayerForCausalLM(contract.config_of(methods, **changes))
-    modules = {".".join("*" if part.isdigit() else part for part in n.split(".")) for n, _ in model.named_modules()}
-    assert set(model.tp_plan) <= modules
+    named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    assert set(model.tp_plan) <= {".".join("*" if part.isdigit() else part for part in n.split(".")) for n in named}
     linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)]
     for name in linear:
         assert ".".join("*" if part.isdigit() else part for part in name.split(".")) in model.tp_plan, name
@@ -45,7 +46,9 @@ def worker(rank, port, folders):
     try:
         for folder in folders:
             config = DistributedConfig(tp_size=2)
-            model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, distributed_config=config, dtype=torch.float64, experts_implementation="eager"
+            )
             ids = tokens(length=8)
             with torch.no_grad():
                 outputs = {"logits": model(ids, use_cache=False).logits}

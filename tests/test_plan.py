@@ -13,7 +13,7 @@ from crosslayer import testing as contract
 from crosslayer.decoder import CrossLayerForCausalLM
 from crosslayer.method import Wiring
 from crosslayer.methods import load_method, merge_plans, method_names
-from crosslayer.plan import STATES, DepthPlan
+from crosslayer.plan import STATES, DepthPlan, parse_layers
 from tests.helpers.tiny import tokens
 
 

@@ -159,7 +159,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             last_hidden_state=last,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*reads, last) if wanted else None,
-            router_logits=carry[ROUTERS] if self.config.tells_routers(output_router_logits) else None,
+            router_logits=carry.get(ROUTERS) if self.config.tells_routers(output_router_logits) else None,
         )
 
     def place(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:

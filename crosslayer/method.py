@@ -71,7 +71,8 @@ class StateReader(Mixing):
         Args:
             keys: (B, H_kv, S, D) of each layer that the plan names, in its order; cached and new tokens.
             values: the same; of a layer that owns a share of the value heads, those heads alone.
-            mask: (B or 1, 1, T, S), True or 0 where a token may be seen, or None: causal.
+            mask: (B or 1, 1, T, S), True or 0 where a token may be seen; None: a single new token sees all, several
+                are the first ones and see what is not after them.
             new: T, the number of new tokens.
 
         """

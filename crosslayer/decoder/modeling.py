@@ -96,6 +96,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         self.layers = nn.ModuleList(layers)
         self.norm, self.rotary_emb = norm(config, config.hidden_size), rotary(config)
         answers = (method.final(config, wiring) for method in wiring.methods)
+        self.token_readers = [method.name() for method in wiring.methods if method.reads_tokens]
         self.final_residual = next((residual for residual in answers if residual is not None), None)
         self.gradient_checkpointing = False
         self.post_init()
@@ -176,11 +177,11 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
 
     def _first_carry(self, input_ids: Tensor | None) -> Carry:
         """Return what the first layer gets beside the stream: the tokens, for methods that read them."""
-        names = [method.name() for method in self.config.methods if method.reads_tokens]
-        if not names:
+        if not self.token_readers:
             return {}
         if input_ids is None:
-            raise ValueError(f"{' and '.join(names)} reads tokens, which inputs_embeds do not tell; give input_ids")
+            readers = " and ".join(self.token_readers)
+            raise ValueError(f"{readers} reads tokens, which inputs_embeds do not tell; give input_ids")
         return {"tokens": input_ids}
 
     def _masks(self, stream: Tensor, attention_mask: Any, cache: Cache | None, position_ids: Tensor) -> dict[str, Any]:

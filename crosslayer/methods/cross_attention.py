@@ -55,8 +55,8 @@ class _InARow(StateReader):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys and values (B, H_kv, 2·S, D), and the mask (B or 1, 1, T, 2·S) for both halves."""
         tokens = keys[0].shape[2]
-        if mask is None and new > 1:  # causal; the new tokens are the last ones
-            mask = torch.ones(new, tokens, dtype=torch.bool, device=keys[0].device).tril(tokens - new)[None, None]
+        if mask is None and new > 1:  # causal from the first token on, as SDPA takes it: what is beyond is still empty
+            mask = torch.ones(new, tokens, dtype=torch.bool, device=keys[0].device).tril()[None, None]
         if mask is not None:
             mask = torch.cat([mask[..., :tokens]] * len(keys), dim=-1)
         return torch.cat(keys, dim=2), torch.cat(values, dim=2), mask

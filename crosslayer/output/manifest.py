@@ -5,7 +5,6 @@ It is no signature: whoever can change the files can write a new manifest. It fi
 
 import contextlib
 import copy
-import dataclasses
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.decoder import CrossLayerConfig
 from crosslayer.environment import environment
+from crosslayer.plan import DepthPlan
 from crosslayer.probe.intercept import evaluating
 
 NAME = "manifest.json"
@@ -43,7 +43,7 @@ class Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
     schema_: Literal["crosslayer/manifest/1"] = Field(alias="schema")
     files: dict[str, str]
-    plan: dict[str, list[int | None]] | None
+    plan: DepthPlan | None
     methods: list[dict[str, Any]] | None
     fingerprint: Fingerprint
     versions: dict[str, str | None]
@@ -129,12 +129,9 @@ def check_files(folder: Path) -> list[str]:
     return sorted(faults)
 
 
-def plan_of(model: PreTrainedModel) -> dict[str, list[Any]] | None:
-    """Return the plan of a model of ours as lists, or None for a stock model."""
-    if not isinstance(model.config, CrossLayerConfig):
-        return None
-    plan = model.config.plan
-    return json.loads(json.dumps(dataclasses.asdict(plan)))
+def plan_of(model: PreTrainedModel) -> DepthPlan | None:
+    """Return the plan of a model of ours, or None for a stock model."""
+    return model.config.plan if isinstance(model.config, CrossLayerConfig) else None
 
 
 def methods_of(model: PreTrainedModel) -> list[dict[str, Any]] | None:

@@ -46,7 +46,7 @@ def test_costs_of_our_plans_by_hand(methods, matrices, stored, attending):
 
 
 def test_windows_bound_what_is_read_and_kept():
-    layer = Attention(4, 2, 8, 6, window=5, stored=("values",))
+    layer = Attention(4, 2, 8, 6, window=5, stored=(0.0, 1.0))
     assert layer.read(9) == 5 * 2 * 14 and layer.read(3) == 3 * 2 * 14
     assert layer.kept(9) == 5 * 2 * 6
     assert layer.flops(4) == 2 * 10 * 4 * 14 and layer.flops(6) == 2 * 36 * 4 * 14

@@ -109,6 +109,8 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
 
     if family not in FAMILIES:
         raise ValueError(f"family {family!r} is not known; use {', '.join(FAMILIES)}")
+    if config.linear_layers:
+        raise ValueError(f"{family} cannot express linear attention, of layers {list(config.linear_layers)}")
     if config.plan != DepthPlan.identity(config.num_hidden_layers) or config.methods:
         raise ValueError(f"{', '.join(m.name() for m in config.methods)}: {family} has no cross-layer methods")
     values, reads, calls = config.to_dict(), FAMILIES[family].reads, FAMILIES[family].calls

@@ -7,7 +7,7 @@ import torch
 
 from crosslayer import testing as contract
 from crosslayer.decoder import CrossLayerForCausalLM
-from crosslayer.decoder.weights import to_model
+from crosslayer.decoder.weights import from_model, to_model
 from tests.decoder.test_every_method import CAPPED, EXPERTS, GEMMA2, GPT2, LINEAR
 from tests.helpers.tiny import tiny, tokens
 
@@ -178,6 +178,11 @@ LINEAR_BAD = [
 def test_linear_attention_shares_nothing(method, words):
     with pytest.raises(ValueError, match=words):
         contract.config_of([method], **LINEAR)
+
+
+def test_linear_attention_is_no_other_familys():
+    with pytest.raises(ValueError, match=r"llama cannot express linear attention, of layers \[0, 2\]"):
+        from_model(contract.build(contract.config_of([], **LINEAR)), "llama")
 
 
 def test_linear_attention_needs_sizes():

@@ -141,18 +141,20 @@ class Wiring:
         methods: the methods, in list order.
         plan: who owns and who reads, all methods merged.
         compensation: (L,), where W_c of a layer writes (of `TARGETS`), None without it.
+        linear: layers with linear attention: for the plan they have no attention, since there is nothing to share.
 
     """
 
     methods: tuple["Method", ...]
     plan: DepthPlan
     compensation: tuple[str | None, ...]
+    linear: tuple[int, ...] = ()
 
     @cached_property
     def reads_input(self) -> tuple[bool, ...]:
         """(L,), whether a layer's attention reads its own input: it owns a state, or something compensates it."""
         return tuple(
-            target is not None or any(self.plan.owns(state, layer) for state in STATES)
+            target is not None or layer in self.linear or any(self.plan.owns(state, layer) for state in STATES)
             for layer, target in enumerate(self.compensation)
         )
 
@@ -161,7 +163,7 @@ class Wiring:
         """The sublayers that exist, in order: (layer, "attn" or "mlp"); W_c alone is an "attn" too."""
         sites = []
         for layer, target in enumerate(self.compensation):
-            if self.plan.attends(layer) or target is not None:
+            if self.plan.attends(layer) or layer in self.linear or target is not None:
                 sites.append((layer, "attn"))
             if self.plan.mlps[layer] is not None:
                 sites.append((layer, "mlp"))
@@ -294,7 +296,7 @@ class Method:
         """Build the method that acts on groups of layers.
 
         Args:
-            groups: runs of consecutive 0-based layers; where `grouped` is False, just layers.
+            groups: 0-based layers in rising order, leader first; where `grouped` is False, just layers.
             layers: how many layers the model has.
             compensation: where W_c writes (of `targets`), None for no W_c.
             part: what of a layer is acted on (of `parts`), None for the default.
@@ -345,6 +347,12 @@ def add_values(out: Tensor, values: Tensor) -> Tensor:
     return groups.flatten(2, 3)
 
 
+def norm_gain(config: "LlamaConfig", weight: Tensor) -> Tensor:
+    """Return by what a norm with a weight (C,) multiplies, in float64: the weight, or 1 + weight (Gemma 2)."""
+    offset = 1.0 if config.to_dict().get("family") == "gemma2" else 0.0
+    return weight.double() + offset
+
+
 def check_layers(name: str, option: str, layers: Sequence[int], count: int) -> None:
     """Refuse layers that do not exist or stand twice."""
     for layer in layers:
@@ -355,12 +363,12 @@ def check_layers(name: str, option: str, layers: Sequence[int], count: int) -> N
 
 
 def leaders(name: str, option: str, groups: Sequence[Sequence[int]], layers: int) -> tuple[int, ...]:
-    """Return the first layer of each layer's group; groups are runs of consecutive layers, the rest stand alone."""
+    """Return the first layer of each layer's group; the layers of a group rise, those in no group stand alone."""
     check_layers(name, option, [layer for group in groups for layer in group], layers)
     source = list(range(layers))
     for group in groups:
-        if not group or list(group) != list(range(group[0], group[0] + len(group))):
-            raise ValueError(f"{name}: {option} holds {list(group)}, which is not a run of consecutive layers")
+        if not group or list(group) != sorted(group):
+            raise ValueError(f"{name}: {option} holds {list(group)}; a group is at least a layer, in rising order")
         for layer in group:
             source[layer] = group[0]
     return tuple(source)

@@ -256,23 +256,27 @@ def _check_source(state: str, layer: int, source: object, vector: Sequence[Entry
 
 
 def parse_layers(text: str, layers: int) -> list[list[int]]:
-    """Read "18-21,22-25": commas separate groups of 0-based layers, a dash is a range.
+    """Read "18-21,22-25" or "18+20,19+21": commas separate groups of 0-based layers, a dash is a range, a plus adds.
 
     Raises:
         ValueError: the text is not such a list, or names a layer that does not exist or twice.
 
     """
     groups = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        if match is None:
-            raise ValueError(f"layers {text!r}: {part!r} is neither a layer nor a range; write for example 18-21,22-25")
-        first = int(match[1])
-        last = first if match[2] is None else int(match[2])
-        if not first <= last < layers:
-            raise ValueError(f"layers {text!r}: {part!r} is out of range; layers go from 0 to {layers - 1}")
-        groups.append(list(range(first, last + 1)))
+    for group in text.split(","):
+        groups.append([layer for part in group.split("+") for layer in _parse_range(text, part, layers)])
     named = [layer for group in groups for layer in group]
     if len(set(named)) != len(named):
         raise ValueError(f"layers {text!r}: a layer is named twice")
     return groups
+
+
+def _parse_range(text: str, part: str, layers: int) -> range:
+    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+    if match is None:
+        raise ValueError(f"layers {text!r}: {part!r} is neither a layer nor a range; write for example 18-21,22-25")
+    first = int(match[1])
+    last = first if match[2] is None else int(match[2])
+    if not first <= last < layers:
+        raise ValueError(f"layers {text!r}: {part!r} is out of range; layers go from 0 to {layers - 1}")
+    return range(first, last + 1)

@@ -14,7 +14,7 @@ from crosslayer import testing as contract
 from crosslayer.decoder import CrossLayerForCausalLM
 from crosslayer.method import Method, StateReader, Wiring
 from crosslayer.methods import load_method, merge_plans, method_names
-from crosslayer.plan import STATES, DepthPlan
+from crosslayer.plan import STATES, DepthPlan, parse_layers
 from tests.helpers.tiny import tokens
 
 
@@ -269,7 +269,7 @@ BAD = [
     ({"name": "cla", "start": 4, "end": 3}, "0 ≤ start < end ≤ 6"),
     ({"name": "svformer", "anchors": (2,)}, "must hold layer 0"),
     ({"name": "svformer", "share": "maps"}, "must be one of 'queries', 'keys', 'values'"),
-    ({"name": "uniattn", "superblocks": ((2, 4),)}, "not a run of consecutive layers"),
+    ({"name": "uniattn", "superblocks": ((4, 2),)}, r"holds \[4, 2\]; a group is at least a layer, in rising order"),
     ({"name": "uniattn", "superblocks": ((2, 3), (3, 4))}, "names a layer twice"),
     ({"name": "uniattn", "superblocks": ((5, 6),)}, "holds 6; layers go from 0 to 5"),
     ({"name": "uniattn", "compensation": "ffn"}, "must be one of 'attention', 'heads', 'mlp', None"),
@@ -377,3 +377,16 @@ def test_attention_that_would_ignore_the_mask_is_refused():
 def test_the_folder_is_the_list():
     files = {path.stem for path in Path(crosslayer.methods.__file__).parent.glob("[!_]*.py")}
     assert method_names() == sorted(files) and len(files) > 1
+
+
+def test_groups_are_read_with_ranges_and_gaps():
+    assert parse_layers("18-21, 22-23", 30) == [[18, 19, 20, 21], [22, 23]]
+    assert parse_layers("2-4+6,5 + 7", 30) == [[2, 3, 4, 6], [5, 7]]
+    with pytest.raises(ValueError, match="named twice"):
+        parse_layers("2+4,4+6", 30)
+
+
+def test_groups_that_interleave_lend_side_by_side():
+    plan = load_method({"name": "cla", "groups": ((0, 2, 4), (1, 3, 5))}).plan(6)
+    assert plan.keys == plan.values == (0, 1, 0, 1, 0, 1)
+    assert plan.slots("keys") == (0, 1, None, None, None, None)  # two loans at a time

@@ -34,7 +34,9 @@ def command(
     model: Annotated[str, typer.Argument(help="Hub name, local folder, or smollm2 (embedded).")],
     out: Annotated[Path, typer.Option(help="Folder for the model, its manifest and its receipt.")],
     method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
-    layers: Annotated[str, typer.Option(help="Groups such as 18-21,22-25 (0-based), top-half or auto.")] = "top-half",
+    layers: Annotated[
+        str, typer.Option(help="Groups such as 18-21,22-25 or 18+20,19+21 (0-based), top-half or auto.")
+    ] = "top-half",
     kv_budget: Annotated[float | None, typer.Option(help="Instead of a method: search for this cached share.")] = None,
     kv_context: Annotated[
         int | None,

@@ -92,6 +92,11 @@ def _check(model: CrossLayerForCausalLM, domains: list[Tensor], fit: str, groups
     wiring = model.config.wiring
     if not any(wiring.compensation):
         raise ValueError("no layer has a W_c to fit; give the method compensation='attention'")
+    if model.config.has_post_norms and "heads" in wiring.compensation:
+        raise ValueError(
+            "W_c before W_o is not fitted through the norm on attention's update that this model has; use target "
+            "'attention'"
+        )
     if any(type(method).residual is not Method.residual for method in wiring.methods):
         names = ", ".join(method.name() for method in wiring.methods)
         raise ValueError(f"{names}: W_c is fitted between plain residual streams; train it instead (fit 'zero')")

@@ -63,7 +63,10 @@ def _top_half(model: PreTrainedModel, kind: Kind, size: int) -> Groups:
     """Return blocks from the last layer down within the top half; for a method on single layers, their followers."""
     blocks = paper_groups(look(model).shapes, size)
     if not blocks:
-        raise ValueError(f"the top half has no {size} neighbouring layers of the same mask; name the layers")
+        raise ValueError(
+            f"the top half has no {size} neighbouring layers of the same mask; name the layers (18+20,19+21 are groups "
+            "that leave layers out)"
+        )
     if kind.grouped:
         return blocks
     return [[layer] for block in blocks for layer in block[1:]]

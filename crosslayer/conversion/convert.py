@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from crosslayer.conversion.shorten import layers_gone, without_layers
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.decoder.parts import rotary
 from crosslayer.decoder.weights import to_config
 from crosslayer.method import Method, Mixing
 from crosslayer.methods import to_entry
@@ -32,7 +32,7 @@ class Conversion:
 
 @torch.no_grad()
 def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first") -> Conversion:
-    """Rewire a Llama, Mistral, Qwen2 or Qwen3 model.
+    """Rewire a model of a family that converts (decoder/weights.py).
 
     Where whole layers go and nothing else changes, the model is of the source's own class.
 
@@ -98,9 +98,11 @@ def _rewired(source: PreTrainedModel, config: CrossLayerConfig, weights: dict[st
 
 def _empty(config: CrossLayerConfig, source: PreTrainedModel) -> CrossLayerForCausalLM:
     """Build the model without memory; only the rotary tables, which no checkpoint holds, are real."""
+    config._experts_implementation = source.config._experts_implementation
     with torch.device("meta"):
         model: Any = CrossLayerForCausalLM._from_config(
             config, dtype=source.dtype, attn_implementation=source.config._attn_implementation
         )
-    model.model.rotary_emb = LlamaRotaryEmbedding(config=config).to(source.device)
+    tables = rotary(config)
+    model.model.rotary_emb = None if tables is None else tables.to(source.device)
     return model

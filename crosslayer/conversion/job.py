@@ -67,7 +67,7 @@ def retrofit(
     device: str | torch.device | None = None,
     progress: Meter = Silent,
 ) -> Receipt:
-    """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 model another wiring, and say what that saves and costs.
+    """Give a pretrained model of a family that converts another wiring, and say what that saves and costs.
 
     Defaults are those of `crosslayer retrofit`, and `RetrofitOptions` says more. The original is left as it is.
 

@@ -29,7 +29,9 @@ class RetrofitOptions(Options):
         description="a method's name, whose layers are then chosen by `layers`; or a whole method as a config has it: "
         "the name of a module, a mapping or its JSON such as {'name': …, 'group': 3}. None: a budget chooses",
     )
-    layers: str = Field(default="top-half", description="groups such as 18-21,22-25 (0-based), top-half or auto")
+    layers: str = Field(
+        default="top-half", description="groups such as 18-21,22-25 or 18+20,19+21 (0-based), top-half or auto"
+    )
     kv_budget: Budget = Field(default=None, description="search for this share of the cache")
     kv_context: int | None = Field(
         default=None, description="tokens at which the cache is counted; None: 2048, or twice the largest window"

@@ -54,7 +54,7 @@ def rewire(
     progress: Callable[[int, int], None] | None = None,
     share_weights: bool = False,
 ) -> Rewired:
-    """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 model another wiring; the original is left as it is.
+    """Give a pretrained model of a family that converts another wiring; the original is left as it is.
 
     `crosslayer.retrofit` does this, chooses layers before and judges the result afterwards.
 

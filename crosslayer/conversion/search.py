@@ -53,7 +53,7 @@ class Search:
 
         """
         self._check_budget(share, kl)
-        wires, damage = Wires((None,) * len(self.shapes)), 0.0
+        wires, damage = Wires((None,) * len(self.shapes), tuple(self.shapes)), 0.0
         self.curve = [(wires, damage)]
         costs = self._first_ranking(wires)
         refused: set[Move] = set()
@@ -96,7 +96,7 @@ class Search:
             if wires.kinds[layer] is not None or shape is None:
                 continue
             for kind in self.kinds:
-                if self._saved((kind, layer)) and wires.take(kind, layer).valid(self.shapes):
+                if self._saved((kind, layer)) and wires.take(kind, layer).valid:
                     moves.append((kind, layer))
         return moves
 
@@ -127,7 +127,7 @@ class Search:
 
 
 def _cost_nearby(move: Move, costs: dict[Move, float]) -> float:
-    """Return the cost of the nearest layer's move, for a move that was not ranked, or that was not possible before."""
+    """Return the cost of the nearest layer's move, for a move that was not ranked."""
     kind, layer = move
     known = [other for other in costs if other[0] is kind]
     if not known:

@@ -34,12 +34,12 @@ class Streams:
         self.layers_before, self.layers_after = layers_of(original), layers_of(rewired)
         ids = ids.to(rewired.device)  # (N, T)
         batches = ids.split(max(1, TOKENS_EACH // ids.shape[1]))
-        self.after = [original.model.embed_tokens(batch) for batch in batches]  # each (B, T, C)
+        position = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, T)
+        placed = [self.body.place(original.model.embed_tokens(batch), position) for batch in batches]
+        self.after, self.rotary = [stream for stream, _ in placed], placed[0][1]  # streams (B, T, C)
         self.before: list[Tensor] | None = None  # the original's own, once it differs
         self.passed = -1  # the last layer that the original's own stream has passed
         self.carries: list[Carry] = [{} for _ in batches]
-        position = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, T)
-        self.rotary = self.body.rotary_emb(self.after[0], position_ids=position)
         by_size = {len(stream): stream for stream in self.after}  # the last batch may be smaller
         self.masks = {size: self.body._masks(stream, None, None, position) for size, stream in by_size.items()}
         assert rewired.config.layer_types is not None
@@ -137,8 +137,9 @@ class _Watch:
     def __enter__(self) -> "_Watch":
         assert self.layer.input_layernorm is not None
         self.handles.append(self.layer.input_layernorm.register_forward_hook(self._keep_normed))
-        if self.early and self.layer.post_attention_layernorm is not None:
-            self.handles.append(self.layer.post_attention_layernorm.register_forward_pre_hook(self._keep_stream))
+        if self.early:
+            assert self.layer.mlp_norm is not None
+            self.handles.append(self.layer.mlp_norm.register_forward_pre_hook(self._keep_stream))
         return self
 
     def __exit__(self, *_: Any) -> None:

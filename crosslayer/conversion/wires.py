@@ -1,6 +1,5 @@
 """What the search may do to the layers of a model: each keeps its attention, or a method acts on it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crosslayer.method import Method
@@ -22,38 +21,44 @@ def searched_methods() -> list[Kind]:
 class Wires:
     """The method that acts on each layer, None where the layer keeps its own attention.
 
-    A layer under a grouped method borrows from its leader; under any other it is changed by itself.
+    A layer under a grouped method borrows from its leader; under any other it is changed by itself. `shapes` says which
+    layers may share; None: all of them.
     """
 
     kinds: tuple[Kind | None, ...]
+    shapes: tuple[LayerShape | None, ...] | None = None
 
     def leader(self, layer: int) -> int | None:
-        """Return the layer that a borrower reads: the next own layer below.
+        """Return the layer that a borrower reads: the next own layer below of those that may share with it.
 
-        Layers between them may borrow by the same method, or be changed by themselves.
+        Layers between them may borrow by the same method, be changed by themselves, or be of another shape.
         """
         below = layer - 1
-        while below >= 0 and self._is_passed(below, layer):
+        while below >= 0 and (not self._may_share(below, layer) or self._is_passed(below, layer)):
             below -= 1
         return below if below >= 0 and self.kinds[below] is None else None
+
+    def _may_share(self, layer: int, other: int) -> bool:
+        return self.shapes is None or may_share(self.shapes[layer], self.shapes[other])
 
     def _is_passed(self, below: int, layer: int) -> bool:
         kind = self.kinds[below]
         return kind is not None and (kind is self.kinds[layer] or not kind.grouped)
 
-    def valid(self, shapes: Sequence[LayerShape | None]) -> bool:
-        """Return whether every borrower has a leader of its shape, and some layer keeps its attention."""
+    @property
+    def valid(self) -> bool:
+        """Whether every borrower has a leader, and some layer keeps its attention."""
+        keeps_attention = False
         for layer, kind in enumerate(self.kinds):
-            if kind is None or not kind.grouped:
-                continue
-            leader = self.leader(layer)
-            if leader is None or not may_share(shapes[layer], shapes[leader]):
+            if kind is not None and kind.grouped and self.leader(layer) is None:
                 return False
-        return any(kind is None and shape is not None for kind, shape in zip(self.kinds, shapes, strict=True))
+            if kind is None and (self.shapes is None or self.shapes[layer] is not None):
+                keeps_attention = True
+        return keeps_attention
 
     def take(self, kind: Kind, layer: int) -> "Wires":
         """Return the wires with a method on a further layer."""
-        return Wires((*self.kinds[:layer], kind, *self.kinds[layer + 1 :]))
+        return Wires((*self.kinds[:layer], kind, *self.kinds[layer + 1 :]), self.shapes)
 
     def count(self, kind: Kind) -> int:
         """Return on how many layers a method acts."""
@@ -77,13 +82,16 @@ class Wires:
         return [[layer] for layer, other in enumerate(self.kinds) if other is kind]
 
     def _groups(self, kind: Kind) -> list[list[int]]:
-        """Return each leader with all layers up to its last borrower."""
+        """Return each leader with all layers up to its last borrower that may share with it."""
         last: dict[int, int] = {}
         for layer, other in enumerate(self.kinds):
             leader = self.leader(layer) if other is kind else None
             if leader is not None:
                 last[leader] = layer
-        return [list(range(leader, layer + 1)) for leader, layer in last.items()]
+        groups = []
+        for leader, borrower in last.items():
+            groups.append([layer for layer in range(leader, borrower + 1) if self._may_share(layer, leader)])
+        return groups
 
     @property
     def plan(self) -> DepthPlan:

@@ -10,10 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # Llama's, and it caps scores
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from crosslayer.decoder.caches import update_both, update_single
 from crosslayer.decoder.configuration import CrossLayerConfig
+from crosslayer.decoder.parts import norm
 from crosslayer.method import INPUT, Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
 from crosslayer.plan import STATES
 
@@ -29,7 +31,10 @@ class CrossLayerAttention(nn.Module):
         assert config.num_key_value_heads is not None and config.head_dim is not None
         assert config.layer_types is not None
         self.config, self.layer_idx = config, layer_idx
-        self.head_dim, self.scaling, self.is_causal = config.head_dim, config.head_dim**-0.5, True
+        self.head_dim, self.is_causal = config.head_dim, True
+        self.scaling = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+        cap = config.attn_logit_softcapping
+        self.softcap = {} if cap is None else {"softcap": cap}  # only functions that cap are told
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.attention_dropout = config.attention_dropout or 0.0
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
@@ -63,14 +68,14 @@ class CrossLayerAttention(nn.Module):
         self.v_proj = nn.Linear(width, value_heads * self.head_dim, bias=bias) if owns_v else None
         output_bias = bias if config.attention_output_bias is None else config.attention_output_bias
         self.o_proj = nn.Linear(heads, width, bias=output_bias)
-        self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if owns_q and config.qk_norm else None
-        self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if owns_k and config.qk_norm else None
+        self.q_norm = norm(config, self.head_dim) if owns_q and config.qk_norm else None
+        self.k_norm = norm(config, self.head_dim) if owns_k and config.qk_norm else None
 
     def forward(
         self,
         hidden_states: Tensor,
         carry: Carry,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None,
         attention_mask: Any,
         past_key_values: Cache | None,
         inputs: Inputs | None = None,
@@ -86,7 +91,9 @@ class CrossLayerAttention(nn.Module):
             self._project(for_k, self.k_proj, self.k_norm),  # (B, H_kv, T, D)
             self._project(for_v, self.v_proj, None),  # (B, H_kv, T, D)
         ]
-        states, carry = self._mixed(_rotate(states, position_embeddings), for_v, carry)
+        if position_embeddings is not None:
+            states = _rotate(states, position_embeddings)
+        states, carry = self._mixed(states, for_v, carry)
         if past_key_values is not None and self.stored:
             states = self._cached(states, past_key_values)  # owned keys, values: (B, H_kv, S, D)
         own = states
@@ -141,7 +148,8 @@ class CrossLayerAttention(nn.Module):
         kind = self.config._attn_implementation or "eager"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
-        options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window, **kwargs}
+        options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
+        options = {**options, **self.softcap, **kwargs}
         return attend(self, *states, attention_mask, **options)[0]
 
     def _cached(self, states: States, cache: Cache) -> States:

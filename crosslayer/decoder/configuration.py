@@ -1,4 +1,4 @@
-"""The config of the cross-layer decoder: Llama's, what Mistral, Qwen2 and Qwen3 differ in, and a list of methods."""
+"""The config of the cross-layer decoder: Llama's, what other families differ in, and a list of methods."""
 
 from typing import Any
 
@@ -6,12 +6,13 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
-from crosslayer.decoder.parallel import tensor_parallel_plan
+from crosslayer.decoder.parallel import EXPERTS, GATED_MLP, LINEAR, PLAIN_MLP, WHOLE, tensor_parallel_plan
 from crosslayer.method import Method, Wiring, mixes, state_reader
 from crosslayer.methods import load_method, to_entry, wire
 from crosslayer.plan import CACHED, STATES, DepthPlan
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+FAMILIES = ("llama", "gemma2", "gpt2")
 
 
 @strict
@@ -20,8 +21,19 @@ class CrossLayerConfig(LlamaConfig):
 
     Each is a name, {"name": …, option: …}, a `Method` or a class of them; they are kept as plain data.
 
-    Beside Llama's fields: `qk_norm` (Qwen3), `attention_output_bias` (None: as `attention_bias`; Qwen2 has False),
-    `sliding_window` with `layer_types`.
+    Beside Llama's fields:
+
+    - `family`: what norms, MLPs and embeddings are made of, "llama", "gemma2" or "gpt2" (decoder/parts.py); numbers,
+      biases and activations are fields of their own.
+    - `qk_norm` (Qwen3), `attention_output_bias` (None: as `attention_bias`; Qwen2 has False).
+    - `sliding_window` with `layer_types`.
+    - "linear_attention" among `layer_types` is Kimi Linear's block, with `linear_num_heads` of `linear_head_dim` and a
+      convolution over `linear_conv_kernel_dim` tokens. It keeps a state of its own, so that no method shares there.
+    - `query_pre_attn_scalar`: scores are divided by its root; None: the head size.
+    - `attn_logit_softcapping`, `final_logit_softcapping`: c of c·tanh(x / c), for scores and for logits; None: no cap.
+      SDPA cannot cap scores, so that eager attention is the default then; FlexAttention can.
+    - `num_local_experts`: makes each MLP a mixture of so many (Mixtral), of which a token goes through
+      `num_experts_per_tok`. With `output_router_logits` their balance counts in the loss, times `router_aux_loss_coef`.
 
     Raises:
         ValueError: a method, an option or the wiring is impossible; the message says what would be right.
@@ -29,6 +41,7 @@ class CrossLayerConfig(LlamaConfig):
     """
 
     model_type = "crosslayer"
+    router_jitter_noise = 0.0  # read by transformers' sparse block
     base_model_pp_plan = None  # what layers lend does not travel between the stages of a pipeline
 
     cross_layer: Any = None
@@ -36,6 +49,17 @@ class CrossLayerConfig(LlamaConfig):
     attention_output_bias: bool | None = None
     sliding_window: int | None = None
     layer_types: list[str] | None = None
+    family: str = "llama"
+    query_pre_attn_scalar: int | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    num_local_experts: int | None = None
+    num_experts_per_tok: int = 2
+    router_aux_loss_coef: float = 0.001
+    output_router_logits: bool = False
+    linear_num_heads: int | None = None
+    linear_head_dim: int | None = None
+    linear_conv_kernel_dim: int = 4
 
     def __post_init__(self, **kwargs: Any):
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -47,6 +71,7 @@ class CrossLayerConfig(LlamaConfig):
         self.cross_layer = [to_entry(load_method(entry)) for entry in entries if entry is not None]
         self._set_windows()
         super().__post_init__(**kwargs)
+        self._check_family()
         self._check_shapes()
         self._check_wiring()
 
@@ -85,7 +110,12 @@ class CrossLayerConfig(LlamaConfig):
     @property
     def wiring(self) -> Wiring:
         """What the methods say together; the same methods and number of layers are computed once per process."""
-        return wire(self.methods, self.num_hidden_layers)
+        return wire(self.methods, self.num_hidden_layers, self.linear_layers)
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """The layers with linear attention."""
+        return tuple(layer for layer, kind in enumerate(self.layer_types or ()) if kind == "linear_attention")
 
     @property
     def plan(self) -> DepthPlan:
@@ -96,9 +126,10 @@ class CrossLayerConfig(LlamaConfig):
     def kv_sharing_modes(self) -> list[str | None]:
         """What transformers' caches read: "reuse" for layers that store nothing, "store" for lenders."""
         wiring, modes = self.wiring, []
-        for stored, lent in zip(wiring.stored, wiring.lends, strict=True):
+        for layer, (stored, lent) in enumerate(zip(wiring.stored, wiring.lends, strict=True)):
             lends_cached = any(STATES[number] in CACHED for number in lent)
-            modes.append("reuse" if not stored else "store" if lends_cached else None)
+            keeps_state = stored or layer in wiring.linear
+            modes.append("reuse" if not keeps_state else "store" if lends_cached else None)
         return modes
 
     @property
@@ -106,7 +137,46 @@ class CrossLayerConfig(LlamaConfig):
         """How transformers splits the modules over ranks (tensor parallelism)."""
         wiring = self.wiring
         mixes = any(type(method).heads is not Method.heads for method in wiring.methods)
-        return tensor_parallel_plan(self.qk_norm, mixes, any(wiring.several), wiring.compensation)
+        attention = tensor_parallel_plan(self.qk_norm, mixes, any(wiring.several), wiring.compensation)
+        mlps = PLAIN_MLP if self.family == "gpt2" else GATED_MLP if self.num_local_experts is None else EXPERTS
+        linear = LINEAR if self.linear_layers else {}
+        positions = {"embed_positions": WHOLE} if self.family == "gpt2" else {}
+        return {**attention, **mlps, **linear, **positions}
+
+    @property
+    def has_post_norms(self) -> bool:
+        """Whether a norm stands on each sublayer's update."""
+        return self.family == "gemma2"
+
+    def tells_routers(self, asked: bool | None) -> bool:
+        """Return whether routers' logits are returned: as `asked`, or by default as the config says.
+
+        Raises:
+            ValueError: they are asked for, and there is no router.
+
+        """
+        if asked and self.num_local_experts is None:
+            raise ValueError("output_router_logits: the model has no router; its config sets no num_local_experts")
+        return self.output_router_logits if asked is None else asked
+
+    def _check_family(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"family is {self.family!r}; it must be one of {', '.join(map(repr, FAMILIES))}")
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+            value = vars(self)[name]
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; it must be above 0, or None")
+        if self.num_local_experts is not None and not 1 <= self.num_experts_per_tok <= self.num_local_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; it must be between 1 and num_local_experts = "
+                f"{self.num_local_experts}"
+            )
+        if self.num_local_experts is not None and (self.family == "gpt2" or self.mlp_bias):
+            raise ValueError("num_local_experts: experts are gated MLPs without biases; leave 'gpt2' and mlp_bias out")
+        if self.output_router_logits and self.num_local_experts is None:
+            raise ValueError("output_router_logits: there is no router; set num_local_experts")
+        if self.family == "gpt2" and self.rope_parameters != LlamaConfig().rope_parameters:
+            raise ValueError("family 'gpt2' learns its positions; leave rope_parameters out")
 
     def _check_shapes(self) -> None:
         assert self.num_key_value_heads is not None and self.layer_types is not None
@@ -120,6 +190,8 @@ class CrossLayerConfig(LlamaConfig):
                 f"layer_types has {len(self.layer_types)} entries {sorted(set(self.layer_types))}; it needs "
                 f"{self.num_hidden_layers}, each of {', '.join(LAYER_TYPES)}"
             )
+        if self.linear_layers and (self.linear_num_heads is None or self.linear_head_dim is None):
+            raise ValueError("layer_types has linear_attention; set linear_num_heads and linear_head_dim")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention, but sliding_window is not set")
 

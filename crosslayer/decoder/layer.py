@@ -1,21 +1,25 @@
 """A layer of the decoder: a pure function (stream, carry) → (stream, carry).
 
-A module that a layer does without is None: attention or MLP that a method takes away, with norm and residual; the norm
-before attention that reads no input; a residual that is the plain sum; W_c.
+A module that a layer does without is None: attention or MLP that a method takes away, with norms and residual; the norm
+before attention that reads no input; a residual that is the plain sum; W_c; the norms on updates, which Gemma 2 has.
+Norms are called as the family calls them: `post_attention_layernorm` stands before Llama's MLP, and on the update of
+Gemma 2's attention.
 
 Shapes: B batch, T new tokens, C hidden.
 """
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from crosslayer.decoder.attention import CrossLayerAttention, Inputs
 from crosslayer.decoder.configuration import CrossLayerConfig
+from crosslayer.decoder.parts import linear_attention, mlp, norm
 from crosslayer.method import Carry, Compensation, Residual, Wiring
+
+ROUTERS = "routers"  # in the carry: the logits of the routers so far
 
 
 class CrossLayerDecoderLayer(GradientCheckpointingLayer):
@@ -24,14 +28,19 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
         super().__init__()
         plan, target = wiring.plan, wiring.compensation[layer_idx]
-        norm = {"hidden_size": config.hidden_size, "eps": config.rms_norm_eps}
+        has_attention, has_mlp = plan.attends(layer_idx) or layer_idx in wiring.linear, plan.mlps[layer_idx] is not None
         self.self_attn = CrossLayerAttention(config, wiring, layer_idx) if plan.attends(layer_idx) else None
-        self.mlp = LlamaMLP(config) if plan.mlps[layer_idx] is not None else None
-        self.post_attention_layernorm = LlamaRMSNorm(**norm) if self.mlp is not None else None
+        self.linear_attn = linear_attention(config, layer_idx) if layer_idx in wiring.linear else None
+        self.mlp = mlp(config) if has_mlp else None
+        self.post_norms, self.is_sparse = config.has_post_norms, config.num_local_experts is not None
+        width = config.hidden_size
+        self.post_attention_layernorm = norm(config, width) if (has_attention if self.post_norms else has_mlp) else None
+        self.pre_feedforward_layernorm = norm(config, width) if self.post_norms and has_mlp else None
+        self.post_feedforward_layernorm = norm(config, width) if self.post_norms and has_mlp else None
         self.attn_compensation = Compensation(config, target) if target == "attention" else None
         self.mlp_compensation = Compensation(config, target) if target == "mlp" else None
-        self.attends = self.self_attn is not None or self.attn_compensation is not None
-        self.input_layernorm = LlamaRMSNorm(**norm) if wiring.reads_input[layer_idx] else None
+        self.attends = has_attention or self.attn_compensation is not None
+        self.input_layernorm = norm(config, width) if wiring.reads_input[layer_idx] else None
         self.attn_residual = _residual(config, wiring, layer_idx, "attn") if self.attends else None
         self.mlp_residual = _residual(config, wiring, layer_idx, "mlp") if self.mlp is not None else None
 
@@ -44,11 +53,16 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
             return self.mlp_compensation
         return None if self.self_attn is None else self.self_attn.compensation
 
+    @property
+    def mlp_norm(self) -> nn.Module | None:
+        """The norm before the MLP."""
+        return self.pre_feedforward_layernorm if self.post_norms else self.post_attention_layernorm
+
     def forward(
         self,
         stream: Tensor,
         carry: Carry,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None,
         attention_mask: Any = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
@@ -71,12 +85,10 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
                 **kwargs,
             )
             stream, carry = _write(self.attn_residual, stream, update, carry)
-        if self.mlp is not None and self.post_attention_layernorm is not None:
+        if self.mlp is not None:
             read, carry = _read(self.mlp_residual, stream, carry)
             first = read if first is None else first
-            update = self.mlp(self.post_attention_layernorm(read))
-            if self.mlp_compensation is not None:
-                update = update + self.mlp_compensation(normed)
+            update, carry = self._mlp_update(read, normed, carry)
             stream, carry = _write(self.mlp_residual, stream, update, carry)
         return stream, {**carry, "read": first}
 
@@ -92,12 +104,43 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
 
     def _attention_update(self, normed: Tensor, carry: Carry, **kwargs: Any) -> tuple[Tensor, Carry]:
         """Return attention's update (B, T, C) with that of W_c, which stands alone where attention is gone."""
-        if self.self_attn is None:
+        if self.linear_attn is not None:
+            update = self._linear_update(normed, **kwargs)
+        elif self.self_attn is not None:
+            update, carry = self.self_attn(hidden_states=normed, carry=carry, **kwargs)
+        else:
             assert self.attn_compensation is not None
             return self.attn_compensation(normed), carry
-        update, carry = self.self_attn(hidden_states=normed, carry=carry, **kwargs)
+        if self.post_norms:
+            assert self.post_attention_layernorm is not None
+            update = self.post_attention_layernorm(update)
         if self.attn_compensation is not None:
             update = update + self.attn_compensation(normed)
+        return update, carry
+
+    def _linear_update(
+        self, normed: Tensor, inputs: Inputs | None, attention_mask: Any, past_key_values: Cache | None, **_: Any
+    ) -> Tensor:
+        """Return linear attention's update (B, T, C)."""
+        assert self.linear_attn is not None
+        if inputs is not None and any(way is not normed for way in inputs):
+            raise ValueError("linear attention reads a single input, not separate ones for queries, keys and values")
+        return self.linear_attn(normed, attention_mask, past_key_values)
+
+    def _mlp_update(self, read: Tensor, normed: Tensor | None, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the MLP's update (B, T, C) with that of W_c, which reads what attention read.
+
+        A router's logits (B·T, E) join those of the layers below in the carry.
+        """
+        assert self.mlp is not None and self.mlp_norm is not None
+        update = self.mlp(self.mlp_norm(read))
+        if self.is_sparse:
+            update, logits = update
+            carry = {**carry, ROUTERS: (*carry.get(ROUTERS, ()), logits)}
+        if self.post_feedforward_layernorm is not None:
+            update = self.post_feedforward_layernorm(update)
+        if self.mlp_compensation is not None:
+            update = update + self.mlp_compensation(normed)
         return update, carry
 
 

@@ -1,6 +1,6 @@
-"""The decoder: Llama whose layers are pure functions (stream, carry) → (stream, carry).
+"""The decoder: Llama, or another family, whose layers are pure functions (stream, carry) → (stream, carry).
 
-With no method it is Llama, weight names included. What layers lend travels in `carry`, never through the cache.
+With no method it is that family, weight names included. What layers lend travels in `carry`, never through the cache.
 
 Shapes: B batch, T new tokens, C hidden, V vocabulary.
 """
@@ -14,20 +14,25 @@ from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin,
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     create_causal_mask,
+    create_recurrent_attention_mask,
     create_sliding_window_causal_mask,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
 from crosslayer.decoder.caches import check_cache, check_quantized, without_empty_layers
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.keywords import LEAKED, LOSS, check_keywords
-from crosslayer.decoder.layer import CrossLayerDecoderLayer
+from crosslayer.decoder.layer import ROUTERS, CrossLayerDecoderLayer
+from crosslayer.decoder.parts import embedding, initialise, learned_positions, norm, rotary
 from crosslayer.environment import check_flex
 from crosslayer.method import TOKENS, Carry, Mixing
 
-MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+MASKS = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+    "linear_attention": create_recurrent_attention_mask,
+}
 
 
 class CrossLayerPreTrainedModel(PreTrainedModel):
@@ -40,16 +45,31 @@ class CrossLayerPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["CrossLayerDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
-    _supports_sdpa = True
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     _supports_attention_backend = True
+
+    @property
+    def _supports_sdpa(self) -> bool:  # type: ignore[override]
+        """SDPA cannot cap scores: as in transformers, eager attention is then the default, and `sdpa` is refused."""
+        return self.config.attn_logit_softcapping is None
+
+    @property
+    def _is_stateful(self) -> bool:  # type: ignore[override]
+        """Tell `generate` of layers whose state cannot be cropped."""
+        return bool(self.config.linear_layers)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Mixing):
             module.reset()
         else:
             super()._init_weights(module)
+            initialise(module)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Say that experts may run by any of transformers' implementations, where there are experts."""
+        return True
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
@@ -69,13 +89,12 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         kind = config._attn_implementation or "eager"
         if kind not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise ValueError(f"attention {kind!r} has no mask function registered, so it would ignore the causal mask")
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens, self.embed_positions = embedding(config), learned_positions(config)
         wiring = config.wiring
         with _initial_values():
             layers = [CrossLayerDecoderLayer(config, wiring, layer) for layer in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.norm, self.rotary_emb = norm(config, config.hidden_size), rotary(config)
         answers = (method.final(config, wiring) for method in wiring.methods)
         self.token_readers = [method.name() for method in wiring.methods if method.reads_tokens]
         self.final_residual = next((residual for residual in answers if residual is not None), None)
@@ -93,9 +112,13 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Return hidden states (B, T, C); with `output_hidden_states`, also what each layer reads."""
+    ) -> MoeModelOutputWithPast:
+        """Return hidden states (B, T, C); with `output_hidden_states`, also what each layer reads.
+
+        With `output_router_logits`, also the logits of every router, (B·T, E) each.
+        """
         check_keywords(CrossLayerModel.forward, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -103,7 +126,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             raise ValueError(
                 "maps are not returned, since sharing never builds them; `crosslayer diagnose` measures them"
             )
-        stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        stream: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         check_flex(self.config._attn_implementation, stream.device)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -112,7 +135,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             position_ids = (torch.arange(stream.shape[1], device=stream.device) + seen).unsqueeze(0)
         check_cache(self.config, past_key_values)
         masks = self._masks(stream, attention_mask, past_key_values, position_ids)
-        position_embeddings = self.rotary_emb(stream, position_ids=position_ids)
+        stream, position_embeddings = self.place(stream, position_ids)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         reads, carry = [], self._first_carry(input_ids)
         kinds = self.config.layer_types
@@ -133,11 +156,24 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if self.final_residual is not None:
             stream, carry = self.final_residual.read(stream, carry)
         last = self.norm(stream)
-        return BaseModelOutputWithPast(
+        return MoeModelOutputWithPast(
             last_hidden_state=last,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*_filled(reads, stream), last) if wanted else None,
+            router_logits=carry.get(ROUTERS) if self.config.tells_routers(output_router_logits) else None,
         )
+
+    def place(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return embeddings (B, T, C) with learned positions added, or the rotary tables (1 or B, T, D) instead."""
+        if self.embed_positions is not None:
+            if stream.shape[1] > self.config.max_position_embeddings:
+                raise ValueError(
+                    f"there are {stream.shape[1]} tokens, and the model has learned "
+                    f"{self.config.max_position_embeddings} positions"
+                )
+            return stream + self.embed_positions(position_ids), None
+        assert self.rotary_emb is not None
+        return stream, self.rotary_emb(stream, position_ids=position_ids)
 
     def _first_carry(self, input_ids: Tensor | None) -> Carry:
         """Return what the first layer gets beside the stream: the tokens, for methods that read them."""
@@ -172,7 +208,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
     def __init__(self, config: CrossLayerConfig):
         super().__init__(config)
         self.model = CrossLayerModel(config)
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -187,12 +223,14 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        output_router_logits: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> MoeCausalLMOutputWithPast:
         """Return logits (B, T, V), or of the last `logits_to_keep` tokens, and the loss where there are `labels`.
 
         The loss also takes `shift_labels` (labels that are shifted already; they suffice alone, as where the sequence
-        is split over ranks), `ignore_index` and `num_items_in_batch`.
+        is split over ranks), `ignore_index` and `num_items_in_batch`. With `output_router_logits` it contains the
+        routers' `aux_loss`, which is returned as well.
         """
         options = {name: kwargs.pop(name) for name in LOSS if name in kwargs}
         kwargs = {name: value for name, value in kwargs.items() if name not in LEAKED}
@@ -204,15 +242,30 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_router_logits=output_router_logits,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         loss = None
         if labels is not None or options.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        aux_loss = None
+        if outputs.router_logits is not None:
+            from crosslayer.decoder.sparse import balance_loss  # dense models do without loading it
+
+            padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+            aux_loss = balance_loss(self.config, outputs.router_logits, padding)
+            loss = None if loss is None else loss + self.config.router_aux_loss_coef * aux_loss
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            router_logits=outputs.router_logits,
         )
 
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:

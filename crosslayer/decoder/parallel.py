@@ -23,14 +23,27 @@ PLAN = {
     "layers.*.self_attn.k_proj": "colwise",
     "layers.*.self_attn.v_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.mlp.gate_proj": "colwise",
-    "layers.*.mlp.up_proj": "colwise",
-    "layers.*.mlp.down_proj": "rowwise",
+}
+PLAIN_MLP = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+GATED_MLP = {"layers.*.mlp.gate_proj": "colwise", **PLAIN_MLP}
+EXPERTS = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+    "layers.*.mlp.experts": "moe_tp_experts",
 }
 # small and whole on every rank, which sees its own heads alone: gradients are summed
 NORMS = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm")
 MIXERS = "layers.*.self_attn.mixers.*"
 READER = "layers.*.self_attn.reader"
+
+# linear attention stays whole
+LINEAR = {
+    f"layers.*.linear_attn.{name}": WHOLE
+    for name in (
+        *("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj", "o_proj"),
+        *("forget_gate.f_a_proj", "forget_gate.f_b_proj"),
+    )
+}
 
 # W_c on a whole update reads and writes what every rank has whole, so its gradient is whole too; W_c before W_o writes
 # heads, and is split as they are
@@ -86,7 +99,7 @@ if torch.distributed.is_available():
 def tensor_parallel_plan(
     qk_norm: bool, mixes: bool, reads_several: bool, targets: Collection[str | None]
 ) -> dict[str, str]:
-    """Return the styles of the modules that a decoder has; without the optional ones, which would be warned of.
+    """Return the styles of the modules beside MLPs; without the optional ones, which would be warned of.
 
     Args:
         qk_norm: whether queries and keys have norms.

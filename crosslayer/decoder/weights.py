@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 to ours and back: the config is translated, the weights keep their names.
+"""Other families' models to ours and back: the config is translated, the weights keep their names.
 
 A source attribute that is neither translated, nor ignored by name, nor at its default is refused: an unknown attribute
 would otherwise be a silent difference.
@@ -25,23 +25,45 @@ IGNORED = {
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "pretraining_tp", "id2label",
     "label2id", "problem_type", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
     "is_encoder_decoder", "unk_token_id", "sep_token_id", "cls_token_id", "max_window_layers", "use_sliding_window",
+    "cache_implementation",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's config differs from ours: attributes of its own that are read, and what it fixes."""
+    """How a family's config differs from ours.
+
+    Attributes:
+        reads: attributes of its own that are read.
+        fixes: what it fixes of ours.
+        calls: our name of each attribute that it calls otherwise.
+
+    """
 
     reads: tuple[str, ...] = ()
     fixes: Mapping[str, Any] = field(default_factory=dict)
+    calls: Mapping[str, str] = field(default_factory=dict)
 
+
+SCORES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+EXPERTS = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
+# what may differ between families, so that not every one of them can express it
+OURS = (
+    "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types", "family",
+    *SCORES, *EXPERTS,
+)  # fmt: skip
 
 FAMILIES = {
     "llama": Family(("attention_bias", "mlp_bias")),
     "mistral": Family(("sliding_window",)),
+    "mixtral": Family(("sliding_window", *EXPERTS)),
     "qwen2": Family(("sliding_window", "layer_types"), {"attention_bias": True, "attention_output_bias": False}),
     "qwen3": Family(("attention_bias", "sliding_window", "layer_types"), {"qk_norm": True}),
-}
+    "gemma2": Family(
+        ("attention_bias", "sliding_window", "layer_types", *SCORES), {"family": "gemma2"},
+        {"hidden_activation": "hidden_act"},
+    ),
+}  # fmt: skip
 
 
 def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerConfig:
@@ -58,9 +80,10 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
         )
     values = source.to_dict()
     values["head_dim"] = values.get("head_dim") or source.hidden_size // source.num_attention_heads
-    translated = (*SHARED, *family.reads)
+    translated = (*SHARED, *family.reads, *family.calls)
     _refuse_unknown(source, values, translated)
-    kept = {key: values[key] for key in translated if key in values}
+    kept = {key: values[key] for key in (*SHARED, *family.reads) if key in values}
+    kept |= {ours: values[name] for name, ours in family.calls.items()}
     return CrossLayerConfig(**{**kept, **family.fixes}, cross_layer=cross_layer)
 
 
@@ -86,15 +109,18 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
 
     if family not in FAMILIES:
         raise ValueError(f"family {family!r} is not known; use {', '.join(FAMILIES)}")
+    if config.linear_layers:
+        raise ValueError(f"{family} cannot express linear attention, of layers {list(config.linear_layers)}")
     if config.plan != DepthPlan.identity(config.num_hidden_layers) or config.methods:
         raise ValueError(f"{', '.join(m.name() for m in config.methods)}: {family} has no cross-layer methods")
-    values, reads = config.to_dict(), FAMILIES[family].reads
-    kept = {key: values[key] for key in (*SHARED, *reads)}
-    if "layer_types" in reads:
+    values, reads, calls = config.to_dict(), FAMILIES[family].reads, FAMILIES[family].calls
+    kept = {key: values[key] for key in (*SHARED, *reads) if key not in calls.values()}
+    kept |= {name: values[ours] for name, ours in calls.items()}
+    if "use_sliding_window" in AutoConfig.for_model(family).to_dict():
         kept["use_sliding_window"] = config.sliding_window is not None
     result = AutoConfig.for_model(family, **kept)
     back = to_config(result).to_dict()
-    for key in ("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types"):
+    for key in OURS:
         open_either_way = key == "attention_output_bias" and None in (values[key], back[key])
         if values[key] != back[key] and not open_either_way:
             raise ValueError(f"{family} cannot express {key} = {values[key]!r}")
@@ -115,6 +141,7 @@ def from_model(model: CrossLayerForCausalLM, family: str) -> PreTrainedModel:
 
 def _copied(cls: Any, config: PreTrainedConfig, source: PreTrainedModel) -> Any:
     implementation = source.config._attn_implementation
+    config._experts_implementation = source.config._experts_implementation
     if cls is AutoModelForCausalLM:
         target = cls.from_config(config, dtype=source.dtype, attn_implementation=implementation)
     else:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from crosslayer.method import TARGETS, Method, Wiring, check_choice
-from crosslayer.plan import DepthPlan
+from crosslayer.plan import STATES, DepthPlan
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -141,8 +141,10 @@ def _merged(plans: Sequence[tuple[str, DepthPlan]], layers: int) -> DepthPlan:
     return merged
 
 
-def wire(methods: Sequence[Method], layers: int) -> Wiring:
+def wire(methods: Sequence[Method], layers: int, linear: tuple[int, ...] = ()) -> Wiring:
     """Return what methods say together about a number of layers; the same methods are computed once.
+
+    Layers in `linear` have linear attention, in which no method shares or drops anything.
 
     Raises:
         ValueError: two methods exclude one another, or a method's compensation has no such place.
@@ -156,13 +158,18 @@ def wire(methods: Sequence[Method], layers: int) -> Wiring:
                 f"{method.name()} cannot be hashed ({error}); a method is a frozen dataclass, its options are tuples "
                 "rather than lists or dicts"
             ) from None
-    return _wire(tuple(methods), layers)
+    return _wire(tuple(methods), layers, linear)
 
 
 @functools.lru_cache(maxsize=256)
-def _wire(methods: tuple[Method, ...], layers: int) -> Wiring:
+def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> Wiring:
     plans = [method.plan(layers) for method in methods]
+    for method, own in zip(methods, plans, strict=True):
+        _leave_alone(method.name(), own, linear)
     plan = _merged([(m.name(), own) for m, own in zip(methods, plans, strict=True)], layers)
+    softmax = tuple(None if layer in linear else layer for layer in range(layers))
+    every = tuple(range(layers))
+    plan = plan.merge(DepthPlan(softmax, softmax, softmax, every), ("the methods", "linear attention"))
     places: list[str | None] = [None] * layers
     owner: list[str] = [""] * layers
     for method, own in zip(methods, plans, strict=True):
@@ -179,7 +186,19 @@ def _wire(methods: tuple[Method, ...], layers: int) -> Wiring:
             if method.compensation == "mlp" and plan.mlps[layer] is None:
                 raise ValueError(f"layer {layer}: {method.name()} compensates on the MLP's update, but it has no MLP")
             places[layer], owner[layer] = method.compensation, method.name()
-    return Wiring(methods, plan, tuple(places))
+    return Wiring(methods, plan, tuple(places), linear)
+
+
+def _leave_alone(name: str, plan: DepthPlan, linear: tuple[int, ...]) -> None:
+    """Refuse a method whose own plan changes layers with linear attention, or reads them."""
+    for layer in linear:
+        for state in STATES:
+            readers = [reader for reader in range(plan.layers) if layer in plan.reads(state, reader)]
+            if readers != [layer] or plan.reads(state, layer) != (layer,):
+                raise ValueError(
+                    f"{name}: layer {layer} has linear attention, whose state is its own: it lends and borrows no "
+                    f"{state} and is not dropped; leave it out"
+                )
 
 
 def _check_type(cls: type[Method], option: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from crosslayer.method import TARGETS, Method, Wiring, leaders, sharing_groups
+from crosslayer.method import TARGETS, Method, Wiring, leaders, norm_gain, sharing_groups
 from crosslayer.plan import DepthPlan
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class CLA(Method):
     end: int | None = None
     """The layer before which groups end; None: after the last layer."""
     groups: tuple[tuple[int, ...], ...] | None = None
-    """The groups themselves, runs of consecutive 0-based layers, instead of `group`, `start` and `end`."""
+    """The groups themselves, 0-based layers in rising order, instead of `group`, `start` and `end`."""
     compensation: str | None = None
     """Where a W_c of the followers writes ("attention", "heads", "mlp"): an extension, not in the paper."""
 
@@ -101,9 +101,12 @@ class CLA(Method):
 
 def _merge(weights: dict[str, Tensor], config: "LlamaConfig", group: list[int], state: str, merge: str) -> list[str]:
     """Merge the keys ("k") or values ("v") of a group into its leader's; return the names of what changed."""
-    stacked = torch.stack([_seen(weights, layer, state) for layer in group])  # (G, H_kv·D, C [+ 1, the bias])
+    gains = [norm_gain(config, weights[_prefix(layer) + "input_layernorm.weight"]) for layer in group]
+    stacked = torch.stack(
+        [_seen(weights, *pair, state) for pair in zip(group, gains, strict=True)]
+    )  # (G, H_kv·D, C [+ 1, the bias])
     if merge == "mean":
-        return _write(weights, group[0], state, stacked.mean(dim=0))
+        return _write(weights, group[0], gains[0], state, stacked.mean(dim=0))
     assert config.head_dim is not None and config.num_key_value_heads is not None
     repeat = config.num_attention_heads // config.num_key_value_heads
     shared, factors = (_svd_keys if state == "k" else _svd_values)(stacked, config.head_dim)
@@ -112,24 +115,22 @@ def _merge(weights: dict[str, Tensor], config: "LlamaConfig", group: list[int], 
     changed = []
     for layer, factor in zip(group, factors, strict=True):
         changed += fold(weights, layer, factor)
-    return changed + _write(weights, group[0], state, shared)
+    return changed + _write(weights, group[0], gains[0], state, shared)
 
 
 def _prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-def _seen(weights: dict[str, Tensor], layer: int, state: str) -> Tensor:
-    """Return a projection (H_kv·D, C [+ 1]) with its norm's gain and, as the last column, its bias, in float64."""
-    gain = weights[_prefix(layer) + "input_layernorm.weight"].double()
+def _seen(weights: dict[str, Tensor], layer: int, gain: Tensor, state: str) -> Tensor:
+    """Return a projection (H_kv·D, C [+ 1]) with its norm's gain (C,) and, as the last column, its bias, in float64."""
     matrix = weights[f"{_prefix(layer)}self_attn.{state}_proj.weight"].double() * gain
     bias = weights.get(f"{_prefix(layer)}self_attn.{state}_proj.bias")
     return matrix if bias is None else torch.cat([matrix, bias.double()[:, None]], dim=1)
 
 
-def _write(weights: dict[str, Tensor], leader: int, state: str, shared: Tensor) -> list[str]:
+def _write(weights: dict[str, Tensor], leader: int, gain: Tensor, state: str, shared: Tensor) -> list[str]:
     """Replace the leader's projection by what `_seen` would see as `shared`."""
-    gain = weights[_prefix(leader) + "input_layernorm.weight"].double()
     name = f"{_prefix(leader)}self_attn.{state}_proj."
     matrix = shared[:, : len(gain)] / torch.where(gain == 0, torch.ones_like(gain), gain)
     weights[name + "weight"] = matrix.to(weights[name + "weight"].dtype)

@@ -55,6 +55,12 @@ class SVFormer(Method):
     ) -> Self:
         """Make an anchor of every layer that is not a group's second or later layer."""
         assert part is None
+        for group in groups:
+            if list(group) != list(range(group[0], group[0] + len(group))):
+                raise ValueError(
+                    f"svformer: groups holds {list(group)}; a layer borrows of the nearest anchor below it, so that "
+                    "groups are runs of consecutive layers"
+                )
         followers = {layer for group in sharing_groups("svformer", groups) for layer in group[1:]}
         anchors = tuple(layer for layer in range(layers) if layer not in followers)
         return cls(anchors, compensation=compensation)

@@ -23,7 +23,7 @@ class UniAttn(Method):
     saves = ("keys",)
 
     superblocks: tuple[tuple[int, ...], ...] = ()
-    """Runs of consecutive 0-based layers; the other layers stand alone."""
+    """Groups of 0-based layers in rising order, in the paper neighbours; the other layers stand alone."""
     compensation: str | None = "attention"
     """Where W_c writes: "attention" (after W_o), "heads" (before W_o), "mlp" (the MLP's update), None: no W_c."""
 

@@ -54,7 +54,9 @@ def test_what_if_on_a_family_that_cannot_be_converted():
         zeroed.transformer.h[1].attn.c_proj.bias.zero_()
         with what_if(source, plan):
             assert (source(ids).logits - zeroed(ids).logits).abs().max() < 1e-10
-    with pytest.raises(ValueError, match="'gpt2' cannot be converted; llama, mistral, qwen2, qwen3 can; diagnose"):
+    with pytest.raises(
+        ValueError, match="'gpt2' cannot be converted; llama, mistral, mixtral, qwen2, qwen3, gemma2 can; diagnose"
+    ):
         convert(source, [load_method("cla")])
 
 
@@ -214,5 +216,7 @@ def test_bad_conversions():
     ):
         with pytest.raises(ValueError, match=words):
             parse_layers(text, 30)
+    with pytest.raises(ValueError, match=r"svformer: groups holds \[0, 2\]; a layer borrows of the nearest anchor"):
+        method_class("svformer").from_groups([[0, 2]], 3)
     with pytest.raises(ValueError, match=r"groups \[\[1\], \[2\]\] have no second layer"):
         method_class("cla").from_groups([[1], [2]], 3)

@@ -60,7 +60,7 @@ def test_with_additive_damage_the_search_takes_the_cheapest_states(seed):
     assert shares == sorted(shares, reverse=True) and shares[0] == 1.0
     # the first pick is the cheapest possible move for each state that it saves
     singles = [own(layers).take(kind, layer) for kind in searched_methods() for layer in range(layers)]
-    possible = [wires for wires in singles if wires.valid([SHAPE] * layers)]
+    possible = [wires for wires in singles if wires.valid]
     cheapest = min(additive(costs)(wires.plan) / saved(wires) for wires in possible)
     wires, damage = search.curve[1]
     assert damage / saved(wires) == pytest.approx(cheapest)
@@ -94,12 +94,13 @@ def test_a_dear_move_does_not_hide_a_cheap_one_within_the_budget():
     assert sorted(search.run(kl=0.08).names()) == ["own", "own", "own", "uniattn"]
 
 
-def test_moves_that_become_possible_are_tried():
-    """Layer 2 can read layer 0 only once layer 1, of another mask, has no attention."""
+def test_layers_follow_the_next_of_their_own_mask():
+    """Where masks alternate, layer 2 reads layer 0 and layer 3 reads layer 1."""
     windowed = LayerShape(4, 2, 8, 8, True, window=16)
-    costs = {DROP: [9.0, 0.1, 9.0], CLA: [9.0, 9.0, 0.1]}
-    chosen = Search(additive(costs), [SHAPE, windowed, SHAPE], kinds=[CLA, DROP], context=16).run(share=0.35)
-    assert chosen.kinds == (None, DROP, CLA)
+    costs = {CLA: [9.0, 9.0, 0.1, 0.1], DROP: [9.0] * 4}
+    chosen = Search(additive(costs), [SHAPE, windowed] * 2, kinds=[CLA, DROP], context=16).run(share=0.5)
+    assert chosen.kinds == (None, None, CLA, CLA) and chosen.plan.keys == (0, 1, 0, 1)
+    assert chosen.methods()[0].groups == ((0, 2), (1, 3))
 
 
 def test_a_window_has_little_to_save_at_a_long_context():
@@ -133,17 +134,19 @@ def test_budgets_that_cannot_be_met_name_the_nearest():
 
 
 def test_wires_follow_the_rules_of_plans():
-    assert not own(6).take(CLA, 0).valid([SHAPE] * 6)  # nothing below
+    assert not own(6).take(CLA, 0).valid  # nothing below
     chain = own(6).take(CLA, 2).take(CLA, 3)
     assert [chain.leader(2), chain.leader(3)] == [1, 1]
     assert chain.plan.keys == (0, 1, 1, 1, 4, 5)
     passed = chain.take(DROP, 2)  # a borrower past a dropped layer still reads its leader
-    assert passed.valid([SHAPE] * 6) and passed.plan.keys == (0, 1, None, 1, 4, 5)
+    assert passed.valid and passed.plan.keys == (0, 1, None, 1, 4, 5)
     assert passed.names() == ["own", "own", "drop", "cla", "own", "own"]
     assert [method.compensation for method in passed.methods({CLA: "mlp", DROP: "attention"})] == ["mlp", "attention"]
-    assert not own(6).take(CLA, 2).take(UNIATTN, 3).valid([SHAPE] * 6)  # layer 2 owns no keys
-    assert not own(6).take(CLA, 2).valid([SHAPE, SHAPE, LayerShape(4, 2, 8, 8, True, window=8)] + [SHAPE] * 3)
-    assert not Wires((DROP,) * 6).valid([SHAPE] * 6)
+    assert not own(6).take(CLA, 2).take(UNIATTN, 3).valid  # layer 2 owns no keys
+    shapes = (SHAPE, SHAPE, LayerShape(4, 2, 8, 8, True, window=8), *[SHAPE] * 3)
+    assert not Wires((None,) * 6, shapes).take(CLA, 2).valid and Wires((None,) * 6, shapes).take(CLA, 3).valid
+    assert Wires((None,) * 6, shapes).take(CLA, 3).plan.keys == (0, 1, 2, 1, 4, 5)
+    assert not Wires((DROP,) * 6).valid
 
 
 def test_fixed_blocks_are_of_the_size_nearest_to_the_share():

@@ -68,7 +68,33 @@ COMPOSITIONS = {
     "value_embeddings + yoco + attnres": ["value_embeddings", {"name": "yoco", "window": 5}, "attnres"],
 }
 SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 4}
+ALTERNATING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 3}
+GEMMA2 = {
+    "family": "gemma2", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 6, "final_logit_softcapping": 9.0,
+    "tie_word_embeddings": True, **ALTERNATING,
+}  # fmt: skip
+CAPPED = {**GEMMA2, "attn_logit_softcapping": 3.0}
+GPT2 = {"family": "gpt2", "hidden_act": "gelu_new", "attention_bias": True, "mlp_bias": True}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}  # others lack float64
+LINEAR = {
+    "linear_num_heads": 2, "linear_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"] + ["full_attention"] * 3,
+}  # fmt: skip
+APART = [{"name": "uniattn", "superblocks": ((1, 3), (2, 4))}]  # groups within a mask
 SHAPES = {
+    "gemma2": ([], CAPPED),
+    "cla, gemma2": ([{"name": "cla", "groups": ((0, 2, 4), (1, 3, 5)), "compensation": "mlp"}], CAPPED),
+    "uniattn + resformer, gemma2": ([*APART, "resformer"], GEMMA2),
+    "attnres + drop compensated, gemma2": (COMPOSITIONS["attnres + drop compensated"], GEMMA2),
+    "linear attention": ([], LINEAR),
+    "cla + resformer, linear attention": ([{"name": "cla", "groups": ((1, 3),)}, "resformer"], LINEAR),
+    "attnres, linear attention": (["attnres"], LINEAR),
+    "gpt2": ([], GPT2),
+    "resformer + cla, gpt2": (["resformer", "cla"], GPT2),
+    "attnres, gpt2": (["attnres"], GPT2),
+    "mixture of experts": ([], EXPERTS),
+    "resformer + cla, mixture of experts": (["resformer", "cla"], EXPERTS),
+    "attnres, mixture of experts": (["attnres"], {**EXPERTS, "output_router_logits": True}),
     "cla, sliding windows": (["cla"], SLIDING),
     "uniattn, sliding windows": ([{"name": "uniattn", "superblocks": BLOCKS}], SLIDING),
     "svformer, MQA, qk-norm": (["svformer"], {"num_key_value_heads": 1, "qk_norm": True}),

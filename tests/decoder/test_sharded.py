@@ -1,4 +1,4 @@
-"""Two ranks of FSDP2 on gloo give the gradients of one process, for every method."""
+"""Two ranks of FSDP2 on gloo give the gradients of one process, for every method and family."""
 
 import os
 import socket
@@ -10,9 +10,16 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
 from crosslayer import testing as contract
-from tests.decoder.test_every_method import COMPOSITIONS, SINGLE
+from tests.decoder.test_every_method import COMPOSITIONS, SHAPES, SINGLE
 
-CASES = {**SINGLE, **COMPOSITIONS}
+FAMILIES = ("cla, gemma2", "attnres, gpt2", "attnres, mixture of experts", "attnres, linear attention")
+CASES = {name: (methods, {}) for name, methods in {**SINGLE, **COMPOSITIONS}.items()}
+CASES |= {name: SHAPES[name] for name in FAMILIES}
+
+
+def config_of(case: str):
+    methods, changes = CASES[case]
+    return contract.config_of(methods, **changes)
 
 
 def free_port() -> int:
@@ -27,14 +34,14 @@ def gradients(model, ids):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def worker(rank, port, methods, mixed, checkpointing, path):
+def worker(rank, port, case, mixed, checkpointing, path):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
-        model = contract.build(contract.config_of(methods)).float()
+        model = contract.build(config_of(case)).float()
         if checkpointing:
             model.activation_checkpointing_enable()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
@@ -58,9 +65,9 @@ def worker(rank, port, methods, mixed, checkpointing, path):
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one(case, mixed, checkpointing, tmp_path):
     path = tmp_path / "gradients.safetensors"
-    mp.spawn(worker, (free_port(), CASES[case], mixed, checkpointing, path), nprocs=2)
+    mp.spawn(worker, (free_port(), case, mixed, checkpointing, path), nprocs=2)
     found = load_file(path)
-    model = contract.build(contract.config_of(CASES[case])).float()
+    model = contract.build(config_of(case)).float()
     if mixed:  # the same arithmetic in one process: parameters in bfloat16, tables of the rotary embedding not
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()

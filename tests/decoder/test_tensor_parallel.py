@@ -24,7 +24,8 @@ NAMES = (
     "llama", "cla", "svformer", "uniattn", "uniattn heads", "uniattn mlp", "resformer", "attnres", "attnres blocks",
     "drop compensated", "resformer, biases, tied", "hyper_connections", "mudd", "mudd + uniattn", "fusedkv",
     "fusedkv lite", "cross_attention", "skipv1, qk-norm, biases", "identity_mapping", "neutreno", "denseformer",
-    "yoco", "value_embeddings", "value_embeddings + yoco + attnres",
+    "yoco", "value_embeddings", "value_embeddings + yoco + attnres", "uniattn + resformer, gemma2", "gpt2",
+    "mixture of experts", "attnres, linear attention",
 )  # fmt: skip
 SHARDED = {name: CASES[name] for name in NAMES}
 SHARDED |= {"resformer, qk-norm": (["resformer"], {"qk_norm": True}), "two W_c": (BEFORE_AND_AFTER, {})}
@@ -34,8 +35,8 @@ SHARDED |= {"resformer, qk-norm": (["resformer"], {"qk_norm": True}), "two W_c":
 def test_the_plan_names_what_is_there(case):
     methods, changes = CASES[case]
     model = CrossLayerForCausalLM(contract.config_of(methods, **changes))
-    modules = {".".join("*" if part.isdigit() else part for part in n.split(".")) for n, _ in model.named_modules()}
-    assert set(model.tp_plan) <= modules
+    named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    assert set(model.tp_plan) <= {".".join("*" if part.isdigit() else part for part in n.split(".")) for n in named}
     linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)]
     for name in linear:
         assert ".".join("*" if part.isdigit() else part for part in name.split(".")) in model.tp_plan, name
@@ -49,7 +50,9 @@ def worker(rank, port, folders):
     try:
         for folder in folders:
             config = DistributedConfig(tp_size=2)
-            model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, distributed_config=config, dtype=torch.float64, experts_implementation="eager"
+            )
             ids = tokens(length=8)
             with torch.no_grad():
                 outputs = {"logits": model(ids, use_cache=False).logits}

@@ -166,6 +166,7 @@ ROPES = [
     {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32},
     LLAMA3,
 ]
+EAGER = {"experts_implementation": "eager"}  # others lack float64
 SOURCES = [
     ("llama", {}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -176,6 +177,11 @@ SOURCES = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True}),
+    ("gemma2", {}),
+    ("gemma2", {"query_pre_attn_scalar": 7, "final_logit_softcapping": 3.0, "attention_bias": True}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "num_key_value_heads": 4}),
+    ("mixtral", EAGER),
+    ("mixtral", {**EAGER, "sliding_window": 8, "num_local_experts": 3, "router_aux_loss_coef": 0.1}),
 ]
 
 
@@ -195,6 +201,16 @@ def test_families_convert_exactly_and_back(family, changes):
     assert {k for k in one if one[k] != two.get(k)} <= {"max_window_layers"}  # written out as layer_types
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_families_convert_to_the_bit_in_bfloat16(family):
+    source, ids = tiny(family, dtype=torch.bfloat16), tokens()
+    ours = to_model(source)
+    with torch.no_grad():
+        assert torch.equal(source(ids).logits, ours(ids).logits)
+    back = from_model(ours, family).state_dict()
+    assert all(torch.equal(value, back[name]) for name, value in source.state_dict().items())
+
+
 def test_smollm2_converts_exactly():
     import crosslayer
 
@@ -205,8 +221,18 @@ def test_smollm2_converts_exactly():
 
 
 def test_unknown_families_and_attributes_are_refused():
-    with pytest.raises(ValueError, match="'gemma2' cannot be converted; llama, mistral, qwen2, qwen3 can"):
-        to_config(tiny("gemma2").config)
+    with pytest.raises(
+        ValueError, match="'gpt2' cannot be converted; llama, mistral, mixtral, qwen2, qwen3, gemma2 can"
+    ):
+        to_config(tiny("gpt2").config)
+    for family, change in (
+        ("gemma2", {"use_bidirectional_attention": True}),
+        ("mixtral", {"router_jitter_noise": 0.1}),
+    ):
+        with pytest.raises(ValueError, match=f"{family}: config attribute {next(iter(change))} = .* is not known"):
+            to_config(AutoConfig.for_model(family, **change))
+    published = {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}  # beside hidden_activation
+    assert to_config(AutoConfig.for_model("gemma2", **published)).family == "gemma2"
     strange = AutoConfig.for_model("llama", logit_cap=30.0)
     with pytest.raises(ValueError, match=r"attribute logit_cap = 30.0 is not known"):
         to_config(strange)
@@ -214,7 +240,9 @@ def test_unknown_families_and_attributes_are_refused():
         from_model(to_model(tiny("qwen3")), "llama")
     with pytest.raises(ValueError, match="cla: llama has no cross-layer methods"):
         from_model(build(config_of(["cla"])), "llama")
-    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3"}
+    with pytest.raises(ValueError, match="llama cannot express family = 'gemma2'"):
+        from_model(to_model(tiny("gemma2", attn_logit_softcapping=None)), "llama")
+    assert set(FAMILIES) == {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2"}
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,10 @@ class Residual(Mixing):
         """Return the stream with the update (B, T, C) of the sublayer."""
         return stream + update, carry
 
+    def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor | None:
+        """Return the weight of each source in what `read` returns, (N, B, T), the embedding first; None: no such."""
+        return None
+
 
 class Compensation(nn.Linear, Mixing):
     """The linear map W_c: adds `normed @ W_c` to an update, where `target` (of `TARGETS`) says; begins at zero.

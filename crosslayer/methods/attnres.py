@@ -6,10 +6,15 @@ Block form: `block` consecutive sublayers are summed into a source, b_n = Σ f_j
 a source too. Two phases: where a block opens, its sublayers' queries are answered together over the closed blocks
 (output o and log-sum-exp s); inside, h = a·o + (1 − a)·v with a = sigmoid(s − wᵀ RMSNorm(v)) adds the running sum v.
 
+The other options are the paper's ablations. They read all sources at each sublayer, by plain autograd, so they cost
+what PyTorch's operators cost; only the published form is made to be fast.
+
 Flows: the sources. Reads: every sublayer but the first, which has no choice, and the final norm. Cache: unchanged.
 Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32, values raw.
 """
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.method import Carry, Method, Residual, Wiring
+from crosslayer.depth_attention import depth_attention, depth_scores, exact, inverse_rms, mark, merge
+from crosslayer.method import Carry, Method, Residual, Wiring, check_choice
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -33,8 +39,35 @@ class AttnRes(Method):
     block: int | None = None
     """How many sublayers form a block; None is the full form, a block for each sublayer."""
 
+    query: str = "static"
+    """Where queries come from: "static", a trained vector; "input", a trained map of the newest source, normed."""
+    weights: str = "softmax"
+    """What weighs the sources: "softmax" or "sigmoid" of the scores; "static", trained numbers without query or key."""
+    key_norm: bool = True
+    """Whether scores are of normed sources; if not, larger sources have larger scores."""
+    depth_heads: int = 1
+    """Groups of channels, each with weights of its own."""
+    window: int | None = None
+    """How many of the newest sources are read, beside the embedding; None: all."""
+
+    def __post_init__(self):
+        check_choice("attnres", "query", self.query, ("static", "input"))
+        check_choice("attnres", "weights", self.weights, ("softmax", "sigmoid", "static"))
+        for option, value in (("depth_heads", self.depth_heads), ("window", self.window)):
+            if value is not None and value < 1:
+                raise ValueError(f"attnres: {option} is {value}; it must be at least 1")
+        if self.weights == "static" and (self.query != "static" or not self.key_norm):
+            raise ValueError(
+                "attnres: static weights have neither queries nor keys; leave query 'static' and key_norm true"
+            )
+
+    @property
+    def published(self) -> bool:
+        """Whether nothing but the size of blocks differs from the paper's own form."""
+        return self == AttnRes(self.block)
+
     def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual:
-        """Let the sublayer that opens a block hold the queries of all of its block."""
+        """Let the sublayer that opens a block hold the queries of all of its block; ablated, each holds its own."""
         if site == "attn" and not wiring.reads_input[layer]:
             raise ValueError(
                 f"attnres: attention of layer {layer} borrows queries, keys and values and reads no input, so there is "
@@ -43,6 +76,8 @@ class AttnRes(Method):
         count, number = len(wiring.sublayers), wiring.sublayers.index((layer, site))
         size = self._size(count)
         place = number % size  # in its block
+        if not self.published:
+            return _Ablated(self, config, number // size + (2 if place else 1), opens=place == 0)
         without_query = 1 if number < size else 0  # the very first sublayer has a single source and needs no query
         row = place - without_query
         if place > 0:
@@ -52,8 +87,17 @@ class AttnRes(Method):
 
     def final(self, config: "LlamaConfig", wiring: Wiring) -> Residual:
         """Let the output read with a query and a gain of its own."""
-        self._size(len(wiring.sublayers))
-        return _Depth(config, 0, rows=1, opens=True)
+        count = len(wiring.sublayers)
+        size = self._size(count)
+        sources = -(-count // size) + 1
+        if self.published:
+            return _Depth(config, 0, rows=1, opens=True)
+        if self.window is not None and self.window + 1 >= sources:
+            raise ValueError(
+                f"attnres: window is {self.window} beside the embedding, but there are only {sources} sources, so it "
+                f"would leave none out; it must be at most {sources - 2}"
+            )
+        return _Ablated(self, config, sources, opens=True)
 
     def _size(self, count: int) -> int:
         size = 1 if self.block is None else self.block
@@ -71,6 +115,7 @@ class _Depth(Residual):
     def __init__(self, config: "LlamaConfig", row: int, rows: int, opens: bool):
         super().__init__()
         self.row, self.opens, self.eps = row, opens, config.rms_norm_eps
+        self.serves = rows > row + 1  # other sublayers of its block, which wait for their results
         if rows > 0:
             self.query = nn.Parameter(torch.zeros(rows, config.hidden_size))  # (R, C)
             self.gain = nn.Parameter(torch.ones(rows, config.hidden_size))  # (R, C)
@@ -84,17 +129,16 @@ class _Depth(Residual):
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return Σ α v over the closed blocks and the open block."""
         if not self.opens:
-            directions, outs, high, low = carry[PHASE]  # (R, C), (R, B, T, C), (R, B, T) twice
-            score = depth_scores(stream, directions[self.row : self.row + 1], self.eps)[0]  # (B, T)
-            share = torch.sigmoid(high[self.row].to(score.dtype) + low[self.row] - score).to(outs.dtype)
-            return torch.lerp(stream.to(outs.dtype), outs[self.row], share.unsqueeze(-1)), carry
-        sources = (*carry.get(SOURCES, ()), stream)
+            directions, outs, high, low = carry[PHASE]  # (R, C), R of (B, T, C), (R, B, T) twice
+            total = high[self.row].to(torch.promote_types(high.dtype, torch.float32)) + low[self.row]  # (B, T)
+            return merge(stream, outs[self.row], total, directions[self.row : self.row + 1], self.eps), carry
+        sources = (*carry.get(SOURCES, ()), mark(stream))
         carry = {**carry, SOURCES: sources}
         if not self._parameters:
             return stream, carry
         directions = self.query * self.gain  # (R, C)
-        outs, total = depth_attention(sources, directions, self.eps)  # (R, B, T, C), (R, B, T)
-        if len(directions) > self.row + 1:
+        outs, total = depth_attention(sources, directions, self.eps, self.serves)  # R of (B, T, C), (R, B, T)
+        if total is not None and self.serves:
             high = total.to(stream.dtype)  # two parts, as mixed precision may round a layer's inputs
             low = (total - high).to(stream.dtype)
             carry = {**carry, PHASE: (directions, outs, high, low)}
@@ -104,23 +148,91 @@ class _Depth(Residual):
         """Begin or continue the running sum of the block."""
         return (update if self.opens else stream + update), carry
 
+    def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
+        """Return the weights in one phase."""
+        if self.row < 0:
+            return stream.new_ones(1, *stream.shape[:-1])
+        directions = self.query * self.gain if self.opens else carry[PHASE][0]
+        direction = directions[self.row : self.row + 1]
+        sources = (*carry.get(SOURCES, ()), stream)
+        return torch.cat([depth_scores(source, direction, self.eps) for source in sources]).softmax(dim=0)
 
-def depth_scores(source: Tensor, directions: Tensor, eps: float) -> Tensor:
-    """Return wᵀ RMSNorm(v) in float32 for R directions (gain ∘ query, (R, C)) and v (B, T, C): (R, B, T)."""
-    wide = torch.promote_types(source.dtype, torch.float32)
-    source = source.to(wide)
-    norm = torch.rsqrt(source.square().mean(-1, keepdim=True) + eps)
-    return (source @ directions.to(wide).T * norm).movedim(-1, 0)  # (B, T, R) → (R, B, T)
 
+class _Ablated(Residual):
+    """Reads all sources at once, by the options of an ablation; the stream is the running sum of the open block."""
 
-def depth_attention(sources: tuple[Tensor, ...], directions: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return Σ softmax_i(wᵀ RMSNorm(v_i)) v_i over sources (B, T, C) for R directions, and the log-sum-exp.
+    def __init__(self, method: AttnRes, config: "LlamaConfig", sources: int, opens: bool):
+        super().__init__()
+        width, heads = config.hidden_size, method.depth_heads
+        if width % heads:
+            raise ValueError(f"attnres: depth_heads is {heads}; it must divide the width {width}")
+        self.method, self.opens, self.eps, self.alone = method, opens, config.rms_norm_eps, sources == 1
+        if self.alone:
+            return
+        if method.weights == "static":
+            count = sources if method.window is None else min(sources, method.window + 1)
+            self.weight = nn.Parameter(torch.full((count, heads), 1 / count))  # (N, H)
+            return
+        self.query = nn.Parameter(torch.zeros((width, width) if method.query == "input" else (width,)))
+        if method.key_norm:
+            self.gain = nn.Parameter(torch.ones(width))
 
-    (R, B, T, C) and (R, B, T); source by source, so that the sources are never copied together.
-    """
-    scores = torch.stack([depth_scores(source, directions, eps) for source in sources])  # (N, R, B, T)
-    shares = scores.softmax(dim=0).to(sources[0].dtype).unsqueeze(-1)  # (N, R, B, T, 1)
-    result = shares[0] * sources[0]
-    for share, source in zip(shares[1:], sources[1:], strict=True):
-        result = result + share * source
-    return result, scores.logsumexp(dim=0)
+    def reset(self) -> None:
+        """Begin with uniform weights: 1 / N each, of sigmoids one half."""
+        for name, parameter in self._parameters.items():
+            value = {"weight": 1 / len(parameter), "query": 0.0, "gain": 1.0}[name]  # type: ignore[arg-type]
+            init.constant_(parameter, value)  # type: ignore[arg-type]
+
+    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return Σ α v over the sources in the window, each head with its own α."""
+        sources = (*carry.get(SOURCES, ()), stream)
+        if self.opens:
+            carry = {**carry, SOURCES: sources}
+        if self.alone:
+            return stream, carry
+        sources = self._window(sources)
+        weights = self._weights(sources)  # (N, …, H)
+        parts = [
+            weight.to(source.dtype).unsqueeze(-1) * self._heads(source)
+            for weight, source in zip(weights, sources, strict=True)
+        ]
+        return functools.reduce(torch.add, parts).flatten(-2), carry
+
+    def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Begin or continue the running sum of the block."""
+        return (update if self.opens else stream + update), carry
+
+    def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
+        """Return the mean weights of the heads; zero outside of the window."""
+        sources = (*carry.get(SOURCES, ()), stream)
+        result = stream.new_zeros(len(sources), *stream.shape[:-1])
+        seen = self._window(range(len(sources)))
+        weights = self._weights([sources[number] for number in seen]).mean(dim=-1) if not self.alone else 1.0
+        result[list(seen)] = weights
+        return result
+
+    def _window(self, sources):
+        window = self.method.window
+        return sources if window is None else (sources[0], *sources[1:][-window:])
+
+    def _weights(self, sources: Sequence[Tensor]) -> Tensor:
+        """Return what weighs each source in each head, (N, B, T, H) or (N, 1, 1, H)."""
+        if self.method.weights == "static":
+            return self.weight[:, None, None]
+        with exact(sources[0].device):
+            wide = torch.promote_types(sources[0].dtype, torch.float32)
+            query = self.query.to(wide)
+            if self.method.query == "input":
+                newest = sources[-1].to(wide)
+                query = nn.functional.linear(newest * inverse_rms(newest, self.eps), query)  # (B, T, C)
+            if self.method.key_norm:
+                query = query * self.gain
+            scores = torch.stack([self._scores(source.to(wide), query) for source in sources])  # (N, B, T, H)
+        return scores.softmax(dim=0) if self.method.weights == "softmax" else scores.sigmoid()
+
+    def _scores(self, source: Tensor, query: Tensor) -> Tensor:
+        products = self._heads(source * query).sum(dim=-1)  # (B, T, H)
+        return products * inverse_rms(source, self.eps) if self.method.key_norm else products
+
+    def _heads(self, source: Tensor) -> Tensor:
+        return source.unflatten(-1, (self.method.depth_heads, -1))  # (B, T, H, C / H)

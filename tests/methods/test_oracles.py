@@ -5,8 +5,8 @@ import torch
 from transformers import AutoConfig
 
 from crosslayer.decoder.weights import FAMILIES, from_model, to_config, to_model
+from crosslayer.depth_attention import depth_attention
 from crosslayer.method import Mixing
-from crosslayer.methods.attnres import depth_attention
 from crosslayer.testing import build, close, config_of
 from tests.helpers.tiny import tiny, tokens
 

@@ -66,24 +66,26 @@ class Residual(Mixing):
 
 
 class Compensation(nn.Linear, Mixing):
-    """The linear map W_c: adds `normed @ W_c` to an update, where `target` (of `TARGETS`) says; begins at zero.
+    """The linear map W_c: adds `normed @ W_c [+ b]` to an update, where `target` (of `TARGETS`) says; begins at zero.
 
     It maps (B, T, C) to (B, T, C), or to (B, T, H·D) before W_o.
     """
 
-    def __init__(self, config: "LlamaConfig", target: str):
+    def __init__(self, config: "LlamaConfig", target: str, bias: bool = False):
         assert config.head_dim is not None
         self.target, inputs = target, config.hidden_size
         outputs = config.num_attention_heads * config.head_dim if target == "heads" else inputs
-        super().__init__(inputs, outputs, bias=False)
+        super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
         """Set W_c to zero when it is built."""
-        nn.init.zeros_(self.weight)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
     def reset(self) -> None:
         """Set W_c to zero, unless a checkpoint has filled it."""
-        init.zeros_(self.weight)
+        for parameter in self.parameters():
+            init.zeros_(parameter)
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,14 @@ class Wiring:
         methods: the methods, in list order.
         plan: who owns and who reads, all methods merged.
         compensation: (L,), where W_c of a layer writes (of `TARGETS`), None without it.
+        compensation_bias: (L,), whether W_c of a layer has a bias.
 
     """
 
     methods: tuple["Method", ...]
     plan: DepthPlan
     compensation: tuple[str | None, ...]
+    compensation_bias: tuple[bool, ...]
 
     @cached_property
     def reads_input(self) -> tuple[bool, ...]:
@@ -162,9 +166,11 @@ class Method:
 
     - `targets`: where W_c may write; the values that the option `compensation` may take beside None.
     - `compensation`: where W_c writes, None without it; an option of those methods that have targets.
+    - `compensation_bias`: whether W_c has a bias; an option of those of them whose W_c may have one.
     - `saves`: of "keys" and "values" those that each further layer under the method saves; where it is not empty, the
       search by damage tries the method.
     - `grouped`: layers act in groups behind a leader; False: each named layer by itself.
+    - `consecutive`: the layers of a group are neighbours; False: any layers, the lowest of which leads.
     - `parts`: what of a layer is acted on, where there is a choice; the first is the default.
     - `merges`: how pretrained weights of a group may be merged; the first, "first", leaves them as they are.
     """
@@ -172,9 +178,11 @@ class Method:
     targets: ClassVar[tuple[str, ...]] = ()
     saves: ClassVar[tuple[str, ...]] = ()
     grouped: ClassVar[bool] = True
+    consecutive: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = ()
     merges: ClassVar[tuple[str, ...]] = ("first",)
     compensation: str | None = None
+    compensation_bias: bool = False
 
     def plan(self, layers: int) -> DepthPlan:
         """Answer who owns and who reads."""
@@ -224,7 +232,8 @@ class Method:
         """Build the method that acts on groups of layers.
 
         Args:
-            groups: runs of consecutive 0-based layers; where `grouped` is False, just layers.
+            groups: runs of consecutive 0-based layers, or any layers in rising order where `consecutive` is False;
+                where `grouped` is False, just layers.
             layers: how many layers the model has.
             compensation: where W_c writes (of `targets`), None for no W_c.
             part: what of a layer is acted on (of `parts`), None for the default.

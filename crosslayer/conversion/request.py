@@ -1,5 +1,6 @@
 """What options mean for the methods at hand: an option that would do nothing beside the others is refused."""
 
+import dataclasses
 import json
 
 from crosslayer.conversion.options import RetrofitOptions
@@ -8,6 +9,7 @@ from crosslayer.method import Method, check_choice
 from crosslayer.methods import load_method, method_class
 
 DEFAULT_FIT = "layerwise"
+SINGLE, NEIGHBOURS, ANY = ("similarity", "greedy", "correlation"), ("similarity",), ("distance", "similarity")
 
 
 class Request:
@@ -42,6 +44,18 @@ class Request:
         return self.options.part or self.kind.parts[0]
 
     @property
+    def select(self) -> str | None:
+        """How layers are chosen; None where they are not."""
+        if self.kind is None or self.options.layers != "auto":
+            return None
+        return self.options.select or selects(self.kind)[0]
+
+    @property
+    def many_tokens(self) -> bool:
+        """Whether the choice of layers needs as many tokens as W_c; it then reads the same."""
+        return self.select == "correlation"
+
+    @property
     def fit(self) -> str:
         """How W_c is fitted: as asked, or by default wherever there can be a W_c."""
         if self.options.compensation is not None:
@@ -73,17 +87,18 @@ class Request:
         """Refuse an option that would do nothing beside the others."""
         options, kind = self.options, self.kind
         named = kind is not None
-        alone = named and not kind.grouped
         merges = (self.whole or kind or Method).merges
         acts = {
             "layers": named,
             "part": named and bool(kind.parts),
-            "select": alone and options.layers == "auto",
+            "select": self.select is not None and len(selects(kind)) > 1,
+            "threshold": self.select == "distance",
             "size": named and options.layers == "top-half",
             "count": named and options.layers == "auto",
             "merge": len(merges) > 1,
             "groups": self.fit == "mean",
-            "calibration": self.fits,
+            "calibration": self.fits or self.many_tokens,
+            "bias": self.fit != "none" and self.whole is None and (kind is None or takes_bias(kind)),
             "target": self.fit != "none" and self.whole is None and (kind is None or len(kind.targets) > 1),
             "compensation": self.whole is None or self._may_compensate() or self.fit == "none",
         }
@@ -99,6 +114,8 @@ class Request:
             check_choice("retrofit", "merge", options.merge, (self.whole or self.kind or Method).merges)
         if options.part is not None and self.kind is not None:
             check_choice("retrofit", "part", options.part, self.kind.parts)
+        if options.select is not None and self.kind is not None:
+            check_choice("retrofit", "select", options.select, selects(self.kind))
         if options.target is not None:
             kinds = searched_methods() if self.kind is None else [self.kind]
             check_choice(
@@ -125,3 +142,15 @@ def _method_of(options: RetrofitOptions) -> tuple[type[Method] | None, Method | 
 def takes_groups(kind: type[Method]) -> bool:
     """Return whether a method can be built from groups of layers."""
     return kind.from_groups.__func__ is not Method.from_groups.__func__  # type: ignore[attr-defined]
+
+
+def takes_bias(kind: type[Method]) -> bool:
+    """Return whether W_c of a method may have a bias."""
+    return "compensation_bias" in {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+
+
+def selects(kind: type[Method]) -> tuple[str, ...]:
+    """Return the ways to choose the layers of a method, by default the first."""
+    if not kind.grouped:
+        return SINGLE
+    return NEIGHBOURS if kind.consecutive else ANY

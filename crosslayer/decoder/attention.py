@@ -38,7 +38,7 @@ class CrossLayerAttention(nn.Module):
         mixers = [mixer for m in wiring.methods if (mixer := m.heads(config, wiring, layer_idx)) is not None]
         self.mixers = nn.ModuleList(mixers)
         on_heads = wiring.compensation[layer_idx] == "heads"
-        self.compensation = Compensation(config, "heads") if on_heads else None
+        self.compensation = Compensation(config, "heads", wiring.compensation_bias[layer_idx]) if on_heads else None
 
     def _add_projections(self, config: CrossLayerConfig, owned: list[bool]) -> None:
         """Add W_q, W_k and W_v of the states that are owned, their norms, and W_o."""

@@ -23,13 +23,13 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
         super().__init__()
-        plan, target = wiring.plan, wiring.compensation[layer_idx]
+        plan, target, bias = wiring.plan, wiring.compensation[layer_idx], wiring.compensation_bias[layer_idx]
         norm = {"hidden_size": config.hidden_size, "eps": config.rms_norm_eps}
         self.self_attn = CrossLayerAttention(config, wiring, layer_idx) if plan.attends(layer_idx) else None
         self.mlp = LlamaMLP(config) if plan.mlps[layer_idx] is not None else None
         self.post_attention_layernorm = LlamaRMSNorm(**norm) if self.mlp is not None else None
-        self.attn_compensation = Compensation(config, target) if target == "attention" else None
-        self.mlp_compensation = Compensation(config, target) if target == "mlp" else None
+        self.attn_compensation = Compensation(config, target, bias) if target == "attention" else None
+        self.mlp_compensation = Compensation(config, target, bias) if target == "mlp" else None
         self.attends = self.self_attn is not None or self.attn_compensation is not None
         self.input_layernorm = LlamaRMSNorm(**norm) if wiring.reads_input[layer_idx] else None
         self.attn_residual = _residual(config, wiring, layer_idx, "attn") if self.attends else None

@@ -164,9 +164,15 @@ def _wire(methods: tuple[Method, ...], layers: int) -> Wiring:
     plans = [method.plan(layers) for method in methods]
     plan = _merged([(m.name(), own) for m, own in zip(methods, plans, strict=True)], layers)
     places: list[str | None] = [None] * layers
+    biased = [False] * layers
     owner: list[str] = [""] * layers
     for method, own in zip(methods, plans, strict=True):
         check_choice(method.name(), "compensation", method.compensation, (*method.targets, None))
+        if method.compensation_bias and method.compensation is None:
+            raise ValueError(
+                f"{method.name()}: compensation_bias is a bias of W_c, and there is no W_c; set compensation to "
+                f"{' or '.join(map(repr, method.targets))}"
+            )
         if method.compensation is None:
             continue
         assert method.compensation in TARGETS, f"{method.name()}: targets are of {TARGETS}"
@@ -179,7 +185,8 @@ def _wire(methods: tuple[Method, ...], layers: int) -> Wiring:
             if method.compensation == "mlp" and plan.mlps[layer] is None:
                 raise ValueError(f"layer {layer}: {method.name()} compensates on the MLP's update, but it has no MLP")
             places[layer], owner[layer] = method.compensation, method.name()
-    return Wiring(methods, plan, tuple(places))
+            biased[layer] = method.compensation_bias
+    return Wiring(methods, plan, tuple(places), tuple(biased))
 
 
 def _check_type(cls: type[Method], option: str, value: Any) -> None:

@@ -31,6 +31,8 @@ class Drop(Method):
     """0-based layers that lose both."""
     compensation: str | None = None
     """"attention" keeps the norm of each layer in `attention` and adds a W_c there: an extension, not in the paper."""
+    compensation_bias: bool = False
+    """Whether W_c has a bias."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Write None where a sublayer goes."""

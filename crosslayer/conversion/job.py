@@ -54,9 +54,11 @@ def retrofit(
     groups: int = 1,
     merge: str = "first",
     part: str | None = None,
-    select: str = "similarity",
+    bias: bool = False,
+    select: str | None = None,
     size: int = PAPER_SIZE,
     count: int | None = None,
+    threshold: float = 0.5,
     calibration_text: Text = None,
     windows: int = 96,
     calibration: int = 128,
@@ -80,14 +82,17 @@ def retrofit(
         kv_budget: search for this share of the cache.
         kv_context: tokens at which the cache is counted.
         kl_budget: search within this KL, in nats a token.
-        compensation: how W_c is fitted: none, zero, mean, lstsq, ridge or layerwise.
+        compensation: how W_c is fitted: none, zero, mean, lstsq, lmmse, ridge or layerwise.
         target: where W_c writes.
         groups: v of Theorem 3.1, for compensation "mean".
         merge: what becomes of pretrained weights that a group shares.
         part: what of a layer the method acts on.
-        select: how single layers are ranked with layers="auto": similarity or greedy.
+        bias: whether W_c has a bias.
+        select: how layers="auto" chooses: similarity, greedy or correlation for single layers, similarity or distance
+            for groups. None: the first that the method allows.
         size: layers of a block of top-half.
         count: layers that layers="auto" lets follow another, or acts on.
+        threshold: the least cosine of the last hidden states to the original's, for select "distance".
         calibration_text: text to fit W_c and the choice of layers to. None: `text`, or three embedded domains.
         windows: windows to judge on, of all domains.
         calibration: windows to fit to, of all domains.
@@ -113,9 +118,11 @@ def retrofit(
         groups=groups,
         merge=merge,
         part=part,
+        bias=bias,
         select=select,
         size=size,
         count=count,
+        threshold=threshold,
         windows=windows,
         calibration=calibration,
         length=length,

@@ -80,8 +80,8 @@ class RetrofitOptions(Options):
             raise ValueError(f"--size {self.size} is too small; a block has at least 2 layers")
         if self.compensation in ALONE and self.merge != "first":
             raise ValueError(
-                f"--compensation {self.compensation} makes up for followers alone, and --merge {self.merge} also changes their "
-                "leader; use ridge"
+                f"--compensation {self.compensation} makes up for followers alone, and --merge {self.merge} also "
+                "changes their leader; use ridge"
             )
         return self
 

@@ -75,6 +75,17 @@ class Request:
             return None
         return self.options.target if self.options.target in kind.targets else kind.targets[0]
 
+    def built(self, groups: list[list[int]], layers: int) -> Method:
+        """Return the method whose layers were chosen, with its W_c."""
+        assert self.kind is not None
+        return self.with_bias(self.kind.from_groups(groups, layers, self.target(self.kind), self.part))
+
+    def with_bias(self, method: Method) -> Method:
+        """Return a method whose W_c has a bias, if that was asked for and there is a W_c that may have it."""
+        if not self.options.bias or method.compensation is None or not takes_bias(type(method)):
+            return method
+        return dataclasses.replace(method, compensation_bias=True)  # type: ignore[type-var]
+
     def _may_compensate(self) -> bool:
         """Return whether there can be a W_c: it writes where the part that a method takes away has written."""
         if self.whole is not None:
@@ -91,7 +102,7 @@ class Request:
         acts = {
             "layers": named,
             "part": named and bool(kind.parts),
-            "select": self.select is not None and len(selects(kind)) > 1,
+            "select": self.select is not None,
             "threshold": self.select == "distance",
             "size": named and options.layers == "top-half",
             "count": named and options.layers == "auto",

@@ -115,4 +115,4 @@ def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | 
             f"fit {fit!r} makes up for nothing in layers {alone}, which change outside of what W_c stands for "
             "(a merged leader, an MLP that goes); use ridge"
         )
-    return "ridge" if alone else "layerwise"
+    return fit or ("ridge" if alone else "layerwise")

@@ -70,6 +70,12 @@ class Streams:
             yield rewired.normed, wanted - rewired.reached
         self.passed = layer
 
+    def around_attention(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the rewired model's stream of each batch before a layer and after its attention, (B, T, C) each."""
+        block = self.layers_after[layer]
+        for stream, carry in zip(self.after, self.carries, strict=True):
+            yield stream, self._watched(block, layer, stream, carry, "attention", stop=True).reached
+
     def _wanted(self, layer: int, number: int, target: str) -> Tensor:
         """Return the stream that W_c of the rewired layer should reach, (B, T, C)."""
         block = self.layers_before[layer]

@@ -1,9 +1,9 @@
-"""KVSharer: a layer reads the keys and values of another below it, of any, by preference of the most dissimilar.
+"""KVSharer: layers use the keys and values of any other layer below them, as a rule of a most dissimilar one.
 
     U_n = softmax(Q_n K_m^T / √d) V_m,  (n, m) a pair, m < n
 
-Flows: keys and values. Reads: the upper layer of a pair, the lower one's. Cache: all layers but the upper ones of pairs.
-Source: KVSharer (arXiv 2410.18517); which layers: `--select distance` of a retrofit.
+Flows: keys and values. Reads: the upper layer of a pair, the lower one's. Cache: all layers but readers.
+Source: KVSharer (arXiv 2410.18517), which picks the pairs whose caches differ most: `--select distance` of a retrofit.
 """
 
 from collections.abc import Sequence

@@ -71,10 +71,8 @@ def retrofit(
 ) -> Receipt:
     """Give a pretrained Llama, Mistral, Qwen2 or Qwen3 model another wiring, and say what that saves and costs.
 
-    Defaults are those of `crosslayer retrofit`, and `RetrofitOptions` says more. The original is left as it is.
-
     Args:
-        model: a model, or the name of what `load_model` loads.
+        model: a model, which is left as it is, or the name of what `load_model` loads.
         text: text to judge on: token ids (N, `length`), documents, sources, or these by domain; None: six domains.
         tokenizer: of a model that is loaded already; not needed for token ids.
         method: a method's name, whose layers are then chosen; or a whole method. Or a budget instead.
@@ -88,8 +86,7 @@ def retrofit(
         merge: what becomes of pretrained weights that a group shares.
         part: what of a layer the method acts on.
         bias: whether W_c has a bias.
-        select: how layers="auto" chooses: similarity, greedy or correlation for single layers, similarity or distance
-            for groups. None: the first that the method allows.
+        select: how layers="auto" chooses: similarity, greedy, correlation, distance; None: as the method allows.
         size: layers of a block of top-half.
         count: layers that layers="auto" lets follow another, or acts on.
         threshold: the least cosine of the last hidden states to the original's, for select "distance".
@@ -129,18 +126,18 @@ def retrofit(
         seed=seed,
         bos=bos,
     )
-    request = Request(options)
-    texts = _read(text, calibration_text, request, progress)
+    request, texts = _read(options, text, calibration_text, progress)
     ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     return Job(ready, request, texts, progress).receipt()
 
 
-def _read(text: Text, calibration_text: Text, request: Request, progress: Meter) -> Texts:
+def _read(options: RetrofitOptions, text: Text, calibration_text: Text, progress: Meter) -> tuple[Request, Texts]:
     """Open the texts, and refuse what can be refused without a model, before it is loaded."""
+    request = Request(options)
     with progress("reading the text", 0):
-        texts = Texts.load(text, calibration_text, request.options.seed)
+        texts = Texts.load(text, calibration_text, options.seed)
     texts.parts(request)  # says at once if there are too few windows
-    return texts
+    return request, texts
 
 
 class Job:

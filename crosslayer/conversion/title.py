@@ -24,9 +24,14 @@ def _title(method: Method) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Write layers as 18-21, 22-25."""
+    """Write layers, and groups of neighbours, as 18-21, 22-25, and other groups as (9, 4), (20, 3)."""
     if not isinstance(value, list | tuple):
         return str(value)
     if all(isinstance(entry, int) for entry in value):
         return ranges(value)
-    return ", ".join(_shown(entry) for entry in value)
+    return ", ".join(_group(entry) for entry in value)
+
+
+def _group(value: Any) -> str:
+    run = _shown(value)
+    return f"({', '.join(map(str, value))})" if "," in run else run

@@ -34,12 +34,22 @@ VARIANTS = {
     "svformer compensated": [{"name": "svformer", "anchors": (0, 3), "compensation": "heads"}],
     "drop compensated": [{"name": "drop", "attention": (0, 3), "compensation": "attention"}],
     "attnres blocks": [{"name": "attnres", "block": 5}],
+    "kvsharer, a lender of three": [{"name": "kvsharer", "pairs": ((5, 1), (2, 1), (4, 0), (3, 1))}],
+    "kvsharer heads, bias": [
+        {"name": "kvsharer", "pairs": ((5, 1), (4, 0)), "compensation": "heads", "compensation_bias": True}
+    ],
+    "uniattn mlp, bias": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "mlp", "compensation_bias": True}],
+    "drop, bias": [{"name": "drop", "attention": (0, 3), "compensation": "attention", "compensation_bias": True}],
 }
 COMPOSITIONS = {
     "attnres + svformer": ["attnres", "svformer"],
     "attnres + resformer": ["attnres", "resformer"],
     "resformer + cla": ["resformer", "cla"],
     "uniattn + drop of followers": [{"name": "uniattn", "superblocks": BLOCKS}, {"name": "drop", "attention": (3,)}],
+    "kvsharer + drop of a reader": [
+        {"name": "kvsharer", "pairs": ((4, 1), (5, 2))},
+        {"name": "drop", "attention": (4,)},
+    ],
     "uniattn + resformer": [{"name": "uniattn", "superblocks": BLOCKS}, "resformer"],
     "attnres + drop compensated": ["attnres", {"name": "drop", "attention": (2,), "compensation": "attention"}],
     "attnres + cla": [{"name": "attnres", "block": 3}, "cla"],

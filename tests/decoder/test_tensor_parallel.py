@@ -21,7 +21,8 @@ BEFORE_AND_AFTER = [
     {"name": "drop", "attention": (4,), "compensation": "attention"},
 ]
 NAMES = ("llama", "cla", "svformer", "uniattn", "uniattn heads", "uniattn mlp", "resformer", "attnres",
-         "attnres blocks", "drop compensated", "resformer, biases, tied")  # fmt: skip
+         "attnres blocks", "drop compensated", "resformer, biases, tied", "kvsharer heads, bias", "uniattn mlp, bias",
+         "drop, bias")  # fmt: skip
 SHARDED = {name: CASES[name] for name in NAMES}
 SHARDED |= {"resformer, qk-norm": (["resformer"], {"qk_norm": True}), "two W_c": (BEFORE_AND_AFTER, {})}
 

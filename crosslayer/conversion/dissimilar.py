@@ -70,6 +70,7 @@ def dissimilar_groups(
     return _groups(leader)
 
 
+@torch.no_grad()
 def averaged_caches(model: PreTrainedModel, ids: Tensor) -> States:
     """Return each layer's keys (after rotary embedding) and values, averaged over the sequences."""
     sums: States = {}

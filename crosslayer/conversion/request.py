@@ -116,7 +116,8 @@ class Request:
         asked = options.changed()
         for option, does in acts.items():
             if option in asked and not does:
-                raise ValueError(f"--{option} {asked[option]} does nothing with these options; leave it out")
+                value = "" if asked[option] is True else f" {asked[option]}"
+                raise ValueError(f"--{option}{value} does nothing with these options; leave it out")
 
     def _check_choices(self) -> None:
         """Refuse a choice that the methods do not have."""

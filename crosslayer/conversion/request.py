@@ -158,7 +158,7 @@ def takes_groups(kind: type[Method]) -> bool:
 
 def takes_bias(kind: type[Method]) -> bool:
     """Return whether W_c of a method may have a bias."""
-    return "compensation_bias" in {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return dataclasses.is_dataclass(kind) and "compensation_bias" in {field.name for field in dataclasses.fields(kind)}
 
 
 def selects(kind: type[Method]) -> tuple[str, ...]:

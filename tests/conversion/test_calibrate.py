@@ -11,6 +11,7 @@ from crosslayer.conversion.convert import convert
 from crosslayer.conversion.moments import Moments
 from crosslayer.conversion.rewire import rewire
 from crosslayer.methods import load_method
+from crosslayer.probe.what_if import what_if
 from tests.helpers.tiny import VOCABULARY, tiny
 
 METHODS = {
@@ -219,6 +220,17 @@ def test_a_bias_is_least_squares_with_an_intercept(source, fit):
     assert done.new == [f"model.layers.{i}.attn_compensation.{part}" for i in (2, 4) for part in ("bias", "weight")]
     plain = rewire(source, METHODS["drop"], calibration=ids, fit=fit)
     assert done.fits[0].token_after < plain.fits[0].token_after
+
+
+def test_lmmse_takes_each_layer_by_itself(source):
+    """What a layer lacks is what it alone lacks in the original: readers read lenders of the original's own stream."""
+    ids = text()
+    for fit, lender in zip(rewire(source, METHODS["cla"], calibration=ids, fit="lmmse").fits, (1, 3, 3), strict=True):
+        layer = source.model.layers[fit.layer]
+        _, wanted = seen_in(source, layer, ids)
+        with what_if(source, {"name": "kvsharer", "pairs": ((fit.layer, lender),)}):
+            _, reached = seen_in(source, layer, ids)
+        assert fit.token_before == pytest.approx(np.sqrt(((wanted - reached) ** 2).sum(1).mean()), rel=1e-6)
 
 
 def attention_output(model, number, ids):

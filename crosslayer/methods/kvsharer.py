@@ -30,6 +30,8 @@ class KVSharer(Method):
 
     def plan(self, layers: int) -> DepthPlan:
         """Let the upper layer of each pair borrow the lower one's keys and values."""
+        if not self.pairs:
+            raise ValueError("kvsharer: there are no pairs; name the reading and the lending layer of each: ((20, 3),)")
         check_layers("kvsharer", "pairs (as readers)", [reader for reader, _ in self.pairs], layers)
         own, source = tuple(range(layers)), list(range(layers))
         for reader, lender in self.pairs:
@@ -57,5 +59,5 @@ class KVSharer(Method):
     @classmethod
     def example(cls, layers: int) -> Self:
         """Let every second layer of the top half read the layer half of the depth below it."""
-        half = layers // 2
-        return cls(tuple((layer, layer - half) for layer in range(half + 1, layers, 2)))
+        half = (layers + 1) // 2
+        return cls(tuple((layer, layer - half) for layer in range(half, layers, 2)))

@@ -61,6 +61,7 @@ def test_kvsharer_on_groups_is_cla():
     ("pairs", "message"),
     [
         (((1, 4),), r"pair \(1, 4\) must name the reading layer, then one below it"),
+        ((), "there are no pairs; name the reading and the lending layer"),
         (((3, 3),), r"pair \(3, 3\) must name the reading layer"),
         (((6, 1),), "holds 6; layers go from 0 to 5"),
         (((4, -1),), "holds -1; layers go from 0 to 5"),

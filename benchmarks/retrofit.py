@@ -1,6 +1,6 @@
 """What retrofits of a model cost and save, with each way to fit W_c side by side: the table of docs/RETROFIT.md.
 
-    python benchmarks/retrofit.py                        # all wirings, about an hour and a half on two cores
+    python benchmarks/retrofit.py                        # all wirings, some hours on two cores
     python benchmarks/retrofit.py --only uniattn-4       # a single wiring; results are merged into the JSON
     python benchmarks/retrofit.py --only kvsharer-9 --parts damage  # layers that text chooses: the calibration windows
     python benchmarks/retrofit.py --parts times table    # of damage; cache bytes and times; the printed tables

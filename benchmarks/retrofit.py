@@ -1,7 +1,8 @@
 """What retrofits of a model cost and save, with each way to fit W_c side by side: the table of docs/RETROFIT.md.
 
-    python benchmarks/retrofit.py                        # all wirings, about an hour and a half on two cores
+    python benchmarks/retrofit.py                        # all wirings, some hours on two cores
     python benchmarks/retrofit.py --only uniattn-4       # a single wiring; results are merged into the JSON
+    python benchmarks/retrofit.py --only kvsharer-9 --parts damage  # layers that text chooses: the calibration windows
     python benchmarks/retrofit.py --parts times table    # of damage; cache bytes and times; the printed tables
 
 The original runs once for all variants of a wiring; damage is on windows that calibration has not seen.
@@ -17,14 +18,18 @@ from typing import Any
 import crosslayer
 from crosslayer.benchmark.run import bench
 from crosslayer.conversion.cache import allocated
+from crosslayer.conversion.choose import choose
 from crosslayer.conversion.damage import damage
 from crosslayer.conversion.losses import logits_of, losses
+from crosslayer.conversion.options import RetrofitOptions
+from crosslayer.conversion.request import Request
 from crosslayer.conversion.rewire import rewire
 from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.windows import split
+from crosslayer.corpus.windows import Windows, split
 from crosslayer.environment import environment
 from crosslayer.method import Method
 from crosslayer.methods import method_class, to_entry
+from crosslayer.output.progress import Silent
 from crosslayer.plan import parse_layers
 
 PARTS = ("damage", "times", "table")
@@ -40,6 +45,13 @@ WIRINGS = {
     "svformer": ("svformer", "0-29"),
     "drop-9": ("drop", "19-21,23-25,27-29"),
 }
+CHOSEN = {  # method, how its layers are chosen, how many
+    "kvsharer-5": ("kvsharer", "distance", 5),
+    "kvsharer-9": ("kvsharer", "distance", 9),
+    "nbl-5": ("drop", "correlation", 5),
+    "nbl-9": ("drop", "correlation", 9),
+}
+CHOICE = 4  # of the calibration windows, where a choice does not need as many as W_c
 VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "none": (None, {"fit": "zero"}),
     "mean": ("attention", {"fit": "mean"}),
@@ -47,13 +59,15 @@ VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "lstsq": ("attention", {"fit": "lstsq"}),
     "ridge": ("attention", {"fit": "ridge"}),
     "layerwise": ("attention", {"fit": "layerwise"}),
+    "lmmse, bias": ("attention", {"fit": "lmmse"}),
+    "ridge, bias": ("attention", {"fit": "ridge"}),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--only", nargs="*", choices=list(WIRINGS), default=list(WIRINGS))
+    parser.add_argument("--only", nargs="*", choices=[*WIRINGS, *CHOSEN], default=[*WIRINGS, *CHOSEN])
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--calibration", type=int, default=32)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
@@ -67,20 +81,21 @@ def main() -> None:
             save(name, damages(model, name, texts))
     if "times" in args.parts:
         for name in args.only:
-            save(name, {"times": times(model, name)})
+            if name in WIRINGS:
+                save(name, {"times": times(model, name)})
     if "table" in args.parts:
         print(table(json.loads(RESULTS.read_text())))
 
 
 def damages(model, name, texts) -> dict[str, Any]:
     """Return the damage of every variant of a wiring."""
-    layers = model.config.num_hidden_layers
     rewired, fits, seconds = {}, {}, {}
+    bare = wired(model, name, texts)
     for variant, (target, options) in VARIANTS.items():
-        if "groups" in options and WIRINGS[name][0] != "uniattn":
-            continue  # Theorem 3.1 is UniAttn's
+        if not belongs(name, variant):
+            continue
         started = time.perf_counter()
-        chosen = wired(name, layers, target)
+        chosen = dataclasses.replace(bare, compensation=target, compensation_bias=variant.endswith("bias"))
         rewired[variant] = rewire(model, chosen, calibration=texts["calibration"].ids, share_weights=True, **options)
         fits[variant] = [dataclasses.asdict(fit) for fit in rewired[variant].fits]
         seconds[variant] = time.perf_counter() - started
@@ -109,15 +124,37 @@ def damages(model, name, texts) -> dict[str, Any]:
     }
 
 
-def wired(name: str, layers: int, target: str | None) -> Method:
-    """Return the method of a wiring; `target` is where W_c writes, None without it."""
+def belongs(name: str, variant: str) -> bool:
+    """Return whether a variant of W_c is measured for a wiring."""
+    if name.startswith("nbl"):  # its own rule, and ridge with and without a bias
+        return variant in ("none", "lmmse, bias", "ridge", "ridge, bias")
+    if name in CHOSEN:
+        return variant in ("none", "lstsq", "ridge")
+    if "groups" in VARIANTS[variant][1]:
+        return WIRINGS[name][0] == "uniattn"  # Theorem 3.1 is UniAttn's
+    return not variant.endswith("bias")
+
+
+def wired(model, name: str, texts) -> Method:
+    """Return the method of a wiring without W_c; where text chooses its layers, that of calibration."""
+    if name in CHOSEN:
+        method, select, count = CHOSEN[name]
+        request = Request(
+            RetrofitOptions(method=method, layers="auto", select=select, count=count, compensation="none")
+        )
+        calibration = texts["calibration"]
+        windows = {"calibration": calibration, "choice": Windows(calibration.ids[:CHOICE], ())}
+        (chosen,), choice = choose(model, request, windows, Silent)
+        print(f"{name:>13} {choice.groups}", flush=True)
+        return chosen
     method, groups = WIRINGS[name]
-    return method_class(method).from_groups(parse_layers(groups, layers), layers, target)
+    layers = model.config.num_hidden_layers
+    return method_class(method).from_groups(parse_layers(groups, layers), layers)
 
 
 def times(model, name) -> dict[str, Any]:
     """Return the bench of a wiring with W_c, as it would be used."""
-    chosen = wired(name, model.config.num_hidden_layers, "attention")
+    chosen = dataclasses.replace(wired(model, name, {}), compensation="attention")
     rewired = rewire(model, chosen, fit="zero", share_weights=True).model
     return bench(rewired, model, contexts=(2048,), new_tokens=16).record()
 
@@ -161,7 +198,8 @@ def save(name: str, measured: dict[str, Any]) -> None:
     """Merge a wiring's results into the file."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results[name] = {**results.get(name, {}), **measured}
-    RESULTS.write_text(json.dumps({key: results[key] for key in WIRINGS if key in results}, indent=1) + "\n")
+    names = [*WIRINGS, *CHOSEN]
+    RESULTS.write_text(json.dumps({key: results[key] for key in names if key in results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -117,24 +117,26 @@ class Residual(Mixing):
 
 
 class Compensation(nn.Linear, Mixing):
-    """The linear map W_c: adds `normed @ W_c` to an update, where `target` (of `TARGETS`) says; begins at zero.
+    """The linear map W_c: adds `normed @ W_c [+ b]` to an update, where `target` (of `TARGETS`) says; begins at zero.
 
     It maps (B, T, C) to (B, T, C), or to (B, T, H·D) before W_o.
     """
 
-    def __init__(self, config: "LlamaConfig", target: str):
+    def __init__(self, config: "LlamaConfig", target: str, bias: bool = False):
         assert config.head_dim is not None
         self.target, inputs = target, config.hidden_size
         outputs = config.num_attention_heads * config.head_dim if target == "heads" else inputs
-        super().__init__(inputs, outputs, bias=False)
+        super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
         """Set W_c to zero when it is built."""
-        nn.init.zeros_(self.weight)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
     def reset(self) -> None:
         """Set W_c to zero, unless a checkpoint has filled it."""
-        init.zeros_(self.weight)
+        for parameter in self.parameters():
+            init.zeros_(parameter)
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ class Wiring:
         methods: the methods, in list order.
         plan: who owns and who reads, all methods merged.
         compensation: (L,), where W_c of a layer writes (of `TARGETS`), None without it.
+        compensation_bias: (L,), whether W_c of a layer has a bias.
         linear: layers with linear attention: for the plan they have no attention, since there is nothing to share.
 
     """
@@ -152,6 +155,7 @@ class Wiring:
     methods: tuple["Method", ...]
     plan: DepthPlan
     compensation: tuple[str | None, ...]
+    compensation_bias: tuple[bool, ...]
     linear: tuple[int, ...] = ()
 
     @cached_property
@@ -227,9 +231,11 @@ class Method:
 
     - `targets`: where W_c may write; the values that the option `compensation` may take beside None.
     - `compensation`: where W_c writes, None without it; an option of those methods that have targets.
+    - `compensation_bias`: whether W_c has a bias; an option of those of them whose W_c may have one.
     - `saves`: of "keys" and "values" those that each further layer under the method saves; where it is not empty, the
       search by damage tries the method.
     - `grouped`: layers act in groups behind a leader; False: each named layer by itself.
+    - `consecutive`: the layers of a group are neighbours; False: any layers, the lowest of which leads.
     - `parts`: what of a layer is acted on, where there is a choice; the first is the default.
     - `reads_tokens`: its modules find the ids of the new tokens (B, T) in `carry[TOKENS]`; the model then needs
       `input_ids` and refuses `inputs_embeds`.
@@ -239,10 +245,12 @@ class Method:
     targets: ClassVar[tuple[str, ...]] = ()
     saves: ClassVar[tuple[str, ...]] = ()
     grouped: ClassVar[bool] = True
+    consecutive: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = ()
     merges: ClassVar[tuple[str, ...]] = ("first",)
     compensation: str | None = None
     reads_tokens: ClassVar[bool] = False
+    compensation_bias: bool = False
 
     def plan(self, layers: int) -> DepthPlan:
         """Answer who owns and who reads."""

@@ -46,7 +46,7 @@ def command(
     compensation: Annotated[
         str | None,
         typer.Option(
-            help="How W_c is fitted: layerwise (default; with --merge ridge), none, zero, mean, lstsq or ridge."
+            help="How W_c is fitted: layerwise (default; with --merge ridge), none, zero, mean, lstsq, lmmse or ridge."
         ),
     ] = None,
     target: Annotated[
@@ -59,9 +59,16 @@ def command(
     part: Annotated[
         str | None, typer.Option(help="What of a layer goes, where the method has a choice: attention, mlp or layer.")
     ] = None,
-    select: Annotated[str, typer.Option(help="How auto ranks single layers: similarity or greedy.")] = "similarity",
+    bias: Annotated[bool, typer.Option("--bias", help="Give W_c a bias.")] = False,
+    select: Annotated[
+        str | None,
+        typer.Option(help="How auto chooses: similarity (default where possible), greedy, correlation or distance."),
+    ] = None,
     size: Annotated[int, typer.Option(help="Layers of a block of top-half.")] = 4,
     count: Annotated[int | None, typer.Option(min=1, help="Layers that follow another, or go, with auto.")] = None,
+    threshold: Annotated[
+        float, typer.Option(min=-1, max=1, help="Least cosine of the last hidden states, for --select distance.")
+    ] = 0.5,
     text: Annotated[
         list[str] | None,
         typer.Option(help="Text to judge it on, repeatable: each is a domain. Default: six embedded domains."),
@@ -109,9 +116,11 @@ def command(
         groups=groups,
         merge=merge,
         part=part,
+        bias=bias,
         select=select,
         size=size,
         count=count,
+        threshold=threshold,
         calibration_text=fitted,
         windows=windows,
         calibration=calibration,

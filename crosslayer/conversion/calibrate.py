@@ -7,7 +7,9 @@ taken from this layer and for nothing else. All others want the original model's
 undo what went wrong below: it can do that on text of the same kind only.
 
 "mean": W_c = pinv(X̄) Ē over position-wise means in v groups of sequences (arXiv 2502.00439, Theorem 3.1).
-"lstsq": least squares over all tokens. "ridge", "layerwise": with a penalty chosen by leaving a domain out.
+"lstsq": least squares over all tokens. "lmmse": the same on the original's own streams, each layer by itself, so that
+with a bias W_c is the linear map with the least mean square error of what was taken (arXiv 2505.21077). "ridge",
+"layerwise": with a penalty chosen by leaving a domain out. A bias of W_c is fitted along with it.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +23,7 @@ from crosslayer.decoder.layer import CrossLayerDecoderLayer
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.method import Compensation, Method, check_choice
 
+FOLLOWED = {"layerwise": "rewired", "lmmse": "original"}  # whose streams are fitted to; both models' by default
 Text = Tensor | Mapping[str, Tensor]  # ids (N, T), or those of each domain by name
 
 
@@ -50,14 +53,15 @@ def calibrate(
     domains = [text] if isinstance(text, Tensor) else list(text.values())
     sizes = [len(ids) for ids in domains]
     _check(model, domains, fit, groups)
-    streams = Streams(original, model, torch.cat(domains), follow_original=fit != "layerwise")
+    streams = Streams(original, model, torch.cat(domains), follow=FOLLOWED.get(fit, "both"))
     targets = model.config.wiring.compensation
     compensated = [layer for layer, target in enumerate(targets) if target is not None]
     highest = compensated[-1]
     fits = []
     for layer in range(highest + 1):
         if layer in compensated:
-            fits.append(_fit(streams, layer, fit, Moments(streams.after[0], sizes, groups)))
+            biased = model.config.wiring.compensation_bias[layer]
+            fits.append(_fit(streams, layer, fit, Moments(streams.after[0], sizes, groups, biased)))
         if layer < highest:
             streams.advance(layer)
         if progress is not None:
@@ -75,14 +79,16 @@ def _fit(streams: Streams, layer: int, fit: str, moments: Moments) -> Fit:
     for normed, lack in streams.gaps(layer, compensation.target):  # (B, T, C) each
         moments.add(normed, lack, first)
         first += len(normed)
-    weight, penalty, left_out = moments.solve(fit)  # (C, C)
+    weight, penalty, left_out = moments.solve(fit)  # (C [+ 1, the bias], C)
     written = weight.T
     if compensation.target == "heads":
         assert rewired.self_attn is not None
         projection = rewired.self_attn.o_proj.weight.double()  # (C, H·D)
-        written = torch.linalg.pinv(projection) @ written  # (H·D, C)
-        weight = (projection @ written).T  # what W_o lets through, (C, C)
-    compensation.weight.copy_(written)
+        written = torch.linalg.pinv(projection) @ written  # (H·D, C [+ 1])
+        weight = (projection @ written).T  # what W_o lets through, (C [+ 1], C)
+    compensation.weight.copy_(written[:, : compensation.in_features])
+    if compensation.bias is not None:
+        compensation.bias.copy_(written[:, -1])
     return moments.report(layer, weight, penalty, left_out)
 
 

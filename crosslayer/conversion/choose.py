@@ -1,4 +1,4 @@
-"""Which layers a method acts on: as named, the top half, or by similarity, at once or step by step."""
+"""Which layers a method acts on: as named, the top half, or by what the model does on text."""
 
 from contextlib import nullcontext
 
@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from crosslayer.conversion.correlation import error_bounds
+from crosslayer.conversion.dissimilar import dissimilar_groups
 from crosslayer.conversion.record import Choice
 from crosslayer.conversion.request import Request
 from crosslayer.conversion.trade_off import methods_by_damage
@@ -49,12 +51,13 @@ def choose(
         return methods_by_damage(model, windows["search"], windows["trade-off"], request, progress)
     named = request.options.layers
     if named == "auto":
-        groups = Automatic(model, request, request.kind, progress).groups(windows["choice"].ids)
+        ids = windows["calibration" if request.many_tokens else "choice"].ids
+        groups = Automatic(model, request, request.kind, progress).groups(ids)
     elif named == "top-half":
         groups = _top_half(model, request.kind, request.options.size)
     else:
         groups = parse_layers(named, layers)
-    method = request.kind.from_groups(groups, layers, request.target(request.kind), request.part)
+    method = request.built(groups, layers)
     look(model).check(method.plan(layers))  # says which layers may not share, and why
     return [method], Choice(how=named, groups=groups)
 
@@ -73,7 +76,7 @@ def _top_half(model: PreTrainedModel, kind: Kind, size: int) -> Groups:
 
 
 class Automatic:
-    """Layers by similarity: of maps without the first column for sharing, of input and output for what goes."""
+    """Layers by what the model does on text, in the way that the request selects."""
 
     def __init__(self, model: PreTrainedModel, request: Request, kind: Kind, progress: Meter):
         self.model, self.request, self.kind, self.progress = model, request, kind, progress
@@ -84,14 +87,31 @@ class Automatic:
         """Return the layers, chosen on token ids (N, T)."""
         if self.count >= self.layers:
             raise ValueError(f"--count {self.count}: the model has {self.layers} layers, and at least 1 must stay")
-        if self.kind.grouped:
-            return self._similar_maps(ids)
+        if self.request.select == "distance":
+            return self._dissimilar_states(ids)
+        return self._similar_maps(ids) if self.kind.grouped else [[layer] for layer in sorted(self._single(ids))]
+
+    def _dissimilar_states(self, ids: Tensor) -> Groups:
+        def plan_of(groups: Groups) -> DepthPlan:
+            return self.kind.from_groups(groups, self.layers).plan(self.layers)
+
+        with self.progress("choosing layers", self.count) as bar:
+            return dissimilar_groups(self.model, ids, plan_of, self.count, self.request.options.threshold, bar.step)
+
+    def _single(self, ids: Tensor) -> list[int]:
+        """Return layers of which something goes."""
         taken = self._what_goes()
         if taken not in RANKED:
             raise ValueError("--layers auto ranks attention and whole layers; name the layers whose MLP goes")
-        greedy = self.request.options.select == "greedy"
-        chosen = self._greedy(ids, taken) if greedy else self._least_turning(ids, taken)
-        return [[layer] for layer in sorted(chosen)]
+        if self.request.select == "greedy":
+            return self._greedy(ids, taken)
+        if self.request.select == "similarity":
+            return self._least_turning(ids, taken)
+        if taken != "attention":
+            raise ValueError("--select correlation ranks attention; use similarity or greedy for whole layers")
+        with self.progress("choosing layers", self.layers) as bar:
+            bounds = error_bounds(self.model, ids, bar.step)
+        return [int(layer) for layer in np.argsort(bounds, kind="stable")[: self.count]]
 
     def _similar_maps(self, ids: Tensor) -> Groups:
         similarity = diagnose(self.model, ids, progress=self.progress).map_similarity_without_first  # (L, L)

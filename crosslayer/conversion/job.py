@@ -54,9 +54,11 @@ def retrofit(
     groups: int = 1,
     merge: str = "first",
     part: str | None = None,
-    select: str = "similarity",
+    bias: bool = False,
+    select: str | None = None,
     size: int = PAPER_SIZE,
     count: int | None = None,
+    threshold: float = 0.5,
     calibration_text: Text = None,
     windows: int = 96,
     calibration: int = 128,
@@ -69,10 +71,8 @@ def retrofit(
 ) -> Receipt:
     """Give a pretrained model of a family that converts another wiring, and say what that saves and costs.
 
-    Defaults are those of `crosslayer retrofit`, and `RetrofitOptions` says more. The original is left as it is.
-
     Args:
-        model: a model, or the name of what `load_model` loads.
+        model: a model, which is left as it is, or the name of what `load_model` loads.
         text: text to judge on: token ids (N, `length`), documents, sources, or these by domain; None: six domains.
         tokenizer: of a model that is loaded already; not needed for token ids.
         method: a method's name, whose layers are then chosen; or a whole method. Or a budget instead.
@@ -80,14 +80,16 @@ def retrofit(
         kv_budget: search for this share of the cache.
         kv_context: tokens at which the cache is counted.
         kl_budget: search within this KL, in nats a token.
-        compensation: how W_c is fitted: none, zero, mean, lstsq, ridge or layerwise.
+        compensation: how W_c is fitted: none, zero, mean, lstsq, lmmse, ridge or layerwise.
         target: where W_c writes.
         groups: v of Theorem 3.1, for compensation "mean".
         merge: what becomes of pretrained weights that a group shares.
         part: what of a layer the method acts on.
-        select: how single layers are ranked with layers="auto": similarity or greedy.
+        bias: whether W_c has a bias.
+        select: how layers="auto" chooses: similarity, greedy, correlation, distance; None: as the method allows.
         size: layers of a block of top-half.
         count: layers that layers="auto" lets follow another, or acts on.
+        threshold: the least cosine of the last hidden states to the original's, for select "distance".
         calibration_text: text to fit W_c and the choice of layers to. None: `text`, or three embedded domains.
         windows: windows to judge on, of all domains.
         calibration: windows to fit to, of all domains.
@@ -113,27 +115,29 @@ def retrofit(
         groups=groups,
         merge=merge,
         part=part,
+        bias=bias,
         select=select,
         size=size,
         count=count,
+        threshold=threshold,
         windows=windows,
         calibration=calibration,
         length=length,
         seed=seed,
         bos=bos,
     )
-    request = Request(options)
-    texts = _read(text, calibration_text, request, progress)
+    request, texts = _read(options, text, calibration_text, progress)
     ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     return Job(ready, request, texts, progress).receipt()
 
 
-def _read(text: Text, calibration_text: Text, request: Request, progress: Meter) -> Texts:
+def _read(options: RetrofitOptions, text: Text, calibration_text: Text, progress: Meter) -> tuple[Request, Texts]:
     """Open the texts, and refuse what can be refused without a model, before it is loaded."""
+    request = Request(options)
     with progress("reading the text", 0):
-        texts = Texts.load(text, calibration_text, request.options.seed)
+        texts = Texts.load(text, calibration_text, options.seed)
     texts.parts(request)  # says at once if there are too few windows
-    return texts
+    return request, texts
 
 
 class Job:

@@ -4,7 +4,10 @@ A ridge penalty is chosen by leaving a *domain* out: fitted on all others, judge
 domains. A window that is held out from a domain that was fitted says nothing about other text, and W_c learns the
 domain. Text of a single domain leaves its every eighth window out instead.
 
-Shapes: B sequences, T tokens, C hidden, P parts of the text, v groups of sequences.
+A bias is the weight of a further input that is always 1. No penalty shrinks it: W is fitted to centred moments, and the
+bias is what then remains of the mean of E.
+
+Shapes: B sequences, T tokens, C hidden, I inputs (C, with a bias C + 1), P parts of the text, v groups of sequences.
 """
 
 from collections.abc import Sequence
@@ -13,8 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FITS = ("zero", "mean", "lstsq", "ridge", "layerwise")
+FITS = ("zero", "mean", "lstsq", "lmmse", "ridge", "layerwise")
+LEAST_SQUARES = ("lstsq", "lmmse")  # without a penalty
 CHOSEN = ("ridge", "layerwise")  # whose penalty is chosen
+ALONE = ("layerwise", "lmmse")  # W_c stands for what was taken from its own layer
 PENALTIES = tuple(10.0**exponent for exponent in range(-7, 4))  # times the mean square of an input
 LARGEST_CUTOFF = 0.01  # of singular values, as a share of the largest
 HELD_OUT = 8  # every n-th sequence is left out where there is a single domain
@@ -58,13 +63,13 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
         ValueError: the message says how many tokens are needed.
 
     """
-    if fit not in ("lstsq", *CHOSEN):
+    if fit not in (*LEAST_SQUARES, *CHOSEN):
         return
     tokens = sum(sizes) * length
     needed = NEEDED * width
     parts, held = folds(sizes)
     left_out = max((parts.count(part) for part in held), default=0) if fit in CHOSEN else 0  # sequences
-    if tokens - left_out * length >= needed and (fit == "lstsq" or left_out):
+    if tokens - left_out * length >= needed and (fit in LEAST_SQUARES or left_out):
         return
     least = needed
     if fit in CHOSEN:
@@ -79,23 +84,26 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
 class Moments:
     """Second moments of X and E by part, and position-wise sums in groups of sequences."""
 
-    def __init__(self, like: Tensor, sizes: Sequence[int], groups: int):
+    def __init__(self, like: Tensor, sizes: Sequence[int], groups: int, bias: bool = False):
         length, width = like.shape[1:]
+        inputs = width + bias
         self.parts, self.held = folds(sizes)
-        self.sequences, self.groups, self.length = sum(sizes), groups, length
+        self.sequences, self.groups, self.length, self.bias = sum(sizes), groups, length, bias
         self.epsilon = torch.finfo(like.dtype).eps
         double = {"dtype": torch.float64, "device": like.device}
         count = max(self.held) + 1
-        self.gram = torch.zeros(count, width, width, **double)  # XᵀX, (P, C, C)
-        self.cross = torch.zeros(count, width, width, **double)  # XᵀE, (P, C, C)
+        self.gram = torch.zeros(count, inputs, inputs, **double)  # XᵀX, (P, I, I)
+        self.cross = torch.zeros(count, inputs, width, **double)  # XᵀE, (P, I, C)
         self.energy = torch.zeros(count, **double)  # ‖E‖², (P,)
-        self.inputs = torch.zeros(groups, length, width, **double)  # sums of X, (v, T, C)
+        self.inputs = torch.zeros(groups, length, inputs, **double)  # sums of X, (v, T, I)
         self.errors = torch.zeros(groups, length, width, **double)  # sums of E, (v, T, C)
         self.members = torch.zeros(groups, **double)  # sequences in each group, (v,)
 
     def add(self, x: Tensor, error: Tensor, first: int) -> None:
         """Add a batch (B, T, C) whose first sequence has the number `first`."""
         x, error = x.double(), error.double()  # least squares invert what float32 products leave of dependent inputs
+        if self.bias:
+            x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1)  # (B, T, I)
         for row in range(len(x)):
             number = first + row
             part, group = self.parts[number], number * self.groups // self.sequences
@@ -107,41 +115,48 @@ class Moments:
             self.members[group] += 1
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """Return X̄ and Ē, (v·T, C)."""
+        """Return X̄ (v·T, I) and Ē (v·T, C)."""
         members = self.members[:, None, None]
         x = self.inputs / members  # (v, T, C)
         error = self.errors / members
         return x.flatten(0, 1), error.flatten(0, 1)
 
     def solve(self, fit: str) -> tuple[Tensor, float | None, float | None]:
-        """Return W (C, C) with X W ≈ E, and the penalty if it was chosen, with what it leaves on the parts left out."""
+        """Return W (I, C) with X W ≈ E, and the penalty if it was chosen, with what it leaves on the parts left out.
+
+        The last row of W is the bias, where there is one.
+        """
         if fit == "zero":
-            return torch.zeros_like(self.gram[0]), None, None
+            return torch.zeros_like(self.cross[0]), None, None
         if fit == "mean":
-            x, error = self.means()
-            return pseudo_inverse(x, self.epsilon) @ error, None, None
-        if fit == "lstsq":
-            return _solve(_spectrum(self.gram.sum(0)), self.cross.sum(0), 0.0), None, None
-        penalty, left = self._penalty()
-        gram = self.gram.sum(0)
-        return _solve(_spectrum(gram), self.cross.sum(0), penalty * _scale(gram)), penalty, left
+            return self._interpolated(), None, None
+        penalty, left = self._penalty() if fit in CHOSEN else (None, None)
+        system = _System(self.gram.sum(0), self.cross.sum(0), self.bias)
+        return system.solve(penalty or 0.0), penalty, left
+
+    def _interpolated(self) -> Tensor:
+        """Return pinv(X̄) Ē, with a bias that of what deviates from the means over all rows."""
+        x, error = self.means()
+        if not self.bias:
+            return pseudo_inverse(x, self.epsilon) @ error
+        x, center, offset = x[:, :-1], x[:, :-1].mean(0), error.mean(0)
+        weight = pseudo_inverse(x - center, self.epsilon) @ (error - offset)  # (C, C)
+        return torch.cat([weight, (offset - center @ weight)[None]])
 
     def _penalty(self) -> tuple[float, float]:
         """Return the penalty with the least error on the parts left out, and the share of E that it leaves there."""
         errors = dict.fromkeys(PENALTIES, 0.0)
         for part in self.held:
-            gram = self.gram.sum(0) - self.gram[part]  # (C, C)
-            cross = self.cross.sum(0) - self.cross[part]
-            spectrum, scale = _spectrum(gram), _scale(gram)
+            system = _System(self.gram.sum(0) - self.gram[part], self.cross.sum(0) - self.cross[part], self.bias)
             for penalty in PENALTIES:
-                errors[penalty] += self._error(_solve(spectrum, cross, penalty * scale), [part])
+                errors[penalty] += self._error(system.solve(penalty), [part])
         penalty = min(PENALTIES, key=errors.__getitem__)
         energy = float(self.energy[self.held].sum())
         return penalty, (max(errors[penalty], 0.0) / energy) ** 0.5 if energy else 0.0
 
     def _error(self, weight: Tensor, parts: list[int]) -> float:
         """Return ‖E − X W‖² = ‖E‖² − 2 ⟨W, XᵀE⟩ + ⟨W, XᵀX W⟩, from the moments alone."""
-        gram = self.gram[parts].sum(0)  # (C, C)
+        gram = self.gram[parts].sum(0)  # (I, I)
         cross = self.cross[parts].sum(0)
         return float(self.energy[parts].sum() - 2 * (weight * cross).sum() + (weight * (gram @ weight)).sum())
 
@@ -149,7 +164,7 @@ class Moments:
         """Return the errors before and after."""
         tokens = self.sequences * self.length
         after = max(self._error(weight, list(range(len(self.gram)))), 0.0)
-        x, error = self.means()  # (v·T, C)
+        x, error = self.means()  # (v·T, I), (v·T, C)
         rest = error - x @ weight
         return Fit(
             layer=layer,
@@ -172,18 +187,23 @@ def pseudo_inverse(x: Tensor, epsilon: float) -> Tensor:
     return torch.linalg.pinv(x, rtol=min(epsilon * max(x.shape), LARGEST_CUTOFF))
 
 
-def _scale(gram: Tensor) -> float:
-    return float(gram.diagonal().mean())
+class _System:
+    """The normal equations XᵀX W = XᵀE, solved for any penalty; with a bias, those of centred X and E."""
 
+    def __init__(self, gram: Tensor, cross: Tensor, bias: bool):
+        self.bias = bias
+        if bias:
+            tokens = gram[-1, -1]
+            self.center, self.offset = gram[-1, :-1] / tokens, cross[-1] / tokens  # means of X and E, (C,) each
+            gram = gram[:-1, :-1] - tokens * torch.outer(self.center, self.center)
+            cross = cross[:-1] - tokens * torch.outer(self.center, self.offset)
+        self.cross, self.scale = cross, float(gram.diagonal().mean())
+        values, self.vectors = torch.linalg.eigh(gram)
+        self.values = torch.where(values > values[-1] * 1e-13, values, 0)  # 0: a direction of no weight
 
-def _spectrum(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues, with 0 for directions of no weight, and eigenvectors of XᵀX."""
-    values, vectors = torch.linalg.eigh(gram)
-    return torch.where(values > values[-1] * 1e-13, values, 0), vectors
-
-
-def _solve(spectrum: tuple[Tensor, Tensor], cross: Tensor, penalty: float) -> Tensor:
-    """Return (XᵀX + penalty)⁻¹ XᵀE; directions of no weight are left alone."""
-    values, vectors = spectrum
-    inverse = torch.where(values > 0, 1 / torch.where(values > 0, values + penalty, 1), 0)
-    return vectors @ (inverse[:, None] * (vectors.T @ cross))
+    def solve(self, penalty: float) -> Tensor:
+        """Return W (I, C); `penalty` is in mean squares of an input; directions of no weight are left alone."""
+        penalized = torch.where(self.values > 0, self.values + penalty * self.scale, 1)
+        inverse = torch.where(self.values > 0, 1 / penalized, 0)
+        weight = self.vectors @ (inverse[:, None] * (self.vectors.T @ self.cross))  # (C, C)
+        return torch.cat([weight, (self.offset - self.center @ weight)[None]]) if self.bias else weight

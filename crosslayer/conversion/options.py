@@ -6,13 +6,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from crosslayer.conversion.moments import FITS
+from crosslayer.conversion.moments import ALONE, FITS
 from crosslayer.diagnosis.groups import PAPER_SIZE
 from crosslayer.method import Method, check_choice
 from crosslayer.methods import to_entry
 from crosslayer.output.record import Options
 
-SELECTS = ("similarity", "greedy")
+SELECTS = ("similarity", "greedy", "correlation", "distance")
 Budget = Annotated[float, Field(allow_inf_nan=True)] | None  # our own message says what a budget is
 
 
@@ -39,16 +39,24 @@ class RetrofitOptions(Options):
     kl_budget: Budget = Field(default=None, description="search within this KL, in nats a token")
     compensation: str | None = Field(
         default=None,
-        description="how W_c is fitted: none, zero, mean, lstsq, ridge or layerwise; None: what suits the method",
+        description="how W_c is fitted: none, zero, mean, lstsq, lmmse, ridge or layerwise; None: what suits the "
+        "method",
     )
+    bias: bool = Field(default=False, description="whether W_c has a bias")
     target: str | None = Field(default=None, description="where W_c writes; None: the method's first choice")
     groups: int = Field(default=1, ge=1, description="v: groups of windows with a mean of their own, for mean")
     merge: str = Field(default="first", description="what becomes of pretrained weights that a group shares")
     part: str | None = Field(
         default=None, description="what of a layer a method acts on; None: the method's first choice"
     )
-    select: str = Field(
-        default="similarity", description="how single layers are ranked with auto: similarity or greedy"
+    select: str | None = Field(
+        default=None,
+        description="how auto chooses layers: similarity (of maps, or of what enters and leaves), greedy (the same, "
+        "step by step), correlation (canonical, of what enters and leaves), or distance (of cached states). None: the "
+        "first of them that the method allows",
+    )
+    threshold: float = Field(
+        default=0.5, ge=-1, le=1, description="least cosine of the last hidden states to the original's, for distance"
     )
     size: int = Field(default=PAPER_SIZE, description="layers of a block of top-half")
     count: int | None = Field(default=None, ge=1, description="layers that auto lets follow another, or acts on")
@@ -64,7 +72,7 @@ class RetrofitOptions(Options):
         if len(choosers) != 1:
             raise ValueError("give --method, or --kv-budget or --kl-budget, which choose methods and layers themselves")
         check_choice("retrofit", "compensation", self.compensation, ("none", *FITS, None))
-        check_choice("retrofit", "select", self.select, SELECTS)
+        check_choice("retrofit", "select", self.select, (*SELECTS, None))
         for name, budget in (("kv", self.kv_budget), ("kl", self.kl_budget)):
             if budget is not None and not (math.isfinite(budget) and budget > 0):
                 raise ValueError(f"--{name}-budget {budget} is no budget; it must be a number above 0")
@@ -72,10 +80,10 @@ class RetrofitOptions(Options):
             raise ValueError(f"--kv-context {self.kv_context} is too short; it is a number of tokens, at least 2")
         if self.size < 2:
             raise ValueError(f"--size {self.size} is too small; a block has at least 2 layers")
-        if self.compensation == "layerwise" and self.merge != "first":
+        if self.compensation in ALONE and self.merge != "first":
             raise ValueError(
-                f"--compensation layerwise makes up for followers alone, and --merge {self.merge} also changes their "
-                "leader; use ridge"
+                f"--compensation {self.compensation} makes up for followers alone, and --merge {self.merge} also "
+                "changes their leader; use ridge"
             )
         return self
 

@@ -75,7 +75,7 @@ class Weights(Frozen):
 class Calibration(Frozen):
     """How W_c was fitted."""
 
-    fit: str = Field(description="none, zero, mean, lstsq, ridge or layerwise")
+    fit: str = Field(description="none, zero, mean, lstsq, lmmse, ridge or layerwise")
     windows: dict[str, int] = Field(description="windows that were fitted to, by domain")
     layers: list[Fit] = Field(description="what W_c of each compensated layer does, from below")
 

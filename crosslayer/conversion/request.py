@@ -1,5 +1,6 @@
 """What options mean for the methods at hand: an option that would do nothing beside the others is refused."""
 
+import dataclasses
 import json
 
 from crosslayer.conversion.options import RetrofitOptions
@@ -8,6 +9,7 @@ from crosslayer.method import Method, check_choice
 from crosslayer.methods import load_method, method_class
 
 DEFAULT_FIT = "layerwise"
+SINGLE, NEIGHBOURS, ANY = ("similarity", "greedy", "correlation"), ("similarity",), ("distance", "similarity")
 
 
 class Request:
@@ -42,6 +44,18 @@ class Request:
         return self.options.part or self.kind.parts[0]
 
     @property
+    def select(self) -> str | None:
+        """How layers are chosen; None where they are not."""
+        if self.kind is None or self.options.layers != "auto":
+            return None
+        return self.options.select or selects(self.kind)[0]
+
+    @property
+    def many_tokens(self) -> bool:
+        """Whether the choice of layers needs as many tokens as W_c; it then reads the same."""
+        return self.select == "correlation"
+
+    @property
     def fit(self) -> str:
         """How W_c is fitted: as asked, or by default wherever there can be a W_c."""
         if self.options.compensation is not None:
@@ -61,6 +75,17 @@ class Request:
             return None
         return self.options.target if self.options.target in kind.targets else kind.targets[0]
 
+    def built(self, groups: list[list[int]], layers: int) -> Method:
+        """Return the method whose layers were chosen, with its W_c."""
+        assert self.kind is not None
+        return self.with_bias(self.kind.from_groups(groups, layers, self.target(self.kind), self.part))
+
+    def with_bias(self, method: Method) -> Method:
+        """Return a method whose W_c has a bias, if that was asked for and there is a W_c that may have it."""
+        if not self.options.bias or method.compensation is None or not takes_bias(type(method)):
+            return method
+        return dataclasses.replace(method, compensation_bias=True)  # type: ignore[type-var]
+
     def _may_compensate(self) -> bool:
         """Return whether there can be a W_c: it writes where the part that a method takes away has written."""
         if self.whole is not None:
@@ -73,24 +98,26 @@ class Request:
         """Refuse an option that would do nothing beside the others."""
         options, kind = self.options, self.kind
         named = kind is not None
-        alone = named and not kind.grouped
         merges = (self.whole or kind or Method).merges
         acts = {
             "layers": named,
             "part": named and bool(kind.parts),
-            "select": alone and options.layers == "auto",
+            "select": self.select is not None,
+            "threshold": self.select == "distance",
             "size": named and options.layers == "top-half",
             "count": named and options.layers == "auto",
             "merge": len(merges) > 1,
             "groups": self.fit == "mean",
-            "calibration": self.fits,
+            "calibration": self.fits or self.many_tokens,
+            "bias": self.fit != "none" and self.whole is None and (kind is None or takes_bias(kind)),
             "target": self.fit != "none" and self.whole is None and (kind is None or len(kind.targets) > 1),
             "compensation": self.whole is None or self._may_compensate() or self.fit == "none",
         }
         asked = options.changed()
         for option, does in acts.items():
             if option in asked and not does:
-                raise ValueError(f"--{option} {asked[option]} does nothing with these options; leave it out")
+                value = "" if asked[option] is True else f" {asked[option]}"
+                raise ValueError(f"--{option}{value} does nothing with these options; leave it out")
 
     def _check_choices(self) -> None:
         """Refuse a choice that the methods do not have."""
@@ -99,6 +126,8 @@ class Request:
             check_choice("retrofit", "merge", options.merge, (self.whole or self.kind or Method).merges)
         if options.part is not None and self.kind is not None:
             check_choice("retrofit", "part", options.part, self.kind.parts)
+        if options.select is not None and self.kind is not None:
+            check_choice("retrofit", "select", options.select, selects(self.kind))
         if options.target is not None:
             kinds = searched_methods() if self.kind is None else [self.kind]
             check_choice(
@@ -125,3 +154,15 @@ def _method_of(options: RetrofitOptions) -> tuple[type[Method] | None, Method | 
 def takes_groups(kind: type[Method]) -> bool:
     """Return whether a method can be built from groups of layers."""
     return kind.from_groups.__func__ is not Method.from_groups.__func__  # type: ignore[attr-defined]
+
+
+def takes_bias(kind: type[Method]) -> bool:
+    """Return whether W_c of a method may have a bias."""
+    return dataclasses.is_dataclass(kind) and "compensation_bias" in {field.name for field in dataclasses.fields(kind)}
+
+
+def selects(kind: type[Method]) -> tuple[str, ...]:
+    """Return the ways to choose the layers of a method, by default the first."""
+    if not kind.grouped:
+        return SINGLE
+    return NEIGHBOURS if kind.consecutive else ANY

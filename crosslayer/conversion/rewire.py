@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.conversion.calibrate import Text, calibrate, changed_alone
 from crosslayer.conversion.convert import convert
-from crosslayer.conversion.moments import FITS, Fit
+from crosslayer.conversion.moments import ALONE, FITS, Fit
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.method import Compensation, Method, check_choice, mixes
 from crosslayer.methods import load_method, merge_plans
@@ -63,9 +63,10 @@ def rewire(
         methods: a method or a list: names, {"name": …, option: …}, or `Method` objects.
         calibration: token ids (N, T) without padding, to fit W_c where a method has a compensation; or such ids by
             domain, {"web": …, "code": …}: what is fitted to several carries over better to text of other kinds.
-        fit: "zero", "mean" (arXiv 2502.00439, Theorem 3.1), "lstsq", "ridge" or "layerwise" (see calibrate.py).
+        fit: "zero", "mean" (arXiv 2502.00439, Theorem 3.1), "lstsq", "lmmse", "ridge" or "layerwise" (see
+            calibrate.py).
             Default: "layerwise", or "ridge" where anything changes outside of what W_c stands for (a merge, an MLP that
-            goes).
+            goes), for which neither "layerwise" nor "lmmse" makes up.
         groups: v of Theorem 3.1: how many groups of sequences have a mean of their own, for fit "mean".
         merge: what becomes of pretrained weights that a group shares, a rule of a method's `merges`.
         progress: called after each calibrated layer with (done, all).
@@ -105,13 +106,13 @@ def _check_changes(methods: list[Method], layers: int) -> None:
 
 
 def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | None) -> str:
-    """Return how W_c is fitted; "layerwise" is refused where it would leave a change out."""
-    if fit not in ("layerwise", None):
+    """Return how W_c is fitted; a fit of each layer alone is refused where it would leave a change out."""
+    if fit not in (*ALONE, None):
         return fit
     alone = changed_alone(plain, model)
     if fit is not None and alone:
         raise ValueError(
-            f"fit 'layerwise' makes up for nothing in layers {alone}, which change outside of what W_c stands for "
+            f"fit {fit!r} makes up for nothing in layers {alone}, which change outside of what W_c stands for "
             "(a merged leader, an MLP that goes); use ridge"
         )
-    return "ridge" if alone else "layerwise"
+    return fit or ("ridge" if alone else "layerwise")

@@ -23,14 +23,13 @@ TOKENS_EACH = 2048  # of a batch
 class Streams:
     """Both models at a boundary between layers, a batch at a time; "before" is the original, "after" the rewired.
 
-    With `follow_original` the original has a stream of its own, from the first layer on in which the models differ.
-    Without it, the original's layers are asked about the rewired model's stream.
+    With `follow` "both" the original has a stream of its own, from the first layer on in which the models differ. With
+    "rewired" the original's layers are asked about the rewired model's stream; with "original" the rewired model's
+    layers are asked about the original's.
     """
 
-    def __init__(
-        self, original: CrossLayerForCausalLM, rewired: CrossLayerForCausalLM, ids: Tensor, follow_original: bool
-    ):
-        self.body, self.follow_original = rewired.model, follow_original
+    def __init__(self, original: CrossLayerForCausalLM, rewired: CrossLayerForCausalLM, ids: Tensor, follow: str):
+        self.body, self.follow = rewired.model, follow
         self.layers_before, self.layers_after = layers_of(original), layers_of(rewired)
         ids = ids.to(rewired.device)  # (N, T)
         batches = ids.split(max(1, TOKENS_EACH // ids.shape[1]))
@@ -50,6 +49,8 @@ class Streams:
         self._separate(layer)
         for number, stream in enumerate(self.after):
             output, carry = self._run(self.layers_after[layer], layer, stream, self.carries[number])
+            if self.follow == "original":
+                output = self._run(self.layers_before[layer], layer, stream, {})[0]
             stream.copy_(output)  # in place: freed and new streams in turns would scatter over the memory
             self.carries[number] = {name: state for name, state in carry.items() if name != "read"}
         if self.before is not None and self.passed < layer:
@@ -68,6 +69,12 @@ class Streams:
             assert rewired.normed is not None
             yield rewired.normed, wanted - rewired.reached
         self.passed = layer
+
+    def around_attention(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the rewired model's stream of each batch before a layer and after its attention, (B, T, C) each."""
+        block = self.layers_after[layer]
+        for stream, carry in zip(self.after, self.carries, strict=True):
+            yield stream, self._watched(block, layer, stream, carry, "attention", stop=True).reached
 
     def _wanted(self, layer: int, number: int, target: str) -> Tensor:
         """Return the stream that W_c of the rewired layer should reach, (B, T, C)."""
@@ -92,7 +99,7 @@ class Streams:
 
     def _separate(self, layer: int) -> None:
         """Give the original a stream of its own where a layer begins to differ."""
-        if not self.follow_original or self.before is not None:
+        if self.follow != "both" or self.before is not None:
             return
         if not computes_the_same(self.layers_before[layer], self.layers_after[layer]):
             self.before = [stream.clone() for stream in self.after]

@@ -81,9 +81,9 @@ class Texts:
         self._check_windows(options.windows)
         self._check_ids(options.length)
         counts = {"evaluation": shared_out(options.windows, self.judging)}
-        if request.fits:
+        if request.fits or request.many_tokens:
             counts["calibration"] = shared_out(options.calibration, self.fitted)
-        if options.layers == "auto":
+        if options.layers == "auto" and not request.many_tokens:
             counts["choice"] = shared_out(CHOICE_WINDOWS, self.fitted)
         if request.searches:
             counts["search"] = shared_out(max(SEARCH_WINDOWS, len(self.fitted)), self.fitted)

@@ -24,9 +24,15 @@ def _title(method: Method) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Write layers as 18-21, 22-25, and groups with gaps as 18+20, 19+21."""
+    """Write layers as 18-21, 22-25, groups with gaps as 18+20, 19+21, and (reader, lender) as (9, 4)."""
     if not isinstance(value, list | tuple):
         return str(value)
     if all(isinstance(entry, int) for entry in value):
         return ranges(value)
-    return ", ".join(_shown(entry).replace(", ", "+") for entry in value)
+    return ", ".join(_group(entry) for entry in value)
+
+
+def _group(value: Any) -> str:
+    if list(value) != sorted(value):
+        return f"({', '.join(map(str, value))})"
+    return _shown(value).replace(", ", "+")

@@ -51,7 +51,8 @@ def methods_by_damage(
         bar.step(0, expected)
         measure.step = lambda passes: bar.step(min(passes, expected), expected)
         chosen = search.run(options.kv_budget, options.kl_budget)
-    methods = chosen.methods({kind: request.target(kind) for kind in search.kinds})
+    targets = {kind: request.target(kind) for kind in search.kinds}
+    methods = [request.with_bias(method) for method in chosen.methods(targets)]
     if not methods:
         raise ValueError(f"a damage of {options.kl_budget} nats allows no change: every single move costs more")
     curve, fixed = _measured(model, sublayers, search, unseen, progress)

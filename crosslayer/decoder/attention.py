@@ -48,7 +48,7 @@ class CrossLayerAttention(nn.Module):
         self.shows_input = any(mixer.reads_input for mixer in mixers)
         self.reader = state_reader(config, wiring, layer_idx) if wiring.several[layer_idx] else None
         on_heads = wiring.compensation[layer_idx] == "heads"
-        self.compensation = Compensation(config, "heads") if on_heads else None
+        self.compensation = Compensation(config, "heads", wiring.compensation_bias[layer_idx]) if on_heads else None
 
     def _add_projections(self, config: CrossLayerConfig, owned: list[bool], value_share: float) -> None:
         """Add W_q, W_k and W_v of the states that are owned, their norms, and W_o."""

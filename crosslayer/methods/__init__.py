@@ -171,9 +171,15 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
     every = tuple(range(layers))
     plan = plan.merge(DepthPlan(softmax, softmax, softmax, every), ("the methods", "linear attention"))
     places: list[str | None] = [None] * layers
+    biased = [False] * layers
     owner: list[str] = [""] * layers
     for method, own in zip(methods, plans, strict=True):
         check_choice(method.name(), "compensation", method.compensation, (*method.targets, None))
+        if method.compensation_bias and method.compensation is None:
+            raise ValueError(
+                f"{method.name()}: compensation_bias is a bias of W_c, and there is no W_c; set compensation to "
+                f"{' or '.join(map(repr, method.targets))}"
+            )
         if method.compensation is None:
             continue
         assert method.compensation in TARGETS, f"{method.name()}: targets are of {TARGETS}"
@@ -186,7 +192,8 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
             if method.compensation == "mlp" and plan.mlps[layer] is None:
                 raise ValueError(f"layer {layer}: {method.name()} compensates on the MLP's update, but it has no MLP")
             places[layer], owner[layer] = method.compensation, method.name()
-    return Wiring(methods, plan, tuple(places), linear)
+            biased[layer] = method.compensation_bias
+    return Wiring(methods, plan, tuple(places), tuple(biased), linear)
 
 
 def _leave_alone(name: str, plan: DepthPlan, linear: tuple[int, ...]) -> None:

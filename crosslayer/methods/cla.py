@@ -43,6 +43,8 @@ class CLA(Method):
     """The groups themselves, 0-based layers in rising order, instead of `group`, `start` and `end`."""
     compensation: str | None = None
     """Where a W_c of the followers writes ("attention", "heads", "mlp"): an extension, not in the paper."""
+    compensation_bias: bool = False
+    """Whether W_c has a bias."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Let followers borrow the leader's keys and values."""

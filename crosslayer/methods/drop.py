@@ -1,9 +1,10 @@
 """Dropping sublayers: attention, MLPs or whole layers do not exist.
 
-    x' = x  (no attention);  y = x'  (no MLP);  x' = x + Norm(x) W_c  (no attention, compensated)
+    x' = x  (no attention);  y = x'  (no MLP);  x' = x + Norm(x) W_c [+ b]  (no attention, compensated)
 
 Flows: nothing. Reads: nothing. Cache: nothing of a layer without attention.
-Source: LLMDrop (He et al. 2024, arXiv 2406.15786); whole layers as in ShortGPT.
+Source: LLMDrop (He et al. 2024, arXiv 2406.15786); whole layers as in ShortGPT; a linear map with bias in the place of
+attention as in NBL (arXiv 2505.21077), whose map reads x instead.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,9 @@ class Drop(Method):
     layers: tuple[int, ...] = ()
     """0-based layers that lose both."""
     compensation: str | None = None
-    """"attention" keeps the norm of each layer in `attention` and adds a W_c there: an extension, not in the paper."""
+    """"attention" keeps the norm of each layer in `attention` and adds a W_c there: NBL, or an extension of LLMDrop."""
+    compensation_bias: bool = False
+    """Whether W_c has a bias."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Write None where a sublayer goes."""

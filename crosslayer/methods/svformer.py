@@ -28,6 +28,8 @@ class SVFormer(Method):
     """Make each n-th layer an anchor too."""
     compensation: str | None = None
     """Where a W_c of the borrowing layers writes ("attention", "heads", "mlp"): an extension, not in the paper."""
+    compensation_bias: bool = False
+    """Whether W_c has a bias."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Let each layer borrow the shared states of its latest anchor."""

@@ -26,6 +26,8 @@ class UniAttn(Method):
     """Groups of 0-based layers in rising order, in the paper neighbours; the other layers stand alone."""
     compensation: str | None = "attention"
     """Where W_c writes: "attention" (after W_o), "heads" (before W_o), "mlp" (the MLP's update), None: no W_c."""
+    compensation_bias: bool = False
+    """Whether W_c has a bias."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Let followers borrow the leader's queries and keys."""

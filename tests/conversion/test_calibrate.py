@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from crosslayer.conversion.convert import convert
 from crosslayer.conversion.moments import Moments
 from crosslayer.conversion.rewire import rewire
 from crosslayer.methods import load_method
+from crosslayer.probe.what_if import what_if
 from tests.helpers.tiny import VOCABULARY, tiny
 
 METHODS = {
@@ -178,6 +180,125 @@ def test_layerwise_stands_for_what_was_taken_from_each_layer_alone(source, name)
     assert fits[-1].token_before < stream[-1].token_before
 
 
+def seen_in(model, layer, ids):
+    """Return the normed input of a layer and its stream after attention, rows of numpy."""
+    seen = {}
+    hooks = [
+        layer.input_layernorm.register_forward_hook(lambda _, args, out: seen.update(normed=out)),
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: seen.update(stream=args[0])),
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return (seen[name].flatten(0, 1).numpy() for name in ("normed", "stream"))
+
+
+@pytest.mark.parametrize("fit", ["lstsq", "lmmse"])
+def test_a_bias_is_least_squares_with_an_intercept(source, fit):
+    """Against numpy's lstsq: on both models' streams from below, or each layer by itself on the original's (NBL)."""
+    ids, ones = text(), np.ones((24 * 12, 1))
+    entry = {**METHODS["drop"], "compensation_bias": True}
+    done = rewire(source, entry, calibration=ids, fit=fit)
+    naive, rewired = convert(source, [load_method(entry)]).model, done.model
+    for fitted_layer, number in zip(done.fits, (2, 4), strict=True):
+        normed, wanted = seen_in(source, source.model.layers[number], ids)
+        if fit == "lmmse":
+            stream = wanted - attention_output(source, number, ids)
+        else:
+            normed, stream = seen_in(naive, naive.model.layers[number], ids)
+        error = wanted - stream
+        solved = np.linalg.lstsq(np.concatenate([normed, ones], axis=1), error, rcond=None)[0]
+        rest = error - normed @ solved[:-1] - solved[-1]
+        assert fitted_layer.token_after == pytest.approx(np.sqrt((rest**2).sum(1).mean()), rel=1e-6)
+        assert fitted_layer.token_before == pytest.approx(np.sqrt((error**2).sum(1).mean()), rel=1e-6)
+        assert abs(rest.mean(0)).max() < 1e-6  # an intercept leaves nothing of the mean
+        found = rewired.model.layers[number].compensation
+        assert np.abs(found.weight.detach().numpy().T - solved[:-1]).max() < 1e-5
+        assert np.abs(found.bias.detach().numpy() - solved[-1]).max() < 1e-5 < np.abs(solved[-1]).max()
+        naive.model.layers[number].compensation.load_state_dict(found.state_dict())
+    assert done.new == [f"model.layers.{i}.attn_compensation.{part}" for i in (2, 4) for part in ("bias", "weight")]
+    plain = rewire(source, METHODS["drop"], calibration=ids, fit=fit)
+    assert done.fits[0].token_after < plain.fits[0].token_after
+
+
+def test_lmmse_takes_each_layer_by_itself(source):
+    """What a layer lacks is what it alone lacks in the original: readers read lenders of the original's own stream."""
+    ids = text()
+    for fit, lender in zip(rewire(source, METHODS["cla"], calibration=ids, fit="lmmse").fits, (1, 3, 3), strict=True):
+        layer = source.model.layers[fit.layer]
+        _, wanted = seen_in(source, layer, ids)
+        with what_if(source, {"name": "kvsharer", "pairs": ((fit.layer, lender),)}):
+            _, reached = seen_in(source, layer, ids)
+        assert fit.token_before == pytest.approx(np.sqrt(((wanted - reached) ** 2).sum(1).mean()), rel=1e-6)
+
+
+def attention_output(model, number, ids):
+    """Return what attention of a layer adds to the stream, rows of numpy."""
+    seen = {}
+    hook = model.model.layers[number].self_attn.register_forward_hook(lambda _, args, out: seen.update(out=out[0]))
+    with torch.no_grad():
+        model(ids)
+    hook.remove()
+    return seen["out"].flatten(0, 1).numpy()
+
+
+@pytest.mark.parametrize("name", ["heads", "mlp", "cla"])
+def test_a_bias_helps_wherever_w_c_writes(source, name):
+    plain = rewire(source, METHODS[name], calibration=text(), fit="lstsq")
+    biased = rewire(source, {**METHODS[name], "compensation_bias": True}, calibration=text(), fit="lstsq")
+    assert biased.fits[0].token_after < plain.fits[0].token_after * 0.999
+    model, number = biased.model, biased.fits[0].layer
+    rest = seen_rest(source, model, number, name)
+    assert biased.fits[0].token_after == pytest.approx(np.sqrt((rest**2).sum(1).mean()), rel=1e-6)
+
+
+def seen_rest(source, model, number, name):
+    """Return what the first compensated layer still lacks, run as whole models, rows of numpy."""
+    if name != "mlp":
+        return np.subtract(*(list(seen_in(m, m.model.layers[number], text()))[1] for m in (source, model)))
+    seen = []
+    for m in (source, model):
+        hook = m.model.layers[number].register_forward_hook(
+            lambda _, args, out: seen.append((out[0] if isinstance(out, tuple) else out).flatten(0, 1).numpy())
+        )
+        with torch.no_grad():
+            m(text())
+        hook.remove()
+    return seen[0] - seen[1]
+
+
+def test_no_penalty_shrinks_a_bias():
+    """What is constant is learnt whole, from centred moments, where the penalty shrinks everything else."""
+    generator = torch.Generator().manual_seed(0)
+    center, offset = torch.randn(2, 8, generator=generator, dtype=torch.float64) * 5
+    moments = Moments(torch.zeros(1, 16, 8), [8, 8], 1, bias=True)
+    rows = []
+    for domain in range(2):
+        x = center + torch.randn(8, 16, 8, generator=generator, dtype=torch.float64)
+        error = offset + torch.randn(8, 16, 8, generator=generator, dtype=torch.float64)  # x says nothing of it
+        moments.add(x, error, 8 * domain)
+        rows.append((x.flatten(0, 1), error.flatten(0, 1)))
+    solved, penalty, left = moments.solve("ridge")
+    x, error = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    assert penalty >= 1 and left < 0.5 and solved[:-1].abs().max() < 0.2
+    centred = x - x.mean(0)
+    gram = centred.T @ centred
+    eye = torch.eye(8, dtype=torch.float64) * penalty * gram.diagonal().mean()
+    weight = torch.linalg.solve(gram + eye, centred.T @ (error - error.mean(0)))
+    assert (solved[:-1] - weight).abs().max() < 1e-9
+    assert (solved[-1] - (error.mean(0) - x.mean(0) @ weight)).abs().max() < 1e-9
+    report = moments.report(0, solved, penalty, left)
+    rest = error - x @ solved[:-1] - solved[-1]
+    assert report.token_after == pytest.approx(float(rest.square().sum(-1).mean().sqrt()), rel=1e-9)
+    mean, *_ = moments.solve("mean")
+    x_bar, e_bar = (
+        torch.stack([part.view(8, 16, 8).mean(0) for part in parts]).mean(0) for parts in zip(*rows, strict=True)
+    )
+    expected = torch.linalg.lstsq(torch.cat([x_bar, torch.ones(16, 1)], 1).double(), e_bar).solution
+    assert (mean - expected).abs().max() < 1e-8
+
+
 def test_ridge_shrinks_what_noise_would_fit(source):
     """Held-out sequences choose the penalty: with few tokens it must not be the smallest."""
     _, fits = fitted(source, "uniattn", "ridge", text(16, 6))
@@ -228,6 +349,8 @@ def test_what_changes_outside_of_w_c_is_fitted_by_ridge(source):
         assert rewire(source, method, calibration=ids, merge=merge).fit == "ridge"
         with pytest.raises(ValueError, match=rf"makes up for nothing in layers {re.escape(str(layers))}.*use ridge"):
             rewire(source, method, calibration=ids, merge=merge, fit="layerwise")
+        with pytest.raises(ValueError, match=rf"fit 'lmmse' makes up for nothing in layers {re.escape(str(layers))}"):
+            rewire(source, method, calibration=ids, merge=merge, fit="lmmse")
 
 
 def test_bad_calibrations(source):

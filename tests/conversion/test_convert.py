@@ -21,6 +21,7 @@ PLANS = {
     "cla": {"groups": ((1, 2, 3), (4, 5))},
     "svformer": {"anchors": (0, 4)},
     "drop": {"attention": (0, 3), "mlp": (2,)},
+    "kvsharer": {"pairs": ((5, 1), (3, 1), (4, 0))},
 }
 
 

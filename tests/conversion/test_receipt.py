@@ -1,5 +1,6 @@
 """A retrofit in one call from Python: options, forms of text, the receipt's arrays, its folder and its record."""
 
+import dataclasses
 import inspect
 import json
 
@@ -14,6 +15,7 @@ from crosslayer.conversion.options import RetrofitOptions
 from crosslayer.conversion.request import Request
 from crosslayer.conversion.result import Receipt
 from crosslayer.conversion.texts import Texts
+from crosslayer.conversion.title import title
 from crosslayer.corpus.documents import TextSource
 from crosslayer.method import Method
 from crosslayer.methods import load_method
@@ -146,6 +148,30 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             Request(RetrofitOptions(method="halves", **wrong))
+
+
+def test_a_bias_goes_to_every_w_c_that_may_have_one():
+    """Where a budget chooses, too: methods without W_c, or of users who know no bias, stay as they are."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Unbiased(Method):
+        targets = ("attention",)
+        compensation: str | None = "attention"
+
+    budget = Request(RetrofitOptions(kv_budget=0.7, bias=True))
+    drop = {"name": "drop", "attention": (3,), "compensation": "attention"}
+    assert budget.with_bias(load_method(drop)) == load_method({**drop, "compensation_bias": True})
+    for method in (load_method("cla"), Unbiased()):
+        assert budget.with_bias(method) is method
+    assert Request(RetrofitOptions(kv_budget=0.7)).with_bias(load_method(drop)) == load_method(drop)
+
+
+def test_a_title_tells_pairs_from_runs():
+    pairs = load_method({"name": "kvsharer", "pairs": ((9, 4), (20, 3))})
+    groups = load_method({"name": "cla", "groups": ((18, 19, 20, 21), (22, 23)), "compensation": "attention"})
+    assert title([pairs, groups]) == (
+        "kvsharer (pairs (9, 4), (20, 3)) + cla (groups 18-21, 22-23, compensation attention)"
+    )
 
 
 def test_text_comes_in_many_forms(tmp_path):

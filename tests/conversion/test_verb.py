@@ -148,6 +148,8 @@ def test_without_any_text_three_embedded_domains_are_fitted_and_six_judge(monkey
 WAYS = [
     ("--method", "cla", "--layers", "auto", "--merge", "mean"),
     ("--method", "drop", "--layers", "auto", "--select", "greedy", "--count", 2),
+    ("--method", "drop", "--layers", "auto", "--select", "correlation", "--compensation", "lmmse", "--bias"),
+    ("--method", "kvsharer", "--layers", "auto", "--count", 2, "--threshold", 0.1),
     ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
     ("--method", "drop", "--layers", "2,5", "--part", "mlp"),
     ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}', "--merge", "mean"),
@@ -220,6 +222,9 @@ BAD = [
     (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
     (("--method", "drop", "--part", "mlp", "--layers", "1", "--compensation", "ridge"), "not for a dropped mlp"),
     (("--method", "cla", "--layers", "4-5", "--select", "greedy"), "--select greedy does nothing with these options"),
+    (("--method", "cla", "--layers", "auto", "--select", "distance"), "it must be one of 'similarity'"),
+    (("--method", "kvsharer", "--layers", "auto", "--threshold", 1), "0 layers can follow another with a cosine above"),
+    (("--method", "svformer", "--compensation", "none", "--bias"), "--bias does nothing with these options"),
     (("--method", "cla", "--merge", "svd", "--compensation", "layerwise"), "layerwise makes up for followers alone"),
     (("--method", "uniattn", "--merge", "svd"), "--merge svd does nothing with these options"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "groups [[1], [2]] have no second layer"),

@@ -42,12 +42,22 @@ VARIANTS = {
     "denseformer, sparse": [{"name": "denseformer", "dilation": 4, "period": 5}],
     "yoco, a short window": [{"name": "yoco", "window": 5}],
     "value_embeddings chosen": [{"name": "value_embeddings", "layers": (0, 3), "channels": 8}],
+    "kvsharer, a lender of three": [{"name": "kvsharer", "pairs": ((5, 1), (2, 1), (4, 0), (3, 1))}],
+    "kvsharer heads, bias": [
+        {"name": "kvsharer", "pairs": ((5, 1), (4, 0)), "compensation": "heads", "compensation_bias": True}
+    ],
+    "uniattn mlp, bias": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "mlp", "compensation_bias": True}],
+    "drop, bias": [{"name": "drop", "attention": (0, 3), "compensation": "attention", "compensation_bias": True}],
 }
 COMPOSITIONS = {
     "attnres + svformer": ["attnres", "svformer"],
     "attnres + resformer": ["attnres", "resformer"],
     "resformer + cla": ["resformer", "cla"],
     "uniattn + drop of followers": [{"name": "uniattn", "superblocks": BLOCKS}, {"name": "drop", "attention": (3,)}],
+    "kvsharer + drop of a reader": [
+        {"name": "kvsharer", "pairs": ((4, 1), (5, 2))},
+        {"name": "drop", "attention": (4,)},
+    ],
     "uniattn + resformer": [{"name": "uniattn", "superblocks": BLOCKS}, "resformer"],
     "attnres + drop compensated": ["attnres", {"name": "drop", "attention": (2,), "compensation": "attention"}],
     "attnres + cla": [{"name": "attnres", "block": 3}, "cla"],

@@ -7,7 +7,10 @@ become 6e-8 after it (SDPA and the loops sum in another order). A wrong wiring m
 import pytest
 import torch
 
+from crosslayer.decoder import CrossLayerForCausalLM
+from crosslayer.methods import method_class
 from crosslayer.testing import build, config_of
+from tests.helpers.tiny import tokens
 from tests.methods.naive import Naive, attend, check
 
 
@@ -28,6 +31,101 @@ def test_cla(group, start, end):
             return q, self.used["k"][leader], self.used["v"][leader]
 
     check(build(config_of([{"name": "cla", "group": group, "start": start, "end": end}])), Loops)
+
+
+@pytest.mark.parametrize("pairs", [((5, 1),), ((2, 1), (4, 0), (5, 1)), ((1, 0), (2, 0), (3, 0), (4, 0), (5, 0))])
+def test_kvsharer(pairs):
+    class Loops(Naive):
+        def states(self, layer, normed):
+            q = self.raw_state(layer, normed, "q")
+            for reader, lender in pairs:
+                if reader == layer:
+                    return q, self.used["k"][lender], self.used["v"][lender]
+            return q, self.raw_state(layer, normed, "k"), self.raw_state(layer, normed, "v")
+
+    check(build(config_of([{"name": "kvsharer", "pairs": pairs}])), Loops)
+
+
+def test_kvsharer_on_groups_is_cla():
+    groups = ((1, 2, 3), (4, 5))
+    pairs = method_class("kvsharer").from_groups(groups, 6)
+    model = build(config_of([pairs]))
+    same = CrossLayerForCausalLM(config_of([{"name": "cla", "groups": groups}])).double().eval()
+    assert pairs.plan(6) == same.config.plan and pairs.pairs == ((2, 1), (3, 1), (5, 4))
+    assert not any(same.load_state_dict(model.state_dict()))
+    with torch.no_grad():
+        assert torch.equal(model(tokens()).logits, same(tokens()).logits)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (((1, 4),), r"pair \(1, 4\) must name the reading layer, then one below it"),
+        ((), "there are no pairs; name the reading and the lending layer"),
+        (((3, 3),), r"pair \(3, 3\) must name the reading layer"),
+        (((6, 1),), "holds 6; layers go from 0 to 5"),
+        (((4, -1),), "holds -1; layers go from 0 to 5"),
+        (((4, 1), (4, 2)), r"names a layer twice: \[4, 4\]"),
+        (((5, 4), (4, 1)), "layer 5 reads layer 4, which reads layer 1 itself; pair 5 with 1"),
+    ],
+)
+def test_pairs_that_cannot_be(pairs, message):
+    with pytest.raises(ValueError, match=f"^kvsharer: .*{message}"):
+        config_of([{"name": "kvsharer", "pairs": pairs}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "drop", "attention": (3,)}, "drop: compensation_bias is a bias of W_c, .* set compensation to 'att"),
+        ({"name": "uniattn", "superblocks": ((2, 3),), "compensation": None}, "to 'attention' or 'heads' or 'mlp'"),
+    ],
+)
+def test_a_bias_without_w_c(options, message):
+    with pytest.raises(ValueError, match=message):
+        config_of([{**options, "compensation_bias": True}])
+
+
+@pytest.mark.parametrize("target", ["attention", "heads"])
+def test_a_bias_of_w_c(target):
+    """Drop with W_c and bias in the place of attention, and CLA with W_c before W_o: token by token."""
+    drop = {"name": "drop", "attention": (1, 4), "compensation": "attention"}
+    cla = {"name": "cla", "groups": ((2, 3),), "compensation": "heads"}
+    entry = {**(drop if target == "attention" else cla), "compensation_bias": True}
+
+    class Loops(Naive):
+        def w_c(self, layer, normed):
+            module = self.layers[layer].compensation
+            return torch.stack([module.weight @ row + module.bias for row in normed])
+
+        def states(self, layer, normed):
+            q, k, v = (None,) * 3 if layer == 3 and target == "heads" else super().states(layer, normed)
+            if q is None:
+                return self.raw_state(layer, normed, "q"), self.used["k"][2], self.used["v"][2]
+            return q, k, v
+
+        def added(self, layer, normed):
+            if target == "heads" and layer == 3:
+                return self.layers[layer].self_attn.o_proj(self.w_c(layer, normed))
+            return 0
+
+        def run(self, ids):
+            x = self.model.model.embed_tokens(ids)
+            for number, layer in enumerate(self.layers):
+                normed = layer.input_layernorm(x)
+                if layer.self_attn is None:
+                    x = x + self.w_c(number, normed)
+                else:
+                    q, k, v = self.states(number, normed)
+                    self.used["k"][number], self.used["v"][number] = k, v
+                    x = x + layer.self_attn.o_proj(attend(self.model, number, q, k, v)) + self.added(number, normed)
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
+            return self.model.lm_head(self.model.model.norm(x))
+
+    model = build(config_of([entry]))
+    biased = [layer.compensation.bias for layer in model.model.layers if layer.compensation is not None]
+    assert all(bias.abs().max() > 0.1 for bias in biased)
+    check(model, Loops)
 
 
 @pytest.mark.parametrize(

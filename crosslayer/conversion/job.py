@@ -35,6 +35,7 @@ from crosslayer.methods import merge_plans, to_entry
 from crosslayer.models.load import Ready, ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
+from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import look
 
@@ -125,7 +126,8 @@ def retrofit(
     request = Request(options)
     texts = _read(text, calibration_text, request, progress)
     ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
-    return Job(ready, request, texts, progress).receipt()
+    with evaluating(ready.model):
+        return Job(ready, request, texts, progress).receipt()
 
 
 def _read(text: Text, calibration_text: Text, request: Request, progress: Meter) -> Texts:

@@ -16,6 +16,7 @@ from crosslayer.generation.sampling import Sampling
 from crosslayer.models.load import ready_model
 from crosslayer.output.manifest import positions
 from crosslayer.output.progress import Meter, Silent
+from crosslayer.probe.intercept import evaluating
 
 
 def generate(
@@ -65,7 +66,7 @@ def generate(
     cache = DynamicCache(config=loaded.config)
     streamer = None if write is None else _Pieces(words, write)
     started = time.perf_counter()
-    with progress("generating", 0):
+    with evaluating(loaded), progress("generating", 0):
         chosen = _continue(loaded, words, ids.to(loaded.device), cache, sampling, streamer)
     seconds = time.perf_counter() - started
     return Continuation(

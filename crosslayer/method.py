@@ -24,10 +24,13 @@ Carry = dict[str, Any]  # what layers hand upward: replaced, never mutated
 
 
 class Mixing(nn.Module):
-    """Parameters of a method; `reset` sets their first values, so that a zero init survives loading."""
+    """Parameters of a method; `reset` sets their first values, so that a zero init survives loading.
+
+    Modules inside of it get their own first values before, as they would anywhere in the decoder.
+    """
 
     def reset(self) -> None:
-        """Initialise own parameters with the functions of `transformers.initialization`.
+        """Initialise own parameters, and buffers that are not saved, with functions of `transformers.initialization`.
 
         They leave alone what a checkpoint has filled; `torch.nn.init` would overwrite it.
         """

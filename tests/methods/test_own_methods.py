@@ -116,6 +116,10 @@ def test_what_is_allowed_is_no_prefix_of_letters(folder):
         contract.config_of(["gone.method"])
 
 
+def test_a_method_with_modules_inside_of_its_modules_passes_the_contract():
+    contract.check_method("tests.helpers.nested")
+
+
 def test_a_method_that_is_no_dataclass_is_refused(folder):
     (folder / "mine" / "bare.py").write_text("from crosslayer.method import Method\nclass Bare(Method): pass\n")
     crosslayer.allow_methods("mine")

@@ -73,8 +73,7 @@ def load_method(entry: Entry) -> Method:
             close = difflib.get_close_matches(option, fields, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(fields) or 'none'}"
             raise ValueError(f"method {name!r} has no option {option!r}; {hint}")
-        _check_type(cls, option, options[option])
-    return cls(**{key: _frozen(value) for key, value in options.items()})
+    return cls(**{option: _read_option(cls, option, value) for option, value in options.items()})
 
 
 def method_class(name: str) -> type[Method]:
@@ -182,12 +181,11 @@ def _wire(methods: tuple[Method, ...], layers: int) -> Wiring:
     return Wiring(methods, plan, tuple(places))
 
 
-def _check_type(cls: type[Method], option: str, value: Any) -> None:
-    from pydantic import ValidationError  # first needed here: `import crosslayer` does without
-
+def _read_option(cls: type[Method], option: str, value: Any) -> Any:
+    """Return an option's value in the very type of its field: lists as tuples, a whole number as a float."""
     try:
-        _type_of(cls, option).validate_json(json.dumps(value), strict=True)
-    except (TypeError, ValidationError):
+        return _frozen(_type_of(cls, option).validate_json(json.dumps(value, allow_nan=False), strict=True))
+    except (TypeError, ValueError):
         kind = get_type_hints(cls)[option]
         words = kind.__name__ if isinstance(kind, type) else str(kind)
         raise ValueError(f"{cls.name()}: {option} is {reprlib.repr(value)}; it must be {words}") from None
@@ -195,11 +193,11 @@ def _check_type(cls: type[Method], option: str, value: Any) -> None:
 
 @functools.cache
 def _type_of(cls: type[Method], option: str) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter
+    from pydantic import TypeAdapter  # first needed here: `import crosslayer` does without
 
     return TypeAdapter(get_type_hints(cls)[option])
 
 
 def _frozen(value: Any) -> Any:
-    """Turn JSON lists into tuples, so that options are hashable."""
+    """Turn lists into tuples, so that options are hashable."""
     return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value

@@ -2,11 +2,11 @@
 
     import pytest
     from crosslayer.testing import CHECKS, config_of
-    from my_methods.scaled import Scaled
+    from my_methods.mine import Mine
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-    def test_scaled(check):
-        check(config_of(Scaled(by=0.5)))
+    def test_mine(check):
+        check(config_of(Mine(by=0.5)))
 
 A check is a function of a `CrossLayerConfig` that raises `AssertionError`. Both sides of a comparison run through the
 same modules in float64, on logits up to some 10, so `TOLERANCE` leaves room for the order of sums alone.
@@ -18,7 +18,7 @@ import copy
 import inspect
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig,
 from crosslayer.conversion.convert import convert
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.method import Method
+from crosslayer.methods import Entry
 from crosslayer.probe.intercept import visited
 
 TOLERANCE = 1e-10
@@ -45,7 +46,6 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-Entry = str | Mapping[str, Any] | Method | type[Method]
 Check = Callable[[CrossLayerConfig], None]
 
 

@@ -37,18 +37,18 @@ def allow_methods(*names: str) -> None:
     """
     for name in names:
         if not _names_a_module(name):
-            raise ValueError(f"{name!r} is not the name of a module; write for example my_methods or my_methods.scaled")
+            raise ValueError(f"{name!r} is not the name of a module; write for example my_methods or my_methods.mine")
     _allowed.update(names)
 
 
 def method_names() -> list[str]:
-    """Return the names of the methods that come with the package: the files of this folder."""
+    """Return the names of the methods that come with the package: the files here without a leading _."""
     return list(_files())
 
 
 @functools.cache
 def _files() -> tuple[str, ...]:
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")))
 
 
 def load_method(entry: Entry) -> Method:
@@ -74,6 +74,12 @@ def load_method(entry: Entry) -> Method:
             hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(fields) or 'none'}"
             raise ValueError(f"method {name!r} has no option {option!r}; {hint}")
     return cls(**{option: _read_option(cls, option, value) for option, value in options.items()})
+
+
+def load_methods(entries: Entry | Sequence[Entry]) -> list[Method]:
+    """Build a method, or each of several; see `load_method`."""
+    alone = isinstance(entries, str | Mapping | Method | type)
+    return [load_method(entry) for entry in ([entries] if alone else entries)]
 
 
 def method_class(name: str) -> type[Method]:

@@ -67,8 +67,8 @@ def bench(
 
     """
     settings = Settings(
-        contexts=tuple(contexts),
-        batches=tuple(batches),
+        contexts=contexts,  # type: ignore[arg-type]
+        batches=batches,  # type: ignore[arg-type]
         new_tokens=new_tokens,
         repeats=repeats,
         attention=attention,

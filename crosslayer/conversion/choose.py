@@ -80,12 +80,12 @@ class Automatic:
     def groups(self, ids: Tensor) -> Groups:
         """Return the layers, chosen on token ids (N, T)."""
         if self.count >= self.layers:
-            raise ValueError(f"--count {self.count}: the model has {self.layers} layers, and at least 1 must stay")
+            raise ValueError(f"`count` {self.count}: the model has {self.layers} layers, and at least 1 must stay")
         if self.kind.grouped:
             return self._similar_maps(ids)
         taken = self._what_goes()
         if taken not in RANKED:
-            raise ValueError("--layers auto ranks attention and whole layers; name the layers whose MLP goes")
+            raise ValueError("`layers` auto ranks attention and whole layers; name the layers whose MLP goes")
         greedy = self.request.options.select == "greedy"
         chosen = self._greedy(ids, taken) if greedy else self._least_turning(ids, taken)
         return [[layer] for layer in sorted(chosen)]
@@ -95,7 +95,7 @@ class Automatic:
         groups = similar_groups(similarity, look(self.model).shapes, self.count)
         reached = sum(len(group) - 1 for group in groups)
         if reached < self.count:
-            raise ValueError(f"--count {self.count}: masks allow at most {reached} layers to follow another")
+            raise ValueError(f"`count` {self.count}: masks allow at most {reached} layers to follow another")
         return groups
 
     def _what_goes(self) -> str:

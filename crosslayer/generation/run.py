@@ -14,9 +14,9 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.generation.result import Continuation
 from crosslayer.generation.sampling import Sampling
 from crosslayer.models.load import ready_model
-from crosslayer.output.manifest import positions
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.tokens import positions
 
 
 def generate(
@@ -144,7 +144,7 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> 
     if not chat:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     elif tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template; use --no-chat")
+        raise ValueError("the tokenizer has no chat template; leave `chat` out")
     else:
         turns = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -34,10 +34,10 @@ class Request(Options):
     @classmethod
     def _load_entries(cls, interventions: Any) -> Any:
         """Build interventions from plain data, as a record holds it."""
-        if not isinstance(interventions, Iterable):
-            raise ValueError(f"interventions is {interventions!r}; give a list, such as [waiver(255)]")
         if isinstance(interventions, Intervention | Mapping):
             raise ValueError("interventions is a single intervention; give a list, such as [waiver(255)]")
+        if not isinstance(interventions, Iterable):
+            raise ValueError(f"interventions is {interventions!r}; give a list, such as [waiver(255)]")
         return tuple(load_intervention(each) if isinstance(each, Mapping) else each for each in interventions)
 
     @field_validator("scan", mode="before")

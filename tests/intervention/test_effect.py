@@ -137,7 +137,6 @@ def test_swaps_are_controlled_by_random_content():
         ((waiver(1),), {"scan": "0-3"}, "'0-3' is out of range; layers go from 0 to 2"),
         ((waiver(1),), {"scan": "x"}, "neither a layer nor a range"),
         ((waiver(1),), {"dtype": "float32"}, "dtype and device are for a model that is named"),
-        ((waiver(1),), {"settings": {"comand": "x"}}, "settings: comand: Extra inputs are not permitted"),
         (({"kind": "waiver", "positions": [True]},), {}, "waiver: positions.0: true is no number"),
         ((), {"interventions": waiver(1)}, r"a single intervention; give a list, such as \[waiver\(255\)\]"),
         ((waiver(24),), {}, "position 24 is outside of the sequences of 24 tokens"),

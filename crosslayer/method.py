@@ -35,7 +35,7 @@ class Mixing(nn.Module):
     split_by_head: ClassVar[Mapping[str, int]] = {}
 
     def reset(self) -> None:
-        """Initialise own parameters with the functions of `transformers.initialization`.
+        """Initialise own parameters, and buffers that are not saved, with functions of `transformers.initialization`.
 
         They leave alone what a checkpoint has filled; `torch.nn.init` would overwrite it.
         """

@@ -2,11 +2,11 @@
 
     import pytest
     from crosslayer.testing import CHECKS, config_of
-    from my_methods.scaled import Scaled
+    from my_methods.mine import Mine
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-    def test_scaled(check):
-        check(config_of(Scaled(by=0.5)))
+    def test_mine(check):
+        check(config_of(Mine(by=0.5)))
 
 A check is a function of a `CrossLayerConfig` that raises `AssertionError`. Both sides of a comparison run through the
 same modules in float64, on logits up to some 10, so `TOLERANCE` leaves room for the order of sums alone (`tolerance`).
@@ -18,16 +18,18 @@ import copy
 import inspect
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
+from crosslayer.conversion.convert import convert
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.method import Method
+from crosslayer.methods import Entry
 from crosslayer.plan import CACHED
 from crosslayer.probe.intercept import visited
 
@@ -47,7 +49,6 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-Entry = str | Mapping[str, Any] | Method | type[Method]
 Check = Callable[[CrossLayerConfig], None]
 
 
@@ -314,6 +315,23 @@ def save_and_load_are_bit_equal(config: CrossLayerConfig) -> None:
         _same(again.eval()(ids).logits, model(ids).logits, "logits of the loaded and of the saved model")
 
 
+@torch.no_grad()
+def a_conversion_begins_like_a_new_model(config: CrossLayerConfig) -> None:
+    """A Llama that is converted has all weights and buffers; those that no method inherits begin as in a new model."""
+    values = config.to_dict()
+    source = LlamaForCausalLM(LlamaConfig(**{name: values[name] for name in (*SHAPE, "head_dim")})).double()
+    converted: Any = convert(source, config.methods).model
+    states = dict([*converted.named_parameters(), *converted.named_buffers()])
+    empty = [name for name, state in states.items() if state.is_meta]
+    assert not empty, f"a converted Llama has no values for {', '.join(empty)}"
+    assert converted(tokens(length=8)).logits.isfinite().all(), "a converted Llama's logits are not finite"
+    if isinstance(converted, CrossLayerForCausalLM) and all(_inherits_nothing(method) for method in config.methods):
+        first, second = _new_states(converted.config, 0), _new_states(converted.config, 1)
+        own = set(first) - set(source.state_dict())
+        for name in (name for name in own if torch.equal(first[name], second[name])):  # what is not drawn at random
+            _same(states[name], first[name], f"first values of {name}, converted and new")
+
+
 def reentrant_is_refused(config: CrossLayerConfig) -> None:
     """Reentrant checkpointing, which loses the gradients of what layers lend, is a `ValueError` that says so."""
     model = build(config)
@@ -352,6 +370,17 @@ def compiled_equals_eager(config: CrossLayerConfig, backend: str = "aot_eager") 
     close(compiled, plain, f"compiled with {backend}", 1e-5 if backend == "inductor" else tolerance(config))
 
 
+def _inherits_nothing(method: Method) -> bool:
+    return type(method).inherit is Method.inherit
+
+
+def _new_states(config: CrossLayerConfig, seed: int) -> dict[str, Tensor]:
+    """Return the weights and buffers, by name, of a decoder that is built anew."""
+    torch.manual_seed(seed)
+    model: Any = CrossLayerForCausalLM._from_config(config, dtype=torch.float64)
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
 def _same(result: Tensor, expected: Tensor, what: str) -> None:
     assert torch.equal(result, expected), f"{what}: {result.tolist()} is not {expected.tolist()}"
 
@@ -384,5 +413,5 @@ BY_OPTIONS: tuple[Check, ...] = (
     gradients_equal_under_checkpointing,
     save_and_load_are_bit_equal,
 )
-BY_METHOD: tuple[Check, ...] = (reentrant_is_refused, documented)
+BY_METHOD: tuple[Check, ...] = (a_conversion_begins_like_a_new_model, reentrant_is_refused, documented)
 CHECKS: tuple[Check, ...] = (*BY_OPTIONS, *BY_METHOD)

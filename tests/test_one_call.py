@@ -1,5 +1,6 @@
 """Every verb is one call from Python; its result is saved, loaded again equal, and its page opens in a browser."""
 
+import copy
 import html
 import json
 import random
@@ -62,6 +63,33 @@ def results(model):
     results = {call.__name__: call(model) for call in CALLS}
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     return results
+
+
+def continued(model):
+    return crosslayer.generate(model, "w1 w2 w3", tokenizer(), new_tokens=8)
+
+
+FIGURES = {
+    diagnosed: lambda diagnosis: diagnosis.entropy.tolist(),
+    intervened: lambda effect: effect.attention_received.tolist(),
+    retrofitted: lambda receipt: (receipt.damage, receipt.cache),
+    verified: lambda verification: verification.passed,
+    benched: lambda benchmark: benchmark.cache_bytes.tolist(),
+    continued: lambda continuation: (continuation.text, continuation.cache_bytes),
+}
+
+
+@pytest.mark.parametrize("call", FIGURES, ids=lambda call: call.__name__)
+def test_a_model_that_is_training_is_measured_without_dropout_or_checkpointing(call, model, results):
+    training = copy.deepcopy(model)
+    training.config.attention_dropout = 0.5
+    for layer in training.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    training.activation_checkpointing_enable()
+    training.train()
+    expected = results.get(call.__name__) or call(model)
+    assert FIGURES[call](call(training)) == FIGURES[call](expected)
+    assert all(module.training for module in training.modules())
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ the median over pairs of candidate / baseline, with an interval whose ends are p
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from crosslayer.environment import environment, quiet_transformers
 from crosslayer.models.load import public_name, ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
+from crosslayer.probe.intercept import evaluating
 
 Named = PreTrainedModel | str | Path
 LEARNED = 8  # a table of learned positions has up to so many rows more than positions
@@ -65,8 +67,8 @@ def bench(
 
     """
     settings = Settings(
-        contexts=tuple(contexts),
-        batches=tuple(batches),
+        contexts=contexts,  # type: ignore[arg-type]
+        batches=batches,  # type: ignore[arg-type]
         new_tokens=new_tokens,
         repeats=repeats,
         attention=attention,
@@ -74,7 +76,7 @@ def bench(
     )
     models = _loaded({"candidate": candidate, "baseline": baseline}, settings, dtype, device, progress)
     started = time.perf_counter()
-    with torch.no_grad(), quiet_transformers(), attention_of(models, settings.attention):
+    with torch.no_grad(), quiet_transformers(), _ready(models, settings):
         structures, reason = _structures(models)
         rows, skipped = _measured(models, structures, settings, progress)
     if not rows:
@@ -92,6 +94,16 @@ def bench(
         seconds=time.perf_counter() - started,
         environment=Environment.model_validate(environment()),
     )
+
+
+@contextmanager
+def _ready(models: Models, settings: Settings) -> Iterator[None]:
+    """Run all models in evaluation mode, with the same attention."""
+    with ExitStack() as stack:
+        for model in models.values():
+            stack.enter_context(evaluating(model))
+        stack.enter_context(attention_of(models, settings.attention))
+        yield
 
 
 def check(models: Models, settings: Settings) -> None:

@@ -1,10 +1,11 @@
 """What a bench measures."""
 
-from typing import Self
+from collections.abc import Iterable
+from typing import Any, Self
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
-from crosslayer.output.record import Options
+from crosslayer.output.record import Options, Seed
 
 ATTENTION = ("sdpa", "eager")
 
@@ -22,7 +23,15 @@ class Settings(Options):
     new_tokens: int
     repeats: int
     attention: str
-    seed: int
+    seed: Seed
+
+    @field_validator("contexts", "batches", mode="before")
+    @classmethod
+    def _unique(cls, numbers: Any, field: ValidationInfo) -> Any:
+        """Take numbers of any kind of list, in their order and without repetitions."""
+        if not isinstance(numbers, Iterable):
+            raise ValueError(f"{field.field_name} is {numbers!r}; give a list, such as [{numbers!r}]")
+        return tuple(dict.fromkeys(numbers))
 
     @model_validator(mode="after")
     def _check(self) -> Self:

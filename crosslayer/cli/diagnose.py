@@ -65,9 +65,10 @@ def command(
         cross_layer=cross_layer,
         dtype=dtype,
         device=device,
-        settings={"command": command_line()},
         progress=Progress,
     )
+    settings = diagnosis.settings.model_copy(update={"command": command_line()})
+    diagnosis = diagnosis.model_copy(update={"settings": settings})
     say("drawing figures and writing the report")
     page = diagnosis.save(out, force)
     for sentence in diagnosis.words:

@@ -1,16 +1,18 @@
 """How a verb ends that could not do its work: a single line, and an exit status that says whose turn it is."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
 MEND, FAULT = 2, 70  # 0 stands for done, 1 for checks that failed, 130 for an interrupt
+OPTION = re.compile(r"`([a-z_]+)`")  # how errors of the library name an option of a call
 MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # how torch words it in a RuntimeError
 
 
 def explain(error: Exception) -> tuple[int, str]:
     """Return exit status and line of an error: `MEND` for what the user can mend, `FAULT` for the rest."""
-    text = _one_line(str(error))
+    text = OPTION.sub(lambda match: "--" + match[1].replace("_", "-"), _one_line(str(error)))
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(word in text for word in MEMORY):
         return MEND, "memory ran out; use fewer or shorter sequences, a smaller batch or a smaller dtype"
     if isinstance(error, ValueError | OSError) and not _is_schema_error(error):

@@ -107,9 +107,10 @@ def command(
         bos=bos,
         dtype=dtype,
         device=device,
-        settings={"command": command_line()},
         progress=Progress,
     )
+    settings = result.settings.model_copy(update={"command": command_line()})
+    result = result.model_copy(update={"settings": settings})
     say("drawing figures and writing the report")
     page = result.save(out, force)
     for sentence in result.words:

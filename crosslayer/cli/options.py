@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -78,11 +77,6 @@ def print_headline(figures: dict[str, Any]) -> None:
     """Print the last line of the result, a JSON object, in characters that stdout can show."""
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     print_line(json.dumps(figures, ensure_ascii=not unicode))
-
-
-def public_name(model: str) -> str:
-    """Return a model's name without the folders above it."""
-    return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
 
 
 def command_line() -> str:

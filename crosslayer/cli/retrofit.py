@@ -131,8 +131,10 @@ def command(
         device=device,
         progress=Progress,
     ).model_copy(update={"command": command_line()})
+    if remote_code_shim and not receipt.takes_shim:
+        say(f"a stock {receipt.architecture.retrofit_class} opens without crosslayer: no shim is written")
     say("drawing figures and writing model and report")
-    report = receipt.save(out, force, remote_code_shim)
+    report = receipt.save(out, force, remote_code_shim and receipt.takes_shim)
     for sentence in receipt.sentences():
         print_line(sentence)
     print_line(f"report: {report}")

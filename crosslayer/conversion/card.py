@@ -40,5 +40,13 @@ def _how(record: RetrofitRecord) -> str:
     """Return the command line, or the call from Python."""
     if record.command is not None:
         return f"```sh\n{record.command}\n```"
+    texts, names = record.texts, [f"model: {record.architecture.name!r}", f"text: {_listed(record.texts.judged)}"]
     options = "".join(f", {name}={value!r}" for name, value in record.options.changed().items())
-    return f"```python\ncrosslayer.retrofit({record.architecture.name!r}{options})\n```"
+    if texts.fitted and set(texts.fitted) != set(texts.judged):
+        names.append(f"calibration_text: {_listed(texts.fitted)}")
+        options += ", calibration_text=calibration_text"
+    return f"```python\n# {'; '.join(names)}\ncrosslayer.retrofit(model, text, tokenizer{options})\n```"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))

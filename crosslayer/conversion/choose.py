@@ -86,7 +86,7 @@ class Automatic:
     def groups(self, ids: Tensor) -> Groups:
         """Return the layers, chosen on token ids (N, T)."""
         if self.count >= self.layers:
-            raise ValueError(f"--count {self.count}: the model has {self.layers} layers, and at least 1 must stay")
+            raise ValueError(f"`count` {self.count}: the model has {self.layers} layers, and at least 1 must stay")
         if self.request.select == "distance":
             return self._dissimilar_states(ids)
         return self._similar_maps(ids) if self.kind.grouped else [[layer] for layer in sorted(self._single(ids))]
@@ -102,13 +102,13 @@ class Automatic:
         """Return layers of which something goes."""
         taken = self._what_goes()
         if taken not in RANKED:
-            raise ValueError("--layers auto ranks attention and whole layers; name the layers whose MLP goes")
+            raise ValueError("`layers` auto ranks attention and whole layers; name the layers whose MLP goes")
         if self.request.select == "greedy":
             return self._greedy(ids, taken)
         if self.request.select == "similarity":
             return self._least_turning(ids, taken)
         if taken != "attention":
-            raise ValueError("--select correlation ranks attention; use similarity or greedy for whole layers")
+            raise ValueError("`select` correlation ranks attention; use similarity or greedy for whole layers")
         with self.progress("choosing layers", self.layers) as bar:
             bounds = error_bounds(self.model, ids, bar.step)
         return [int(layer) for layer in np.argsort(bounds, kind="stable")[: self.count]]
@@ -118,7 +118,7 @@ class Automatic:
         groups = similar_groups(similarity, look(self.model).shapes, self.count)
         reached = sum(len(group) - 1 for group in groups)
         if reached < self.count:
-            raise ValueError(f"--count {self.count}: masks allow at most {reached} layers to follow another")
+            raise ValueError(f"`count` {self.count}: masks allow at most {reached} layers to follow another")
         return groups
 
     def _what_goes(self) -> str:

@@ -4,11 +4,12 @@ What stays is the very tensor of the source; a copy is the caller's business.
 """
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from crosslayer.conversion.shorten import layers_gone, without_layers
@@ -85,15 +86,30 @@ def _rewired(source: PreTrainedModel, config: CrossLayerConfig, weights: dict[st
     names = set(model.state_dict())
     model.load_state_dict({name: weights[name] for name in names if name in weights}, strict=False, assign=True)
     model.tie_weights()
-    for module in model.modules():
-        if isinstance(module, Mixing) and any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-            module.to_empty(device=source.device, recurse=False).to(source.dtype)
-            module.reset()
+    for module in _of_methods(model):
+        _begin(model, module, source)
     lost = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if lost:
         raise ValueError(f"{type(source).__name__} has no weight {lost[0]}; unload adapters before a retrofit")
     model.generation_config = copy.deepcopy(source.generation_config)
     return model.eval()
+
+
+def _of_methods(module: nn.Module) -> Iterator[Mixing]:
+    """Yield the modules that methods brought along, without those inside of them."""
+    for child in module.children():
+        if isinstance(child, Mixing):
+            yield child
+        else:
+            yield from _of_methods(child)
+
+
+def _begin(model: CrossLayerForCausalLM, module: Mixing, source: PreTrainedModel) -> None:
+    """Give a method's module, with all inside of it, memory and first values; weights that it inherited stay."""
+    inherited = {name: weight for name, weight in module.state_dict().items() if not weight.is_meta}
+    module.to_empty(device=source.device).to(source.dtype)
+    module.apply(model._init_weights)
+    module.load_state_dict(inherited, strict=False, assign=True)
 
 
 def _empty(config: CrossLayerConfig, source: PreTrainedModel) -> CrossLayerForCausalLM:

@@ -38,7 +38,7 @@ def error_bounds(model: PreTrainedModel, ids: Tensor, step: Callable[[int, int],
     width, layers = plain.config.hidden_size, plain.config.num_hidden_layers
     if ids.numel() < NEEDED * width:
         raise ValueError(
-            f"--select correlation: calibration text has {ids.numel()} tokens; it needs at least {NEEDED * width} "
+            f"`select` correlation: calibration text has {ids.numel()} tokens; it needs at least {NEEDED * width} "
             f"({NEEDED} for each of the {width} channels of the stream)"
         )
     streams = Streams(plain, plain, ids, follow="rewired")

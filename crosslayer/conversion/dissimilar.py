@@ -64,7 +64,7 @@ def dissimilar_groups(
             step(len(leader), count)
     if len(leader) < count:
         raise ValueError(
-            f"--count {count}: {len(leader)} layers can follow another with a cosine above --threshold {threshold:g}; "
+            f"`count` {count}: {len(leader)} layers can follow another with a cosine above `threshold` {threshold:g}; "
             "lower either"
         )
     return _groups(leader)

@@ -23,7 +23,7 @@ from crosslayer.conversion.record import (
 )
 from crosslayer.conversion.request import Request
 from crosslayer.conversion.result import Receipt
-from crosslayer.conversion.rewire import Entry, Rewired, rewire
+from crosslayer.conversion.rewire import Rewired, rewire
 from crosslayer.conversion.texts import Text, Texts
 from crosslayer.conversion.title import title
 from crosslayer.corpus.windows import Windows
@@ -31,10 +31,11 @@ from crosslayer.decoder.weights import to_config
 from crosslayer.diagnosis.groups import PAPER_SIZE
 from crosslayer.environment import environment
 from crosslayer.method import Method
-from crosslayer.methods import merge_plans, to_entry
+from crosslayer.methods import Entry, merge_plans, to_entry
 from crosslayer.models.load import Ready, ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
+from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import look
 
@@ -75,7 +76,7 @@ def retrofit(
         model: a model, which is left as it is, or the name of what `load_model` loads.
         text: text to judge on: token ids (N, `length`), documents, sources, or these by domain; None: six domains.
         tokenizer: of a model that is loaded already; not needed for token ids.
-        method: a method's name, whose layers are then chosen; or a whole method. Or a budget instead.
+        method: a method's name or class, whose layers are then chosen; or a whole method. Or a budget instead.
         layers: groups such as "18-21,22-25" (0-based), "top-half" or "auto".
         kv_budget: search for this share of the cache.
         kv_context: tokens at which the cache is counted.
@@ -128,7 +129,8 @@ def retrofit(
     )
     request, texts = _read(options, text, calibration_text, progress)
     ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
-    return Job(ready, request, texts, progress).receipt()
+    with evaluating(ready.model):
+        return Job(ready, request, texts, progress).receipt()
 
 
 def _read(options: RetrofitOptions, text: Text, calibration_text: Text, progress: Meter) -> tuple[Request, Texts]:

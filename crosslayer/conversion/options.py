@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from crosslayer.conversion.moments import ALONE, FITS
 from crosslayer.diagnosis.groups import PAPER_SIZE
 from crosslayer.method import Method, check_choice
-from crosslayer.methods import to_entry
-from crosslayer.output.record import Options
+from crosslayer.methods import Entry, to_entry
+from crosslayer.output.record import Options, Seed
 
 SELECTS = ("similarity", "greedy", "correlation", "distance")
 Budget = Annotated[float, Field(allow_inf_nan=True)] | None  # our own message says what a budget is
@@ -63,26 +63,26 @@ class RetrofitOptions(Options):
     windows: int = Field(default=96, description="windows on which the damage is measured, of all domains")
     calibration: int = Field(default=128, ge=1, description="windows to which W_c is fitted, of all domains")
     length: int = Field(default=512, ge=2, description="tokens of a window")
-    seed: int = Field(default=0, ge=0, description="of the windows that are drawn, and of the bootstrap")
+    seed: Seed = Field(default=0, description="of the windows that are drawn, and of the bootstrap")
     bos: str = Field(default="auto", description="first token of a window: auto (as the tokenizer has it), yes or no")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         choosers = [value for value in (self.method, self.kv_budget, self.kl_budget) if value is not None]
         if len(choosers) != 1:
-            raise ValueError("give --method, or --kv-budget or --kl-budget, which choose methods and layers themselves")
+            raise ValueError("give `method`, or `kv_budget` or `kl_budget`, which choose methods and layers themselves")
         check_choice("retrofit", "compensation", self.compensation, ("none", *FITS, None))
         check_choice("retrofit", "select", self.select, (*SELECTS, None))
         for name, budget in (("kv", self.kv_budget), ("kl", self.kl_budget)):
             if budget is not None and not (math.isfinite(budget) and budget > 0):
-                raise ValueError(f"--{name}-budget {budget} is no budget; it must be a number above 0")
+                raise ValueError(f"`{name}_budget` {budget} is no budget; it must be a number above 0")
         if self.kv_context is not None and self.kv_context < 2:
-            raise ValueError(f"--kv-context {self.kv_context} is too short; it is a number of tokens, at least 2")
+            raise ValueError(f"`kv_context` {self.kv_context} is too short; it is a number of tokens, at least 2")
         if self.size < 2:
-            raise ValueError(f"--size {self.size} is too small; a block has at least 2 layers")
+            raise ValueError(f"`size` {self.size} is too small; a block has at least 2 layers")
         if self.compensation in ALONE and self.merge != "first":
             raise ValueError(
-                f"--compensation {self.compensation} makes up for followers alone, and --merge {self.merge} also "
+                f"`compensation` {self.compensation} makes up for followers alone, and `merge` {self.merge} also "
                 "changes their leader; use ridge"
             )
         return self
@@ -92,8 +92,10 @@ class RetrofitOptions(Options):
         return self.model_dump(exclude_defaults=True)
 
 
-def plain_method(method: str | Mapping[str, Any] | Method | None) -> str | dict[str, Any] | None:
-    """Return a method as the plain data that options hold."""
+def plain_method(method: Entry | None) -> str | dict[str, Any] | None:
+    """Return a method as the plain data that options hold; a class is its name."""
+    if isinstance(method, type):
+        return method.name()
     if isinstance(method, Method):
         return to_entry(method)
     return dict(method) if isinstance(method, Mapping) else method

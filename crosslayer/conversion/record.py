@@ -1,8 +1,8 @@
 """What `record.json` of a retrofit holds."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from crosslayer.conversion.bootstrap import Interval
 from crosslayer.conversion.moments import Fit
@@ -122,7 +122,7 @@ class DomainDamage(Damage):
 class Domains(Frozen):
     """The damage by domain, the worst that nothing was fitted to first, and on all windows together."""
 
-    domains: list[DomainDamage]
+    domains: list[DomainDamage] = Field(min_length=1)
     all: Damage
 
 
@@ -160,3 +160,18 @@ class RetrofitRecord(Frozen):
     command: str | None = Field(default=None, description="the command line, None for a call from Python")
     seconds: Seconds
     environment: Environment
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        """Refuse methods without a name, and what is not of the original's layers."""
+        layers = self.architecture.layers
+        if not all(isinstance(method.get("name"), str) for method in self.methods):
+            raise ValueError("a method has no name")
+        if self.plan.layers != layers:
+            raise ValueError(f"the plan has {self.plan.layers} layers, and the original {layers}")
+        outside = [fit.layer for fit in self.calibration.layers if not 0 <= fit.layer < layers]
+        if outside:
+            raise ValueError(f"layer {outside[0]} is compensated, and the original has {layers} layers")
+        if self.choice.search is not None and len(self.choice.search.kinds) != layers:
+            raise ValueError(f"the search names {len(self.choice.search.kinds)} layers, and the original has {layers}")
+        return self

@@ -88,11 +88,13 @@ class Request:
 
     def _may_compensate(self) -> bool:
         """Return whether there can be a W_c: it writes where the part that a method takes away has written."""
+        return self._has_targets() and (self.kind is None or self.part is None or self.part in self.kind.targets)
+
+    def _has_targets(self) -> bool:
+        """Return whether a method has somewhere for a W_c to write, whatever part of a layer it takes away."""
         if self.whole is not None:
             return self.whole.compensation is not None
-        if self.kind is None:
-            return True
-        return bool(self.kind.targets) and (self.part is None or self.part in self.kind.targets)
+        return self.kind is None or bool(self.kind.targets)
 
     def _refuse_idle(self) -> None:
         """Refuse an option that would do nothing beside the others."""
@@ -111,13 +113,13 @@ class Request:
             "calibration": self.fits or self.many_tokens,
             "bias": self.fit != "none" and self.whole is None and (kind is None or takes_bias(kind)),
             "target": self.fit != "none" and self.whole is None and (kind is None or len(kind.targets) > 1),
-            "compensation": self.whole is None or self._may_compensate() or self.fit == "none",
+            "compensation": self.fit == "none" or self._has_targets(),
         }
         asked = options.changed()
         for option, does in acts.items():
             if option in asked and not does:
                 value = "" if asked[option] is True else f" {asked[option]}"
-                raise ValueError(f"--{option}{value} does nothing with these options; leave it out")
+                raise ValueError(f"`{option}`{value} does nothing with these options; leave it out")
 
     def _check_choices(self) -> None:
         """Refuse a choice that the methods do not have."""
@@ -146,7 +148,9 @@ def _method_of(options: RetrofitOptions) -> tuple[type[Method] | None, Method | 
         try:
             return None, load_method(json.loads(asked))
         except json.JSONDecodeError as error:
-            raise ValueError(f"--method {asked!r} is not JSON ({error}); write a name or an object") from None
+            raise ValueError(f"`method` {asked!r} is not JSON ({error}); write a name or an object") from None
+        except RecursionError:
+            raise ValueError("`method` is JSON that is nested too deeply; write a name or an object") from None
     kind = method_class(asked)
     return (kind, None) if takes_groups(kind) else (None, load_method(asked))
 

@@ -73,6 +73,11 @@ class Receipt(RetrofitRecord, Result):
         return self._tokenizer
 
     @property
+    def takes_shim(self) -> bool:
+        """Whether the model is of a class of ours, which a shim lets other tools find."""
+        return self.architecture.retrofit_class == OURS
+
+    @property
     def kv_share(self) -> float:
         """Share of the original's cache bytes that the retrofit allocates, 0 to 1."""
         return self.cache.share
@@ -170,10 +175,8 @@ class Receipt(RetrofitRecord, Result):
 
         """
         model, target = self.model, Path(folder)
-        if remote_code_shim and type(model).__name__ != OURS:
-            raise ValueError(
-                f"--remote-code-shim is for models of crosslayer; this is a stock {type(model).__name__} and needs none"
-            )
+        if remote_code_shim and not self.takes_shim:
+            raise ValueError(f"a shim is for models of crosslayer; this is a stock {type(model).__name__}")
         with whole_folder(target, force) as partial:
             with quiet_transformers():
                 model.save_pretrained(partial)

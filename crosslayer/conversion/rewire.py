@@ -1,8 +1,7 @@
 """Rewire a pretrained model by methods and make up for what it loses: the step inside a retrofit that changes it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,10 +11,8 @@ from crosslayer.conversion.convert import convert
 from crosslayer.conversion.moments import ALONE, FITS, Fit
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.method import Compensation, Method, check_choice, mixes
-from crosslayer.methods import load_method, merge_plans
+from crosslayer.methods import Entry, load_methods, merge_plans
 from crosslayer.plan import DepthPlan
-
-Entry = str | Mapping[str, Any] | Method
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ def rewire(
 
     Args:
         model: the pretrained model.
-        methods: a method or a list: names, {"name": …, option: …}, or `Method` objects.
+        methods: a method or a list: names, {"name": …, option: …}, `Method` objects or classes.
         calibration: token ids (N, T) without padding, to fit W_c where a method has a compensation; or such ids by
             domain, {"web": …, "code": …}: what is fitted to several carries over better to text of other kinds.
         fit: "zero", "mean" (arXiv 2502.00439, Theorem 3.1), "lstsq", "lmmse", "ridge" or "layerwise" (see
@@ -76,8 +73,7 @@ def rewire(
         ValueError: the family, the wiring or the options are not possible, or the calibration text is too short.
 
     """
-    entries = [methods] if isinstance(methods, str | Mapping | Method) else list(methods)
-    chosen = [load_method(entry) for entry in entries]
+    chosen = load_methods(methods)
     check_choice("rewire", "fit", fit, (*FITS, None))
     _check_changes(chosen, model.config.num_hidden_layers)
     conversion, fits = convert(model, chosen, merge), []

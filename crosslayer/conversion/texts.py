@@ -10,7 +10,7 @@ from crosslayer.conversion.damage import FEWEST
 from crosslayer.conversion.request import Request
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import FITTED, embedded_domains, shared_out, split_domains
-from crosslayer.corpus.windows import Windows
+from crosslayer.corpus.windows import Windows, check_text
 
 CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 36
 Documents = Tensor | TextSource | Iterable[str]
@@ -58,7 +58,7 @@ class Texts:
         embedded = embedded_domains()
         doubled = sorted(embedded.keys() & domains.keys())
         if doubled:
-            raise ValueError(f"{doubled[0]!r} is the name of an embedded domain; give --text too, or rename it")
+            raise ValueError(f"{doubled[0]!r} is the name of an embedded domain; give `text` too, or rename it")
         return cls({**domains, **embedded}, tuple(fits or FITTED), tuple(embedded), bool(fits))
 
     def read(self, request: Request) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ class Texts:
             counts["trade-off"] = shared_out(CURVE_WINDOWS, self.judging)
         if self.named and not counts.keys() - {"evaluation"}:
             raise ValueError(
-                "--calibration-text does nothing here, as neither W_c nor a choice of layers is fitted; leave it out"
+                "`calibration_text` does nothing here, as neither W_c nor a choice of layers is fitted; leave it out"
             )
         return counts
 
@@ -115,7 +115,7 @@ class Texts:
         least = FEWEST * len(self.judging)
         if windows < least:
             each = f" for each of the {len(self.judging)} domains" if len(self.judging) > 1 else ""
-            raise ValueError(f"--windows {windows} is too few for an interval{each}; use at least {least}")
+            raise ValueError(f"`windows` {windows} is too few for an interval{each}; use at least {least}")
 
     def _check_ids(self, length: int) -> None:
         for name, domain in self.domains.items():
@@ -130,16 +130,26 @@ def _by_name(text: Text, name: str) -> dict[str, Documents]:
     if text is None:
         return {}
     if isinstance(text, Mapping):
+        for domain, documents in text.items():
+            if not isinstance(documents, TextSource):
+                check_text(documents, str(domain))
         return dict(text)
     if isinstance(text, TextSource):
         return {text.describe(): text}
     if isinstance(text, Tensor | str) or not isinstance(text, Sequence):
+        check_text(text, name)
         return {name: text}  # type: ignore[dict-item]
-    sources = [source for source in text if isinstance(source, TextSource)]
-    if not sources:
+    if all(isinstance(document, str) for document in text):
         return {name: text} if text else {}  # type: ignore[dict-item]
+    for source in text:
+        if not isinstance(source, TextSource):
+            raise ValueError(
+                f"{name} holds a {type(source).__name__}; give sources alone, texts alone, or each by the name of its "
+                "domain: {'web': …, 'code': …}"
+            )
     by_name: dict[str, Documents] = {}
-    for source in dict.fromkeys(sources):
+    sources: Iterable[TextSource] = dict.fromkeys(text)  # type: ignore[arg-type]
+    for source in sources:
         if source.describe() in by_name:
             raise ValueError(
                 f"two texts are called {source.describe()!r}; a domain goes by its file's name, so rename either"

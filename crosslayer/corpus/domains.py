@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from crosslayer.corpus.documents import TextSource, embedded_documents, load_documents
+from crosslayer.corpus.documents import TextSource, embedded_documents
 from crosslayer.corpus.windows import Windows, split
 
 EMBEDDED = {  # domain → archive and files in it; sources and licences: data/SOURCES.md
@@ -42,23 +42,7 @@ def check_table_options(sources: Sequence[TextSource]) -> None:
         value, default = vars(sources[0])[option], vars(TextSource())[option]
         if idle and value != default:
             what = "text is no table" if option == "column" else "text is no dataset of the hub"
-            raise ValueError(f"--{option} {value} does nothing, since the {what}; leave it out")
-
-
-def load_domains(sources: Sequence[TextSource], seed: int = 0) -> dict[str, Iterable[str]]:
-    """Return the documents of several sources, each a domain by its short name.
-
-    Raises:
-        ValueError: a source cannot be read, or two have the same name.
-
-    """
-    domains: dict[str, Iterable[str]] = {}
-    for source in sources:
-        name = source.describe()
-        if name in domains:
-            raise ValueError(f"two texts are called {name!r}; a domain goes by its file's name, so rename a file")
-        domains[name] = load_documents(source, seed)
-    return domains
+            raise ValueError(f"`{option}` {value} does nothing, since the {what}; leave it out")
 
 
 def shared_out(count: int, domains: Sequence[str]) -> dict[str, int]:

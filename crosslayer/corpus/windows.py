@@ -1,8 +1,9 @@
 """Windows: token sequences of the same length, cut from documents without padding."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ JOINED = -1  # the document of a window that is joined from several
 SAMPLES, SAMPLE = 64, 2000  # pieces, and characters of each, that say how many tokens a text has
 ROOM = 1.2  # how far beyond that estimate a text is still tried
 STREAMED = 4096  # documents of a stream that `split` takes
+SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 CHARACTERS_PER_TOKEN = 6  # an upper estimate for text, so that a piece fills a sequence
 
 Text = Tensor | TextSource | Iterable[str] | None
@@ -84,6 +86,7 @@ def open_text(
     """
     if isinstance(text, Tensor):
         return text
+    check_text(text, "text")
     documents = [text] if isinstance(text, str) else text
     if documents is None or isinstance(documents, TextSource):
         source = documents or TextSource()
@@ -91,6 +94,21 @@ def open_text(
             documents = load_documents(source, seed)
     check_size(documents, sequences, length)
     return documents
+
+
+def check_text(text: object, name: str) -> None:
+    """Refuse what is no text: a file's name, and what holds something else than texts."""
+    if isinstance(text, Path) or (isinstance(text, str) and text.endswith(SUFFIXES) and len(text.split()) == 1):
+        raise ValueError(f"{name} is {str(text)!r}, which looks like a file; TextSource({str(text)!r}) reads it")
+    if text is None or isinstance(text, str | TextSource | Tensor):
+        return
+    if not isinstance(text, Iterable) or isinstance(text, Mapping):
+        raise ValueError(f"{name} is a {type(text).__name__}; give token ids as a tensor, a TextSource, or texts")
+    if isinstance(text, Sequence):
+        wrong = [document for document in text if not isinstance(document, str)]
+        if wrong:
+            kind = type(wrong[0]).__name__
+            raise ValueError(f"{name} holds a {kind}; give texts, or token ids as a tensor (N, T)")
 
 
 def text_name(text: Text) -> str | None:

@@ -4,9 +4,8 @@ Flows: tokens → measures of a sequence (`diagnosis/sequence.py`) → mean and 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +41,6 @@ def diagnose(
     cross_layer: bool = False,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-    settings: Mapping[str, Any] | None = None,
     progress: Meter = Silent,
 ) -> Diagnosis:
     """Measure sinks, value drains, peaks, concentration and redundancy of every layer; the model is left unchanged.
@@ -61,7 +59,6 @@ def diagnose(
             the cost of about six more attention calls a layer.
         dtype: of a model that is named; default float32 on a CPU, the checkpoint's own elsewhere.
         device: of a model that is named; default the first GPU if there is any, else the CPU.
-        settings: what the record should say of the run otherwise than what is known here, such as the `command`.
         progress: shows what is being done.
 
     Raises:
@@ -77,20 +74,19 @@ def diagnose(
     windows = read_windows(text, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos, meter=progress)
     check_model(loaded, windows.ids)
     cut = not isinstance(text, Tensor)
-    known = {
-        "model": name,
-        "text": origin,
-        "documents": list(windows.documents),
-        "sequences": len(windows.ids),
-        "length": windows.ids.shape[1],
-        "seed": seed if cut else None,
-        "bos": bos if cut else None,
-        "cross_layer": cross_layer,
-    }
-    about = Settings(**{**known, **(settings or {})})
+    settings = Settings(
+        model=name,
+        text=origin,
+        documents=list(windows.documents),
+        sequences=len(windows.ids),
+        length=windows.ids.shape[1],
+        seed=seed if cut else None,
+        bos=bos if cut else None,
+        cross_layer=cross_layer,
+    )
     started = time.perf_counter()
     measured = _measure(loaded, windows.ids, cross_layer, progress)
-    return _diagnosis(loaded, tokenizer, windows.ids, measured, about, started)
+    return _diagnosis(loaded, tokenizer, windows.ids, measured, settings, started)
 
 
 def check_model(model: PreTrainedModel, ids: Tensor) -> None:

@@ -14,8 +14,9 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.generation.result import Continuation
 from crosslayer.generation.sampling import Sampling
 from crosslayer.models.load import ready_model
-from crosslayer.output.manifest import positions
 from crosslayer.output.progress import Meter, Silent
+from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.tokens import positions
 
 
 def generate(
@@ -65,7 +66,7 @@ def generate(
     cache = DynamicCache(config=loaded.config)
     streamer = None if write is None else _Pieces(words, write)
     started = time.perf_counter()
-    with progress("generating", 0):
+    with evaluating(loaded), progress("generating", 0):
         chosen = _continue(loaded, words, ids.to(loaded.device), cache, sampling, streamer)
     seconds = time.perf_counter() - started
     return Continuation(
@@ -143,7 +144,7 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> 
     if not chat:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     elif tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template; use --no-chat")
+        raise ValueError("the tokenizer has no chat template; leave `chat` out")
     else:
         turns = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)

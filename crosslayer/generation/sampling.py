@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from crosslayer.output.record import Options
+from crosslayer.output.record import Options, Seed
 
 COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; logits divided by less overflow
 
@@ -19,7 +19,7 @@ class Sampling(Options):
 
     new_tokens: int = Field(ge=1)
     temperature: float
-    seed: int = Field(ge=0)
+    seed: Seed
 
     @model_validator(mode="after")
     def _check(self) -> Self:

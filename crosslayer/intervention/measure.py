@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Text, open_text, read_windows, text_name
 from crosslayer.environment import environment
 from crosslayer.intervention.apply import intervene
-from crosslayer.intervention.kinds import Kind, first_reason, layers_of
+from crosslayer.intervention.kinds import Kind, layers_of
 from crosslayer.intervention.parts import facts, place, reading, trial
 from crosslayer.intervention.readings import Passes, Sample
 from crosslayer.intervention.record import AttentionByPosition, Control, Role, Settings, Trial
@@ -49,7 +48,6 @@ def effect(
     bos: str = "auto",
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-    settings: Mapping[str, Any] | None = None,
     progress: Meter = Silent,
 ) -> Effect:
     """Measure what interventions do to sinks, drains, peaks and the loss; the model is left unchanged.
@@ -71,7 +69,6 @@ def effect(
         bos: the first token of a sequence: "auto" (as the tokenizer has it), "yes" or "no".
         dtype: of a model that is named; default float32 on a CPU.
         device: of a model that is named; default the first GPU, else the CPU.
-        settings: what the result's settings should say beside what is known here, the command for example.
         progress: shows what is being done.
 
     Raises:
@@ -89,23 +86,17 @@ def effect(
     if not isinstance(opened, Tensor):
         check_length(loaded, length)
     windows = read_windows(opened, tokenizer, **windowing, meter=progress)
-    known = {"model": name, "text": text_name(text), "documents": list(windows.documents)}
-    known["bos"] = None if isinstance(text, Tensor) else bos
-    return _measured(loaded, windows.ids, request, _settings(request, {**known, **(settings or {})}), progress)
-
-
-def _settings(request: Request, known: dict[str, Any]) -> Settings:
-    """Return what the record says of the run."""
-    try:
-        return Settings(
-            sequences=request.sequences,
-            length=request.length,
-            probes=request.probe_count,
-            seed=request.seed,
-            **known,
-        )
-    except ValidationError as error:
-        raise ValueError(f"settings: {first_reason(error)}") from None
+    settings = Settings(
+        model=name,
+        text=text_name(text),
+        documents=list(windows.documents),
+        bos=None if isinstance(text, Tensor) else bos,
+        sequences=request.sequences,
+        length=request.length,
+        probes=request.probe_count,
+        seed=request.seed,
+    )
+    return _measured(loaded, windows.ids, request, settings, progress)
 
 
 class _Experiment(NamedTuple):

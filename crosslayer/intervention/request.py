@@ -1,12 +1,12 @@
 """What an effect is asked for, checked as a whole before a model is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
 from crosslayer.intervention.kinds import Intervention, Kind, load_intervention, positions_of
-from crosslayer.output.record import Options
+from crosslayer.output.record import Options, Seed
 from crosslayer.plan import parse_layers
 
 DEEPEST = 10_000  # layers that no model has: what a layer's number may be before the model is known
@@ -27,15 +27,17 @@ class Request(Options):
     probes: int | None = Field(None, ge=1)
     sequences: int = Field(8, ge=1)
     length: int = Field(512, ge=2)
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
     bos: str = "auto"
 
     @field_validator("interventions", mode="before")
     @classmethod
     def _load_entries(cls, interventions: Any) -> Any:
         """Build interventions from plain data, as a record holds it."""
-        if isinstance(interventions, Intervention):
+        if isinstance(interventions, Intervention | Mapping):
             raise ValueError("interventions is a single intervention; give a list, such as [waiver(255)]")
+        if not isinstance(interventions, Iterable):
+            raise ValueError(f"interventions is {interventions!r}; give a list, such as [waiver(255)]")
         return tuple(load_intervention(each) if isinstance(each, Mapping) else each for each in interventions)
 
     @field_validator("scan", mode="before")
@@ -45,7 +47,13 @@ class Request(Options):
         if isinstance(scan, str):
             scan_groups(scan, DEEPEST)
             return scan
-        return tuple(tuple(group) for group in scan)
+        if not isinstance(scan, Iterable):
+            raise ValueError(f"scan is {scan!r}; give auto, none, ranges such as '0-2,3-29', or groups of layers")
+        groups = tuple(scan)
+        for group in groups:
+            if isinstance(group, str) or not isinstance(group, Iterable):
+                raise ValueError(f"scan holds {group!r}; give groups of layers, such as [[0, 1, 2], [3, 4]]")
+        return tuple(tuple(group) for group in groups)
 
     @model_validator(mode="after")
     def _check_positions(self) -> "Request":
@@ -57,7 +65,7 @@ class Request(Options):
             raise ValueError(f"position {last} is outside of the sequences of {self.length} tokens")
         if self.probes is not None and self.probes > self.sequences:
             raise ValueError(
-                f"--probes {self.probes} are more than the {self.sequences} sequences; use at most that many"
+                f"`probes` {self.probes} are more than the {self.sequences} sequences; use at most that many"
             )
         return self
 

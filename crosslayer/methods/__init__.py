@@ -37,18 +37,18 @@ def allow_methods(*names: str) -> None:
     """
     for name in names:
         if not _names_a_module(name):
-            raise ValueError(f"{name!r} is not the name of a module; write for example my_methods or my_methods.scaled")
+            raise ValueError(f"{name!r} is not the name of a module; write for example my_methods or my_methods.mine")
     _allowed.update(names)
 
 
 def method_names() -> list[str]:
-    """Return the names of the methods that come with the package: the files of this folder."""
+    """Return the names of the methods that come with the package: the files here without a leading _."""
     return list(_files())
 
 
 @functools.cache
 def _files() -> tuple[str, ...]:
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")))
 
 
 def load_method(entry: Entry) -> Method:
@@ -73,8 +73,13 @@ def load_method(entry: Entry) -> Method:
             close = difflib.get_close_matches(option, fields, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(fields) or 'none'}"
             raise ValueError(f"method {name!r} has no option {option!r}; {hint}")
-        _check_type(cls, option, options[option])
-    return cls(**{key: _frozen(value) for key, value in options.items()})
+    return cls(**{option: _read_option(cls, option, value) for option, value in options.items()})
+
+
+def load_methods(entries: Entry | Sequence[Entry]) -> list[Method]:
+    """Build a method, or each of several; see `load_method`."""
+    alone = isinstance(entries, str | Mapping | Method | type)
+    return [load_method(entry) for entry in ([entries] if alone else entries)]
 
 
 def method_class(name: str) -> type[Method]:
@@ -208,12 +213,11 @@ def _leave_alone(name: str, plan: DepthPlan, linear: tuple[int, ...]) -> None:
                 )
 
 
-def _check_type(cls: type[Method], option: str, value: Any) -> None:
-    from pydantic import ValidationError  # first needed here: `import crosslayer` does without
-
+def _read_option(cls: type[Method], option: str, value: Any) -> Any:
+    """Return an option's value in the very type of its field: lists as tuples, a whole number as a float."""
     try:
-        _type_of(cls, option).validate_json(json.dumps(value), strict=True)
-    except (TypeError, ValidationError):
+        return _frozen(_type_of(cls, option).validate_json(json.dumps(value, allow_nan=False), strict=True))
+    except (TypeError, ValueError):
         kind = get_type_hints(cls)[option]
         words = kind.__name__ if isinstance(kind, type) else str(kind)
         raise ValueError(f"{cls.name()}: {option} is {reprlib.repr(value)}; it must be {words}") from None
@@ -221,11 +225,11 @@ def _check_type(cls: type[Method], option: str, value: Any) -> None:
 
 @functools.cache
 def _type_of(cls: type[Method], option: str) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter
+    from pydantic import TypeAdapter  # first needed here: `import crosslayer` does without
 
     return TypeAdapter(get_type_hints(cls)[option])
 
 
 def _frozen(value: Any) -> Any:
-    """Turn JSON lists into tuples, so that options are hashable."""
+    """Turn lists into tuples, so that options are hashable."""
     return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value

@@ -107,30 +107,30 @@ def filled(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _holding(target: Path) -> Iterator[None]:
-    """Hold the lock of an output folder; what goes wrong on the way is said of `--out`."""
+    """Hold the lock of an output folder; what goes wrong on the way is said of it."""
     with contextlib.ExitStack() as stack:
         try:
             target.name.encode()
             stack.enter_context(exclusive(target))
         except BlockingIOError:
             raise ValueError(
-                f"--out {target.name!r} is being written by another process; name another folder"
+                f"the folder {target.name!r} is being written by another process; name another folder"
             ) from None
         except UnicodeEncodeError:
-            raise ValueError(f"--out {target.name!a} is no text in UTF-8; name another folder") from None
+            raise ValueError(f"the folder {target.name!a} is no text in UTF-8; name another folder") from None
         except OSError as error:
-            raise ValueError(f"--out {target.name!r} cannot be written: {error.strerror or error}") from None
+            raise ValueError(f"the folder {target.name!r} cannot be written: {error.strerror or error}") from None
         yield
 
 
 def _check(target: Path, force: bool) -> None:
     """Refuse an output folder that stands in the way."""
     if target.exists() and not target.is_dir():
-        raise ValueError(f"--out {target.name!r} is a file; name a folder")
+        raise ValueError(f"the folder {target.name!r} is a file; name another")
     if target.exists() and not force:
-        raise ValueError(f"--out {target.name!r} exists; give another name, or --force to replace it")
+        raise ValueError(f"the folder {target.name!r} exists; give another name, or `force` to replace it")
     if target.exists() and not _is_ours(target):
-        raise ValueError(f"--out {target.name!r} holds more than crosslayer wrote, so --force does not replace it")
+        raise ValueError(f"the folder {target.name!r} holds more than crosslayer wrote, so `force` does not replace it")
 
 
 def _beside(target: Path, what: str) -> Path:

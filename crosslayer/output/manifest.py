@@ -21,6 +21,7 @@ from crosslayer.decoder import CrossLayerConfig
 from crosslayer.environment import environment
 from crosslayer.plan import DepthPlan
 from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.tokens import positions
 
 NAME = "manifest.json"
 IDS, LOGITS = 24, 16  # tokens of the fingerprint, and how many logits of the last of them it keeps
@@ -161,12 +162,6 @@ def fingerprint(model: PreTrainedModel, ids: list[int] | None = None) -> Fingerp
         logits: Tensor = used(torch.tensor([ids], device=used.device), use_cache=False).logits[0, -1]  # (V)
     kept = [logits.shape[0] * i // LOGITS for i in range(LOGITS)]
     return Fingerprint(ids=ids, dtype="float32", logits=logits[kept].tolist(), std=logits.std().item())
-
-
-def positions(model: PreTrainedModel) -> int:
-    """Return how many positions a model has; far more than enough where its config names no limit."""
-    text = model.config.get_text_config(decoder=True)
-    return getattr(text, "max_position_embeddings", None) or 2**31
 
 
 def _entries(folder: Path) -> dict[str, Path]:

@@ -4,12 +4,13 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 LARGEST = 2**28  # bytes of a record; a diagnosis of 30 layers has 0.8 MB
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch takes no larger seed
 DEEPEST = 32  # lists and objects inside of each other, far more than any record has
 
 
@@ -64,9 +65,17 @@ class PositionBins(Frozen):
     position in the bin.
     """
 
-    edges: list[int]
+    edges: list[int] = Field(min_length=1)
     length: int = Field(ge=1)
     mean: list[list[float | None]]
+
+    @model_validator(mode="after")
+    def _check_bins(self) -> Self:
+        """Refuse rows that do not have an entry for each bin."""
+        for row in self.mean:
+            if len(row) != len(self.edges):
+                raise ValueError(f"a row has {len(row)} entries, and there are {len(self.edges)} bins")
+        return self
 
 
 class Machine(Frozen):
@@ -124,7 +133,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > LARGEST:
             raise ValueError(f"it is larger than {LARGEST:,} bytes")
-        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse, parse_int=_integer)
         if not isinstance(record, dict):
             raise ValueError("it holds something else than a JSON object")
         _check_depth(record)
@@ -137,6 +146,13 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"it holds {constant}, which is no JSON")
+
+
+def _integer(digits: str) -> int:
+    """Return a whole number; one that no array holds is refused."""
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
+        raise ValueError(f"it holds {digits[:20]}…, a whole number of more than 64 bits")
+    return int(digits)
 
 
 def _check_depth(record: dict[str, Any]) -> None:

@@ -37,6 +37,12 @@ class Result(BaseModel):
             raise ValueError(f"the record is {schema[:60]!r}; this release reads {readable}")
         return cls.model_validate(record)
 
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{name}={value!r}" for name, value in self.headline().items())
+        return f"{type(self).__name__}({figures})"
+
+    __str__ = __repr__
+
     @abstractmethod
     def layout(self) -> Page:
         """Return the parts of the page."""

@@ -29,6 +29,12 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return rows if limit is None else min(limit, rows)
 
 
+def positions(model: PreTrainedModel) -> int:
+    """Return how many positions a model has; far more than enough where its config names no limit."""
+    text = model.config.get_text_config(decoder=True)
+    return getattr(text, "max_position_embeddings", None) or 2**31
+
+
 def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
     """Refuse token ids that a model cannot take.
 

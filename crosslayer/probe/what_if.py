@@ -7,7 +7,7 @@ Flows: states of the lenders, within a forward pass. Reads: every borrower. Cach
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from crosslayer.method import Method, mixes
-from crosslayer.methods import load_method, merge_plans
+from crosslayer.method import mixes
+from crosslayer.methods import Entry, load_methods, merge_plans
 from crosslayer.plan import STATES, DepthPlan
 from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, visited
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
 
-Wish = DepthPlan | Method | str | Mapping[str, Any] | Sequence[Method | str | Mapping[str, Any]]
+Wish = DepthPlan | Entry | Sequence[Entry]
 
 FIELDS = {"queries": "query", "keys": "key", "values": "value"}
 CHECKPOINTED = (
@@ -134,9 +134,8 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
         yield
 
 
-def _plan_of(wish: Method | str | Mapping[str, Any] | Sequence[Any], layers: int) -> DepthPlan:
-    entries = [wish] if isinstance(wish, Method | str | Mapping) else wish
-    methods = [load_method(entry) for entry in entries]
+def _plan_of(wish: Entry | Sequence[Entry], layers: int) -> DepthPlan:
+    methods = load_methods(wish)
     mixing = [method.name() for method in methods if mixes(method)]
     if mixing:
         raise ValueError(

@@ -74,6 +74,8 @@ def verify(
 
 def check_dtypes(dtypes: Sequence[str]) -> None:
     """Refuse dtypes that are unknown, repeated or missing."""
+    if isinstance(dtypes, str) or not all(isinstance(dtype, str) for dtype in dtypes):
+        raise ValueError(f"dtypes is {dtypes!r}; give a list of names, such as ['float32', 'bfloat16']")
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
     if unknown or not dtypes or len(set(dtypes)) != len(dtypes):
         raise ValueError(f"dtypes {', '.join(dtypes) or '(none)'}: name each once, of {', '.join(DTYPES)}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.models.load import DTYPES
-from crosslayer.output.manifest import positions
+from crosslayer.probe.tokens import positions
 
 TOKENS, FEWEST, SEED = 33, 16, 0
 BEAMS, NEW = 3, 6  # beam search: beams, new tokens

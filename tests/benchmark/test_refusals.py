@@ -3,6 +3,7 @@
 import pytest
 
 from crosslayer.benchmark.run import bench
+from crosslayer.benchmark.settings import Settings
 from tests.cli.test_cli import run
 from tests.helpers.benches import short
 from tests.helpers.tiny import tiny
@@ -13,6 +14,9 @@ from tests.helpers.tiny import tiny
     [
         ({"contexts": (0,)}, "context is 0; it must be at least 1"),
         ({"contexts": ()}, "context is empty"),
+        ({"contexts": 8}, r"^contexts is 8; give a list, such as \[8\]$"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
+        ({"seed": 2**64}, "seed: Input should be less than"),
         ({"batches": (1, -2)}, "batch is -2"),
         ({"new_tokens": 0}, "new-tokens is 0"),
         ({"repeats": 0}, "repeats is 0"),
@@ -24,6 +28,11 @@ def test_settings_that_are_refused(settings, message):
     with pytest.raises(ValueError, match=message) as error:
         bench("./nowhere", "./nowhere", **settings)
     assert "\n" not in str(error.value)  # and nothing was loaded
+
+
+def test_a_context_that_is_named_twice_is_measured_once():
+    settings = Settings(contexts=[16, 8, 16], batches=range(1, 3), new_tokens=1, repeats=1, attention="sdpa", seed=0)
+    assert settings.contexts == (16, 8) and settings.batches == (1, 2)
 
 
 def test_models_that_are_refused():

@@ -13,6 +13,7 @@ from crosslayer.decoder.caches import cache_bytes
 from crosslayer.methods import load_method, method_class
 from crosslayer.plan import parse_layers
 from crosslayer.probe.what_if import look, what_if
+from tests.helpers.nested import FACTOR, Nested
 from tests.helpers.tiny import tiny, tokens
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -186,6 +187,27 @@ def test_mixing_modules_begin_as_they_should():
     ids = tokens()
     assert torch.equal(made.model(ids).logits, made.model(ids).logits)
     assert made.model.model.layers[1].self_attn.mixers[0].weights.tolist() == [0.5, 0.5]
+
+
+def test_modules_and_buffers_inside_of_a_mixer_begin_as_they_should():
+    source, ids = tiny("llama"), tokens()
+    rewired = rewire(source, "tests.helpers.nested")
+    mixer = rewired.model.model.layers[2].self_attn.mixers[0]
+    assert mixer.scale.tolist() == [FACTOR] * 8 and not mixer.linear.weight.any() and not mixer.linear.bias.any()
+    assert sum(name.endswith("linear.weight") for name in rewired.new) == 3
+    with torch.no_grad():
+        for layer in source.model.layers:
+            layer.self_attn.v_proj.weight.mul_(FACTOR)
+        assert (rewired.model(ids).logits - source(ids).logits).abs().max() < 1e-10
+
+
+def test_what_a_mixer_inherits_stays(monkeypatch):
+    name = "model.layers.1.self_attn.mixers.0.linear.weight"
+    matrix = torch.randn(8, 8, dtype=torch.float64)
+    monkeypatch.setattr(Nested, "inherit", lambda self, weights, *rest: weights.update({name: matrix}) or [name])
+    model = convert(tiny("llama"), [Nested()]).model
+    weight, others = model.get_parameter(name), model.get_parameter(name.replace("layers.1", "layers.0"))
+    assert torch.equal(weight, matrix) and not others.any()
 
 
 def test_dropped_layers_are_not_merged():

@@ -19,6 +19,7 @@ from crosslayer.conversion.title import title
 from crosslayer.corpus.documents import TextSource
 from crosslayer.method import Method
 from crosslayer.methods import load_method
+from crosslayer.methods.cla import CLA
 from crosslayer.output.manifest import check_files
 from crosslayer.plan import DepthPlan
 from tests.helpers.text import WORDS, tokenizer, words
@@ -80,13 +81,40 @@ def test_a_receipt_is_its_record(receipt):
             Receipt.from_record(receipt.record() | wrong)
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("damage", "domains"), [], "List should have at least 1 item"),
+        (("methods",), [{}], "a method has no name"),
+        (("calibration", "layers", 0, "layer"), 10**6, "layer 1000000 is compensated, and the original has 8 layers"),
+        (("calibration", "layers", 0, "layer"), -1, "layer -1 is compensated"),
+        (("architecture", "layers"), 10**13, "the plan has 8 layers, and the original 10000000000000"),
+        (("architecture", "layers"), -1, "the plan has 8 layers, and the original -1"),
+    ],
+    ids=str,
+)
+def test_a_record_that_contradicts_itself_is_refused(receipt, place, value, message):
+    record = json.loads(json.dumps(receipt.record()))
+    part = record
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    with pytest.raises(ValueError, match=message):
+        Receipt.from_record(record)
+
+
 def test_it_saves_a_whole_model_folder(receipt, tmp_path):
     out = tmp_path / "out"
     assert receipt.save(out, remote_code_shim=True) == out / "report.html"
     assert check_files(out) == [] and (out / "modeling_shim.py").is_file()
     assert Receipt.from_record(json.loads((out / "record.json").read_text())) == receipt
     card = (out / "README.md").read_text()
-    assert "import crosslayer  # registers the model class" in card and "crosslayer.retrofit('LlamaForCausalLM'" in card
+    assert (
+        "import crosslayer  # registers the model class" in card
+        and "crosslayer.retrofit(model, text, tokenizer, method='cla'" in card
+    )
+    assert "calibration_text=calibration_text)\n```" in card
+    assert "# model: 'LlamaForCausalLM'; text: 'web', 'code'; calibration_text: 'docs'\n" in card
     assert "layers='2-3,5-7'" in card and "windows=40" in card and "seed=" not in card
     loaded = AutoModelForCausalLM.from_pretrained(out)
     prompt = ids(2, 5)
@@ -102,7 +130,7 @@ def test_whole_layers_that_go_by_any_method_give_the_stock_class(source):
     receipt = crosslayer.retrofit(source, ids(40, 0), method=method, windows=40, length=LENGTH)
     assert type(receipt.model) is type(source) and receipt.model.config.num_hidden_layers == 7
     assert receipt.calibration.fit == "none" and np.isnan(receipt.compensation_gain).all()
-    with pytest.raises(ValueError, match="this is a stock LlamaForCausalLM and needs none"):
+    with pytest.raises(ValueError, match="a shim is for models of crosslayer; this is a stock LlamaForCausalLM"):
         receipt.save("nowhere", remote_code_shim=True)
 
 
@@ -124,6 +152,18 @@ def test_methods_may_be_objects_mappings_or_json(source):
         assert receipt.plan == cla.plan(8) and receipt.choice.how == "as options"
 
 
+def test_a_method_may_be_its_class_wherever_it_may_be_its_name(source):
+    options = {"layers": "2-3", "compensation": "none", "windows": 16, "length": LENGTH}
+    plans = [crosslayer.retrofit(source, ids(16, 0), method=method, **options).plan for method in (CLA, "cla")]
+    assert plans[0] == plans[1]
+    assert crosslayer.rewire(source, CLA).model.config.plan == CLA().plan(8)
+    assert crosslayer.rewire(source, [CLA, {"name": "drop", "mlp": [3]}]).methods[0] == CLA()
+    with crosslayer.what_if(source, CLA), torch.no_grad():
+        borrowed = source(ids(1, 0)).logits
+    with crosslayer.what_if(source, "cla"), torch.no_grad():
+        assert torch.equal(source(ids(1, 0)).logits, borrowed)
+
+
 def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
     """What a request asks of a method is in its class: targets, parts, merges, groups, what it saves."""
     from crosslayer.conversion import request, wires
@@ -141,10 +181,15 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
     assert (asked.kind, asked.part, asked.target(Halves)) == (Halves, "right", "heads")
     assert Request(RetrofitOptions(method="halves")).part == "left"
     assert set(wires.searched_methods()) == {Halves}
+    monkeypatch.setattr(Halves, "targets", ())
+    assert Request(RetrofitOptions(method="halves")).fit == "none"
+    with pytest.raises(ValueError, match="^`compensation` ridge does nothing with these options; leave it out$"):
+        Request(RetrofitOptions(method="halves", compensation="ridge"))
+    monkeypatch.setattr(Halves, "targets", ("heads",))
     for wrong, message in (
         ({"merge": "mean"}, "merge is 'mean'; it must be one of 'first', 'sum'"),
         ({"part": "middle"}, "part is 'middle'; it must be one of 'left', 'right'"),
-        ({"target": "heads"}, "--target heads does nothing"),
+        ({"target": "heads"}, "`target` heads does nothing"),
     ):
         with pytest.raises(ValueError, match=message):
             Request(RetrofitOptions(method="halves", **wrong))
@@ -193,6 +238,18 @@ def test_text_comes_in_many_forms(tmp_path):
     assert (both.judging, both.fitted, both.named) == (("a", "b"), ("b", "c"), True)
     default = Texts.load()
     assert len(default.judging) == 6 and default.fitted == ("books", "web", "docs")
+    for text, message in (
+        (
+            [file, "another text"],
+            "text holds a str; give sources alone, texts alone, or each by the name of its domain",
+        ),
+        ([rows, rows], "text holds a Tensor; give sources alone"),
+        (rows.tolist(), "text holds a list; give sources alone"),
+        (str(path), "which looks like a file; TextSource"),
+        ({"web": str(path)}, "web is .* which looks like a file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Texts.load(text)
     with pytest.raises(ValueError, match="two texts are called 'a'"):
         Texts.load({"a": rows}, {"a": ids(3, 1)})
     with pytest.raises(ValueError, match="'web' is the name of an embedded domain"):
@@ -204,13 +261,13 @@ def test_bad_calls_are_one_line(source):
         ({"length": 8}, r"text: token ids are \(40, 16\), and length is 8; give ids"),
         ({"windows": 41}, r"there are 40 windows of token ids; 41 are needed \(41 for evaluation\)"),
         ({"text": [words(0, 400)]}, r"texts need tokenizer=…; without it give token ids"),
-        ({"size": 1}, "--size 1 is too small"),
+        ({"size": 1}, "`size` 1 is too small"),
         ({"count": 0}, "count: Input should be greater than or equal to 1"),
-        ({"kl_budget": 1.0}, "give --method, or --kv-budget or --kl-budget"),
+        ({"kl_budget": 1.0}, "give `method`, or `kv_budget` or `kl_budget`"),
         ({"dtype": "float32"}, "dtype and device are for a model that is named"),
-        ({"calibration_text": ids(9, 1)}, "--calibration-text does nothing here"),
+        ({"calibration_text": ids(9, 1)}, "`calibration_text` does nothing here"),
         ({"merge": "sum"}, "merge is 'sum'; it must be one of 'first', 'mean', 'svd'"),
-        ({"part": "mlp"}, "--part mlp does nothing"),
+        ({"part": "mlp"}, "`part` mlp does nothing"),
     ]
     for changes, message in cases:
         options = {"text": ids(40, 0), "method": "cla", "compensation": "none", "windows": 32, "length": LENGTH}

@@ -108,6 +108,14 @@ def test_whole_layers_need_no_package(monkeypatch, inputs, tmp_path):
     assert found.stdout.strip() == "LlamaForCausalLM 6 False"
 
 
+def test_a_stock_model_needs_no_shim_and_is_saved_without(monkeypatch, inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ("--method", "drop", "--part", "layer", "--layers", "1", "--compensation", "none", "--remote-code-shim")
+    assert retrofit(monkeypatch, inputs, out, *options) == 0
+    assert "a stock LlamaForCausalLM opens without crosslayer: no shim is written" in capsys.readouterr().err
+    assert check_files(out) == [] and not (out / "modeling_shim.py").exists()
+
+
 def test_the_worst_domain_that_was_not_fitted_to_leads(monkeypatch, inputs, tmp_path, capsys):
     """Two texts judge, a third and one of them are fitted to: the receipt marks which, and says where W_c helps."""
     generator = random.Random(1)
@@ -232,12 +240,11 @@ BAD = [
     (("--method", "cla", "--target", "head"), "target is 'head'; it must be one of 'attention', 'heads', 'mlp'"),
     (("--kv-budget", "nan"), "--kv-budget nan is no budget"),
     (("--kl-budget", "1e-9", "--compensation", "none"), "every single move costs more"),
-    (("--method", "drop", "--part", "layer", "--layers", "1", "--compensation", "none", "--remote-code-shim"),
-     "this is a stock LlamaForCausalLM and needs none"),
+    (("--method", '{"name": ' + "[" * 50_000), "--method is JSON that is nested too deeply; write a name or an object"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "message"), BAD, ids=str)
+@pytest.mark.parametrize(("options", "message"), BAD, ids=lambda option: str(option)[:60])
 def test_bad_input_is_one_line(monkeypatch, inputs, tmp_path, capsys, options, message):
     options = [inputs / "text.txt" if option == "TEXT" else option for option in options]
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *options) == 2

@@ -2,8 +2,9 @@
 
 import pytest
 
+from crosslayer.conversion.texts import Texts
 from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.domains import FITTED, embedded_domains, load_domains, shared_out, split_domains
+from crosslayer.corpus.domains import FITTED, embedded_domains, shared_out, split_domains
 from tests.helpers.text import tokenizer, words
 
 
@@ -26,7 +27,7 @@ def test_several_sources_are_domains_of_their_own(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(words(0, 400) + "\n<|doc|>\n" + words(400, 490))
     sources = [TextSource(str(tmp_path / f"{name}.txt")) for name in ("a", "b")]
-    domains = load_domains(sources)
+    domains = Texts.load(sources).domains
     assert list(domains) == ["a.txt", "b.txt"]
     parts = {"fit": {"a.txt": 3}, "judge": {"a.txt": 2, "b.txt": 4}}
     found = split_domains(domains, tokenizer(), parts=parts, length=10)
@@ -40,5 +41,5 @@ def test_several_sources_are_domains_of_their_own(tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.txt").write_text("again")
     with pytest.raises(ValueError, match="two texts are called 'a.txt'"):
-        load_domains([*sources, TextSource(str(tmp_path / "c" / "a.txt"))])
+        Texts.load([*sources, TextSource(str(tmp_path / "c" / "a.txt"))])
     assert shared_out(8, ["a", "b", "c"]) == {"a": 3, "b": 3, "c": 2}

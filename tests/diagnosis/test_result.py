@@ -120,8 +120,22 @@ def test_bad_text_is_refused_before_the_model_is_loaded(folder):
             crosslayer.diagnose(str(folder.parent / "no such model"), text)
 
 
-def test_settings_are_checked_before_anything_is_measured():
-    model = tiny("llama")
-    model.model.register_forward_pre_hook(lambda *_: pytest.fail("measured already"))
-    with pytest.raises(ValueError, match="^mood: Extra inputs are not permitted$"):
-        crosslayer.diagnose(model, tokens(), settings={"mood": "good"})
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (tokens().tolist(), r"^text holds a list; give texts, or token ids as a tensor \(N, T\)$"),
+        ("notes.txt", r"^text is 'notes.txt', which looks like a file; TextSource\('notes.txt'\) reads it$"),
+        ({"web": "w1 w2"}, "^text is a dict; give token ids as a tensor, a TextSource, or texts$"),
+        (5, "^text is a int; give token ids"),
+    ],
+    ids=str,
+)
+def test_what_is_no_text_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        crosslayer.diagnose(tiny("llama"), text)
+
+
+def test_a_result_shows_its_headline():
+    diagnosis = crosslayer.diagnose(tiny("llama"), tokens())
+    assert repr(diagnosis).startswith("Diagnosis(model=") and len(repr(diagnosis)) < 1000
+    assert str(diagnosis) == repr(diagnosis) and "kv_share=" in repr(diagnosis)

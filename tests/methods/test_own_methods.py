@@ -13,6 +13,7 @@ import crosslayer
 from crosslayer import CrossLayerConfig, methods
 from crosslayer import testing as contract
 from crosslayer.methods.cla import CLA
+from tests.helpers.nested import Nested
 
 OWN = '''
 """Halves: a user's own method.
@@ -114,6 +115,10 @@ def test_what_is_allowed_is_no_prefix_of_letters(folder):
     crosslayer.allow_methods("gone")
     with pytest.raises(ValueError, match="method 'gone.method': its module cannot be imported"):
         contract.config_of(["gone.method"])
+
+
+def test_a_method_with_modules_inside_of_its_modules_passes_the_contract():
+    contract.check_method(Nested)
 
 
 def test_a_method_that_is_no_dataclass_is_refused(folder):

@@ -12,7 +12,7 @@ import pytest
 
 from crosslayer import methods
 from crosslayer.cli.methods import command
-from crosslayer.testing import CHECKS
+from crosslayer.testing import CHECKS, config_of
 
 ROOT = Path(__file__).parent.parent.parent
 WORDS = ("Scaled values: groups", "U_n = A_n (s V_l)", "by: float = 2.0", "Where the trained number begins.",
@@ -49,6 +49,16 @@ def test_it_is_described(folder, capsys):
 def test_it_is_used(folder, capsys):
     runpy.run_path(str(folder / "use.py"))
     assert "cached share: 87.50%" in capsys.readouterr().out  # the default groups its first two layers
+
+
+def test_a_whole_number_for_a_fraction_is_that_fraction(folder):
+    methods.allow_methods("scaled")
+    for value in (1, 1.0):
+        (method,) = config_of({"name": "scaled", "by": value}).methods
+        assert repr(method.by) == "1.0"
+    for value in (float("nan"), float("inf"), True, "1"):
+        with pytest.raises(ValueError, match=r"scaled: by is .*; it must be float$"):
+            config_of({"name": "scaled", "by": value})
 
 
 def test_its_test_passes(folder):

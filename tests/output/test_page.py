@@ -77,8 +77,9 @@ def _wider(mean):
 
 
 def diagnosed(folder):
-    model, text = tiny("gpt2", num_hidden_layers=LAYERS), {"text": "a text", "documents": [0, 0, 2]}
-    record = crosslayer.diagnose(model, tokens(batch=3, length=48), cross_layer=True, settings=text).record()
+    model = tiny("gpt2", num_hidden_layers=LAYERS)
+    record = crosslayer.diagnose(model, tokens(batch=3, length=48), cross_layer=True).record()
+    record["settings"] |= {"text": "a text", "documents": [0, 0, 2]}
     widen(record)
     return crosslayer.Diagnosis.from_record(record).save(folder)
 

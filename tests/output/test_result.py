@@ -114,11 +114,12 @@ def test_a_record_that_does_not_fit_is_one_line(small, tmp_path, change, message
         ("7", "it holds something else than a JSON object"),
         ('{"schema": NaN}', "it holds NaN, which is no JSON"),
         ('{"schema": -Infinity}', "it holds -Infinity, which is no JSON"),
-        ('{"n": ' + "9" * 5000 + "}", "Exceeds the limit"),
+        ('{"n": ' + "9" * 5000 + "}", "it holds 99999999999999999999…, a whole number of more than 64 bits"),
+        ('{"n": -9223372036854775809}', "a whole number of more than 64 bits"),
         ('{"n": ' + "[" * 100_000, "it is nested too deeply"),
         ('{"n": ' + "[" * DEEPEST + "]" * DEEPEST + "}", "it is nested too deeply"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_what_is_no_record_is_one_line(tmp_path, text, message):
     with pytest.raises(ValueError) as error:

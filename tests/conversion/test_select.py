@@ -91,7 +91,7 @@ def test_the_farthest_pairs_are_taken_while_the_cosine_stays_above(source, count
 
 
 def test_too_high_a_threshold_says_how_far_it_came(source):
-    with pytest.raises(ValueError, match=r"--count 4: 0 layers can follow another with a cosine above --threshold 1;"):
+    with pytest.raises(ValueError, match=r"`count` 4: 0 layers can follow another with a cosine above `threshold` 1;"):
         dissimilar_groups(source, text(), plan_of, 4, 1.0, lambda done, total: None)
 
 
@@ -135,7 +135,7 @@ def test_layers_are_ranked_by_canonical_correlations(source):
 
 
 def test_too_little_text_for_correlations(source):
-    with pytest.raises(ValueError, match=r"--select correlation: calibration text has 48 tokens; it needs at least 64"):
+    with pytest.raises(ValueError, match=r"`select` correlation: calibration text has 48 tokens; it needs at least 64"):
         error_bounds(source, text(4), lambda done, total: None)
 
 

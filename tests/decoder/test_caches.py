@@ -13,22 +13,9 @@ from tests.helpers.tiny import tokens
 
 STATIC = {"cache_implementation": "static", "cache_config": {"batch_size": 1, "max_cache_len": 12}}
 DROP_FIRST = ([{"name": "drop", "attention": (0, 1)}], {"sliding_window": 16, "layer_types": ["full_attention"] * 6})
-EARLY = {
-    name: CASES[name]
-    for name in (
-        "llama",
-        "cla",
-        "svformer",
-        "uniattn",
-        "svformer keys",
-        "attnres + drop",
-        "fusedkv",
-        "skipv1",
-        "cross_attention",
-        "yoco, a short window",
-        "value_embeddings",
-    )
-}
+NAMES = ("llama", "cla", "svformer", "uniattn", "svformer keys", "attnres + drop", "fusedkv", "skipv1",
+         "cross_attention", "yoco, a short window", "value_embeddings")  # fmt: skip
+EARLY = {name: CASES[name] for name in NAMES}
 EARLY |= {"drop of the first": DROP_FIRST, "svformer + uniattn": CASES["svformer + uniattn"]}
 
 

@@ -132,7 +132,7 @@ class CrossLayerAttention(nn.Module):
     ) -> tuple[States, Any]:
         """Return the states that attention reads where some come from several layers, and the mask for them."""
         kind = self.config._attn_implementation or "eager"
-        if reader.needs_mask and (not isinstance(mask, Tensor | None) or "flash" in kind or "paged" in kind):
+        if reader.needs_mask and (not isinstance(mask, Tensor | None) or "flash" in kind):
             raise ValueError(
                 f"attention {kind!r} takes no mask as a tensor, which this method changes; use sdpa or eager"
             )

@@ -14,6 +14,7 @@ Shapes: B batch, T tokens, V vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,15 @@ def pipeline_stages(
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     parts = pipeline_parts(model, ranks, rounds, keep, starts)
     mine = range(rank, len(parts), ranks)
-    return [PipelineStage(parts[stage], stage, len(parts), device, group=group) for stage in mine]
+    return [Stage(parts[stage], stage, len(parts), device, group=group) for stage in mine]
+
+
+class Stage(PipelineStage):
+    """A stage that tries its module on zeros, not on what lies in memory, which may be no index of anything."""
+
+    def _to_tensor(self, arg: Any) -> Tensor:
+        tensor = super()._to_tensor(arg)
+        return tensor if isinstance(arg, Tensor) else tensor.detach().zero_().requires_grad_(tensor.requires_grad)
 
 
 def pipeline_parts(

@@ -17,7 +17,7 @@ Shapes: N streams, T tokens, C hidden. Sequences go singly.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -88,6 +88,15 @@ def streams(model: PreTrainedModel, see: Callable[[LayerStream], None]) -> Itera
         turns.finish()
 
 
+class _Run(NamedTuple):
+    """A block that ran: what it received and produced, and whether attention had run before it."""
+
+    block: nn.Module
+    received: Tensor
+    produced: Tensor
+    behind_attention: bool
+
+
 class _Turns:
     """Holds what a layer showed until it is known what the next one reads."""
 
@@ -121,9 +130,7 @@ class _LayerWatch:
         self.attention = max(named, key=_size, default=None)  # attention over depth has far fewer weights
         normed = any(_is_norm(child) for child in children)
         self.attention_out = self.attention if normed or self.attention is None else _producer(self.attention)
-        blocks = {child: _size(child) for child in children if child is not self.attention and _matrices(child)}
-        least = max(blocks.values(), default=0) / 8  # what is smaller is no MLP: a convolution, a gate
-        self.blocks = {child: _last_linear(child) for child, size in blocks.items() if size >= least}
+        self.blocks = {c: _last_linear(c) for c in children if c is not self.attention and _matrices(c)}
         self._clear()
 
     def hook(self, hooks: ExitStack) -> None:
@@ -151,7 +158,7 @@ class _LayerWatch:
         self.read_after: Tensor | None = None  # (…, T, C), where several streams are not written after attention
         self.known: list[Tensor] = []  # the layer's input and what its children produced
         self.mixed: list[Tensor] = []  # what children produced out of more than one stream
-        self.ran: list[tuple[nn.Module, Tensor, Tensor]] = []  # block, input, output, in the order of execution
+        self.ran: list[_Run] = []  # the blocks, in the order of execution
         self.linear: dict[nn.Module, Tensor] = {}  # outputs of the blocks' last linear layers
 
     def _enter(self, _, args, kwargs) -> None:
@@ -199,8 +206,9 @@ class _LayerWatch:
     def _over_depth(self) -> bool:
         """Whether the layer's only stream is not what its first sublayer reads."""
         assert self.received is not None
-        single = self.read is not None and self.read.numel() == self.received.numel()
-        return single and not _among(self.read, [self.received])
+        if self.read is None or self.read.numel() != self.received.numel():
+            return False
+        return not _among(self.read, [self.received])
 
     def _wide(self, args: tuple, kwargs: dict) -> list[Tensor]:
         """Return those of a child's inputs that are streams, or several of them, of all tokens."""
@@ -217,7 +225,7 @@ class _LayerWatch:
         if update is not None and _is_norm(child) and received.data_ptr() == update.data_ptr():
             self.attention_update = produced  # a norm on the sublayer's output (Gemma 2, OLMo 2)
         if child in self.blocks:
-            self.ran.append((child, received, produced))
+            self.ran.append(_Run(child, received, produced, update is not None))
         self.known.append(produced)
         if child is not self.attention and len(self._wide(args, kwargs)) > 1:
             self.mixed.append(produced)
@@ -236,12 +244,15 @@ class _LayerWatch:
         """
         if not self.ran:
             return None, None
-        block, received, produced = self.ran[-1]
-        if any(other.data_ptr() == received.data_ptr() for _, other, _ in self.ran[:-1]):
+        ran = [run for run in self.ran if run.behind_attention] or self.ran
+        least = max(_size(run.block) for run in ran) / 8  # what is smaller is no MLP: a convolution, a gate
+        last = [run for run in ran if _size(run.block) >= least][-1]
+        others = [run.received for run in self.ran if run is not last and _size(run.block) >= least]
+        if _among(last.received, others):
             return None, None
-        if produced.data_ptr() != after.data_ptr():
-            return block, produced
-        linear = self.blocks[block]
+        if not _among(last.produced, [after]):
+            return last.block, last.produced
+        linear = self.blocks[last.block]
         return linear, None if linear is None else self.linear.get(linear)
 
     def _around_attention(self, entering: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -13,7 +13,9 @@ from tests.helpers.tiny import tokens
 
 STATIC = {"cache_implementation": "static", "cache_config": {"batch_size": 1, "max_cache_len": 12}}
 DROP_FIRST = ([{"name": "drop", "attention": (0, 1)}], {"sliding_window": 16, "layer_types": ["full_attention"] * 6})
-EARLY = {name: CASES[name] for name in ("llama", "cla", "svformer", "uniattn", "svformer keys", "attnres + drop")}
+NAMES = ("llama", "cla", "svformer", "uniattn", "svformer keys", "attnres + drop", "fusedkv", "skipv1",
+         "cross_attention", "yoco, a short window", "value_embeddings")  # fmt: skip
+EARLY = {name: CASES[name] for name in NAMES}
 EARLY |= {"drop of the first": DROP_FIRST, "svformer + uniattn": CASES["svformer + uniattn"]}
 
 
@@ -46,7 +48,7 @@ def test_export_with_a_static_cache(case):
     contract.close(full, torch.cat(rows, 1), "exported")
 
 
-PARTIAL = ["cla", "svformer", "uniattn", "drop", "svformer keys"]
+PARTIAL = ["cla", "svformer", "uniattn", "drop", "svformer keys", "fusedkv", "yoco"]
 
 
 @pytest.mark.parametrize("case", PARTIAL)
@@ -62,7 +64,7 @@ def test_quantised_caches_are_refused_by_name(case):
         model(ids, past_key_values=QuantizedCache("fp8", plain), use_cache=True)
 
 
-@pytest.mark.parametrize("case", ["llama", "resformer", "attnres"])
+@pytest.mark.parametrize("case", ["llama", "resformer", "attnres", "skipv1", "cross_attention"])
 def test_quantised_caches_hold_whole_layers(case):
     model, ids = contract.build(contract.config_of(*CASES[case][:1])).float(), tokens(batch=1, length=8)
     with torch.no_grad():
@@ -76,7 +78,10 @@ def test_quantised_caches_hold_whole_layers(case):
 
 @pytest.mark.slow  # threads that wait for one another
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", ["llama", "cla", "svformer", "uniattn", "drop", "attnres blocks"])
+@pytest.mark.parametrize(
+    "case",
+    ["llama", "cla", "svformer", "uniattn", "drop", "attnres blocks", "fusedkv", "skipv1", "yoco", "value_embeddings"],
+)
 def test_continuous_batching_equals_generate(case):
     model = contract.build(contract.config_of(*CASES[case][:1])).float()
     prompts = [tokens(batch=1, length=length, seed=length) for length in (6, 4)]

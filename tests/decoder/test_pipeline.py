@@ -126,6 +126,39 @@ def test_a_carry_that_cannot_be_sent_is_refused(monkeypatch):
         pipeline_parts(model, ranks=2)
 
 
+@pytest.fixture
+def alone():
+    """A process group of one; memory that nobody has written holds the largest numbers."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_integers_cross_cuts(alone, monkeypatch):
+    """Layer 0 hands them on, layer 5 takes them for rows of a weight."""
+    model = decoder()
+    forward = CrossLayerDecoderLayer.forward
+
+    def with_rows(self, stream, carry, *args, **kwargs):
+        if self.self_attn.layer_idx == 0:
+            carry = {**carry, "rows": torch.full(stream.shape[:2], 7, device=stream.device)}
+        if self.self_attn.layer_idx == 5:
+            stream = stream + self.mlp.gate_proj.weight[carry["rows"]]
+        return forward(self, stream, carry, *args, **kwargs)
+
+    monkeypatch.setattr(CrossLayerDecoderLayer, "forward", with_rows)
+    loss_of(model(batch(), use_cache=False).logits, batch()).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    stages = pipeline_stages(model, torch.device("cpu"), rounds=2, keep="nothing")
+    schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss_of)
+    schedule.step(batch(), target=batch())
+    check_gradients(gradients(model), expected, 1e-12)
+
+
 def test_a_cut_within_a_block_sends_the_answers_to_its_queries():
     """Four sublayers a block: before layer 4 cross two sources and the stream, before layer 5 open queries too."""
     config = contract.config_of({"name": "attnres", "block": 4}, num_hidden_layers=8)

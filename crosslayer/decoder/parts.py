@@ -82,8 +82,8 @@ class PlainMLP(nn.Module):
 class ScaledEmbedding(nn.Embedding):
     """Embeddings times √C, which is rounded to the dtype of the weights, as Gemma was trained."""
 
-    def __init__(self, *sizes: int | None):
-        super().__init__(*sizes)
+    def __init__(self, rows: int, width: int, padding: int | None):
+        super().__init__(rows, width, padding)
         scale = self.embedding_dim**0.5
         self.scales = {dtype: torch.tensor(scale, dtype=dtype, device="cpu").item() for dtype in FLOATS}
 

@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from crosslayer.decoder.cuts import Cut, Traffic, find_cuts, find_traffic
 from crosslayer.decoder.modeling import MASKS, CrossLayerForCausalLM, CrossLayerModel
 from crosslayer.decoder.rank_cache import Microbatch, RankCache
-from crosslayer.method import Carry, Residual
+from crosslayer.method import TOKENS, Carry, Residual
 
 
 def pipeline_stages(
@@ -77,6 +76,13 @@ def pipeline_parts(
         raise ValueError(
             f"pipeline: {ranks} ranks × {rounds} rounds are {stages} stages, whose first layers must rise from 0 to at "
             f"most {layers - 1}; they are {list(starts)}"
+        )
+    config = model.config
+    if config.family != "llama" or config.num_local_experts is not None or config.linear_layers:
+        raise ValueError(
+            "pipeline: stages are built for decoders of Llama's kind, without experts and linear attention; this one "
+            f"has family {config.family!r}, {config.num_local_experts or 'no'} experts and linear attention in layers "
+            f"{list(config.linear_layers)}"
         )
     if model.config.tie_word_embeddings and stages > 1:
         raise ValueError("pipeline: embedding and head lie in different stages; set tie_word_embeddings=False")
@@ -168,14 +174,16 @@ class PartBody(nn.Module):
         self.config, self.kinds = body.config, kinds[layers.start : layers.stop]
         self.embed_tokens: nn.Embedding | None = body.embed_tokens if first else None
         self.layers = nn.ModuleDict({str(layer): body.layers[layer] for layer in layers})
+        assert body.rotary_emb is not None, "families without it are refused before"
         self.rotary_emb = body.rotary_emb
         self.final_residual: Residual | None = body.final_residual if last else None
-        self.norm: LlamaRMSNorm | None = body.norm if last else None
+        self.norm: nn.Module | None = body.norm if last else None
+        self.reads_tokens = bool(body.token_readers)
 
     def begin(self, ids: Tensor) -> tuple[Tensor, Carry]:
         """Return what the first layer gets."""
         assert self.embed_tokens is not None
-        return self.embed_tokens(ids), {}
+        return self.embed_tokens(ids), {TOKENS: ids} if self.reads_tokens else {}
 
     def forward(
         self, stream: Tensor, carry: Carry, attention_mask: Tensor | None, position_ids: Tensor | None

@@ -41,6 +41,6 @@ def balance_loss(config: "CrossLayerConfig", logits: tuple[Tensor, ...], mask: T
 
     `logits` are the routers', (B·T, E) each; `mask` (B, T) leaves padding out.
     """
-    loss = load_balancing_loss_func(logits, config.num_local_experts, config.num_experts_per_tok, mask)
+    loss = load_balancing_loss_func(logits, config.num_local_experts, config.num_experts_per_tok, mask)  # type: ignore
     assert isinstance(loss, Tensor)
     return loss

@@ -255,6 +255,8 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
             from crosslayer.decoder.sparse import balance_loss  # dense models do without loading it
 
             padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+            if padding is not None:  # of cached tokens too
+                padding = padding[:, -outputs.last_hidden_state.shape[1] :]  # (B, T)
             aux_loss = balance_loss(self.config, outputs.router_logits, padding)
             loss = None if loss is None else loss + self.config.router_aux_loss_coef * aux_loss
         return MoeCausalLMOutputWithPast(

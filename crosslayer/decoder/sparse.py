@@ -34,7 +34,7 @@ class Router(MixtralTopKRouter, Mixing):
         init.normal_(self.weight, mean=0.0, std=self.std)
 
 
-class Experts(MixtralExperts, Mixing):
+class Experts(MixtralExperts, Mixing):  # type: ignore[misc]
     """Mixtral's experts."""
 
     def __init__(self, config: "CrossLayerConfig"):
@@ -43,8 +43,8 @@ class Experts(MixtralExperts, Mixing):
 
     def reset(self) -> None:
         """Draw the weights, unless a checkpoint has filled them."""
-        init.normal_(self.gate_up_proj, mean=0.0, std=self.std)
-        init.normal_(self.down_proj, mean=0.0, std=self.std)
+        for parameter in self.parameters():
+            init.normal_(parameter, mean=0.0, std=self.std)
 
 
 class SparseMLP(MixtralSparseMoeBlock):

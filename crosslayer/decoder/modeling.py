@@ -112,7 +112,6 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        output_router_logits: bool | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
         """Return hidden states (B, T, C); with `output_hidden_states`, also what each layer reads.
@@ -120,6 +119,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         With `output_router_logits`, also the logits of every router, (B·T, E) each.
         """
         check_keywords(CrossLayerModel.forward, kwargs)
+        tells_routers = self.config.tells_routers(kwargs.pop("output_router_logits", None))
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if kwargs.pop("output_attentions", None) or self.config.output_attentions:
@@ -160,7 +160,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             last_hidden_state=last,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*_filled(reads, stream), last) if wanted else None,
-            router_logits=carry.get(ROUTERS) if self.config.tells_routers(output_router_logits) else None,
+            router_logits=carry.get(ROUTERS) if tells_routers else None,
         )
 
     def place(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
@@ -223,7 +223,6 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        output_router_logits: bool | None = None,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
         """Return logits (B, T, V), or of the last `logits_to_keep` tokens, and the loss where there are `labels`.
@@ -242,7 +241,6 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_router_logits=output_router_logits,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -257,6 +255,8 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
             from crosslayer.decoder.sparse import balance_loss  # dense models do without loading it
 
             padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+            if padding is not None:  # of cached tokens too
+                padding = padding[:, -outputs.last_hidden_state.shape[1] :]  # (B, T)
             aux_loss = balance_loss(self.config, outputs.router_logits, padding)
             loss = None if loss is None else loss + self.config.router_aux_loss_coef * aux_loss
         return MoeCausalLMOutputWithPast(

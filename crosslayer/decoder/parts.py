@@ -82,9 +82,9 @@ class PlainMLP(nn.Module):
 class ScaledEmbedding(nn.Embedding):
     """Embeddings times √C, which is rounded to the dtype of the weights, as Gemma was trained."""
 
-    def __init__(self, rows: int, width: int, padding: int | None):
-        super().__init__(rows, width, padding)
-        scale = self.embedding_dim**0.5
+    def __init__(self, count: int, width: int, padding: int | None):
+        super().__init__(count, width, padding)
+        scale = width**0.5
         self.scales = {dtype: torch.tensor(scale, dtype=dtype, device="cpu").item() for dtype in FLOATS}
 
     def forward(self, input: Tensor) -> Tensor:

@@ -87,4 +87,6 @@ def test_two_ranks_equal_one(tmp_path):
         assert set(outputs) == set(expected)
         for parameter, grad in expected.items():
             scale = grad.abs().max().item()
-            assert (grad - outputs[parameter]).abs().max().item() <= 1e-10 * scale, f"{name}: gradient of {parameter}"
+            gap = (grad - outputs[parameter]).abs().max().item()
+            # a key's bias has no gradient but rounding where positions are learned
+            assert gap <= 1e-10 * scale + 1e-15, f"{name}: gradient of {parameter}"

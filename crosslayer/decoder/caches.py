@@ -11,11 +11,15 @@ def update_both(cache: Cache, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor,
     """Cache keys (B, H_kv, T, D) and values (B, h, T, D) of a layer; return them with what was cached, S tokens.
 
     Memory that is allocated in advance has the same number of heads for both. Where a layer has just h of the value
-    heads for itself, each of its heads is laid out as H_kv / h narrower ones there.
+    heads for itself, each of its heads is laid out as H_kv / h narrower ones there. Memory that was allocated
+    before anything was known of the model has room for all heads, and gets them again and again.
     """
     pieces = k.shape[1] // v.shape[1]
     if pieces == 1:
         return cache.update(k, v, layer)
+    if _early_value_size(cache, layer) == v.shape[-1]:
+        keys, values = cache.update(k, v.repeat(1, pieces, 1, 1), layer)
+        return keys, values[:, : v.shape[1]]
     keys, values = cache.update(k, _split_heads(v, pieces), layer)
     return keys, _join_heads(values, pieces)
 
@@ -38,9 +42,14 @@ def update_single(cache: Cache, state: Tensor, layer: int) -> Tensor:
     It stands in the keys slot, which is where caches measure their length, beside a state of head size 0. Memory that
     was allocated before anything was known of the model (as torch.export needs it) has room for both, and gets both.
     """
-    existing = cache.layers[layer] if layer < len(cache.layers) else None
-    early = isinstance(existing, StaticLayer) and existing.is_initialized and existing.v_head_dim > 0
+    early = _early_value_size(cache, layer) > 0
     return cache.update(state, state if early else state[..., :0], layer)[0]
+
+
+def _early_value_size(cache: Cache, layer: int) -> int:
+    """Return the size of a value in memory that is allocated already; 0 where none is, or no values are held."""
+    existing = cache.layers[layer] if layer < len(cache.layers) else None
+    return existing.v_head_dim if isinstance(existing, StaticLayer) and existing.is_initialized else 0
 
 
 def without_empty_layers(cache: Cache | None) -> Cache | None:

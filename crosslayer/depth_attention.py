@@ -3,9 +3,9 @@
     h_r = Σ_i α_ri v_i,  α_ri = softmax_i(s_ri),  s_ri = d_rᵀ v_i / rms(v_i),  d_r = query ∘ gain
 
 Two forms of the same numbers. `listed` is plain autograd, source by source: the oracle, and what a compiler fuses.
-The other gathers a few tokens of all sources at a time, so that they stay in the processor's cache. Its backward pass
-does not build a gradient per reader and source: a reader leaves with each source what the gradient consists of, and a
-source, once all of its readers are through, builds it at once. A source that does not come from `mark` as it is (FSDP2
+The other takes some tokens of all sources at a time, which then stay in the processor's cache, and a source's norm
+once. Its backward pass builds no gradient per reader and source: a reader leaves with each source what the gradient
+consists of, and a source, once all of its readers are through, builds it at once. A source that does not come from `mark` as it is (FSDP2
 wraps what enters a layer) gets an ordinary gradient, and so do all where the gradient is to be differentiated again.
 
 Shapes: T tokens of all sequences, N sources, R directions, C hidden.
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-GATHERED = 1 << 20  # elements of all sources that are gathered at a time
+PIECE = {"cpu": 1 << 17}  # elements of a source that are taken at a time; elsewhere a whole one
+GATHERED = 1 << 18  # elements of all sources that are put side by side at the most
 
 
 def mark(source: Tensor) -> Tensor:
@@ -38,6 +39,8 @@ def depth_attention(sources: Sequence[Tensor], directions: Tensor, eps: float) -
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (directions, *sources)):
             *outs, total = _Read.apply(eps, directions, *sources)
             return tuple(outs), total
+        if len(sources) * sources[0].numel() <= GATHERED:
+            return _side_by_side(sources, directions, eps)
         outs, scores, _, _ = _attend(sources, directions, eps)
         return outs, _total(scores, sources[0])
 
@@ -78,7 +81,7 @@ class _Part(NamedTuple):
     shares: Tensor  # (T, M), their α
     slopes: Tensor  # (T, R), gradient of the scores, over rms(v)
     directions: Tensor  # (R, C)
-    shrink: Tensor  # (T, 1): rms(v) takes this much of the source itself
+    shrink: Tensor  # (T, 1): this much of the source itself, since its norm divides the scores
 
 
 class _Source(torch.autograd.Function):
@@ -88,6 +91,7 @@ class _Source(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(value)
+        ctx.square = _square(value.reshape(-1, value.shape[-1]))
         ctx.parts = {}  # by backward pass, since one that was broken off leaves its parts behind
         return value.view_as(value)
 
@@ -147,82 +151,104 @@ def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
 
 
-def _gathered(tensors: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield all of (T, C) side by side, (t, N, C), for t tokens at a time; each overwrites the one before."""
-    tokens, width = tensors[0].shape
-    size = max(1, GATHERED // (len(tensors) * width))
-    if tokens <= size:
-        yield slice(None), torch.stack(tuple(tensors), dim=1).to(dtype)
-        return
-    scratch = tensors[0].new_empty(size, len(tensors), width, dtype=dtype)
-    for number, pieces in enumerate(zip(*(tensor.split(size) for tensor in tensors), strict=True)):
-        start, count = number * size, len(pieces[0])
-        yield slice(start, start + count), torch.stack(pieces, dim=1, out=scratch[:count])
+def _square(flat: Tensor) -> Tensor:
+    """Return the squared norms of (T, C): (T, 1)."""
+    return torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=_wide(flat)).square_()
+
+
+def _side_by_side(sources: Sequence[Tensor], directions: Tensor, eps: float) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Do what `depth_attention` does by few operators: for a few tokens, where calling them is what costs."""
+    stacked = torch.stack(tuple(sources), dim=-2)  # (…, N, C)
+    wide = stacked.to(_wide(stacked))
+    scores = (wide @ directions.to(wide.dtype).T).mul_(inverse_rms(wide, eps))  # (…, N, R)
+    outs = scores.softmax(dim=-2).mT @ wide  # (…, R, C)
+    return outs.to(stacked.dtype).unbind(-2), scores.logsumexp(dim=-2).movedim(-1, 0)
 
 
 def _attend(
     sources: Sequence[Tensor], directions: Tensor, eps: float
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
-    """Return R results (…, C), scores and shares (T, N, R), and 1 / rms of the sources (T, N, 1)."""
+    """Return R results (…, C), scores and shares (N, T, R), and 1 / rms of the sources (N, T, 1)."""
     shape, flat = sources[0].shape, _flat(sources)
     kept = functools.reduce(torch.promote_types, (source.dtype for source in sources))
     wide = torch.promote_types(kept, torch.float32)
+    nodes = [_marked(source) for source in sources]
+    squares = [_square(v) if node is None else node.square for v, node in zip(flat, nodes, strict=True)]
+    inverse = torch.stack(squares).to(wide).div_(shape[-1]).add_(eps).rsqrt_()
     columns = directions.to(wide).T
-    outs = [flat[0].new_empty(flat[0].shape, dtype=wide) for _ in directions]
-    saved = []
-    for where, gathered in _gathered(flat, wide):
-        square = torch.linalg.vector_norm(gathered, dim=-1, keepdim=True).square_()  # (t, N, 1)
-        inverse = square.div_(shape[-1]).add_(eps).rsqrt_()
-        scores = (gathered @ columns).mul_(inverse)  # (t, N, R)
-        shares = scores.softmax(dim=1)
-        for out, share in zip(outs, shares.unbind(dim=2), strict=True):
-            torch.bmm(share.unsqueeze(1), gathered, out=out[where].unsqueeze(1))
-        saved.append((scores, shares, inverse))
-    scores, shares, inverse = saved[0] if len(saved) == 1 else map(torch.cat, zip(*saved, strict=True))
-    return tuple(out.view(shape).to(kept) for out in outs), scores, shares, inverse
+    scores = torch.stack([torch.mm(v.to(wide), columns) for v in flat]).mul_(inverse)
+    shares = scores.softmax(dim=0)
+    outs = []
+    for share in shares.unbind(dim=2):  # (N, T)
+        out = flat[0].new_zeros(flat[0].shape, dtype=wide)
+        _add_weighted(out, flat, share.unsqueeze(2).unbind())
+        outs.append(out.view(shape).to(kept))
+    return tuple(outs), scores, shares, inverse
+
+
+def _add_weighted(result: Tensor, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Add Σ_i w_i v_i to the result (T, C), for v_i (T, C) and w_i (T, 1), some tokens at a time."""
+    size = _tokens(result)
+    columns = [zip(v.split(size), w.split(size), strict=True) for v, w in zip(tensors, weights, strict=True)]
+    for piece, *terms in zip(result.split(size), *columns, strict=True):
+        for value, weight in terms:
+            piece.addcmul_(value, weight)
+
+
+def _products(tensors: Sequence[Tensor], by: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the products of N tensors and M others, all (T, C), token by token: (N, T, M)."""
+    tokens, width = tensors[0].shape
+    size = max(1, _tokens(tensors[0]) * 4 // len(tensors))
+    result = tensors[0].new_empty(tokens, len(by), len(tensors), dtype=dtype)
+    columns = zip(*(v.split(size) for v in tensors), strict=True)
+    others = zip(*(g.split(size) for g in by), strict=True)
+    for piece, values, grads in zip(result.split(size), columns, others, strict=True):
+        gathered = torch.stack(values, dim=1).to(dtype)  # (t, N, C)
+        for number, grad in enumerate(grads):
+            product = torch.bmm(grad.to(dtype).unsqueeze(1), gathered.mT)  # (t, 1, N)
+            piece[:, number] = product[:, 0]
+    return result.permute(2, 0, 1)
+
+
+def _tokens(tensor: Tensor) -> int:
+    """Return how many tokens are taken at a time."""
+    return max(1, PIECE.get(tensor.device.type, tensor.numel()) // tensor.shape[-1])
 
 
 def _total(scores: Tensor, source: Tensor) -> Tensor:
-    """Return the log-sum-exp over sources, (T, N, R) → (R, …)."""
-    return scores.logsumexp(dim=1).T.reshape(-1, *source.shape[:-1])
+    """Return the log-sum-exp over sources, (N, T, R) → (R, …)."""
+    return scores.logsumexp(dim=0).T.reshape(-1, *source.shape[:-1])
 
 
 def _parts(
     saved: Sequence[Tensor], sources: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[list[_Part], Tensor]:
     """Return what a reader adds to the gradient of each source, and the gradient of its directions."""
-    directions, scores, shares, inverse = saved  # (R, C), (T, N, R) twice, (T, N, 1)
+    directions, scores, shares, inverse = saved  # (R, C), (N, T, R) twice, (N, T, 1)
     used = [number for number in range(len(directions)) if grads[number] is not None]
-    flat = _flat([grad for grad in grads[:-1] if grad is not None])  # M of (T, C)
-    slopes = torch.zeros_like(shares) if grads[-1] is None else shares * grads[-1].reshape(len(directions), -1).T.unsqueeze(1)
-    toward = torch.zeros_like(directions, dtype=shares.dtype)
-    for where, gathered in _gathered(_flat(sources), shares.dtype):
-        piece = slopes[where]
-        for number, grad in zip(used, flat, strict=True):
-            share = shares[where, :, number : number + 1]
-            change = torch.bmm(gathered, grad[where].to(shares.dtype).unsqueeze(2))  # (t, N, 1)
-            piece[:, :, number : number + 1] += share * (change - (share * change).sum(dim=1, keepdim=True))
-        toward.addmm_((piece * inverse[where]).flatten(0, 1).T, gathered.flatten(0, 1))
-    shrink = (slopes * scores).sum(-1, keepdim=True) * inverse.square() / directions.shape[-1]
+    arrived, flat = _flat([grad for grad in grads[:-1] if grad is not None]), _flat(sources)
+    slopes = torch.zeros_like(shares)
+    if used:
+        weighted = shares[:, :, used] * _products(flat, arrived, shares.dtype)
+        slopes[:, :, used] = weighted - shares[:, :, used] * weighted.sum(dim=0)
+    if grads[-1] is not None:
+        slopes += shares * grads[-1].reshape(len(directions), -1).T
+    shrink = (slopes * scores).sum(-1, keepdim=True) * inverse.square() / -directions.shape[-1]
     slopes = slopes.mul_(inverse)
-    parts = [
-        _Part(flat, shares[:, i, used], slopes[:, i], directions.to(shares.dtype), shrink[:, i])
-        for i in range(len(sources))
-    ]
+    toward = functools.reduce(torch.add, (slope.T @ v.to(slope.dtype) for slope, v in zip(slopes, flat, strict=True)))
+    wide = directions.to(shares.dtype)
+    parts = [_Part(arrived, share[:, used], slope, wide, own) for share, slope, own in zip(shares, slopes, shrink)]
     return parts, toward.to(directions.dtype)
 
 
 def _gradient(source: Tensor, parts: Sequence[_Part], grad: Tensor | None) -> Tensor:
     """Return the gradient of a source: what its readers left, and what came by itself."""
-    grads = [grad for part in parts for grad in part.grads]
-    shares = torch.cat([part.shares for part in parts], dim=1).unsqueeze(1)  # (T, 1, M)
     slopes = torch.cat([part.slopes for part in parts], dim=1)
-    directions = torch.cat([part.directions for part in parts])
+    result = torch.mm(slopes, torch.cat([part.directions for part in parts]))  # (T, C)
     shrink = functools.reduce(torch.add, (part.shrink for part in parts))
-    (flat,) = _flat([source])
-    result = torch.mm(slopes, directions).addcmul_(shrink, flat, value=-1)  # (T, C)
-    for where, gathered in _gathered(grads, result.dtype) if grads else ():
-        result[where].unsqueeze(1).baddbmm_(shares[where], gathered)
+    tensors = [*_flat([source]), *(grad for part in parts for grad in part.grads)]
+    weights = [shrink, *(share for part in parts for share in part.shares.split(1, dim=1))]
+    _add_weighted(result, tensors, weights)
     result = result.to(source.dtype).view(source.shape)
     return result if grad is None else result.add_(grad)
 

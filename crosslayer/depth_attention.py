@@ -5,14 +5,15 @@
 Two forms of the same numbers. `listed` is plain autograd, source by source: the oracle, and what a compiler fuses.
 The other takes some tokens of all sources at a time, which then stay in the processor's cache, and a source's norm
 once. Its backward pass builds no gradient per reader and source: a reader leaves with each source what the gradient
-consists of, and a source, once all of its readers are through, builds it at once. A source that does not come from `mark` as it is (FSDP2
-wraps what enters a layer) gets an ordinary gradient, and so do all where the gradient is to be differentiated again.
+consists of, and a source, once all of its readers are through, builds it at once. A source that does not come from
+`mark` as it is (FSDP2 wraps what enters a layer) gets an ordinary gradient from each reader, and so do all sources
+where the gradient is to be differentiated again.
 
 Shapes: T tokens of all sequences, N sources, R directions, C hidden.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -180,8 +181,9 @@ def _attend(
     shares = scores.softmax(dim=0)
     outs = []
     for share in shares.unbind(dim=2):  # (N, T)
-        out = flat[0].new_zeros(flat[0].shape, dtype=wide)
-        _add_weighted(out, flat, share.unsqueeze(2).unbind())
+        first, *others = share.unsqueeze(2).unbind()
+        out = flat[0] * first
+        _add_weighted(out, flat[1:], others)
         outs.append(out.view(shape).to(kept))
     return tuple(outs), scores, shares, inverse
 
@@ -200,10 +202,11 @@ def _products(tensors: Sequence[Tensor], by: Sequence[Tensor], dtype: torch.dtyp
     tokens, width = tensors[0].shape
     size = max(1, _tokens(tensors[0]) * 4 // len(tensors))
     result = tensors[0].new_empty(tokens, len(by), len(tensors), dtype=dtype)
+    scratch = result.new_empty(size, len(tensors), width)  # fresh memory would cost more than the products
     columns = zip(*(v.split(size) for v in tensors), strict=True)
     others = zip(*(g.split(size) for g in by), strict=True)
     for piece, values, grads in zip(result.split(size), columns, others, strict=True):
-        gathered = torch.stack(values, dim=1).to(dtype)  # (t, N, C)
+        gathered = torch.stack(values, dim=1, out=scratch[: len(values[0])])  # (t, N, C)
         for number, grad in enumerate(grads):
             product = torch.bmm(grad.to(dtype).unsqueeze(1), gathered.mT)  # (t, 1, N)
             piece[:, number] = product[:, 0]
@@ -237,7 +240,10 @@ def _parts(
     slopes = slopes.mul_(inverse)
     toward = functools.reduce(torch.add, (slope.T @ v.to(slope.dtype) for slope, v in zip(slopes, flat, strict=True)))
     wide = directions.to(shares.dtype)
-    parts = [_Part(arrived, share[:, used], slope, wide, own) for share, slope, own in zip(shares, slopes, shrink)]
+    parts = [
+        _Part(arrived, share[:, used], slope, wide, own)
+        for share, slope, own in zip(shares, slopes, shrink, strict=True)
+    ]
     return parts, toward.to(directions.dtype)
 
 

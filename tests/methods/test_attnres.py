@@ -1,0 +1,330 @@
+"""Attention Residuals: the fast form equals the listed one in every circumstance, the ablations equal their loops."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from crosslayer import depth_attention
+from crosslayer import testing as contract
+from crosslayer.depth_attention import listed, mark
+from crosslayer.methods.attnres import AttnRes
+from crosslayer.testing import build, close, config_of
+from tests.helpers.tiny import tokens
+from tests.methods.naive import Naive, attend, check
+
+
+def readers(form, seed=0, dtype=torch.float64):
+    """Six readers of three directions, each of which makes the next source; return the loss and its leaves."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=dtype, generator=generator)
+
+    leaf = draw(2, 50, 16).requires_grad_()
+    maps, directions = [draw(16, 16) / 4 for _ in range(6)], [draw(3, 16).requires_grad_() for _ in range(7)]
+    sources = [leaf if form is listed else mark(leaf)]
+    for matrix, direction in zip(maps, directions[:-1], strict=True):
+        outs, total = form(sources, direction, 1e-6)
+        source = torch.tanh(outs[0] @ matrix) + outs[2] * total[1].unsqueeze(-1) / 100  # outs[1] is not used
+        sources.append(source if form is listed else mark(source))
+    outs, total = form(sources, directions[-1], 1e-6)
+    return outs[1].square().sum() + total[0].sin().sum(), (leaf, *directions)
+
+
+@pytest.fixture(params=["whole", "in pieces"])
+def pieces(request, monkeypatch):
+    if request.param == "in pieces":
+        monkeypatch.setattr(depth_attention, "PIECE", {"cpu": 7 * 16})
+
+
+def agree(results, expected, tolerance=1e-12):
+    assert len(results) == len(expected) > 0
+    for result, other in zip(results, expected, strict=True):
+        assert (result - other).abs().max() <= tolerance * other.abs().max().clamp(min=1)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_gradients_equal_the_listed_form():
+    (loss, leaves), (expected, others) = readers(depth_attention.depth_attention), readers(listed)
+    assert abs(loss - expected) < 1e-12 * abs(expected)
+    agree(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, others))
+
+
+@pytest.mark.usefixtures("pieces")
+def test_second_derivatives_equal_the_listed_form():
+    results = []
+    for form in (depth_attention.depth_attention, listed):
+        loss, leaves = readers(form)
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        results.append(torch.autograd.grad(sum(gradient.square().sum() for gradient in first), leaves))
+    agree(*results, tolerance=1e-10)
+
+
+def test_a_backward_pass_may_be_repeated_and_broken_off():
+    loss, leaves = readers(depth_attention.depth_attention)
+    expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+    # of the last readers alone: the sources below them do not come to build their gradients
+    agree(torch.autograd.grad(loss, leaves[5:], retain_graph=True), expected[5:], 0)
+
+    def fail(_):
+        raise RuntimeError("broken off")
+
+    handle = leaves[2].register_hook(fail)
+    with pytest.raises(RuntimeError, match="broken off"):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    agree(torch.autograd.grad(loss, leaves), expected, 0)
+
+
+def test_two_forward_passes_at_once_do_not_mix():
+    """One is abandoned, two are open together, and the second goes backward first."""
+    model, ids, other = build(config_of(["attnres"])).train(), tokens(seed=1), tokens(seed=2)
+
+    def gradients(loss):
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    expected = [gradients(model(x, labels=x, use_cache=False).loss) for x in (ids, other)]
+    model(ids, use_cache=False)
+    one, two = (model(x, labels=x, use_cache=False).loss for x in (ids, other))
+    agree(gradients(two), expected[1], 0)
+    agree(gradients(one), expected[0], 0)
+
+
+def test_nothing_of_a_forward_pass_stays():
+    model, ids = build(config_of(["attnres"])).train(), tokens()
+    seen = []
+
+    def watch(module, args, output):
+        seen.extend(weakref.ref(source) for source in output[1]["attnres.sources"])
+
+    handle = model.model.layers[-1].register_forward_hook(watch)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    model(ids, labels=ids, use_cache=False)
+    handle.remove()
+    gc.collect()
+    assert len(seen) == 24 and not any(reference() is not None for reference in seen)
+
+
+@pytest.mark.parametrize("block", [None, 5])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_model_is_the_same_by_either_form(block, checkpointing, monkeypatch):
+    results = []
+    for eager in (True, False):
+        monkeypatch.setattr(depth_attention, "_eager", lambda eager=eager: eager)
+        model, ids = build(config_of([{"name": "attnres", "block": block}])).train(), tokens()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    agree(*results)
+
+
+def test_a_source_that_is_wrapped_on_the_way_gets_its_gradient():
+    """As FSDP2 does with what enters a layer."""
+    leaf = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    direction = torch.randn(1, 8, dtype=torch.float64)
+    results = []
+    for wrapped in (False, True):
+        sources = [mark(leaf), mark(leaf * 2)]
+        if wrapped:
+            sources[1] = sources[1].clone()
+        (out,), _ = depth_attention.depth_attention(sources, direction, 1e-6)
+        results.append(torch.autograd.grad(out.square().sum(), [leaf]))
+    agree(*results)
+
+
+def test_transforms_of_functions_take_the_listed_form():
+    sources = [torch.randn(3, 8, dtype=torch.float64) for _ in range(3)]
+    direction = torch.randn(1, 8, dtype=torch.float64)
+
+    def result(direction):
+        return depth_attention.depth_attention([mark(s) for s in sources], direction, 1e-6)[0][0].square().sum()
+
+    by_function = torch.func.grad(result)(direction)
+    direction.requires_grad_()
+    agree([by_function], torch.autograd.grad(result(direction), [direction]))
+    tangent = torch.func.jvp(result, (direction.detach(),), (torch.ones_like(direction),))[1]
+    assert torch.allclose(tangent, by_function.sum())
+
+
+def test_scores_stay_exact_under_autocast():
+    sources = [torch.randn(4, 16) for _ in range(3)]
+    direction = torch.randn(1, 16, requires_grad=True)
+    (expected,), _ = depth_attention.depth_attention(sources, direction, 1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,), _ = depth_attention.depth_attention(sources, direction, 1e-6)
+        (gradient,) = torch.autograd.grad(found.sum(), [direction])
+    assert torch.equal(found, expected)
+    assert torch.equal(gradient, torch.autograd.grad(expected.sum(), [direction])[0])
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_mixed_and_narrow_types(gradients, side_by_side, monkeypatch):
+    """An embedding in float32 among sources in bfloat16: results in float32, as sums of both have it."""
+    monkeypatch.setattr(depth_attention, "GATHERED", 1 << 18 if side_by_side else 0)
+    for dtypes in ((torch.float32, torch.bfloat16, torch.bfloat16), (torch.bfloat16,) * 3):
+        sources = [torch.randn(2, 9, 16).to(dtype).requires_grad_(gradients) for dtype in dtypes]
+        direction = torch.randn(2, 16, requires_grad=gradients)
+        outs, total = depth_attention.depth_attention([mark(s) for s in sources], direction, 1e-6)
+        expected, of_scores = listed([s.float() for s in sources], direction, 1e-6)
+        assert {out.dtype for out in outs} == {dtypes[0]} and total.dtype == torch.float32
+        tolerance = 1e-5 if dtypes[0] is torch.float32 else 2e-2
+        assert torch.allclose(total, of_scores, atol=1e-5)
+        for out, other in zip(outs, expected, strict=True):
+            assert torch.allclose(out.float(), other, atol=tolerance, rtol=tolerance)
+        if gradients:
+            one = torch.autograd.grad(sum(out.float().square().sum() for out in outs), [direction, *sources])
+            two = torch.autograd.grad(sum(out.square().sum() for out in expected), [direction, *sources])
+            for result, other in zip(one, two, strict=True):
+                assert torch.allclose(result.float(), other.float(), atol=5e-2, rtol=5e-2)
+
+
+ABLATIONS = {
+    "input query": {"query": "input"},
+    "input query, blocks": {"query": "input", "block": 5},
+    "sigmoid": {"weights": "sigmoid"},
+    "static": {"weights": "static"},
+    "static, heads, blocks": {"weights": "static", "heads": 4, "block": 3},
+    "no key norm": {"key_norm": False},
+    "heads": {"heads": 4},
+    "heads, blocks": {"heads": 4, "block": 4},
+    "window": {"window": 3},
+    "all": {"query": "input", "weights": "sigmoid", "key_norm": False, "heads": 2, "window": 2, "block": 3},
+}
+QUICK = (
+    contract.cached_equals_full,
+    contract.causal,
+    contract.gradients_equal_under_checkpointing,
+    contract.save_and_load_are_bit_equal,
+    contract.documented,
+)
+
+
+class Loops(Naive):
+    """The definition, token by token and head by head; `options` are the method's."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.options = {"block": None, **model.config.cross_layer[0]}
+
+    def run(self, ids):
+        outputs = [self.model.model.embed_tokens(ids)]
+        for i, layer in enumerate(self.layers):
+            x = self.read(outputs, layer.attn_residual)
+            q, k, v = self.states(i, layer.input_layernorm(x))
+            outputs.append(layer.self_attn.o_proj(attend(self.model, i, q, k, v)))
+            outputs.append(layer.mlp(layer.post_attention_layernorm(self.read(outputs, layer.mlp_residual))))
+        return self.model.lm_head(self.model.model.norm(self.read(outputs, self.model.model.final_residual)))
+
+    def read(self, outputs, residual):
+        size = self.options["block"] or 1
+        sources = [outputs[0]] + [sum(outputs[1 + s : 1 + s + size]) for s in range(0, len(outputs) - 1, size)]
+        if len(sources) == 1:
+            return sources[0]
+        window = self.options.get("window")
+        sources = sources if window is None else [sources[0], *sources[1:][-window:]]
+        rows = [self.token([source[t] for source in sources], residual) for t in range(len(outputs[0]))]
+        return torch.stack(rows)
+
+    def token(self, sources, residual):
+        def normed(v):
+            return v / torch.sqrt((v * v).mean() + 1e-6)
+
+        heads = self.options.get("heads", 1)
+        parts = []
+        for head in range(heads):
+            group = slice(head * len(sources[0]) // heads, (head + 1) * len(sources[0]) // heads)
+            if self.options.get("weights") == "static":
+                weights = residual.weight[:, head]
+            else:
+                query = residual.query
+                if self.options.get("query") == "input":
+                    query = torch.stack([row @ normed(sources[-1]) for row in query])
+                keys = (
+                    sources if not self.options.get("key_norm", True) else [normed(v) * residual.gain for v in sources]
+                )
+                scores = torch.stack([query[group] @ key[group] for key in keys])
+                sigmoid = self.options.get("weights") == "sigmoid"
+                weights = 1 / (1 + torch.exp(-scores)) if sigmoid else torch.exp(scores) / torch.exp(scores).sum()
+            parts.append(sum(weight * v[group] for weight, v in zip(weights, sources, strict=True)))
+        return torch.cat(parts)
+
+
+@pytest.mark.parametrize("case", ABLATIONS)
+def test_ablations_equal_their_loops(case):
+    check(build(config_of([{"name": "attnres", **ABLATIONS[case]}])), Loops)
+
+
+@pytest.mark.parametrize("check", QUICK, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("case", ["static, heads, blocks", "all", "window"])
+def test_ablations_hold_the_contract(case, check):
+    check(config_of([{"name": "attnres", **ABLATIONS[case]}]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", (*contract.BY_OPTIONS, contract.compiled_equals_eager), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("case", ABLATIONS)
+def test_every_ablation_holds_the_whole_contract(case, check):
+    check(config_of([{"name": "attnres", **ABLATIONS[case]}]))
+
+
+def test_ablations_begin_uniform():
+    """As published: a zero query. A model that is just built reads the mean, one half of each for sigmoids."""
+    from crosslayer.decoder import CrossLayerForCausalLM
+
+    for options, parts in (({"weights": "static"}, 1 / 3), ({"query": "input"}, 1 / 3), ({"weights": "sigmoid"}, 0.5)):
+        residual = CrossLayerForCausalLM(config_of([{"name": "attnres", **options}])).model.layers[1].attn_residual
+        stream, closed = torch.randn(1, 2, 32), (torch.randn(1, 2, 32), torch.randn(1, 2, 32))
+        result, _ = residual.read(stream, {"attnres.sources": closed})
+        assert torch.allclose(result, (stream + closed[0] + closed[1]) * parts, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"query": "none"}, "query is 'none'; it must be one of 'static', 'input'"),
+        ({"weights": "mean"}, "weights is 'mean'; it must be one of 'softmax', 'sigmoid', 'static'"),
+        ({"weights": "static", "query": "input"}, "static weights have neither queries nor keys"),
+        ({"weights": "static", "key_norm": False}, "static weights have neither queries nor keys"),
+        ({"heads": 0}, "heads is 0; it must be at least 1"),
+        ({"heads": 5}, "heads is 5; it must divide the width 32"),
+        ({"window": 0}, "window is 0; it must be at least 1"),
+        ({"window": 12}, "window is 12 beside the embedding, but there are only 13 sources.*at most 11"),
+        ({"window": 2, "block": 6}, "there are only 3 sources.*at most 1"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=f"attnres: {message}"):
+        config_of([{"name": "attnres", **options}])
+
+
+def test_the_published_form_is_the_default():
+    assert AttnRes().published and AttnRes(block=4).published and not AttnRes(heads=2).published
+    names = set(build(config_of(["attnres"])).state_dict())
+    assert {name.rsplit(".", 1)[1] for name in names if "residual" in name} == {"query", "gain"}
+
+
+def test_zero_queries_are_the_prenorm_transformer():
+    """A mean over sources is the plain sum over their number, which a norm without eps undoes.
+
+    1e-12: the norms of both are given float64, since the modules' own computes in float32 whatever the dtype.
+    """
+    config = config_of(["attnres"], rms_norm_eps=0.0)
+    ours, plain = build(config), build(config_of([], rms_norm_eps=0.0))
+    weights = plain.state_dict()
+    ours.load_state_dict(ours.state_dict() | weights)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name.endswith("residual.query"):
+                parameter.zero_()
+    for model in (ours, plain):
+        for module in model.modules():
+            if type(module).__name__ == "LlamaRMSNorm":
+                module.forward = lambda x, m=module: m.weight * x / x.square().mean(-1, keepdim=True).sqrt()
+    with torch.no_grad():
+        close(ours(tokens()).logits, plain(tokens()).logits, "zero queries and the plain sum", 1e-12 * 100)

@@ -3,7 +3,14 @@
 import math
 from collections.abc import Sequence
 
-from crosslayer.diagnosis.record import CacheCandidates, CrossLayer, DiagnosisRecord, PositionTable, TopToken
+from crosslayer.diagnosis.record import (
+    CacheCandidates,
+    CrossLayer,
+    DepthWeights,
+    DiagnosisRecord,
+    PositionTable,
+    TopToken,
+)
 from crosslayer.output.page import Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel, by_position
 from crosslayer.output.record import Measure
@@ -43,6 +50,8 @@ def panels(record: DiagnosisRecord) -> list[Panel]:
         _stream(record),
         _spectrum(record),
     ]
+    if record.depth_weights is not None:
+        figures.append(_depth_weights(record.depth_weights))
     if record.cross_layer is not None:
         figures.append(_cross_layer(record.cross_layer))
     if record.position_table is not None:
@@ -249,6 +258,18 @@ def _of_neighbours(cosines: Measure, name: str, color: str) -> Line:
     upper = range(1, len(cosines.mean))
     low, high = _band(None if cosines.ci95 is None else [cosines.ci95[i][i - 1] for i in upper])
     return Line(name, [float(i) for i in upper], [cosines.mean[i][i - 1] for i in upper], low, high, color)
+
+
+def _depth_weights(depth: DepthWeights) -> Panel:
+    z = depth.weights.mean
+    heat = Heat([float(i) for i in range(len(z[0]))], _numbers(z), z, "mean weight", SHARE)
+    sentence = (
+        "What each sublayer reads: the mean weight of every source that is there by then. Source 0 is the embedding, the "
+        "last row is the output. A bright diagonal is a sublayer that reads its predecessor; a bright first column keeps "
+        "the embedding in use."
+    )
+    title, axis = "Weights over depth", "source (0 = embedding)"
+    return Panel("depth_weights", title, sentence, axis, "sublayer", heat=heat, wide=True)
 
 
 def _cross_layer(cosines: CrossLayer) -> Panel:

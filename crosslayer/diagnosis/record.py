@@ -76,6 +76,16 @@ class CrossLayer(Frozen):
     identity_first: Measure
 
 
+class DepthWeights(Frozen):
+    """What sublayers read over depth: mean weights (readers, sources), None where a source comes after its reader.
+
+    The first source is the embedding, the last reader the output.
+    """
+
+    readers: list[str]
+    weights: Measure
+
+
 class TopToken(Frozen):
     """A token that holds much of a layer's attention: its text, its share, and where it stood.
 
@@ -186,6 +196,7 @@ class DiagnosisRecord(Frozen):
     settings: Settings
     measures: Measures
     cross_layer: CrossLayer | None
+    depth_weights: DepthWeights | None = None
     importance_by_position: PositionBins
     top_tokens: list[list[TopToken]]
     position_table: PositionTable | None

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Text, open_text, read_windows, text_name
-from crosslayer.diagnosis.record import CrossLayer, Measures, ModelFacts, Settings
+from crosslayer.diagnosis.record import CrossLayer, DepthWeights, Measures, ModelFacts, Settings
 from crosslayer.diagnosis.result import Diagnosis
 from crosslayer.diagnosis.sequence import SequenceMeasures, measure_sequence
 from crosslayer.diagnosis.tokens import position_table, top_tokens
@@ -129,6 +129,7 @@ def _diagnosis(
         settings=settings,
         measures=measures,
         cross_layer=CrossLayer(**cosines) if cosines else None,
+        depth_weights=_depth_weights(measured),
         importance_by_position=by_position(shares),
         top_tokens=top_tokens(shares, ids.cpu().numpy(), tokenizer),
         position_table=position_table(model),
@@ -137,6 +138,12 @@ def _diagnosis(
         seconds=time.perf_counter() - started,
         environment=Environment.model_validate(environment()),
     )
+
+
+def _depth_weights(measured: Sequence[SequenceMeasures]) -> DepthWeights | None:
+    readers = measured[0].depth.readers
+    tables = np.stack([sequence.depth.table() for sequence in measured])
+    return DepthWeights(readers=readers, weights=measure(tables)) if readers else None
 
 
 def _averages(by_sequence: Sequence[dict[str, np.ndarray]]) -> dict[str, Measure]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.diagnosis.cross_layer import CrossLayerCosines
 from crosslayer.probe import measures as m
+from crosslayer.probe.depth import DepthReads, depth_reads
 from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, visited
 from crosslayer.probe.maps import map_sums
 from crosslayer.probe.shapes import LayerShape
@@ -43,6 +44,7 @@ class SequenceMeasures:
         cross_layer: by name, (L,); empty where it was not asked for.
         shares: each token's share of a layer's attention, a' (L, T).
         shapes: of each layer's attention, None where it has none.
+        depth: who reads from which sources over depth, if the model does so.
 
     """
 
@@ -50,6 +52,7 @@ class SequenceMeasures:
     cross_layer: dict[str, np.ndarray]
     shares: np.ndarray
     shapes: list[LayerShape | None]
+    depth: DepthReads
 
 
 def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = False) -> SequenceMeasures:
@@ -62,9 +65,9 @@ def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = Fa
     """
     look = _Look(len(layer_stack(model)), CrossLayerCosines() if cross_layer else None)
     device = next(model.parameters()).device
-    with visited(model, look.see_attention), streams(model, look.see_stream):
+    with visited(model, look.see_attention), streams(model, look.see_stream), depth_reads(model) as depth:
         model.base_model(input_ids=ids[None].to(device), **no_cache(model))  # the logits are not needed
-    return look.result(LayerShape.read(look.calls, model.config.get_text_config(), look.layers))
+    return look.result(LayerShape.read(look.calls, model.config.get_text_config(), look.layers), depth)
 
 
 class _Look:
@@ -109,7 +112,7 @@ class _Look:
     def _keep(self, name: str, layer: int, measure: Tensor) -> None:
         self.by_layer[name][layer] = measure
 
-    def result(self, shapes: list[LayerShape | None]) -> SequenceMeasures:
+    def result(self, shapes: list[LayerShape | None], depth: DepthReads) -> SequenceMeasures:
         """Return everything, with the measures of the maps, which are computed here."""
         self.calls.sort(key=lambda call: call.layer)
         with_attention = [call.layer for call in self.calls]
@@ -141,6 +144,7 @@ class _Look:
             cross_layer={name: self._spread(by_layer) for name, by_layer in cosines.items()},
             shares=self._spread(dict(zip(with_attention, shares, strict=True))),
             shapes=shapes,
+            depth=depth,
         )
 
     def _spread(self, by_layer: dict[int, Tensor]) -> np.ndarray:

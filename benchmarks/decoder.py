@@ -1,88 +1,172 @@
-"""Our decoder without a method against LlamaForCausalLM of the same config, and what ResFormer adds.
+"""What every method costs against the plain decoder, and the plain decoder against LlamaForCausalLM.
 
-    python benchmarks/decoder.py [--device cpu] [--dtype float32] [--pairs 30] [--json FILE]
+    python benchmarks/decoder.py [--device cpu] [--dtype float32] [--compile] [--pairs 20] [--only NAME …] [--json FILE]
 
-Both models hold the same weights. One pair is one step of each, in an order that alternates; the ratio is taken pair
-by pair, with a 95 % bootstrap interval of the median. Steps: training (forward, loss, backward) and decoding (one token
-through a dynamic cache). Kernels: operators with work of their own, counted by the profiler, per layer.
+One pair is one step of the case and one of its baseline, in an order that alternates; the ratio is taken pair by pair,
+its 95 % interval from order statistics. Steps: training (forward, loss, backward) and decoding (eight single tokens
+after a prompt of 256 in a dynamic cache). Peak memory: of building the model and two training steps, in a
+process of its own. KV bytes: what the cache has allocated for a token of the prompt. Methods are shown with their `example`; cases
+with checkpointing stand against the plain decoder with checkpointing.
 """
 
 import argparse
 import json
 import platform
-import statistics
+import subprocess
+import sys
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
+from unittest import mock
 
 import torch
-from scipy.stats import bootstrap
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from crosslayer import depth_attention
+from crosslayer.benchmark.intervals import paired_ratio
+from crosslayer.benchmark.memory import peak_memory
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.methods import method_class, method_names, to_entry
+from crosslayer.testing import elements
 
 SHAPE = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048,
 }  # fmt: skip
+LAYERS = SHAPE["num_hidden_layers"]
+PROMPT, TOKENS = 256, 8  # of a decoding step
+BLOCKS = {"name": "attnres", "block": 2}  # 16 sublayers in 8 blocks
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it runs; `listed` keeps depth attention from its fast form, `methods` None is Llama's own."""
+
+    methods: tuple | None = ()
+    checkpointing: bool = False
+    listed: bool = False
+
+    def build(self, options):
+        """Return the model on the device."""
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE)) if self.methods is None else self._ours()
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = model.to(options.device, getattr(torch, options.dtype))
+        if options.compile:
+            model.compile()
+        return model
+
+    def _ours(self):
+        return CrossLayerForCausalLM(CrossLayerConfig(**SHAPE, cross_layer=list(self.methods or ())))
+
+    def running(self):
+        """Return the context in which the case runs."""
+        return mock.patch.object(depth_attention, "_eager", lambda: False) if self.listed else nullcontext()
+
+
+PLAIN = "plain decoder"
+CASES = {
+    PLAIN: Case(),
+    "LlamaForCausalLM": Case(None),
+    **{name: Case((to_entry(method_class(name).example(LAYERS)),)) for name in method_names()},
+    "attnres, 8 blocks": Case((BLOCKS,)),
+    "attnres, listed": Case(("attnres",), listed=True),
+    "attnres, 8 blocks, listed": Case((BLOCKS,), listed=True),
+    "plain decoder, checkpointing": Case((), checkpointing=True),
+    "attnres, checkpointing": Case(("attnres",), checkpointing=True),
+    "attnres, 8 blocks, checkpointing": Case((BLOCKS,), checkpointing=True),
+}
 
 
 def wait(device):
     """Wait for the device, so that times are of the work and not of its launch."""
-    if device.type == "cuda":
+    if device == "cuda":
         torch.cuda.synchronize()
 
 
 def training_step(model, ids):
-    """Run forward, loss and backward."""
+    """Run forward, loss and backward; return the seconds."""
     model.train()
     model.zero_grad(set_to_none=True)
+    wait(ids.device.type)
+    started = time.perf_counter()
     model(ids, labels=ids, use_cache=False).loss.backward()
+    wait(ids.device.type)
+    return time.perf_counter() - started
 
 
 @torch.no_grad()
-def decoding_steps(model, ids, steps=8):
-    """Decode `steps` tokens after a prompt that is in the cache."""
+def decoding_steps(model, ids):
+    """Decode tokens after a prompt that is in the cache; return the seconds."""
     model.eval()
-    cache = DynamicCache(config=model.config)
-    model(ids[:1, :256], past_key_values=cache, use_cache=True)
-    wait(ids.device)
+    cache = filled(model, ids)
+    wait(ids.device.type)
     started = time.perf_counter()
-    for step in range(steps):
+    for step in range(TOKENS):
         model(ids[:1, step : step + 1], past_key_values=cache, use_cache=True)
-    wait(ids.device)
+    wait(ids.device.type)
     return time.perf_counter() - started
 
 
-def training_time(model, ids):
-    """Return the seconds of one training step."""
-    wait(ids.device)
-    started = time.perf_counter()
-    training_step(model, ids)
-    wait(ids.device)
-    return time.perf_counter() - started
+@torch.no_grad()
+def filled(model, ids):
+    """Return a cache that holds a prompt of one sequence."""
+    cache = DynamicCache(config=model.config)
+    model(ids[:1, :PROMPT], past_key_values=cache, use_cache=True)
+    return cache
 
 
-def paired(ours, llama, ids, measure, pairs):
-    """Return ratio ours / Llama: median, 95 % interval of the median, and the median seconds of both."""
-    times = {"ours": [], "llama": []}
-    for number in range(-2, pairs):
-        order = [("ours", ours), ("llama", llama)]
-        for name, model in order if number % 2 else order[::-1]:
-            seconds = measure(model, ids)
-            if number >= 0:
-                times[name].append(seconds)
-    ratios = [a / b for a, b in zip(times["ours"], times["llama"], strict=True)]
-    interval = bootstrap((ratios,), statistics.median, n_resamples=2000, vectorized=False, rng=0).confidence_interval
-    verdict = "holds" if interval.high <= 1.03 else "fails" if interval.low > 1.03 else "undecided"
-    return {
-        "ratio": statistics.median(ratios),
-        "ci95": [float(interval.low), float(interval.high)],
-        "at_most_1.03": verdict,
-        "seconds": {name: statistics.median(found) for name, found in times.items()},
-    }
+def paired(case, base, ids, options):
+    """Return ratios and seconds of both steps, case over baseline."""
+    models = {"case": case.build(options), "baseline": base.build(options)}
+    contexts, row = {"case": case.running, "baseline": base.running}, {}
+    for kind, measure in (("training", training_step), ("decoding", decoding_steps)):
+        times = {"case": [], "baseline": []}
+        for number in range(-2, options.pairs):
+            for name in list(models) if number % 2 else list(models)[::-1]:
+                with contexts[name]():
+                    seconds = measure(models[name], ids)
+                if number >= 0:
+                    times[name].append(seconds)
+        ratio, interval = paired_ratio(times["case"], times["baseline"])
+        row[kind] = {
+            "ratio": ratio,
+            "ci95": interval,
+            "seconds": {name: median(entries) for name, entries in times.items()},
+            "spread": {name: [min(entries), max(entries)] for name, entries in times.items()},
+        }
+    return row
+
+
+def peak(name, options):
+    """Return the peak memory of a case, in bytes, from a process of its own."""
+    shared = [f"--{key}={getattr(options, key)}" for key in ("device", "dtype", "batch", "tokens")]
+    flags = ["--compile"] if options.compile else []
+    command = [sys.executable, __file__, "--memory", name, *shared, *flags]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def own_peak(case, options):
+    """Return the peak memory of building a model and two training steps, in bytes."""
+    ids = random_ids(options)
+    with peak_memory(torch.device(options.device)) as used, case.running():
+        model = case.build(options)
+        for _ in range(2):
+            training_step(model, ids)
+    assert used.bytes is not None, used.reason
+    return used.bytes
+
+
+def kv_bytes(case, ids, options):
+    """Return the bytes that a token takes in the cache, from what is allocated."""
+    model = case.build(options).eval()
+    return elements(filled(model, ids)) * next(model.parameters()).element_size() // PROMPT
 
 
 VIEWS = {
@@ -91,65 +175,72 @@ VIEWS = {
 }  # fmt: skip
 
 
-def kernels(model, ids):
+def kernels(case, ids, options):
     """Return how many operators do work in a forward pass: on a GPU its kernels, on a CPU leaf operators."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ids.device.type == "cuda" else [])
-    model.eval()
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if options.device == "cuda" else [])
+    model = case.build(options).eval()
     with torch.no_grad(), profile(activities=activities) as profiler:
         model(ids, use_cache=False)
-    if ids.device.type == "cuda":
+    if options.device == "cuda":
         return sum(1 for event in profiler.events() if str(event.device_type).endswith("CUDA"))
     leaves = [e for e in profiler.events() if e.name.startswith("aten::") and not e.cpu_children]
     return sum(1 for e in leaves if e.name.removeprefix("aten::").strip("_") not in VIEWS)
 
 
-def build(device, dtype, cross_layer=None):
-    """Return ours, with a method or without."""
-    torch.manual_seed(0)
-    return CrossLayerForCausalLM(CrossLayerConfig(**SHAPE, cross_layer=cross_layer)).to(device, dtype)
+def random_ids(options):
+    """Return token ids (B, T)."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, SHAPE["vocab_size"], (options.batch, options.tokens), generator=generator)
+    return ids.to(options.device)
+
+
+def measure(name, ids, options):
+    """Return everything of a case, with a baseline that checkpoints where the case does."""
+    case = CASES[name]
+    base = f"{PLAIN}, checkpointing" if case.checkpointing else PLAIN
+    row = paired(case, CASES[base], ids, options)
+    row["baseline"], row["peak_bytes"], row["kv_bytes"] = base, peak(name, options), kv_bytes(case, ids, options)
+    row["peak_ratio"] = row["peak_bytes"] / (row["peak_bytes"] if name == base else peak(base, options))
+    row["kernels"] = kernels(case, ids, options) if not (case.listed or case.checkpointing or options.compile) else None
+    return row
+
+
+def line(name, row):
+    """Return a row of the table."""
+    cells = []
+    for kind in ("training", "decoding"):
+        low, high = row[kind]["ci95"] or (float("nan"), float("nan"))
+        cells.append(f"{row[kind]['ratio']:.3f} ({low:.3f}-{high:.3f})")
+    memory = f"{row['peak_ratio']:.2f} ({row['peak_bytes'] / 1e9:.2f} GB)"
+    return f"| {name} | {' | '.join(cells)} | {memory} | {row['kv_bytes']} |"
 
 
 def main():
-    """Run both comparisons and the count of kernels."""
+    """Run all cases, or those that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="NAME", default=list(CASES))
+    parser.add_argument("--memory", choices=list(CASES), metavar="NAME", help="print the peak memory of a case, alone")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "decoder.json")
     options = parser.parse_args()
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    torch.manual_seed(0)
-    llama = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(device, dtype)
-    ours = build(device, dtype)
-    ours.load_state_dict(llama.state_dict())
-    ids = torch.randint(0, SHAPE["vocab_size"], (options.batch, options.tokens), device=device)
-    rows = {
-        "training step": paired(ours, llama, ids, training_time, options.pairs),
-        "decoding, 8 tokens": paired(ours, llama, torch.cat([ids, ids], 1), decoding_steps, options.pairs),
-    }
-    print("| step | ours ÷ Llama, median of pairs (95 %) | at most 1.03 |\n|---|---|---|")
-    for name, row in rows.items():
-        print(f"| {name} | {row['ratio']:.3f} ({row['ci95'][0]:.3f}-{row['ci95'][1]:.3f}) | {row['at_most_1.03']} |")
-    plain, layers = kernels(build(device, dtype), ids), SHAPE["num_hidden_layers"]
-    added = {
-        mode: (kernels(build(device, dtype, [{"name": "resformer", "mode": mode}]), ids) - plain) / (layers - 1)
-        for mode in ("learnable", "identity")
-    }
-    print("ResFormer adds per layer: " + ", ".join(f"{count:.1f} kernels ({mode})" for mode, count in added.items()))
+    if options.memory:
+        print(own_peak(CASES[options.memory], options))
+        return
+    ids, rows = random_ids(options), {}
+    print("| case | training step | decoding | peak memory | KV bytes per token |\n|---|---|---|---|---|")
+    for name in options.only:
+        rows[name] = measure(name, ids, options)
+        print(line(name, rows[name]), flush=True)
     result = {
         "date": str(date.today()),
         "rows": rows,
-        "kernels": {"plain": plain, "added_per_layer": added},
         "shape": SHAPE,
-        "options": {
-            "device": device.type,
-            "dtype": options.dtype,
-            "pairs": options.pairs,
-            "batch": options.batch,
-            "tokens": options.tokens,
-        },
+        "options": {key: str(value) for key, value in vars(options).items() if key not in ("json", "memory", "only")},
         "versions": {name: version(name) for name in ("crosslayer", "torch", "transformers")},
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
     }

@@ -9,8 +9,9 @@ Shapes: N sources, the embedding first; B batch, T tokens.
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import numpy as np
 from torch import Tensor, nn
@@ -51,17 +52,15 @@ def depth_reads(model: nn.Module) -> Iterator[DepthReads]:
 
     Nothing is recorded of models without residuals that weigh sources (`Residual.depth_weights`).
     """
-    reads, watched = DepthReads(), [(name, m) for name, m in model.named_modules() if isinstance(m, Residual)]
-    try:
-        for name, residual in watched:
-            residual.read = _recording(residual, _reader(name), reads)  # shadows the method of its class
+    reads, residuals = DepthReads(), {name: m for name, m in model.named_modules() if isinstance(m, Residual)}
+    with ExitStack() as restored:
+        for name, residual in residuals.items():
+            recording = _recording(residual, _reader(name), reads)
+            restored.enter_context(mock.patch.object(residual, "read", recording))
         yield reads
-    finally:
-        for _, residual in watched:
-            vars(residual).pop("read", None)
 
 
-def _recording(residual: Residual, reader: str, reads: DepthReads):
+def _recording(residual: Residual, reader: str, reads: DepthReads) -> Callable[[Tensor, Carry], tuple[Tensor, Carry]]:
     read = residual.read
 
     def recorded(stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:

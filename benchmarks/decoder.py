@@ -5,8 +5,8 @@
 One pair is one step of the case and one of its baseline, in an order that alternates; the ratio is taken pair by pair,
 its 95 % interval from order statistics. Steps: training (forward, loss, backward) and decoding (eight single tokens
 after a prompt of 256 in a dynamic cache). Peak memory: of building the model and two training steps, in a
-process of its own. KV bytes: what the cache has allocated for a token of the prompt. Methods are shown with their `example`; cases
-with checkpointing stand against the plain decoder with checkpointing.
+process of its own. KV bytes: what the cache has allocated for a token of the prompt. Methods are shown with their
+`example`; cases with checkpointing stand against the plain decoder with checkpointing.
 """
 
 import argparse

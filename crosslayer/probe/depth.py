@@ -10,8 +10,7 @@ Shapes: N sources, the embedding first; B batch, T tokens.
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from unittest import mock
+from contextlib import contextmanager
 
 import numpy as np
 from torch import Tensor, nn
@@ -53,11 +52,16 @@ def depth_reads(model: nn.Module) -> Iterator[DepthReads]:
     Nothing is recorded of models without residuals that weigh sources (`Residual.depth_weights`).
     """
     reads, residuals = DepthReads(), {name: m for name, m in model.named_modules() if isinstance(m, Residual)}
-    with ExitStack() as restored:
+    before = {name: vars(residual).get("read") for name, residual in residuals.items()}
+    try:
         for name, residual in residuals.items():
-            recording = _recording(residual, _reader(name), reads)
-            restored.enter_context(mock.patch.object(residual, "read", recording))
+            residual.read = _recording(residual, _reader(name), reads)  # shadows the method of its class
         yield reads
+    finally:
+        for name, residual in residuals.items():
+            vars(residual).pop("read", None)
+            if before[name] is not None:
+                residual.read = before[name]
 
 
 def _recording(residual: Residual, reader: str, reads: DepthReads) -> Callable[[Tensor, Carry], tuple[Tensor, Carry]]:

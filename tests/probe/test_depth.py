@@ -87,12 +87,12 @@ def test_a_diagnosis_shows_the_weights(tmp_path):
     model = build(config_of([{"name": "attnres", "block": 4}])).float()
     ids = tokens(length=16)
     result = crosslayer.diagnose(model, ids)
-    depth = result.record().depth_weights
+    depth = result.depth_weights
     assert depth.readers == READERS and depth.weights.array.shape == (13, 4)
     means = np.stack([recorded(model, row[None]).table() for row in ids]).mean(axis=0)
     assert np.allclose(depth.weights.array, means, atol=1e-6, equal_nan=True)
     result.save(tmp_path / "folder")
     again = crosslayer.load_result(tmp_path / "folder")
-    assert again.record().depth_weights == depth
+    assert again.depth_weights == depth
     assert (tmp_path / "folder" / "report.html").read_text().count("Weights over depth") >= 1
-    assert crosslayer.diagnose(build(config_of([])).float(), ids).record().depth_weights is None
+    assert crosslayer.diagnose(build(config_of([])).float(), ids).depth_weights is None

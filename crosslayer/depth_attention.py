@@ -121,7 +121,7 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         tensors = ctx.saved_tensors  # asked for once, as checkpointing demands
         saved, sources, directions = tensors[:4], tensors[4:], tensors[0]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not _eager():
             return None, *_differentiable(ctx, directions, sources, grads)
         with exact(directions.device):
             parts, toward = _parts(saved, sources, grads)
@@ -260,12 +260,15 @@ def _gradient(source: Tensor, parts: Sequence[_Part], grad: Tensor | None) -> Te
 
 
 def _differentiable(ctx: Any, directions: Tensor, sources: Sequence[Tensor], grads: Sequence[Any]) -> list[Any]:
-    """Return the gradients of directions and sources by operators that can be differentiated again."""
-    inputs = [tensor.view_as(tensor) for tensor in (directions, *sources)]  # ends here, though sources need sources
-    outs, total = listed(inputs[1:], inputs[0], ctx.eps)
+    """Return the gradients of directions and sources by operators that autograd and `torch.func` know."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # other tensors than the sources themselves, since sources are made of sources
+        inputs = [tensor.view_as(tensor) for tensor in (directions, *sources)]
+        outs, total = listed(inputs[1:], inputs[0], ctx.eps)
     results = [out for out, grad in zip((*outs, total), grads, strict=True) if grad is not None]
     needed = [tensor for tensor, need in zip(inputs, ctx.needs_input_grad[1:], strict=True) if need]
     arrived = [grad for grad in grads if grad is not None]
-    gradients = torch.autograd.grad(results, needed, arrived, create_graph=True, allow_unused=True)
+    gradients = torch.autograd.grad(results, needed, arrived, create_graph=again, allow_unused=True)
     following = iter(gradients)
     return [next(following) if need else None for need in ctx.needs_input_grad[1:]]

@@ -45,7 +45,7 @@ class AttnRes(Method):
     """What weighs the sources: "softmax" or "sigmoid" of the scores; "static", trained numbers without query or key."""
     key_norm: bool = True
     """Whether scores are of normed sources; if not, larger sources have larger scores."""
-    heads: int = 1
+    depth_heads: int = 1
     """Groups of channels, each with weights of its own."""
     window: int | None = None
     """How many of the newest sources are read, beside the embedding; None: all."""
@@ -53,7 +53,7 @@ class AttnRes(Method):
     def __post_init__(self):
         check_choice("attnres", "query", self.query, ("static", "input"))
         check_choice("attnres", "weights", self.weights, ("softmax", "sigmoid", "static"))
-        for option, value in (("heads", self.heads), ("window", self.window)):
+        for option, value in (("depth_heads", self.depth_heads), ("window", self.window)):
             if value is not None and value < 1:
                 raise ValueError(f"attnres: {option} is {value}; it must be at least 1")
         if self.weights == "static" and (self.query != "static" or not self.key_norm):
@@ -164,9 +164,9 @@ class _Ablated(Residual):
 
     def __init__(self, method: AttnRes, config: "LlamaConfig", sources: int, opens: bool):
         super().__init__()
-        width, heads = config.hidden_size, method.heads
+        width, heads = config.hidden_size, method.depth_heads
         if width % heads:
-            raise ValueError(f"attnres: heads is {heads}; it must divide the width {width}")
+            raise ValueError(f"attnres: depth_heads is {heads}; it must divide the width {width}")
         self.method, self.opens, self.eps, self.alone = method, opens, config.rms_norm_eps, sources == 1
         if self.alone:
             return
@@ -236,4 +236,4 @@ class _Ablated(Residual):
         return products * inverse_rms(source, self.eps) if self.method.key_norm else products
 
     def _heads(self, source: Tensor) -> Tensor:
-        return source.unflatten(-1, (self.method.heads, -1))  # (B, T, H, C / H)
+        return source.unflatten(-1, (self.method.depth_heads, -1))  # (B, T, H, C / H)

@@ -149,6 +149,13 @@ def test_transforms_of_functions_take_the_listed_form():
     assert torch.allclose(tangent, by_function.sum())
 
 
+def test_a_batch_of_backward_passes_takes_the_listed_form():
+    (loss, leaves), (expected, others) = readers(depth_attention.depth_attention), readers(listed)
+    weights = torch.arange(3, dtype=torch.float64)
+    batched = torch.autograd.grad(loss, leaves, weights, is_grads_batched=True)
+    agree([gradient[2] for gradient in batched], torch.autograd.grad(expected, others, weights[2]))
+
+
 def test_scores_stay_exact_under_autocast():
     sources = [torch.randn(4, 16) for _ in range(3)]
     direction = torch.randn(1, 16, requires_grad=True)
@@ -188,12 +195,12 @@ ABLATIONS = {
     "input query, blocks": {"query": "input", "block": 5},
     "sigmoid": {"weights": "sigmoid"},
     "static": {"weights": "static"},
-    "static, heads, blocks": {"weights": "static", "heads": 4, "block": 3},
+    "static, heads, blocks": {"weights": "static", "depth_heads": 4, "block": 3},
     "no key norm": {"key_norm": False},
-    "heads": {"heads": 4},
-    "heads, blocks": {"heads": 4, "block": 4},
+    "heads": {"depth_heads": 4},
+    "heads, blocks": {"depth_heads": 4, "block": 4},
     "window": {"window": 3},
-    "all": {"query": "input", "weights": "sigmoid", "key_norm": False, "heads": 2, "window": 2, "block": 3},
+    "all": {"query": "input", "weights": "sigmoid", "key_norm": False, "depth_heads": 2, "window": 2, "block": 3},
 }
 QUICK = (
     contract.cached_equals_full,
@@ -234,7 +241,7 @@ class Loops(Naive):
         def normed(v):
             return v / torch.sqrt((v * v).mean() + 1e-6)
 
-        heads = self.options.get("heads", 1)
+        heads = self.options.get("depth_heads", 1)
         parts = []
         for head in range(heads):
             group = slice(head * len(sources[0]) // heads, (head + 1) * len(sources[0]) // heads)
@@ -290,8 +297,8 @@ def test_ablations_begin_uniform():
         ({"weights": "mean"}, "weights is 'mean'; it must be one of 'softmax', 'sigmoid', 'static'"),
         ({"weights": "static", "query": "input"}, "static weights have neither queries nor keys"),
         ({"weights": "static", "key_norm": False}, "static weights have neither queries nor keys"),
-        ({"heads": 0}, "heads is 0; it must be at least 1"),
-        ({"heads": 5}, "heads is 5; it must divide the width 32"),
+        ({"depth_heads": 0}, "depth_heads is 0; it must be at least 1"),
+        ({"depth_heads": 5}, "depth_heads is 5; it must divide the width 32"),
         ({"window": 0}, "window is 0; it must be at least 1"),
         ({"window": 12}, "window is 12 beside the embedding, but there are only 13 sources.*at most 11"),
         ({"window": 2, "block": 6}, "there are only 3 sources.*at most 1"),
@@ -304,7 +311,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
 
 
 def test_the_published_form_is_the_default():
-    assert AttnRes().published and AttnRes(block=4).published and not AttnRes(heads=2).published
+    assert AttnRes().published and AttnRes(block=4).published and not AttnRes(depth_heads=2).published
     names = set(build(config_of(["attnres"])).state_dict())
     assert {name.rsplit(".", 1)[1] for name in names if "residual" in name} == {"query", "gain"}
 

@@ -13,7 +13,7 @@ Shapes: T tokens of all sequences, N sources, R directions, C hidden.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -54,6 +54,23 @@ def listed(sources: Sequence[Tensor], directions: Tensor, eps: float) -> tuple[t
     for share, source in zip(shares[1:], sources[1:], strict=True):
         result = result + share * source
     return result.unbind(), scores.logsumexp(dim=0)
+
+
+def merge(source: Tensor, result: Tensor, total: Tensor, direction: Tensor, eps: float) -> Tensor:
+    """Return what a result (…, C) over other sources, whose scores have the log-sum-exp (…), becomes with one more.
+
+    The `direction` is (1, C).
+    """
+    with exact(direction.device):
+        tensors = (source, result, total, direction)
+        if _eager() and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return _Merge.apply(eps, *tensors)
+        return _merged(*tensors, eps)
+
+
+def _merged(source: Tensor, result: Tensor, total: Tensor, direction: Tensor, eps: float) -> Tensor:
+    share = torch.sigmoid(total - depth_scores(source, direction, eps)[0]).to(result.dtype)
+    return torch.lerp(source.to(result.dtype), result, share.unsqueeze(-1))
 
 
 def depth_scores(source: Tensor, directions: Tensor, eps: float) -> Tensor:
@@ -122,7 +139,8 @@ class _Read(torch.autograd.Function):
         tensors = ctx.saved_tensors  # asked for once, as checkpointing demands
         saved, sources, directions = tensors[:4], tensors[4:], tensors[0]
         if torch.is_grad_enabled() or not _eager():
-            return None, *_differentiable(ctx, directions, sources, grads)
+            again = functools.partial(_outs_and_total, eps=ctx.eps)
+            return None, *_differentiable(again, (directions, *sources), grads, ctx.needs_input_grad[1:])
         with exact(directions.device):
             parts, toward = _parts(saved, sources, grads)
             results: list[Tensor | None] = []
@@ -131,6 +149,48 @@ class _Read(torch.autograd.Function):
                     node.parts.setdefault(torch._C._current_graph_task_id(), []).append(part)
                 results.append(_gradient(source, [part], None) if needed and node is None else None)
         return None, toward, *results
+
+
+class _Merge(torch.autograd.Function):
+    """`merge`, whose gradients are computed some tokens at a time."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, eps: float, source: Tensor, result: Tensor, total: Tensor, direction: Tensor
+    ) -> Tensor:
+        (flat,), wide = _flat([source]), _wide(source)
+        inverse = _square(flat).div_(flat.shape[-1]).add_(eps).rsqrt_()  # (T, 1)
+        score = torch.mm(flat.to(wide), direction.to(wide).T).mul_(inverse)
+        share = torch.sigmoid(total.reshape(-1, 1) - score)  # of the result
+        ctx.eps = eps
+        ctx.save_for_backward(source, result, total, direction, inverse, score, share)
+        weight = share.to(result.dtype).view(*source.shape[:-1], 1)
+        return torch.lerp(source.to(result.dtype), result, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        *inputs, inverse, score, share = ctx.saved_tensors
+        if torch.is_grad_enabled() or not _eager():
+            again = functools.partial(_merged_alone, eps=ctx.eps)
+            return None, *_differentiable(again, inputs, [grad], ctx.needs_input_grad[1:])
+        source, result, total, direction = inputs
+        with exact(grad.device):
+            wide = share.dtype
+            value, other, arrived = _flat([source, result, grad])
+            change = torch.empty_like(share)
+            size = _tokens(value)
+            pieces = (tensor.split(size) for tensor in (change, value, other, arrived))
+            for part, one, two, three in zip(*pieces, strict=True):
+                torch.sum((two.to(wide) - one).mul_(three), dim=-1, keepdim=True, out=part)
+            slope = change * share * (1 - share)  # of the total; the score's is its negative
+            pull = slope * score * inverse.square() / value.shape[-1]
+            slopes = -slope * inverse
+            toward = torch.mm(slopes, direction.to(wide))
+            _add_weighted(toward, [arrived, value], [1 - share, pull])
+            of_result = (arrived * share).to(result.dtype).view(result.shape)
+            of_direction = (slopes.T @ value.to(wide)).to(direction.dtype)
+        of_source = toward.to(source.dtype).view(source.shape)
+        return None, of_source, of_result, slope.view(total.shape).to(total.dtype), of_direction
 
 
 def _eager() -> bool:
@@ -259,16 +319,29 @@ def _gradient(source: Tensor, parts: Sequence[_Part], grad: Tensor | None) -> Te
     return result if grad is None else result.add_(grad)
 
 
-def _differentiable(ctx: Any, directions: Tensor, sources: Sequence[Tensor], grads: Sequence[Any]) -> list[Any]:
-    """Return the gradients of directions and sources by operators that autograd and `torch.func` know."""
+def _outs_and_total(directions: Tensor, *sources: Tensor, eps: float) -> tuple[Tensor, ...]:
+    outs, total = listed(sources, directions, eps)
+    return (*outs, total)
+
+
+def _merged_alone(*inputs: Tensor, eps: float) -> tuple[Tensor]:
+    source, result, total, direction = inputs
+    return (_merged(source, result, total, direction, eps),)
+
+
+def _differentiable(
+    function: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of inputs by operators that autograd and `torch.func` know."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        # other tensors than the sources themselves, since sources are made of sources
-        inputs = [tensor.view_as(tensor) for tensor in (directions, *sources)]
-        outs, total = listed(inputs[1:], inputs[0], ctx.eps)
-    results = [out for out, grad in zip((*outs, total), grads, strict=True) if grad is not None]
-    needed = [tensor for tensor, need in zip(inputs, ctx.needs_input_grad[1:], strict=True) if need]
-    arrived = [grad for grad in grads if grad is not None]
-    gradients = torch.autograd.grad(results, needed, arrived, create_graph=again, allow_unused=True)
-    following = iter(gradients)
-    return [next(following) if need else None for need in ctx.needs_input_grad[1:]]
+        inputs = [tensor.view_as(tensor) for tensor in inputs]  # ends here, though sources are made of sources
+        outputs = function(*inputs)
+    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+    wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+    results, arrived = [output for output, _ in pairs], [grad for _, grad in pairs]
+    gradients = iter(torch.autograd.grad(results, wanted, arrived, create_graph=again, allow_unused=True))
+    return [next(gradients) if need else None for need in needed]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.depth_attention import depth_attention, depth_scores, exact, inverse_rms, mark
+from crosslayer.depth_attention import depth_attention, depth_scores, exact, inverse_rms, mark, merge
 from crosslayer.method import Carry, Method, Residual, Wiring, check_choice
 
 if TYPE_CHECKING:
@@ -129,10 +129,8 @@ class _Depth(Residual):
         """Return Σ α v over the closed blocks and the open block."""
         if not self.opens:
             directions, outs, high, low = carry[PHASE]  # (R, C), R of (B, T, C), (R, B, T) twice
-            score = depth_scores(stream, directions[self.row : self.row + 1], self.eps)[0]  # (B, T)
-            out = outs[self.row]
-            share = torch.sigmoid(high[self.row].to(score.dtype) + low[self.row] - score).to(out.dtype)
-            return torch.lerp(stream.to(out.dtype), out, share.unsqueeze(-1)), carry
+            total = high[self.row].to(torch.promote_types(high.dtype, torch.float32)) + low[self.row]  # (B, T)
+            return merge(stream, outs[self.row], total, directions[self.row : self.row + 1], self.eps), carry
         sources = (*carry.get(SOURCES, ()), mark(stream))
         carry = {**carry, SOURCES: sources}
         if not self._parameters:
@@ -217,9 +215,9 @@ class _Ablated(Residual):
         return sources if window is None else (sources[0], *sources[1:][-window:])
 
     def _weights(self, sources: Sequence[Tensor]) -> Tensor:
-        """Return what weighs each source in each head, (N, B, T, H) or (N, H)."""
+        """Return what weighs each source in each head, (N, B, T, H) or (N, 1, 1, H)."""
         if self.method.weights == "static":
-            return self.weight
+            return self.weight[:, None, None]
         with exact(sources[0].device):
             wide = torch.promote_types(sources[0].dtype, torch.float32)
             query = self.query.to(wide)

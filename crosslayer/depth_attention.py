@@ -138,7 +138,7 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         tensors = ctx.saved_tensors  # asked for once, as checkpointing demands
         saved, sources, directions = tensors[:4], tensors[4:], tensors[0]
-        if torch.is_grad_enabled() or not _eager():
+        if _watched(grads):
             again = functools.partial(_outs_and_total, eps=ctx.eps)
             return None, *_differentiable(again, (directions, *sources), grads, ctx.needs_input_grad[1:])
         with exact(directions.device):
@@ -170,7 +170,7 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         *inputs, inverse, score, share = ctx.saved_tensors
-        if torch.is_grad_enabled() or not _eager():
+        if _watched([grad]):
             again = functools.partial(_merged_alone, eps=ctx.eps)
             return None, *_differentiable(again, inputs, [grad], ctx.needs_input_grad[1:])
         source, result, total, direction = inputs
@@ -197,6 +197,12 @@ def _eager() -> bool:
     """Return whether autograd alone looks on: no compiler or export, no `torch.func`, no forward differentiation."""
     forward = torch.autograd.forward_ad._current_level >= 0
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward)
+
+
+def _watched(grads: Sequence[Tensor | None]) -> bool:
+    """Return whether a backward pass is to be differentiated again, or goes over several gradients at once."""
+    batched = (grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
+    return torch.is_grad_enabled() or not _eager() or any(batched)
 
 
 def _marked(source: Tensor) -> Any:

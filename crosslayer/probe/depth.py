@@ -52,16 +52,15 @@ def depth_reads(model: nn.Module) -> Iterator[DepthReads]:
     Nothing is recorded of models without residuals that weigh sources (`Residual.depth_weights`).
     """
     reads, residuals = DepthReads(), {name: m for name, m in model.named_modules() if isinstance(m, Residual)}
-    before = {name: vars(residual).get("read") for name, residual in residuals.items()}
+    before = {name: dict(vars(residual)) for name, residual in residuals.items()}
     try:
         for name, residual in residuals.items():
-            residual.read = _recording(residual, _reader(name), reads)  # shadows the method of its class
+            vars(residual)["read"] = _recording(residual, _reader(name), reads)  # shadows the method of its class
         yield reads
     finally:
         for name, residual in residuals.items():
-            vars(residual).pop("read", None)
-            if before[name] is not None:
-                residual.read = before[name]
+            del vars(residual)["read"]
+            vars(residual).update({key: value for key, value in before[name].items() if key == "read"})
 
 
 def _recording(residual: Residual, reader: str, reads: DepthReads) -> Callable[[Tensor, Carry], tuple[Tensor, Carry]]:

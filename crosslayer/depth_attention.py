@@ -201,7 +201,7 @@ def _eager() -> bool:
 
 def _watched(grads: Sequence[Tensor | None]) -> bool:
     """Return whether a backward pass is to be differentiated again, or goes over several gradients at once."""
-    batched = (grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
+    batched = (grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)  # pyright: ignore[reportAttributeAccessIssue]
     return torch.is_grad_enabled() or not _eager() or any(batched)
 
 
@@ -266,7 +266,7 @@ def _add_weighted(result: Tensor, tensors: Sequence[Tensor], weights: Sequence[T
 def _products(tensors: Sequence[Tensor], by: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the products of N tensors and M others, all (T, C), token by token: (N, T, M)."""
     tokens, width = tensors[0].shape
-    size = max(1, _tokens(tensors[0]) * 4 // len(tensors))
+    size = max(1, _tokens(tensors[0]) * 2 // len(tensors))
     result = tensors[0].new_empty(tokens, len(by), len(tensors), dtype=dtype)
     scratch = result.new_empty(size, len(tensors), width)  # fresh memory would cost more than the products
     columns = zip(*(v.split(size) for v in tensors), strict=True)

@@ -335,4 +335,19 @@ def test_zero_queries_are_the_prenorm_transformer():
             if type(module).__name__ == "LlamaRMSNorm":
                 module.forward = lambda x, m=module: m.weight * x / x.square().mean(-1, keepdim=True).sqrt()
     with torch.no_grad():
-        close(ours(tokens()).logits, plain(tokens()).logits, "zero queries and the plain sum", 1e-12 * 100)
+        result, expected = ours(tokens()).logits, plain(tokens()).logits
+    close(result / expected.abs().max(), expected / expected.abs().max(), "zero queries and the plain sum", 1e-12)
+
+
+@pytest.mark.parametrize("reader", [1, 6, 12])
+def test_scaling_a_source_leaves_the_weights_as_they_are(reader):
+    model = build(config_of(["attnres"], rms_norm_eps=0.0)).model
+    residuals = [r for layer in model.layers for r in (layer.attn_residual, layer.mlp_residual)]
+    residual = [*residuals, model.final_residual][reader]
+    *closed, stream = torch.randn(reader + 1, 2, 5, 32, dtype=torch.float64)
+    weights = residual.depth_weights(stream, {"attnres.sources": tuple(closed)})
+    closed[0] = closed[0] * 1e3
+    assert weights.shape == (reader + 1, 2, 5) and weights.std() > 0
+    close(
+        residual.depth_weights(stream, {"attnres.sources": tuple(closed)}), weights, "weights of a scaled source", 1e-12
+    )

@@ -29,10 +29,12 @@ def mark(source: Tensor) -> Tensor:
     return _Source.apply(source) if _eager() and torch.is_grad_enabled() and source.requires_grad else source
 
 
-def depth_attention(sources: Sequence[Tensor], directions: Tensor, eps: float) -> tuple[tuple[Tensor, ...], Tensor]:
+def depth_attention(
+    sources: Sequence[Tensor], directions: Tensor, eps: float, with_total: bool = True
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return Σ_i α_i v_i over sources (…, C) for R directions (R, C), and the log-sum-exp of the scores.
 
-    R tensors (…, C), and (R, …) in float32 or wider.
+    R tensors (…, C), and (R, …) in float32 or wider; where it is not needed (`with_total`) it may be None.
     """
     with exact(directions.device):
         if not _eager():
@@ -41,7 +43,7 @@ def depth_attention(sources: Sequence[Tensor], directions: Tensor, eps: float) -
             *outs, total = _Read.apply(eps, directions, *sources)
             return tuple(outs), total
         if len(sources) * sources[0].numel() <= GATHERED:
-            return _side_by_side(sources, directions, eps)
+            return _side_by_side(sources, directions, eps, with_total)
         outs, scores, _, _ = _attend(sources, directions, eps)
         return outs, _total(scores, sources[0])
 
@@ -223,13 +225,16 @@ def _square(flat: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=_wide(flat)).square_()
 
 
-def _side_by_side(sources: Sequence[Tensor], directions: Tensor, eps: float) -> tuple[tuple[Tensor, ...], Tensor]:
+def _side_by_side(
+    sources: Sequence[Tensor], directions: Tensor, eps: float, with_total: bool
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Do what `depth_attention` does by few operators: for a few tokens, where calling them is what costs."""
-    stacked = torch.stack(tuple(sources), dim=-2)  # (…, N, C)
-    wide = stacked.to(_wide(stacked))
-    scores = (wide @ directions.to(wide.dtype).T).mul_(inverse_rms(wide, eps))  # (…, N, R)
-    outs = scores.softmax(dim=-2).mT @ wide  # (…, R, C)
-    return outs.to(stacked.dtype).unbind(-2), scores.logsumexp(dim=-2).movedim(-1, 0)
+    shape, stacked = sources[0].shape, torch.stack(tuple(sources), dim=-2)
+    wide = stacked.view(-1, len(sources), shape[-1]).to(_wide(stacked))  # (T, N, C)
+    scores = torch.matmul(wide, directions.to(wide.dtype).T).mul_(inverse_rms(wide, eps))  # (T, N, R)
+    outs = torch.bmm(scores.softmax(dim=1).mT, wide).to(stacked.dtype)  # (T, R, C)
+    total = scores.logsumexp(dim=1).T.reshape(-1, *shape[:-1]) if with_total else None
+    return tuple(out.view(shape) for out in outs.unbind(1)), total
 
 
 def _attend(

@@ -115,6 +115,7 @@ class _Depth(Residual):
     def __init__(self, config: "LlamaConfig", row: int, rows: int, opens: bool):
         super().__init__()
         self.row, self.opens, self.eps = row, opens, config.rms_norm_eps
+        self.serves = rows > row + 1  # other sublayers of its block, which wait for their results
         if rows > 0:
             self.query = nn.Parameter(torch.zeros(rows, config.hidden_size))  # (R, C)
             self.gain = nn.Parameter(torch.ones(rows, config.hidden_size))  # (R, C)
@@ -136,8 +137,8 @@ class _Depth(Residual):
         if not self._parameters:
             return stream, carry
         directions = self.query * self.gain  # (R, C)
-        outs, total = depth_attention(sources, directions, self.eps)  # R of (B, T, C), (R, B, T)
-        if len(directions) > self.row + 1:
+        outs, total = depth_attention(sources, directions, self.eps, self.serves)  # R of (B, T, C), (R, B, T)
+        if total is not None and self.serves:
             high = total.to(stream.dtype)  # two parts, as mixed precision may round a layer's inputs
             low = (total - high).to(stream.dtype)
             carry = {**carry, PHASE: (directions, outs, high, low)}

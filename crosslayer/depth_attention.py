@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-PIECE = {"cpu": 1 << 17}  # elements of a source that are taken at a time; elsewhere a whole one
+PIECE = {"cpu": 1 << 18}  # elements of a source that are taken at a time; elsewhere a whole one
 GATHERED = 1 << 18  # elements of all sources that are put side by side at the most
 
 

@@ -69,5 +69,6 @@ def test_two_ranks_equal_one(case, mixed, checkpointing, tmp_path):
     for name, grad in expected.items():
         scale = grad.abs().max().item()
         gap = (grad.float() - found[name]).abs().max().item()
-        # both ranks hold the same batch, so only the order of sums and one rounding of the mean remain
-        assert gap <= (1e-2 if mixed else 1e-4) * scale + 1e-7, f"{name}: {gap / scale:.2e}"
+        # both ranks hold the same batch, so only the order of sums and one rounding of the mean remain; the gradient of
+        # a source over depth is a sum over 13 readers, in float32 here, in bfloat16 (2⁻⁸ a term) where FSDP2 wraps it
+        assert gap <= (3e-2 if mixed else 1e-4) * scale + 1e-7, f"{name}: {gap / scale:.2e}"

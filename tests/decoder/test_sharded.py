@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
+from crosslayer import depth_attention
 from crosslayer import testing as contract
 from tests.decoder.test_every_method import COMPOSITIONS, SINGLE
 
@@ -27,6 +28,13 @@ def gradients(model, ids):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def ordinary(source):
+    """Mark no source: each reader returns a gradient, as FSDP2 has it where it wraps what enters a layer.
+
+    In bfloat16 that rounds a source's gradient for each reader, so both sides must do so for their numbers to agree.
+    """
+
+
 def worker(rank, port, methods, mixed, checkpointing, path):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -35,6 +43,8 @@ def worker(rank, port, methods, mixed, checkpointing, path):
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
         model = contract.build(contract.config_of(methods)).float()
+        if mixed:
+            depth_attention._marked = ordinary
         if checkpointing:
             model.activation_checkpointing_enable()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
@@ -56,12 +66,13 @@ def worker(rank, port, methods, mixed, checkpointing, path):
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_equal_one(case, mixed, checkpointing, tmp_path):
+def test_two_ranks_equal_one(case, mixed, checkpointing, tmp_path, monkeypatch):
     path = tmp_path / "gradients.safetensors"
     mp.spawn(worker, (free_port(), CASES[case], mixed, checkpointing, path), nprocs=2)
     found = load_file(path)
     model = contract.build(contract.config_of(CASES[case])).float()
     if mixed:  # the same arithmetic in one process: parameters in bfloat16, tables of the rotary embedding not
+        monkeypatch.setattr(depth_attention, "_marked", ordinary)
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     expected = gradients(model, contract.tokens(length=8))
@@ -69,6 +80,5 @@ def test_two_ranks_equal_one(case, mixed, checkpointing, tmp_path):
     for name, grad in expected.items():
         scale = grad.abs().max().item()
         gap = (grad.float() - found[name]).abs().max().item()
-        # both ranks hold the same batch, so only the order of sums and one rounding of the mean remain; the gradient of
-        # a source over depth is a sum over 13 readers, in float32 here, in bfloat16 (2⁻⁸ a term) where FSDP2 wraps it
-        assert gap <= (3e-2 if mixed else 1e-4) * scale + 1e-7, f"{name}: {gap / scale:.2e}"
+        # both ranks hold the same batch, so only the order of sums and one rounding of the mean remain
+        assert gap <= (1e-2 if mixed else 1e-4) * scale + 1e-7, f"{name}: {gap / scale:.2e}"

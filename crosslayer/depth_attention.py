@@ -348,7 +348,7 @@ def _differentiable(
 ) -> list[Tensor | None]:
     """Return the gradients of inputs by operators that autograd and `torch.func` know."""
     again = torch.is_grad_enabled()
-    with torch.enable_grad():
+    with torch.enable_grad(), exact(inputs[0].device):
         inputs = [tensor.view_as(tensor) for tensor in inputs]  # ends here, though sources are made of sources
         outputs = function(*inputs)
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]

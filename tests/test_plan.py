@@ -290,7 +290,7 @@ BAD = [
     (["cla", "cla"], "names a method twice"),
     (["svformer", "neutreno"], "neutreno: only layer 0 owns values here, so there is no difference to add; it needs"),
     (["svformer", "identity_mapping"], "identity_mapping: only layer 0 owns values here, so nothing would be added"),
-    ({"name": "neutreno", "weight": float("inf")}, "neutreno: weight is inf; it must be a finite number, such as 0.4"),
+    ({"name": "neutreno", "weight": float("inf")}, "neutreno: weight is inf; it must be a finite number"),
     ({"name": "denseformer", "period": 0}, "denseformer: period is 0; it must be at least 1"),
     ({"name": "denseformer", "dilation": 7}, "none of the 6 layers .* period may be at most 6, dilation at most 6"),
     ({"name": "denseformer", "dilation": 5, "period": 4}, "period may be at most 6, dilation at most 4"),

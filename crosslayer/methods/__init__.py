@@ -219,7 +219,7 @@ def _read_option(cls: type[Method], option: str, value: Any) -> Any:
         return _frozen(_type_of(cls, option).validate_json(json.dumps(value, allow_nan=False), strict=True))
     except (TypeError, ValueError):
         kind = get_type_hints(cls)[option]
-        words = kind.__name__ if isinstance(kind, type) else str(kind)
+        words = "a finite number" if kind is float else kind.__name__ if isinstance(kind, type) else str(kind)
         raise ValueError(f"{cls.name()}: {option} is {reprlib.repr(value)}; it must be {words}") from None
 
 

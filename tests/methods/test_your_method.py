@@ -57,7 +57,7 @@ def test_a_whole_number_for_a_fraction_is_that_fraction(folder):
         (method,) = config_of({"name": "scaled", "by": value}).methods
         assert repr(method.by) == "1.0"
     for value in (float("nan"), float("inf"), True, "1"):
-        with pytest.raises(ValueError, match=r"scaled: by is .*; it must be float$"):
+        with pytest.raises(ValueError, match=r"scaled: by is .*; it must be a finite number$"):
             config_of({"name": "scaled", "by": value})
 
 

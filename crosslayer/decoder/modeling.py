@@ -54,6 +54,11 @@ class CrossLayerPreTrainedModel(PreTrainedModel):
         """SDPA cannot cap scores: as in transformers, eager attention is then the default, and `sdpa` is refused."""
         return self.config.attn_logit_softcapping is None
 
+    def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
+        if not self._supports_sdpa:
+            raise ValueError("SDPA cannot cap scores, as attn_logit_softcapping asks; use eager or flex_attention")
+        return super()._sdpa_can_dispatch(is_init_check)
+
     @property
     def _is_stateful(self) -> bool:  # type: ignore[override]
         """Tell `generate` of layers whose state cannot be cropped."""

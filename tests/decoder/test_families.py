@@ -110,9 +110,13 @@ def test_embeddings_are_scaled_in_the_dtype_of_the_weights():
 def test_sdpa_is_refused_where_scores_are_capped():
     model = contract.build(contract.config_of([], **CAPPED))
     assert model.config._attn_implementation == "eager"  # by itself, as in transformers
-    with pytest.raises(ValueError, match="does not support an attention implementation through .*scaled_dot_product"):
+    with pytest.raises(
+        ValueError, match="SDPA cannot cap scores, as attn_logit_softcapping asks; use eager or flex_attention"
+    ):
         model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="does not support an attention implementation through .*scaled_dot_product"):
+    with pytest.raises(
+        ValueError, match="SDPA cannot cap scores, as attn_logit_softcapping asks; use eager or flex_attention"
+    ):
         CrossLayerForCausalLM._from_config(contract.config_of([], **CAPPED), attn_implementation="sdpa")
     assert contract.build(contract.config_of([], **GEMMA2)).config._attn_implementation == "sdpa"
 

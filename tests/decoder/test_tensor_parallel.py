@@ -81,12 +81,14 @@ def test_two_ranks_equal_one(tmp_path):
         outputs, ids = load_file(folders[name] / "outputs.safetensors"), tokens(length=8)
         with torch.no_grad():
             logits = model(ids, use_cache=False).logits
-        contract.close(outputs.pop("logits"), logits, f"{name}: logits")
-        contract.close(outputs.pop("cached"), logits, f"{name}: cached logits")
+        contract.close(outputs.pop("logits"), logits, f"{name}: logits", contract.tolerance(model.config))
+        contract.close(outputs.pop("cached"), logits, f"{name}: cached logits", contract.tolerance(model.config))
         expected = gradients(model, ids)
+        # routers and linear attention compute in float32 whatever the dtype
+        relative = 1e-5 if model.config.num_local_experts or model.config.linear_layers else 1e-10
         assert set(outputs) == set(expected)
         for parameter, grad in expected.items():
             scale = grad.abs().max().item()
             gap = (grad - outputs[parameter]).abs().max().item()
             # a key's bias has no gradient but rounding where positions are learned
-            assert gap <= 1e-10 * scale + 1e-15, f"{name}: gradient of {parameter}"
+            assert gap <= relative * scale + 1e-15, f"{name}: gradient of {parameter}"

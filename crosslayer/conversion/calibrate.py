@@ -21,7 +21,8 @@ from crosslayer.conversion.moments import FITS, Fit, Moments, check_enough
 from crosslayer.conversion.streams import Streams, computes_the_same, layers_of, same_weights
 from crosslayer.decoder.layer import CrossLayerDecoderLayer
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.method import Compensation, Method, check_choice
+from crosslayer.method import Compensation, Method
+from crosslayer.options import check_choice
 
 FOLLOWED = {"layerwise": "rewired", "lmmse": "original"}  # whose streams are fitted to; both models' by default
 Text = Tensor | Mapping[str, Tensor]  # ids (N, T), or those of each domain by name

@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from crosslayer.conversion.moments import ALONE, FITS
 from crosslayer.diagnosis.groups import PAPER_SIZE
-from crosslayer.method import Method, check_choice
+from crosslayer.method import Method
 from crosslayer.methods import Entry, to_entry
+from crosslayer.options import check_choice
 from crosslayer.output.record import Options, Seed
 
 SELECTS = ("similarity", "greedy", "correlation", "distance")

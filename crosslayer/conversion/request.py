@@ -5,8 +5,9 @@ import json
 
 from crosslayer.conversion.options import RetrofitOptions
 from crosslayer.conversion.wires import searched_methods
-from crosslayer.method import Method, check_choice
+from crosslayer.method import Method
 from crosslayer.methods import load_method, method_class
+from crosslayer.options import check_choice
 
 DEFAULT_FIT = "layerwise"
 SINGLE, NEIGHBOURS, ANY = ("similarity", "greedy", "correlation"), ("similarity",), ("distance", "similarity")

@@ -10,8 +10,9 @@ from crosslayer.conversion.calibrate import Text, calibrate, changed_alone
 from crosslayer.conversion.convert import convert
 from crosslayer.conversion.moments import ALONE, FITS, Fit
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.method import Compensation, Method, check_choice, mixes
+from crosslayer.method import Compensation, Method, mixes
 from crosslayer.methods import Entry, load_methods, merge_plans
+from crosslayer.options import check_choice
 from crosslayer.plan import DepthPlan
 
 

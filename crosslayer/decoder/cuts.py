@@ -18,7 +18,8 @@ from transformers.initialization import no_init_weights
 
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.method import Carry, check_choice
+from crosslayer.method import Carry
+from crosslayer.options import check_choice
 
 KEPT = ("nothing", "received", "all")  # what a rank keeps for its own later stages
 

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from crosslayer.method import TARGETS, Method, Wiring, check_choice
+from crosslayer.method import TARGETS, Method, Wiring
+from crosslayer.options import check_choice
 from crosslayer.plan import STATES, DepthPlan
 
 if TYPE_CHECKING:

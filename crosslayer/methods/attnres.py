@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from crosslayer.depth_attention import depth_attention, depth_scores, exact, inverse_rms, mark, merge
-from crosslayer.method import Carry, Method, Residual, Wiring, check_choice
+from crosslayer.method import Carry, Method, Residual, Wiring
+from crosslayer.options import check_choice
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from crosslayer.method import TARGETS, Method, Wiring, leaders, norm_gain, sharing_groups
+from crosslayer.method import TARGETS, Method, Wiring, norm_gain
+from crosslayer.options import leaders, sharing_groups
 from crosslayer.plan import DepthPlan
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from crosslayer.method import Method, StateReader, Wiring, check_choice
+from crosslayer.method import Method, StateReader, Wiring
+from crosslayer.options import check_choice
 from crosslayer.plan import DepthPlan
 
 if TYPE_CHECKING:

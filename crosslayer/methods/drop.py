@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from crosslayer.method import Method, check_layers
+from crosslayer.method import Method
+from crosslayer.options import check_layers
 from crosslayer.plan import DepthPlan
 
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from crosslayer.method import TARGETS, Method, check_layers, sharing_groups
+from crosslayer.method import TARGETS, Method
+from crosslayer.options import check_layers, sharing_groups
 from crosslayer.plan import DepthPlan
 
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import initialization as init
 
-from crosslayer.method import Carry, Method, Residual, Wiring, check_choice
+from crosslayer.method import Carry, Method, Residual, Wiring
+from crosslayer.options import check_choice
 from crosslayer.plan import STATES
 
 if TYPE_CHECKING:

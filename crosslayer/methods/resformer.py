@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.method import Carry, HeadMixer, Method, Wiring, check_choice
+from crosslayer.method import Carry, HeadMixer, Method, Wiring
+from crosslayer.options import check_choice
 from crosslayer.plan import STATES
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from crosslayer.method import TARGETS, Method, leaders, sharing_groups
+from crosslayer.method import TARGETS, Method
+from crosslayer.options import leaders, sharing_groups
 from crosslayer.plan import DepthPlan
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from crosslayer.method import INPUT, TOKENS, Carry, HeadMixer, Method, Wiring, check_layers
+from crosslayer.method import INPUT, TOKENS, Carry, HeadMixer, Method, Wiring
+from crosslayer.options import check_layers
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig

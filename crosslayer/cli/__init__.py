@@ -3,6 +3,7 @@
 Nothing heavy is imported before a verb runs, so that help and errors of typing come at once.
 """
 
+import inspect
 import io
 import sys
 import traceback
@@ -23,7 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attention across depth: what one Transformer layer takes from another.",
 )
-for verb in (diagnose, intervene, retrofit, bench, verify, generate, methods, plan):
+VERBS = (diagnose, intervene, retrofit, bench, verify, generate, methods, plan)
+for verb in VERBS:
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
 
 
@@ -88,6 +90,7 @@ def _fail_typing(error: typer.TyperException) -> int:
 def _fail(error: Exception) -> int:
     if "--debug" in sys.argv:
         traceback.print_exc()
-    status, line = errors.explain(error)
+    options = {name for verb in VERBS for name in inspect.signature(verb.command).parameters}
+    status, line = errors.explain(error, options)
     say(f"crosslayer: error: {line}")
     return status

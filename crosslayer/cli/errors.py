@@ -3,16 +3,23 @@
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 MEND, FAULT = 2, 70  # 0 stands for done, 1 for checks that failed, 130 for an interrupt
 OPTION = re.compile(r"`([a-z_]+)`")  # how errors of the library name an option of a call
 MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # how torch words it in a RuntimeError
 
 
-def explain(error: Exception) -> tuple[int, str]:
-    """Return exit status and line of an error: `MEND` for what the user can mend, `FAULT` for the rest."""
-    text = OPTION.sub(lambda match: "--" + match[1].replace("_", "-"), _one_line(str(error)))
+def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
+    """Return exit status and line of an error: `MEND` for what the user can mend, `FAULT` for the rest.
+
+    Where the library names one of `options`, as in Python, the line names it as the command line does.
+    """
+
+    def as_typed(match: re.Match[str]) -> str:
+        return "--" + match[1].replace("_", "-") if match[1] in options else match[0]
+
+    text = OPTION.sub(as_typed, _one_line(str(error)))
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(word in text for word in MEMORY):
         return MEND, "memory ran out; use fewer or shorter sequences, a smaller batch or a smaller dtype"
     if isinstance(error, ValueError | OSError) and not _is_schema_error(error):

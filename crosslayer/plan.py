@@ -184,7 +184,7 @@ class DepthPlan:
                 result.append(None)
             else:
                 raise ValueError(
-                    f"layer {layer}: {names[0]} takes {state} from layer {source} and {names[1]} from layer {others}; "
+                    f"layer {layer}: {names[0]} takes {state} from {_named(source)} and {names[1]} from {_named(others)}; "
                     "only one of them may change an entry"
                 )
         return tuple(result)
@@ -219,6 +219,11 @@ def _layers_of(entry: Entry) -> tuple[int, ...]:
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _named(entry: Entry) -> str:
+    sources = _layers_of(entry)
+    return f"layer {sources[0]}" if len(sources) == 1 else f"layers {' and '.join(map(str, sources))}"
 
 
 def _check_vector(state: str, vector: Sequence[Entry]) -> None:

@@ -53,8 +53,8 @@ class ValueEmbeddings(Method):
             chosen = list(self.layers)
         borrowing = [layer for layer in chosen if layer not in owners]
         if borrowing or not chosen:
-            what = f"layers {borrowing} have" if borrowing else "none of the layers that it would choose has"
-            raise ValueError(f"value_embeddings: {what} no values of their own; layers may be of {owners}")
+            what = f"layers {borrowing} have no" if borrowing else "no layer that it would choose has"
+            raise ValueError(f"value_embeddings: {what} values of their own; layers may be of {owners}")
         return chosen
 
 

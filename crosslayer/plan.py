@@ -183,10 +183,8 @@ class DepthPlan:
             elif source is None or others is None:
                 result.append(None)
             else:
-                raise ValueError(
-                    f"layer {layer}: {names[0]} takes {state} from {_named(source)} and {names[1]} from {_named(others)}; "
-                    "only one of them may change an entry"
-                )
+                both = f"{names[0]} takes {state} from {_named(source)} and {names[1]} from {_named(others)}"
+                raise ValueError(f"layer {layer}: {both}; only one of them may change an entry")
         return tuple(result)
 
     def diagram(self) -> str:

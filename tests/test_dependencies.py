@@ -74,7 +74,17 @@ def test_the_import_registers_the_model_and_loads_no_verb():
     imported, classes, used = json.loads(ran.stdout)
     assert classes == ["CrossLayerConfig", "CrossLayerForCausalLM", "CrossLayerModel"]
     rooms = {name.split(".")[1] for name in imported if name.startswith("crosslayer.")}
-    assert rooms <= {"_path", "_start", "plan", "environment", "method", "methods", "decoder"}
+    assert rooms <= {
+        "_path",
+        "_start",
+        "plan",
+        "environment",
+        "options",
+        "method",
+        "methods",
+        "depth_attention",
+        "decoder",
+    }
     packages = {name.partition(".")[0] for name in imported}
     assert not packages & {"plotly", "matplotlib", "scipy", "jinja2", "typer", "rich", "psutil", "datasets", "pandas"}
     assert "crosslayer.corpus.documents" in used and "crosslayer.diagnosis" not in used

@@ -129,8 +129,7 @@ def retrofit(
     )
     request, texts = _read(options, text, calibration_text, progress)
     ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
-    with evaluating(ready.model):
-        return Job(ready, request, texts, progress).receipt()
+    return Job(ready, request, texts, progress).receipt()
 
 
 def _read(options: RetrofitOptions, text: Text, calibration_text: Text, progress: Meter) -> tuple[Request, Texts]:
@@ -153,6 +152,10 @@ class Job:
 
     def receipt(self) -> Receipt:
         """Do everything."""
+        with evaluating(self.model):
+            return self._receipt()
+
+    def _receipt(self) -> Receipt:
         started = time.perf_counter()
         windows = self._windows()
         choosing = time.perf_counter()

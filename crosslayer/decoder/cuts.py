@@ -148,6 +148,8 @@ class _Watch(TorchDispatchMode):
         """Note what the first layer of a stage is given."""
         leaves, structure = pytree.tree_flatten(args[:2])
         for leaf in leaves:
+            if leaf is None:
+                continue
             if not isinstance(leaf, Tensor):
                 raise ValueError(
                     f"pipeline: the carry before layer {self.starts[len(self.flat)]} holds a {type(leaf).__name__}; "
@@ -159,9 +161,11 @@ class _Watch(TorchDispatchMode):
     def cut(self, stage: int) -> Cut:
         """Return the cut before a stage; the stream is always sent, as gradients come back with it."""
         leaves, structure = self.flat[stage - 1]
-        numbers = [self.numbers[_key(leaf)] for leaf in leaves]
-        places = [number if self.last.get(number, 0) >= stage else None for number in numbers]
-        return Cut((numbers[0], *places[1:]), structure)
+        places: list[int | None] = []
+        for leaf in leaves:
+            number = None if leaf is None else self.numbers[_key(leaf)]
+            places.append(None if number is None or self.last.get(number, 0) < stage else number)
+        return Cut((self.numbers[_key(leaves[0])], *places[1:]), structure)
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:

@@ -34,6 +34,18 @@ class SkipV1(Method):
         values = (0, *((0, layer) for layer in own[1:]))
         return DepthPlan(own, own, values, own, value_shares=(1.0, *(0.5,) * (layers - 1)))
 
+    def inherit(self, weights: dict[str, Tensor], config: "LlamaConfig", wiring: Wiring, merge: str) -> list[str]:
+        """Keep the rows of those heads that a layer has for itself."""
+        changed = []
+        for layer in range(1, config.num_hidden_layers):
+            prefix = f"model.layers.{layer}.self_attn.v_proj."
+            for name in (prefix + "weight", prefix + "bias"):
+                if name in weights and wiring.plan.owns("values", layer):
+                    heads = weights[name].unflatten(0, (config.num_key_value_heads, -1))  # (H_kv, D, C) or (H_kv, D)
+                    weights[name] = heads[1::2].flatten(0, 1).contiguous()
+                    changed.append(name)
+        return changed
+
     def reader(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader | None:
         """Put the heads of the first layer beside the own ones."""
         assert config.num_key_value_heads is not None

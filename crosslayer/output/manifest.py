@@ -96,12 +96,13 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if not path.is_file() or path.stat().st_size > LARGEST:
             raise ValueError(f"it is not a file of at most {LARGEST:,} bytes")
-        manifest = Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        manifest = Manifest.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            deep = "recursion limit" in first["msg"]
+            raise ValueError(f"{NAME}: {'it is nested too deeply' if deep else first['msg']}") from None
         raise ValueError(f"{NAME}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except RecursionError:
-        raise ValueError(f"{NAME}: it is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{NAME}: {error}") from None
     for name in manifest.files:

@@ -270,7 +270,10 @@ def test_families_that_cannot_be_converted_say_which_can(monkeypatch, inputs, tm
     tokenizer().save_pretrained(tmp_path / "model")
     options = ("--method", "cla", "--text", inputs / "text.txt", *QUICK)
     assert run(monkeypatch, "retrofit", tmp_path / "model", "--out", tmp_path / "out", *options) == 2
-    assert "'gpt2' cannot be converted; llama, mistral, qwen2, qwen3 can; diagnose" in capsys.readouterr().err
+    assert (
+        "'gpt2' cannot be converted; llama, mistral, mixtral, qwen2, qwen3, gemma2 can; diagnose"
+        in capsys.readouterr().err
+    )
 
 
 KILLED = """

@@ -88,7 +88,8 @@ def through_the_cache(monkeypatch):
 
     def forward(self, hidden_states, carry, **kwargs):
         if kwargs["past_key_values"] is None:
-            carry = {**carry, **{name: torch.zeros_like(carry[name]) for name in self.borrows.values()}}
+            borrowed = [name for names in self.sources.values() for name in names]
+            carry = {**carry, **{name: torch.zeros_like(carry[name]) for name in borrowed}}
         return plain(self, hidden_states, carry, **kwargs)
 
     monkeypatch.setattr(attention.CrossLayerAttention, "forward", forward)

@@ -52,7 +52,23 @@ def run_in_turn(parts, ids, **options):
         torch.autograd.backward([out for out, _ in wanted], grads)
 
 
-@pytest.mark.parametrize("case", CASES)
+def other_families(case):
+    config = contract.config_of(CASES[case][0], **CASES[case][1])
+    return config.family != "llama" or config.num_local_experts is not None or bool(config.linear_layers)
+
+
+OTHERS = [case for case in CASES if other_families(case)]
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_families_are_refused(case):
+    methods, shape = CASES[case]
+    model = contract.build(contract.config_of(methods, **shape))
+    with pytest.raises(ValueError, match="stages are built for decoders of Llama's kind"):
+        pipeline_parts(model, ranks=2)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in OTHERS])
 def test_parts_equal_the_whole(case):
     methods, shape = CASES[case]
     model = contract.build(contract.config_of(methods, **{**shape, "tie_word_embeddings": False})).train()

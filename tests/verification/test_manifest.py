@@ -31,7 +31,7 @@ def with_print(**changes):
     ("hostile", "message"),
     [
         (as_text("{"), "manifest.json: "),
-        (as_text("[]"), "valid dictionary"),
+        (as_text("[]"), "should be an object"),
         (as_text("[" * 100_000), "nested too deeply"),
         (as_text('{"schema": "crosslayer/manifest/2"}'), "schema"),
         (with_file("../secret"), "not a path inside"),

@@ -1,0 +1,103 @@
+"""Tiny decoders in float64, and what runs them, for the checks of the contract and for tests.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
+from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.methods import Entry
+from crosslayer.plan import CACHED
+
+TOLERANCE = 1e-10
+FLOAT32 = 1e-4  # where a part computes in float32 whatever the dtype
+VOCABULARY = 64
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def config_of(methods: Entry | Sequence[Entry] | None, **shape: Any) -> CrossLayerConfig:
+    """Return the config of a tiny decoder: `SHAPE`, changed by `shape`, with a method, a list, or None."""
+    entries = list(methods) if isinstance(methods, list | tuple) else [methods]
+    return CrossLayerConfig(cross_layer=[entry for entry in entries if entry is not None], **{**SHAPE, **shape})
+
+
+def build(config: CrossLayerConfig, cls: type[CrossLayerForCausalLM] = CrossLayerForCausalLM) -> CrossLayerForCausalLM:
+    """Return a model in float64 with every parameter perturbed, those that begin at zero too."""
+    torch.manual_seed(0)
+    model = cls(copy.deepcopy(config)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def tokens(batch: int = 2, length: int = 24, seed: int = 0) -> Tensor:
+    """Return random ids (B, T) without the special ones."""
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def close(result: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
+    """Assert that two tensors differ by less than `tolerance` everywhere."""
+    gap = (result - expected).abs().max().item()
+    assert gap < tolerance, f"{what}: differs by {gap:.2e}, allowed is {tolerance:.0e}"
+
+
+def tolerance(config: CrossLayerConfig) -> float:
+    """Return by what two ways to run a model may differ.
+
+    Scores that are capped need eager attention, whose softmax is float32 in transformers; linear attention is float32.
+    """
+    return FLOAT32 if config.linear_layers or config.attn_logit_softcapping is not None else TOLERANCE
+
+
+def crops(config: CrossLayerConfig) -> bool:
+    """Return whether a cache can be cropped: one that keeps windows or states of linear attention cannot."""
+    return config.sliding_window is None and not config.linear_layers
+
+
+@torch.no_grad()
+def steps(
+    model: CrossLayerForCausalLM, ids: Tensor, sizes: Sequence[int], cache: Cache | None = None
+) -> tuple[Tensor, Cache]:
+    """Run ids (B, T) in chunks of `sizes` tokens through a cache; return the logits (B, T, V) and the cache."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    logits = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(list(sizes), dim=1)]
+    return torch.cat(logits, 1), cache
+
+
+def elements(cache: Cache) -> int:
+    """Return the allocated elements of a cache, from the storages themselves."""
+    layers: Any = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]  # keys and values alone
+    states = [state for layer in layers for state in (layer.keys, layer.values) if state is not None]
+    return sum(state.untyped_storage().nbytes() // state.element_size() for state in states)
+
+
+def predicted(config: CrossLayerConfig, batch: int, length: int, windowed: int | None = None) -> int:
+    """Return the elements that the plan's cache holds for `batch` rows of `length` tokens.
+
+    `windowed` is how many of the tokens layers with a sliding window hold, None for all.
+    """
+    assert config.num_key_value_heads is not None and config.head_dim is not None and config.layer_types is not None
+    states = 0.0  # of a single token
+    for layer, kind in enumerate(config.layer_types):
+        held = min(length, length if windowed is None else windowed) if kind == "sliding_attention" else length
+        states += held * sum(config.plan.stored_share(state, layer) for state in CACHED)
+    return round(states * batch * config.num_key_value_heads * config.head_dim)

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from crosslayer.diagnosis.page import cards, panels, subtitle, tables
+from crosslayer.diagnosis.figures import panels
+from crosslayer.diagnosis.page import cards, subtitle, tables
 from crosslayer.diagnosis.record import DiagnosisRecord
 from crosslayer.output.page import Page
 from crosslayer.output.result import Result

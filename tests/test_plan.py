@@ -302,7 +302,7 @@ BAD = [
         "layer 5: yoco takes keys from layer 3 and cla from layer 4; only one of them may change an entry",
     ),
     ({"name": "value_embeddings", "layers": (6,)}, "layers holds 6; layers go from 0 to 5"),
-    ({"name": "value_embeddings", "layers": ()}, "none of the layers that it would choose has no values"),
+    ({"name": "value_embeddings", "layers": ()}, "no layer that it would choose has values"),
     ({"name": "value_embeddings", "channels": 33}, "channels is 33; it must be between 1 and the 32 of the stream"),
     (
         [{"name": "value_embeddings", "layers": (1,)}, "cla"],
@@ -310,9 +310,9 @@ BAD = [
     ),
     (["value_embeddings", "svformer"], r"value_embeddings: .* layers may be of \[0\]"),
     ({"name": "fusedkv", "start": 1}, "start is 1 of 6 layers; it must leave two layers below it and one above"),
-    (["fusedkv", "cla"], r"layer 3: fusedkv takes keys from layer \(0, 2\) and cla from layer 2; only one"),
+    (["fusedkv", "cla"], r"layer 3: fusedkv takes keys from layers 0 and 2 and cla from layer 2; only one"),
     (["skipv1", "resformer"], "skipv1 with resformer: the first leaves layers a share of their value heads"),
-    (["fusedkv", "cross_attention"], r"fusedkv takes keys from layer \(0, 2\) and cross_attention from layer \(0, 3\)"),
+    (["fusedkv", "cross_attention"], r"fusedkv takes keys from layers 0 and 2 and cross_attention from layers 0 and 3"),
     (["cross_attention", "skipv1"], "layer 1 .* exactly one method must combine them, not cross_attention and skipv1"),
     ({"name": "cross_attention", "source": "last"}, "source is 'last'; it must be one of 'first', 'previous'"),
 ]

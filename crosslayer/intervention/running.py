@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from crosslayer.probe.intercept import AttentionCall
 
@@ -21,6 +22,7 @@ class Running:
 
     def __init__(self):
         self.cached, self.passes = 0, 0  # tokens in the cache; forward passes so far
+        self.has_room = False  # whether the cache holds room for later tokens
         self.mask: Tensor | None = None  # (B, S), False where a token is padding
         self.padding: list[int] = [0]  # tokens of padding on the left, for each row, or a single number for all
         self.reached: set[tuple[int, int]] = set()  # id of an intervention, position
@@ -33,6 +35,7 @@ class Running:
         cache, mask, positions = (named.get(k) for k in ("past_key_values", "attention_mask", "position_ids"))
         self.passes += 1
         self.cached = 0 if cache is None else int(cache.get_seq_length())
+        self.has_room = isinstance(cache, Cache) and cache.is_compileable
         self.mask, self.padding = None, [0]
         if isinstance(mask, Tensor) and mask.dim() == 2:
             self.mask = mask != 0  # (B, S)
@@ -62,8 +65,19 @@ class Running:
         return places
 
     def gone(self, call: AttentionCall) -> int:
-        """Return how many of the oldest keys a sliding cache no longer holds."""
-        return max(0, self.cached + call.query.shape[2] - call.key.shape[2])
+        """Return how many of the oldest keys a sliding cache no longer holds.
+
+        Raises:
+            ValueError: there are more keys than tokens: those of another layer too, or compressed entries.
+
+        """
+        tokens, keys = self.cached + call.query.shape[2], call.key.shape[2]
+        if keys > tokens and not self.has_room:
+            raise ValueError(
+                f"layer {call.layer} attends to {keys} keys of {tokens} tokens: an intervention on a token's own key "
+                "would not reach all that stands for it"
+            )
+        return max(0, tokens - keys)
 
     def real(self, row: int, new: int) -> Tensor:
         """Return which of a row's new tokens are no padding, (T,)."""

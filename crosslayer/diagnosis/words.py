@@ -44,8 +44,8 @@ def notes(model: ModelFacts) -> list[str]:
     layers = [layer for layer, mask in enumerate(model.masks) if mask is not None and ENTRIES in mask]
     if layers:
         sentences.append(
-            f"Layers {ranges(layers)} also attend to compressed entries, each of which stands for several tokens: "
-            "their maps show what the tokens themselves receive."
+            f"Layers {ranges(layers)} also attend to keys that are not their tokens' own (compressed entries, another "
+            "layer's): their maps show what the tokens themselves receive."
         )
     return sentences
 

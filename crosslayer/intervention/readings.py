@@ -134,8 +134,8 @@ class _Observer:
     def _see_rows(self, call: AttentionCall) -> None:
         if has_entries(call):
             raise ValueError(
-                f"layer {call.layer} also attends to compressed entries, which stand for several tokens and which no "
-                "intervention on a token reaches; such a model can only be diagnosed"
+                f"layer {call.layer} also attends to keys that are not its tokens' own (compressed entries, or another "
+                "layer's), which no intervention on a token reaches; such a model can only be diagnosed"
             )
         self.rows[call.layer] = rows_that_see(call)  # (T,)
         self.causal = self.causal and is_causal(call)

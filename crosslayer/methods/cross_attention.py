@@ -47,7 +47,7 @@ class CrossAttention(Method):
 
 
 class _InARow(StateReader):
-    """Puts the tokens of the layers behind one another."""
+    """Puts the tokens of the layers behind one another, the layer's own first, as those who look at it expect."""
 
     needs_mask = True
 
@@ -60,4 +60,4 @@ class _InARow(StateReader):
             mask = torch.ones(new, tokens, dtype=torch.bool, device=keys[0].device).tril()[None, None]
         if mask is not None:
             mask = torch.cat([mask[..., :tokens]] * len(keys), dim=-1)
-        return torch.cat(keys, dim=2), torch.cat(values, dim=2), mask
+        return torch.cat(keys[::-1], dim=2), torch.cat(values[::-1], dim=2), mask

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from crosslayer.probe.intercept import AttentionCall, stored_shares
 from crosslayer.probe.maps import is_causal
 
-ENTRIES = "with compressed entries"  # in the words for a mask
+ENTRIES = "with further keys"  # in the words for a mask
 
 
 @dataclass(frozen=True)

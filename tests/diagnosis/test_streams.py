@@ -195,11 +195,15 @@ def test_maps_are_those_of_eager_attention(family):
 
 def test_compressed_entries_are_said():
     diagnosis = crosslayer.diagnose(shipped("deepseek_v4"), tokens())
-    assert diagnosis.model.masks[:2] == ["causal with compressed entries, window 8"] * 2
+    assert diagnosis.model.masks[:2] == ["causal with further keys, window 8"] * 2
     assert diagnosis.model.masks[2] == "causal, window 8"
-    assert any(sentence.startswith("Layers 0-1 also attend to compressed entries") for sentence in diagnosis.words)
+    assert any(
+        sentence.startswith("Layers 0-1 also attend to keys that are not their tokens") for sentence in diagnosis.words
+    )
 
 
 def test_interventions_refuse_compressed_entries():
-    with pytest.raises(ValueError, match="layer 0 also attends to compressed entries.* can only be diagnosed"):
+    with pytest.raises(
+        ValueError, match="layer 0 also attends to keys that are not its tokens.* can only be diagnosed"
+    ):
         crosslayer.effect(shipped("deepseek_v4"), tokens(), interventions=[crosslayer.waiver(5)])

@@ -6,7 +6,8 @@ One pair is one step of the case and one of its baseline, in an order that alter
 its 95 % interval from order statistics. Steps: training (forward, loss, backward) and decoding (eight single tokens
 after a prompt of 256 in a dynamic cache). Peak memory: of building the model and two training steps, in a
 process of its own. KV bytes: what the cache has allocated for a token of the prompt. Methods are shown with their
-`example`; cases with checkpointing stand against the plain decoder with checkpointing.
+`example`; cases with checkpointing stand against the plain decoder with checkpointing. `--only` keeps the other rows
+that the file has.
 """
 
 import argparse
@@ -144,12 +145,18 @@ def paired(case, base, ids, options):
     return row
 
 
+PEAKS = {}  # by case: a baseline's is asked for again and again
+
+
 def peak(name, options):
     """Return the peak memory of a case, in bytes, from a process of its own."""
+    if name in PEAKS:
+        return PEAKS[name]
     shared = [f"--{key}={getattr(options, key)}" for key in ("device", "dtype", "batch", "tokens")]
     flags = ["--compile"] if options.compile else []
     command = [sys.executable, __file__, "--memory", name, *shared, *flags]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    PEAKS[name] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    return PEAKS[name]
 
 
 def own_peak(case, options):
@@ -199,6 +206,7 @@ def measure(name, ids, options):
     case = CASES[name]
     base = f"{PLAIN}, checkpointing" if case.checkpointing else PLAIN
     row = paired(case, CASES[base], ids, options)
+    row["pairs"] = options.pairs
     row["baseline"], row["peak_bytes"], row["kv_bytes"] = base, peak(name, options), kv_bytes(case, ids, options)
     row["peak_ratio"] = row["peak_bytes"] / (row["peak_bytes"] if name == base else peak(base, options))
     row["kernels"] = kernels(case, ids, options) if not (case.listed or case.checkpointing or options.compile) else None
@@ -213,6 +221,14 @@ def line(name, row):
         cells.append(f"{row[kind]['ratio']:.3f} ({low:.3f}-{high:.3f})")
     memory = f"{row['peak_ratio']:.2f} ({row['peak_bytes'] / 1e9:.2f} GB)"
     return f"| {name} | {' | '.join(cells)} | {memory} | {row['kv_bytes']} |"
+
+
+def earlier(options):
+    """Return the rows that the file has already, which a run of some cases leaves as they are."""
+    if set(options.only) == set(CASES) or not options.json.exists():
+        return {}
+    rows = json.loads(options.json.read_text()).get("rows", {})
+    return {name: row for name, row in rows.items() if name in CASES and "pairs" in row}
 
 
 def main():
@@ -231,7 +247,7 @@ def main():
     if options.memory:
         print(own_peak(CASES[options.memory], options))
         return
-    ids, rows = random_ids(options), {}
+    ids, rows = random_ids(options), earlier(options)
     print("| case | training step | decoding | peak memory | KV bytes per token |\n|---|---|---|---|---|")
     for name in options.only:
         rows[name] = measure(name, ids, options)
@@ -240,7 +256,9 @@ def main():
         "date": str(date.today()),
         "rows": rows,
         "shape": SHAPE,
-        "options": {key: str(value) for key, value in vars(options).items() if key not in ("json", "memory", "only")},
+        "options": {
+            key: str(value) for key, value in vars(options).items() if key not in ("json", "memory", "only", "pairs")
+        },
         "versions": {name: version(name) for name in ("crosslayer", "torch", "transformers")},
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
     }

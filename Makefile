@@ -36,7 +36,7 @@ test: $(STAMP) style browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
 
 test-slow: $(STAMP) browser
-	$(BIN)/pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow
 
 # transformers' own model tests, out of the source distribution of the version that is installed
 TRANSFORMERS := $(VENV)/transformers-tests

@@ -3,8 +3,7 @@
     h_l = Σ_{i<l} α_{i→l} v_i,  α_{i→l} = softmax_i(w_lᵀ RMSNorm_l(v_i)),  v_0 the embedding
 
 Block form: `block` consecutive sublayers are summed into a source, b_n = Σ f_j(h_j); inside a block the running sum is
-a source too. Two phases: where a block opens, its sublayers' queries are answered together over the closed blocks
-(output o and log-sum-exp s); inside, h = a·o + (1 − a)·v with a = sigmoid(s − wᵀ RMSNorm(v)) adds the running sum v.
+a source too.
 
 The other options are the paper's ablations. They read all sources at each sublayer, by plain autograd, so they cost
 what PyTorch's operators cost; only the published form is made to be fast.
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.depth_attention import depth_attention, depth_scores, exact, inverse_rms, mark, merge
+from crosslayer.depth_attention import depth_attention, depth_scores, exact, inverse_rms, keep
 from crosslayer.method import Carry, Method, Residual, Wiring
 from crosslayer.options import check_choice
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 SOURCES = "attnres.sources"
-PHASE = "attnres.phase"
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class AttnRes(Method):
         return self == AttnRes(self.block)
 
     def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual:
-        """Let the sublayer that opens a block hold the queries of all of its block; ablated, each holds its own."""
+        """Let each sublayer but the first read with a query of its own."""
         if site == "attn" and not wiring.reads_input[layer]:
             raise ValueError(
                 f"attnres: attention of layer {layer} borrows queries, keys and values and reads no input, so there is "
@@ -76,29 +74,24 @@ class AttnRes(Method):
             )
         count, number = len(wiring.sublayers), wiring.sublayers.index((layer, site))
         size = self._size(count)
-        place = number % size  # in its block
-        if not self.published:
-            return _Ablated(self, config, number // size + (2 if place else 1), opens=place == 0)
-        without_query = 1 if number < size else 0  # the very first sublayer has a single source and needs no query
-        row = place - without_query
-        if place > 0:
-            return _Depth(config, row, rows=0, opens=False)
-        members = min(size, count - number)
-        return _Depth(config, row, rows=members - without_query, opens=True)
+        closed, place = number // size + 1, number % size  # sources beside the running sum; in its block
+        return self._reader(config, closed + (1 if place else 0), -(-count // size) + 1, opens=place == 0)
 
     def final(self, config: "LlamaConfig", wiring: Wiring) -> Residual:
         """Let the output read with a query and a gain of its own."""
         count = len(wiring.sublayers)
-        size = self._size(count)
-        sources = -(-count // size) + 1
-        if self.published:
-            return _Depth(config, 0, rows=1, opens=True)
-        if self.window is not None and self.window + 1 >= sources:
+        total = -(-count // self._size(count)) + 1
+        if self.window is not None and self.window + 1 >= total:
             raise ValueError(
-                f"attnres: window is {self.window} beside the embedding, but there are only {sources} sources, so it "
-                f"would leave none out; it must be at most {sources - 2}"
+                f"attnres: window is {self.window} beside the embedding, but there are only {total} sources, so it "
+                f"would leave none out; it must be at most {total - 2}"
             )
-        return _Ablated(self, config, sources, opens=True)
+        return self._reader(config, total, total, opens=True)
+
+    def _reader(self, config: "LlamaConfig", sources: int, total: int, opens: bool) -> Residual:
+        if self.published:
+            return _Depth(config, sources, total, opens)
+        return _Ablated(self, config, sources, opens)
 
     def _size(self, count: int) -> int:
         size = 1 if self.block is None else self.block
@@ -107,67 +100,63 @@ class AttnRes(Method):
         return size
 
 
-class _Depth(Residual):
-    """Reads by attention over depth; the stream is the running sum of the open block.
+class _Reader(Residual):
+    """Reads from sources, the newest of which, the stream, is the running sum of the open block."""
 
-    `row` is the sublayer's place among its block's queries (-1: it has none), `rows` how many of them it owns.
-    """
-
-    def __init__(self, config: "LlamaConfig", row: int, rows: int, opens: bool):
+    def __init__(self, sources: int, opens: bool):
         super().__init__()
-        self.row, self.opens, self.eps = row, opens, config.rms_norm_eps
-        self.serves = rows > row + 1  # other sublayers of its block, which wait for their results
-        if rows > 0:
-            self.query = nn.Parameter(torch.zeros(rows, config.hidden_size))  # (R, C)
-            self.gain = nn.Parameter(torch.ones(rows, config.hidden_size))  # (R, C)
-
-    def reset(self) -> None:
-        """Begin with uniform attention."""
-        if self._parameters:
-            init.zeros_(self.query)
-            init.ones_(self.gain)
-
-    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return Σ α v over the closed blocks and the open block."""
-        if not self.opens:
-            directions, outs, high, low = carry[PHASE]  # (R, C), R of (B, T, C), (R, B, T) twice
-            total = high[self.row].to(torch.promote_types(high.dtype, torch.float32)) + low[self.row]  # (B, T)
-            return merge(stream, outs[self.row], total, directions[self.row : self.row + 1], self.eps), carry
-        sources = (*carry.get(SOURCES, ()), mark(stream))
-        carry = {**carry, SOURCES: sources}
-        if not self._parameters:
-            return stream, carry
-        directions = self.query * self.gain  # (R, C)
-        outs, total = depth_attention(sources, directions, self.eps, self.serves)  # R of (B, T, C), (R, B, T)
-        if total is not None and self.serves:
-            high = total.to(stream.dtype)  # two parts, as mixed precision may round a layer's inputs
-            low = (total - high).to(stream.dtype)
-            carry = {**carry, PHASE: (directions, outs, high, low)}
-        return (stream if self.row < 0 else outs[0]), carry
+        self.opens, self.alone = opens, sources == 1
 
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Begin or continue the running sum of the block."""
         return (update if self.opens else stream + update), carry
 
+
+class _Depth(_Reader):
+    """Reads by attention over depth."""
+
+    def __init__(self, config: "LlamaConfig", sources: int, total: int, opens: bool):
+        super().__init__(sources, opens)
+        self.total, self.eps = total, config.rms_norm_eps
+        if not self.alone:
+            self.query = nn.Parameter(torch.zeros(config.hidden_size))
+            self.gain = nn.Parameter(torch.ones(config.hidden_size))
+
+    def reset(self) -> None:
+        """Begin with uniform attention."""
+        if not self.alone:
+            init.zeros_(self.query)
+            init.ones_(self.gain)
+
+    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return Σ α v over the closed blocks and the open block."""
+        closed = carry.get(SOURCES, ())
+        newest = keep(stream, closed, self.total) if self.opens else stream
+        sources = (*closed, newest)
+        if self.opens:
+            carry = {**carry, SOURCES: sources}
+        if self.alone:
+            return stream, carry
+        return depth_attention(sources, self.query * self.gain, self.eps), carry
+
     def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
-        """Return the weights in one phase."""
-        if self.row < 0:
+        """Return the softmax of the scores."""
+        if self.alone:
             return stream.new_ones(1, *stream.shape[:-1])
-        directions = self.query * self.gain if self.opens else carry[PHASE][0]
-        direction = directions[self.row : self.row + 1]
+        direction = self.query * self.gain
         sources = (*carry.get(SOURCES, ()), stream)
-        return torch.cat([depth_scores(source, direction, self.eps) for source in sources]).softmax(dim=0)
+        return torch.stack([depth_scores(source, direction, self.eps) for source in sources]).softmax(dim=0)
 
 
-class _Ablated(Residual):
-    """Reads all sources at once, by the options of an ablation; the stream is the running sum of the open block."""
+class _Ablated(_Reader):
+    """Reads by the options of an ablation."""
 
     def __init__(self, method: AttnRes, config: "LlamaConfig", sources: int, opens: bool):
-        super().__init__()
+        super().__init__(sources, opens)
         width, heads = config.hidden_size, method.depth_heads
         if width % heads:
             raise ValueError(f"attnres: depth_heads is {heads}; it must divide the width {width}")
-        self.method, self.opens, self.eps, self.alone = method, opens, config.rms_norm_eps, sources == 1
+        self.method, self.eps = method, config.rms_norm_eps
         if self.alone:
             return
         if method.weights == "static":
@@ -198,10 +187,6 @@ class _Ablated(Residual):
             for weight, source in zip(weights, sources, strict=True)
         ]
         return functools.reduce(torch.add, parts).flatten(-2), carry
-
-    def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Begin or continue the running sum of the block."""
-        return (update if self.opens else stream + update), carry
 
     def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
         """Return the mean weights of the heads; zero outside of the window."""

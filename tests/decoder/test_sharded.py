@@ -36,7 +36,7 @@ def gradients(model, ids):
 
 
 def ordinary(source):
-    """Mark no source: each reader returns a gradient, as FSDP2 has it where it wraps what enters a layer.
+    """Know no source: each reader returns a gradient, as FSDP2 has it where it wraps what enters a layer.
 
     In bfloat16 that rounds a source's gradient for each reader, so both sides must do so for their numbers to agree.
     """
@@ -51,7 +51,7 @@ def worker(rank, port, case, mixed, checkpointing, path):
     try:
         model = contract.build(config_of(case)).float()
         if mixed:
-            depth_attention._marked = ordinary
+            depth_attention._kept = ordinary
         if checkpointing:
             model.activation_checkpointing_enable()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
@@ -79,7 +79,7 @@ def test_two_ranks_equal_one(case, mixed, checkpointing, tmp_path, monkeypatch):
     found = load_file(path)
     model = contract.build(config_of(case)).float()
     if mixed:  # the same arithmetic in one process: parameters in bfloat16, tables of the rotary embedding not
-        monkeypatch.setattr(depth_attention, "_marked", ordinary)
+        monkeypatch.setattr(depth_attention, "_kept", ordinary)
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     expected = gradients(model, contract.tokens(length=8))

@@ -240,19 +240,16 @@ def test_attnres(block):
             sublayers = [(i, site) for i in range(6) for site in ("attn", "mlp")]
             for number, (i, site) in enumerate(sublayers):
                 layer = self.layers[i]
-                opening = sublayers[number // size * size]
-                owner = getattr(self.layers[opening[0]], f"{opening[1]}_residual")
-                row = number % size - (number < size)  # the very first sublayer has no query
-                x = self.depth(outputs, number, owner, row)
+                x = self.depth(outputs, number, getattr(layer, f"{site}_residual"))
                 if site == "attn":
                     q, k, v = self.states(i, layer.input_layernorm(x))
                     outputs.append(layer.self_attn.o_proj(attend(self.model, i, q, k, v)))
                 else:
                     outputs.append(layer.mlp(layer.post_attention_layernorm(x)))
-            x = self.depth(outputs, 12, self.model.model.final_residual, 0, final=True)
+            x = self.depth(outputs, 12, self.model.model.final_residual, final=True)
             return self.model.lm_head(self.model.model.norm(x))
 
-        def depth(self, outputs, number, residual, row, final=False):
+        def depth(self, outputs, number, residual, final=False):
             sources = [outputs[0]]
             blocks = [outputs[1 + s : 1 + min(s + size, number)] for s in range(0, number, size)]
             sources += [sum(block) for block in blocks if block]
@@ -264,8 +261,8 @@ def test_attnres(block):
             for t in range(len(result)):
                 logits = []
                 for v in (s[t] for s in sources):
-                    normed = v / torch.sqrt((v * v).mean() + 1e-6) * residual.gain[row]
-                    logits.append(float(residual.query[row] @ normed))
+                    normed = v / torch.sqrt((v * v).mean() + 1e-6) * residual.gain
+                    logits.append(float(residual.query @ normed))
                 shares = torch.softmax(torch.tensor(logits, dtype=torch.float64), 0)
                 result[t] = sum(share * s[t] for share, s in zip(shares, sources, strict=True))
             return result

@@ -82,39 +82,36 @@ def test_depth_attention_ignores_scale_and_survives_large_logits():
     sources = tuple(torch.randn(1, 3, 8, dtype=torch.float64, generator=generator) for _ in range(4))
     query, gain = torch.randn(8, dtype=torch.float64, generator=generator), torch.ones(8, dtype=torch.float64)
     scaled = (sources[0], sources[1] * 1e3, *sources[2:])
-    directions = (query * gain)[None]
-    one = depth_attention(sources, directions, 0.0)[0][0]
-    two = depth_attention(scaled, directions, 0.0)[0][0]
+    one, two = (depth_attention(each, query * gain, 0.0) for each in (sources, scaled))
     # the weights are the same, so only the scaled source's part grows: solve for its weight in both
     normed = [s / s.square().mean(-1, keepdim=True).sqrt() for s in sources]
     shares = torch.stack([s @ query for s in normed]).softmax(0)
     assert torch.allclose(two - one, shares[1].unsqueeze(-1) * sources[1] * 999, atol=1e-9)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("reach", [1.0, 1e4])
-def test_two_phases_are_one_softmax(dtype, reach):
-    """Closed blocks first, for all queries together, then the open block's sum: the naive softmax over all of them."""
+def test_closed_blocks_and_the_open_one_are_one_softmax(dtype, reach, gradients):
+    """Closed blocks are one operand, the open block's sum is another: the naive softmax over all of them."""
     generator = torch.Generator().manual_seed(0)
     config = config_of([{"name": "attnres", "block": 4}], hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
-    method = config.methods[0]
-    with torch.device("cpu"):
-        opening, inner = (
-            method.residual(config, config.wiring, 2, "attn").to(dtype),
-            method.residual(config, config.wiring, 3, "attn").to(dtype),
-        )
+    *opening, inner = (
+        config.methods[0].residual(config, config.wiring, layer, "attn").to(dtype) for layer in (0, 2, 4, 5)
+    )
     with torch.no_grad():
-        torch.nn.init.normal_(opening.query, generator=generator).mul_(reach)
-    closed, update = torch.randn(3, 2, 5, 8, dtype=dtype, generator=generator).split((2, 1))
-    _, carry = opening.read(closed[1], {"attnres.sources": (closed[0],)})
-    found, _ = inner.read(update[0], carry)
-    everything = [closed[0], closed[1], update[0]]
-    normed = [v / (v.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() for v in everything]
-    logits_of = torch.stack([v @ opening.query[2] for v in normed])
-    assert logits_of.abs().max() > reach
-    expected = sum(a.unsqueeze(-1) * v for a, v in zip(logits_of.softmax(0), everything, strict=True))
+        torch.nn.init.normal_(inner.query, generator=generator).mul_(reach)
+    sources = torch.randn(4, 2, 5, 8, dtype=dtype, generator=generator).requires_grad_(gradients).unbind()
+    carry = {}
+    for residual, source in zip(opening, sources[:3], strict=True):
+        _, carry = residual.read(source, carry)
+    result, _ = inner.read(sources[3], carry)
+    normed = [v / (v.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() for v in sources]
+    scores = torch.stack([v @ inner.query for v in normed])
+    assert scores.abs().max() > reach
+    expected = sum(a.unsqueeze(-1) * v for a, v in zip(scores.softmax(0), sources, strict=True))
     # float32: 1e-6 of a logit is the weight's relative error, and a logit of 1e4 has one of 1e-3
-    assert (found - expected).abs().max() < {torch.float32: 1e-6, torch.float64: 1e-12}[dtype] * max(1.0, reach)
+    assert (result - expected).abs().max() < {torch.float32: 1e-6, torch.float64: 1e-12}[dtype] * max(1.0, reach)
 
 
 @pytest.mark.parametrize(("layers", "block", "expected"), [(27, 6, 10), (6, 5, 4), (3, None, 7)])

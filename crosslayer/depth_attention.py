@@ -29,7 +29,7 @@ GATHERED = 1 << 18  # elements of all sources that are put side by side at the m
 
 def keep(source: Tensor, earlier: Sequence[Tensor], total: int) -> Tensor:
     """Return a source (…, C) as one that readers take along with the earlier ones; in the end there are `total`."""
-    if not (_eager() and torch.is_grad_enabled() and source.requires_grad):
+    if not (_eager() and torch.is_grad_enabled() and source.requires_grad) or _kept(source) is not None:
         return source
     return _Source.apply(source, earlier, total)
 
@@ -152,14 +152,14 @@ def _place(value: Tensor, earlier: Sequence[Tensor], total: int) -> tuple[_Bank 
 def _begin(value: Tensor, earlier: Sequence[Tensor], nodes: Sequence[Any], total: int) -> _Bank | None:
     """Return a bank that holds the newest of the earlier sources, as many as are of the value's kind.
 
-    None where that is a single one: FSDP2 wraps what enters a layer, which then has no more of its own.
+    None where those are two or less: FSDP2 wraps what enters a layer, which then has no more of its own.
     """
     first = len(earlier)
     while first > 0 and nodes[first - 1] is not None and nodes[first - 1].bank is None:
         if earlier[first - 1].dtype != value.dtype or earlier[first - 1].shape != value.shape:
             break
         first -= 1
-    if len(earlier) - first < 2:
+    if len(earlier) - first < 3:
         return None
     bank = _Bank(total - first, value)
     for source, node in zip(earlier[first:], nodes[first:], strict=True):

@@ -144,12 +144,13 @@ def test_a_source_that_is_wrapped_on_the_way_gets_its_gradient(wrapped):
 
 
 def test_layers_that_wrap_what_enters_them_begin_no_bank():
-    """FSDP2's have two sources of their own, a stream and what attention made; memory for all would be a waste."""
-    sources = []
+    """FSDP2's know the stream and what attention and MLP make; memory for all the others would be a waste."""
+    sources = [keep(torch.randn(2, 3, 8, requires_grad=True), [], 7)]
     for _layer in range(3):
         sources = [source.clone() for source in sources]
+        sources[-1] = keep(sources[-1], sources[:-1], 7)
         for _ in range(2):
-            sources.append(keep(torch.randn(2, 3, 8, requires_grad=True), sources, 6))
+            sources.append(keep(torch.randn(2, 3, 8, requires_grad=True), sources, 7))
             assert sources[-1].grad_fn.bank is None
 
 

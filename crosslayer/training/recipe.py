@@ -1,0 +1,162 @@
+"""A recipe: what a training run is, as a file says it."""
+
+import re
+import reprlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+
+from crosslayer.decoder.configuration import CrossLayerConfig
+from crosslayer.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.output.record import Seed
+from crosslayer.training.arguments import Misplaced, check_arguments
+from crosslayer.training.recipe_file import Draft, Keys, dotted, read_draft
+from crosslayer.training.recipe_parts import DataPart, EvalPart, ModelPart, Part, SchedulePart
+from crosslayer.training.sizes import SIZES
+
+PHRASES = {  # pydantic's words → ours
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "a valid list": "a list",
+    r"a valid dictionary.*": "keys and values",
+}
+
+
+class Recipe(Part):
+    """A training run: model, data, schedule, arguments and evaluation."""
+
+    name: str = Field(default="", max_length=100)
+    """How results call the run; by default the file's name."""
+    seed: Seed = 0
+    """Of weights, order of data, and dropout."""
+    model: ModelPart
+    """Which model."""
+    tokenizer: str = Field(default_factory=lambda data: data["model"].start or "bytes", min_length=1)
+    """`bytes`; `bpe:8192`, of so many tokens, trained on the recipe's own training text; or a model whose tokenizer is
+    taken. Default: `bytes`, with `model.start` that model's."""
+    data: DataPart = DataPart()
+    """What is read."""
+    schedule: SchedulePart
+    """How long, and the learning rate on the way."""
+    train: dict[str, Any] = {}
+    """Keys of transformers' `TrainingArguments`, such as `learning_rate` or `per_device_train_batch_size`."""
+    eval: EvalPart = EvalPart()
+    """When the validation loss is measured."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not name.isprintable():
+            raise ValueError(f"is {name!r}; it must be one line")
+        return name
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _check_tokenizer(cls, tokenizer: str) -> str:
+        kind, colon, size = tokenizer.partition(":")
+        if kind == "bpe" and not (colon and size.isdecimal() and 300 <= int(size) < 2**20):
+            raise ValueError(f"is {tokenizer!r}; it must be bpe: and a number of tokens from 300 on, such as bpe:8192")
+        return tokenizer
+
+    @field_validator("data")
+    @classmethod
+    def _check_positions(cls, data: DataPart, info: ValidationInfo) -> DataPart:
+        model = info.data.get("model")
+        positions = model.shape.get("max_position_embeddings") if model is not None else None
+        if positions is not None and positions < data.length:
+            raise Misplaced(f"is {data.length}, more than model.shape.max_position_embeddings = {positions}", "length")
+        return data
+
+    @field_validator("train")
+    @classmethod
+    def _check_train(cls, train: dict[str, Any]) -> dict[str, Any]:
+        check_arguments(train)
+        return train
+
+
+def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and check it, down to whether its model can be built; no file of data is opened.
+
+    Args:
+        path: of a YAML file.
+        settings: values that replace the file's, such as "train.learning_rate=3e-4".
+
+    Raises:
+        ValueError: in one line the file, the key, what is wrong with it, and what would be right.
+
+    """
+    draft = read_draft(Path(path), settings)
+    values = {"name": Path(path).stem, "model": {}, "schedule": {}, **draft.values}
+    try:
+        recipe = Recipe.model_validate(values)
+        _check_model(recipe)
+    except ValidationError as error:
+        raise ValueError(_line(error, draft)) from None
+    except Misplaced as error:
+        raise ValueError(_placed(draft, error.keys, str(error))) from None
+    return recipe
+
+
+def config_of_recipe(
+    recipe: Recipe,
+    vocab_size: int,
+    *,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> CrossLayerConfig:
+    """Return the config of a recipe's new model, for a tokenizer of so many tokens with these special ones.
+
+    Its positions reach as far as a sequence is long, unless the shape says further.
+    """
+    part = recipe.model
+    assert part.start is None, "a model to train on brings its own config"
+    return CrossLayerConfig(
+        **{"max_position_embeddings": recipe.data.length, **SIZES.get(part.size or "", {}), **part.shape},
+        cross_layer=part.method,
+        vocab_size=vocab_size,
+        bos_token_id=bos_token_id,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+    )
+
+
+def _check_model(recipe: Recipe) -> None:
+    """Refuse what no model can be built of: first without the method, so that the message names the right key."""
+    if recipe.model.start is not None:
+        return
+    plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"method": None})})
+    for key, tried in {"shape": plain, "method": recipe}.items():
+        try:
+            with torch.device("meta"):
+                CrossLayerForCausalLM(config_of_recipe(tried, 512))
+        except Exception as error:  # torch and transformers raise many kinds
+            said = " ".join(str(error).split())
+            reason = re.sub(r"^Validation error for field '(\w+)': \w+Error: ", r"\1: ", said)
+            words = f"{reason} is not known" if isinstance(error, KeyError) else reason
+            raise Misplaced(f": {words[:300]}", "model", key) from None
+
+
+def _line(error: ValidationError, draft: Draft) -> str:
+    """Return the first error of several in a line."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    keys = (*first["loc"], *(cause.keys if isinstance(cause, Misplaced) else ()))
+    if isinstance(cause, ValueError):
+        return _placed(draft, keys, str(cause))
+    if first["type"] == "missing":
+        return _placed(draft, keys, "is missing")
+    words = re.sub(r"^\w+ should", "it must", first["msg"]).partition(" after validation")[0]
+    for pattern, meaning in PHRASES.items():
+        words = re.sub(pattern, meaning, words)
+    value = "null" if first["input"] is None else reprlib.repr(first["input"])
+    return _placed(draft, keys, f"is {value}; {words}")
+
+
+def _placed(draft: Draft, keys: Keys, message: str) -> str:
+    return f"{draft.origin(keys)}: {dotted(keys)}{'' if message.startswith(':') else ' '}{message}"

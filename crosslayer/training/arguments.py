@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import operator
 import reprlib
 from collections.abc import Mapping
 from types import NoneType, UnionType
@@ -55,26 +56,27 @@ class Misplaced(ValueError):
         self.keys: Keys = keys
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse keys that `TrainingArguments` does not have, those that a run sets, and values of the wrong type.
+def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments in their own types; refuse keys that are none, or that a run sets, and values of other types.
 
     Raises:
         Misplaced: a key or value is refused; the message says what would be right.
 
     """
-    kinds = argument_kinds()
+    kinds, read = argument_kinds(), {}
     for key, value in arguments.items():
         if key in OWNED:
             raise Misplaced(f"is not set here: {OWNED[key]}", key)
         if key not in kinds:
             raise Misplaced(f"is not known; {nearest(key, [k for k in kinds if k not in OWNED])}", key)
-        check_value(value, kinds[key], key)
-    checkpointing = arguments.get("activation_checkpointing_kwargs")
+        read[key] = read_value(value, kinds[key], key)
+    checkpointing = read.get("activation_checkpointing_kwargs")
     if isinstance(checkpointing, str) or isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
         raise Misplaced(
             "must be keys and values without use_reentrant: true, which loses gradients of what layers lend",
             "activation_checkpointing_kwargs",
         )
+    return read
 
 
 @functools.cache
@@ -86,8 +88,8 @@ def argument_kinds() -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(TrainingArguments)}
 
 
-def check_value(value: Any, kind: Any, *keys: str | int) -> None:
-    """Refuse a value that is not of a type; where the type names choices, one that is none of them.
+def read_value(value: Any, kind: Any, *keys: str | int) -> Any:
+    """Return a value in the very type, a whole number as a float; refuse others, and what is none of its choices.
 
     Raises:
         Misplaced: at `keys`.
@@ -97,10 +99,10 @@ def check_value(value: Any, kind: Any, *keys: str | int) -> None:
     if choices and isinstance(value, str):
         if value not in choices:
             raise Misplaced(f"is {value!r}; {nearest(value, choices)}", *keys)
-        return
+        return value
     plain = tuple(dict if is_typeddict(part) else part for part in _parts(kind))
     try:
-        TypeAdapter(Union[plain]).validate_python(value, strict=True)  # noqa: UP007  of a tuple
+        return TypeAdapter(functools.reduce(operator.or_, plain)).validate_python(value, strict=True)
     except ValidationError:
         words = " or ".join(dict.fromkeys(_words(part) for part in plain))
         raise Misplaced(f"is {reprlib.repr(value)}; it must be {words}", *keys) from None

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.output.record import Seed
-from crosslayer.training.arguments import Misplaced, check_arguments
+from crosslayer.training.arguments import Misplaced, read_arguments
 from crosslayer.training.recipe_file import Draft, Keys, dotted, read_draft
 from crosslayer.training.recipe_parts import DataPart, EvalPart, ModelPart, Part, SchedulePart
 from crosslayer.training.sizes import SIZES
@@ -75,8 +75,7 @@ class Recipe(Part):
     @field_validator("train")
     @classmethod
     def _check_train(cls, train: dict[str, Any]) -> dict[str, Any]:
-        check_arguments(train)
-        return train
+        return read_arguments(train)
 
 
 def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:

@@ -77,7 +77,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Draft:
         if below.resolve() in [reader.resolve() for reader in readers]:
             raise ValueError(f"{path}: extends goes in a circle: {' → '.join(p.name for p in (*readers, below))}")
         if not below.is_file():
-            raise ValueError(f"{path}: extends is {base!r}, which is no file; {_nearest_file(below)}")
+            raise ValueError(f"{path}: extends is {base!r}, which is no file; {_nearest_file(below, path)}")
         draft = _read(below, readers)
         draft.values.pop("name", None)
         draft.origins[()] = str(path)  # whose place is named where nobody wrote a value
@@ -155,8 +155,9 @@ def _mapping(path: Path) -> dict[str, Any]:
     return values
 
 
-def _nearest_file(path: Path) -> str:
-    names = sorted(str(other) for other in path.parent.glob("*.y*ml"))
+def _nearest_file(path: Path, *others: Path) -> str:
+    """Return what is said to a file that is not there; `others` are not meant."""
+    names = sorted(str(other) for other in path.parent.glob("*.y*ml") if other not in others)
     return nearest(str(path), names) if names else "it must be a YAML file"
 
 
@@ -202,6 +203,12 @@ class _Core(yaml.SafeLoader):
             values[key] = self.construct_object(value_node, deep=True)
         return values
 
+    def text(self, node: yaml.Node) -> str:
+        """Build text, which any record can hold."""
+        if any("\ud800" <= character <= "\udfff" for character in node.value):
+            raise _fault(node, "text holds half of a character (a surrogate)")
+        return node.value
+
     def number(self, node: yaml.Node) -> int | float:
         """Build a number; a whole one written with an exponent, 2e9, is a whole number."""
         text = node.value.replace("_", "")
@@ -230,6 +237,6 @@ _Core.add_constructor(TAG + "null", lambda loader, node: None)
 _Core.add_constructor(TAG + "bool", lambda loader, node: node.value.lower() == "true")
 _Core.add_constructor(TAG + "int", lambda loader, node: int(node.value.replace("_", "")))
 _Core.add_constructor(TAG + "float", _Core.number)
-_Core.add_constructor(TAG + "str", lambda loader, node: node.value)
+_Core.add_constructor(TAG + "str", _Core.text)
 _Core.add_constructor(TAG + "seq", lambda loader, node: [loader.construct_object(n, deep=True) for n in node.value])
 _Core.add_constructor(TAG + "map", _Core.mapping)

@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.methods import load_methods
-from crosslayer.training.arguments import Misplaced, check_value
+from crosslayer.training.arguments import Misplaced, read_value
 from crosslayer.training.recipe_file import nearest
 from crosslayer.training.sizes import SIZES
 
@@ -69,17 +69,18 @@ class ModelPart(Part):
     @classmethod
     def _check_shape(cls, shape: dict[str, Any]) -> dict[str, Any]:
         kinds = {**LlamaConfig.__annotations__, **CrossLayerConfig.__annotations__}
+        read = {}
         for key, value in shape.items():
             if key in ELSEWHERE:
                 raise Misplaced(f"is not set here: {ELSEWHERE[key]}", key)
             if key not in kinds:
                 raise Misplaced(f"is not known; {nearest(key, [k for k in kinds if k not in ELSEWHERE])}", key)
-            check_value(value, kinds[key], key)
+            read[key] = read_value(value, kinds[key], key)
             if key in POSITIVE and value is not None and value < 1:
                 raise Misplaced(f"is {value}; it must be at least 1", key)
             if key == "hidden_act" and value not in ACT2FN:
-                raise Misplaced(f"is {value!r}; {nearest(value, list(ACT2FN))}", key)
-        return shape
+                raise Misplaced(f"is {value!r}; {nearest(str(value), list(ACT2FN))}", key)
+        return read
 
     @field_validator("method", mode="plain")
     @classmethod

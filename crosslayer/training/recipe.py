@@ -12,11 +12,12 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.output.record import Seed
-from crosslayer.training.arguments import Misplaced, read_arguments
+from crosslayer.training.recipe_arguments import Misplaced, read_arguments
 from crosslayer.training.recipe_file import Draft, Keys, dotted, read_draft
 from crosslayer.training.recipe_parts import DataPart, EvalPart, ModelPart, Part, SchedulePart
 from crosslayer.training.sizes import SIZES
 
+SIZE, LEAST = re.compile("[0-9]{1,9}"), 259  # of a vocabulary: 256 bytes, two special tokens, and a pair
 PHRASES = {  # pydantic's words → ours
     "a valid integer": "a whole number",
     "a valid number": "a number",
@@ -59,8 +60,8 @@ class Recipe(Part):
     @classmethod
     def _check_tokenizer(cls, tokenizer: str) -> str:
         kind, colon, size = tokenizer.partition(":")
-        if kind == "bpe" and not (colon and size.isdecimal() and 300 <= int(size) < 2**20):
-            raise ValueError(f"is {tokenizer!r}; it must be bpe: and a number of tokens from 300 on, such as bpe:8192")
+        if kind == "bpe" and not (colon and SIZE.fullmatch(size) and int(size) >= LEAST):
+            raise ValueError(f"is {tokenizer!r}; it must be bpe: and a number of tokens from {LEAST} on: bpe:8192")
         return tokenizer
 
     @field_validator("data")

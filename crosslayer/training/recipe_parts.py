@@ -7,10 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 
+from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.methods import load_methods
-from crosslayer.training.arguments import Misplaced, read_value
+from crosslayer.training.recipe_arguments import Misplaced, read_value
 from crosslayer.training.recipe_file import nearest
 from crosslayer.training.sizes import SIZES
 
@@ -125,7 +126,8 @@ class DomainPart(Part):
     column: str = "text"
     """Where a table or a dataset has its text."""
     validation: str | None = Field(default=None, min_length=1)
-    """Held-out text, named as in `source`; of a dataset, its split `validation` is read. Null: every 20th document."""
+    """Held-out text, named as in `source`; of a dataset, its split `validation` is read. Null: every 20th document, of
+    long ones every 20th piece."""
 
     @field_validator("name")
     @classmethod
@@ -144,6 +146,14 @@ class DomainPart(Part):
             if vars(self)[option] != DomainPart.model_fields[option].default:
                 raise Misplaced("does nothing without source, for the embedded corpus; leave it out", option)
         return self
+
+    def training_source(self) -> TextSource:
+        """Return where the text to train on comes from."""
+        return TextSource(self.source, self.config, self.split, self.column)
+
+    def validation_source(self) -> TextSource | None:
+        """Return where the held-out text comes from; None: it is held out of the text to train on."""
+        return None if self.validation is None else TextSource(self.validation, self.config, "validation", self.column)
 
 
 class DataPart(Part):

@@ -1,7 +1,7 @@
 """Shapes of models by name.
 
-2M to 468M are those of the ResFormer paper (arXiv 2410.17897, Table 4), named by their parameters with its vocabulary
-of 50,277: Llama's layers, embeddings and head untied, rotary base 10,000. The others suit a CPU.
+2M to 468M are those of arXiv 2410.17897, Table 4, named by their parameters with its vocabulary of 50,277: Llama's
+layers, embeddings and head untied, rotary base 10,000. The others suit a CPU.
 """
 
 from typing import Any

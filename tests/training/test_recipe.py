@@ -14,10 +14,10 @@ import torch
 from pydantic import BaseModel
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from crosslayer import CrossLayerForCausalLM
+from crosslayer import CrossLayerForCausalLM, TextSource
 from crosslayer.methods import method_names
-from crosslayer.training.arguments import OWNED
 from crosslayer.training.recipe import Recipe, config_of_recipe, load_recipe
+from crosslayer.training.recipe_arguments import OWNED
 from crosslayer.training.recipe_parts import DomainPart
 from crosslayer.training.sizes import SIZES
 
@@ -102,6 +102,15 @@ def test_defaults(recipe):
     started = load_recipe(recipe, ["model={start: smollm2}"])
     assert started.tokenizer == "smollm2"
     assert load_recipe(recipe, ["model={start: smollm2}", "tokenizer=bytes"]).tokenizer == "bytes"
+    assert load_recipe(recipe, ["tokenizer=bpe:259"]).tokenizer == "bpe:259"
+
+
+def test_sources_of_a_domain(recipe):
+    loaded = load_recipe(recipe, ["data.domains.0={name: c4, source: allenai/c4, config: en, validation: allenai/c4}"])
+    c4, web = loaded.data.domains
+    assert c4.training_source() == TextSource("allenai/c4", "en", "train", "text")
+    assert c4.validation_source() == TextSource("allenai/c4", "en", "validation", "text")
+    assert web.training_source() == TextSource() and web.validation_source() is None
 
 
 def test_schedule_in_steps_or_tokens(recipe):
@@ -244,8 +253,8 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("model.start=smollm2", "--set: model.start trains a model as it is; leave model.size, model.shape and model.method out"),
         ("model.shape.max_position_embeddings=64", "plain.yaml: data.length is 128, more than model.shape.max_position_embeddings = 64"),
         # tokenizer and data
-        ("tokenizer=bpe:12", "--set: tokenizer is 'bpe:12'; it must be bpe: and a number of tokens from 300 on, such as bpe:8192"),
-        ("tokenizer=bpe", "--set: tokenizer is 'bpe'; it must be bpe: and a number of tokens from 300 on, such as bpe:8192"),
+        ("tokenizer=bpe:258", "--set: tokenizer is 'bpe:258'; it must be bpe: and a number of tokens from 259 on: bpe:8192"),
+        ("tokenizer=bpe", "--set: tokenizer is 'bpe'; it must be bpe: and a number of tokens from 259 on: bpe:8192"),
         ("data.length=1", "--set: data.length is 1; it must be greater than or equal to 2"),
         ("data.domains=[]", "--set: data.domains is []; it must have at least 1 item"),
         ("data.domains=[books]", "--set: data.domains.0 is 'books'; it must be keys and values"),

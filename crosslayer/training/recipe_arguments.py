@@ -36,6 +36,7 @@ REASONS = {  # why a recipe does not set keys, and what to write instead → the
     "a loss that is not finite ends the run; it would hide it": "logging_nan_inf_filter",
     "losses are logged every logging_steps steps": "logging_strategy",
     "training keeps no cache": "use_cache",
+    "progress is shown as by every command": "disable_tqdm",
     "a finished model is pushed from its own folder": (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
     ),

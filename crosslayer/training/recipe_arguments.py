@@ -42,7 +42,7 @@ REASONS = {  # why a recipe does not set keys, and what to write instead → the
     ),
     "write activation_checkpointing": "gradient_checkpointing",
     "write activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
-    "labels would not be shifted in front of it": "label_smoothing_factor",
+    "Trainer would smooth labels without shifting them": "label_smoothing_factor",
     "`torchrun` or `accelerate launch` sets it": "local_rank parallelism_config",
 }
 OWNED = {key: reason for reason, keys in REASONS.items() for key in keys.split()}

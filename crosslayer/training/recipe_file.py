@@ -37,7 +37,8 @@ class Draft:
 
 def dotted(keys: Keys) -> str:
     """Return a place as users write it: data.domains.0.weight."""
-    return ".".join(map(str, keys))
+    words = map(str, keys)
+    return ".".join(word if word.isprintable() else repr(word) for word in words)
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -59,7 +60,7 @@ def read_draft(path: Path, settings: Sequence[str] = ()) -> Draft:
     """
     draft = _read(path, ())
     for setting in settings:
-        _apply(draft, setting)
+        _apply(draft, " ".join(setting.split()))
     return draft
 
 
@@ -142,11 +143,11 @@ def _mapping(path: Path) -> dict[str, Any]:
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(f"recipe {str(path)!r} {kind}; {_nearest_file(path)}")
-    content = path.read_bytes()
-    if len(content) > LARGEST:
-        raise ValueError(f"{path}: it has {len(content):,} bytes, and a recipe at most {LARGEST:,}")
+    size = path.stat().st_size
+    if size > LARGEST:
+        raise ValueError(f"{path}: it has {size:,} bytes, and a recipe at most {LARGEST:,}")
     try:
-        values = _parse(content.decode("utf-8"), str(path))
+        values = _parse(path.read_bytes().decode("utf-8"), str(path))
     except UnicodeDecodeError:
         raise ValueError(f"{path}: it is not UTF-8 text") from None
     if not isinstance(values, dict):

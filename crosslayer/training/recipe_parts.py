@@ -18,6 +18,7 @@ from crosslayer.training.sizes import SIZES
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")  # of a shape without a size
 POSITIVE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+DEEPEST = 4096  # layers; a slip of the pen shall not build them for hours
 ELSEWHERE = {  # keys of a config that a shape does not set, and why
     "cross_layer": "write model.method",
     "vocab_size": "the tokenizer decides it",
@@ -79,6 +80,8 @@ class ModelPart(Part):
             read[key] = read_value(value, kinds[key], key)
             if key in POSITIVE and value is not None and value < 1:
                 raise Misplaced(f"is {value}; it must be at least 1", key)
+            if key == "num_hidden_layers" and value > DEEPEST:
+                raise Misplaced(f"is {value}; it must be at most {DEEPEST}", key)
             if key == "hidden_act" and value not in ACT2FN:
                 raise Misplaced(f"is {value!r}; {nearest(str(value), list(ACT2FN))}", key)
         return read

@@ -181,6 +181,7 @@ BOMB = "a: &a [x, x]\nb: [*a, *a]\n"
         ("seed: 1\n7: 3\n", ", line 2: the key 7 is not a word"),
         (BOMB, ", line 2: *a is an alias; write the value out, or use extends"),
         ("model: !!python/object/apply:os.system [ls]\nseed: 0", ", line 1: the tag tag:yaml.org,2002:python/object/apply:os.system is not read; leave it out"),
+        ('"a\\nb": 3', ": 'a\\nb' is not known; known are name, seed, model, tokenizer, data, schedule, train, eval"),
         ("seed: 1\n---\nseed: 2\n", ", line 2: but found another document"),
         ("seed: " + "[" * 2000, ": it is nested too deeply"),
         ("seed: " + "9" * 40, ": 99999999999999999999… has more digits than any number of a recipe"),
@@ -189,7 +190,7 @@ BOMB = "a: &a [x, x]\nb: [*a, *a]\n"
         ("name: a\x07b", ": it is no YAML text: unacceptable character #x0007: special characters are not allowed"),
         ("#" * 70_000, ": it has 70,000 bytes, and a recipe at most 65,536"),
     ],
-    ids=range(14),
+    ids=range(15),
 )  # fmt: skip
 def test_files_that_are_no_recipe(tmp_path, text, message):
     path = tmp_path / "bad.yaml"
@@ -242,6 +243,7 @@ def test_values_are_those_of_yamls_core_schema(recipe):
                      "num_hidden_layers, num_attention_heads, hidden_size, intermediate_size in model.shape"),
         ("model.shape.hidden_size=wide", "--set: model.shape.hidden_size is 'wide'; it must be a whole number"),
         ("model.shape.hidden_size=0", "--set: model.shape.hidden_size is 0; it must be at least 1"),
+        ("model.shape.num_hidden_layers=1e9", "--set: model.shape.num_hidden_layers is 1000000000; it must be at most 4096"),
         ("model.shape.hidden_act=sillu", "--set: model.shape.hidden_act is 'sillu'; did you mean 'silu'?"),
         ("model.shape.hidden_size=30", "--set: model.shape: hidden_size = 30 is not a multiple of num_attention_heads = 4; set head_dim"),
         ("model.shape.initializer_range=3.0", "--set: model.shape: initializer_range: Value must be greater or equal to 0.0 and smaller or equal to 1.0, got 3.0."),

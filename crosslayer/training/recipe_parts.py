@@ -80,7 +80,7 @@ class ModelPart(Part):
             read[key] = read_value(value, kinds[key], key)
             if key in POSITIVE and value is not None and value < 1:
                 raise Misplaced(f"is {value}; it must be at least 1", key)
-            if key == "num_hidden_layers" and value > DEEPEST:
+            if key == "num_hidden_layers" and read[key] > DEEPEST:
                 raise Misplaced(f"is {value}; it must be at most {DEEPEST}", key)
             if key == "hidden_act" and value not in ACT2FN:
                 raise Misplaced(f"is {value!r}; {nearest(str(value), list(ACT2FN))}", key)

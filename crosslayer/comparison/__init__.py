@@ -1,0 +1,1 @@
+"""Compares training runs fairly: paired seeds, intervals, curves beside a baseline, scaling fits."""

@@ -1,0 +1,52 @@
+"""Training curves beside a baseline's: smoothed, subtracted, and where one overtakes the other.
+
+Source: ResFormer (arXiv 2410.17897), section 4.1.2 (relative training loss) and Fig. 14 (critical point).
+Shapes: S seeds, N logged steps.
+"""
+
+import numpy as np
+from scipy import stats
+
+
+def smoothed(losses: np.ndarray, window: int) -> np.ndarray:
+    """Return the mean of the last `window` values up to each step of curves (…, N); the first steps have fewer."""
+    if window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1 step")
+    sums = np.cumsum(losses, axis=-1, dtype=float)
+    before = np.zeros_like(sums)
+    before[..., window:] = sums[..., :-window]
+    counts = np.minimum(np.arange(1, losses.shape[-1] + 1), window)
+    return (sums - before) / counts
+
+
+def relative_curve(candidate: np.ndarray, baseline: np.ndarray, window: int) -> np.ndarray:
+    """Return smoothed candidate − smoothed baseline, seed by seed, of curves (S, N): (S, N)."""
+    return smoothed(candidate, window) - smoothed(baseline, window)
+
+
+def critical_point(steps: np.ndarray, relative: np.ndarray) -> float | None:
+    """Return the step from which on a relative curve (N,) stays above 0: there the method is overtaken.
+
+    Between two logged steps it is where the line through both crosses. None where the curve never is below 0 before
+    (nothing to overtake), or does not end above 0 (not overtaken yet).
+    """
+    below = np.flatnonzero(relative <= 0)
+    if len(below) == 0 or below[-1] == len(relative) - 1:
+        return None
+    last = below[-1]
+    low, high = relative[last], relative[last + 1]
+    return float(steps[last] - low * (steps[last + 1] - steps[last]) / (high - low))
+
+
+def expected_critical_point(steps: np.ndarray, relative: np.ndarray, last: int = 1000) -> float | None:
+    """Return where the straight line through the last points of a relative curve (N,) will cross 0.
+
+    None where the curve does not rise, or is above 0 already; then `critical_point` has the answer.
+    """
+    if relative[-1] > 0 or len(steps) < 2:
+        return None
+    line = stats.linregress(steps[-last:], relative[-last:])
+    if line.slope <= 0:
+        return None
+    crossing = float(-line.intercept / line.slope)
+    return crossing if crossing > steps[-1] else None

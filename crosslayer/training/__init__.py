@@ -1,1 +1,1 @@
-"""Train a model by a recipe: weights, data, steps, checkpoints."""
+"""Trains models by a recipe: weights, data, steps, checkpoints."""

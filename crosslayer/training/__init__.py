@@ -1,0 +1,1 @@
+"""Train a model by a recipe: weights, data, steps, checkpoints."""

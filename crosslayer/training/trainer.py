@@ -74,7 +74,7 @@ class CrossLayerTrainer(Trainer):
         model: PreTrainedModel,
         args: TrainingArguments,
         train_dataset: Dataset,
-        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        eval_dataset: Dataset | Mapping[str, Dataset],
         tokenizer: PreTrainedTokenizerBase | None = None,
         meter: Meter = Silent,
     ):

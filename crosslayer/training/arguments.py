@@ -1,0 +1,72 @@
+"""The settings of transformers' Trainer: those that a recipe may choose, and those that make runs comparable."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+DEFAULTS: dict[str, Any] = {  # a recipe's `train` may say otherwise
+    "logging_steps": 10,
+    "save_steps": 500,
+    "save_total_limit": 2,  # a damaged newest one can fall back to the one before
+    "report_to": "none",
+    "ddp_find_unused_parameters": False,  # a decoder has none: what is borrowed does not exist
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is, and the course of its learning rate: up in a straight line, then down along a cosine.
+
+    Attributes:
+        steps: of the optimizer.
+        warmup: how many of them the rate rises for; below 1, the share of them.
+        minimum: at the end, as a share of the highest rate.
+        evaluate: how many steps lie between two evaluations; 0: only at the end.
+
+    """
+
+    steps: int
+    warmup: float = 0.0
+    minimum: float = 0.1
+    evaluate: int = 0
+
+
+def training_arguments(
+    folder: Path, seed: int, schedule: Schedule, train: Mapping[str, Any] | None = None
+) -> TrainingArguments:
+    """Return Trainer's arguments for a run.
+
+    Args:
+        folder: the run's; log and checkpoints go there.
+        seed: of dropout; weights and data have been drawn before.
+        schedule: steps and learning rate.
+        train: any other field of `TrainingArguments`.
+
+    Raises:
+        ValueError: `train` sets what the trainer needs to be as it is.
+
+    """
+    own = {
+        "output_dir": str(folder),
+        "seed": seed,
+        "data_seed": seed,
+        "max_steps": schedule.steps,
+        "warmup_steps": schedule.warmup,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": schedule.minimum},
+        "eval_strategy": "steps",
+        "eval_steps": schedule.evaluate or schedule.steps,
+        "train_sampling_strategy": "sequential",  # the data have an order of their own
+        "remove_unused_columns": False,
+        "logging_nan_inf_filter": False,  # such a loss ends the run
+        "disable_tqdm": True,  # progress goes the way of all commands
+    }
+    chosen = {**DEFAULTS, "dataloader_pin_memory": torch.accelerator.is_available(), **(train or {})}
+    taken = sorted(own.keys() & chosen.keys())
+    if taken:
+        raise ValueError(f"train.{taken[0]} is set by the trainer itself; leave it out")
+    return TrainingArguments(**own, **chosen)

@@ -1,0 +1,66 @@
+"""Paired first weights: each tensor is drawn from hash(seed, its name), whatever other tensors the model has.
+
+So methods that lack some tensors, or bring some along, share all others bit for bit; the rule of each (its
+distribution, its constants) is the model's own.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, initialization
+
+
+def initialise(model: PreTrainedModel, seed: int) -> None:
+    """Give every parameter of a model its first values; the random state of the process stays as it is.
+
+    Values are drawn in float32 on the CPU and then rounded, so that they are the same on any device, and in another
+    dtype but for rounding. A tied tensor counts under its first name. Initialise a model before anything wraps it:
+    names count.
+
+    Args:
+        model: any model of transformers, with memory (not on the meta device).
+        seed: of all tensors together.
+
+    Raises:
+        ValueError: a parameter is on the meta device, or the model's rule leaves one without a value.
+
+    """
+    named = dict(model.named_parameters())
+    meta = [name for name, parameter in named.items() if parameter.is_meta]
+    if meta:
+        raise ValueError(f"{meta[0]} is on the meta device; build the model with memory before its first weights")
+    try:
+        for parameter in named.values():
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # no rule of transformers writes to it
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), initialization.guard_torch_init_functions():
+            for name, parameter in named.items():
+                _draw(model, name, parameter, seed)
+    finally:
+        for parameter in named.values():
+            del parameter._is_hf_initialized  # type: ignore[attr-defined]
+
+
+def _draw(model: PreTrainedModel, name: str, parameter: nn.Parameter, seed: int) -> None:
+    """Draw a single parameter by the rule of the module that holds it; the others stay, since they are marked."""
+    module, stored = model.get_submodule(name.rpartition(".")[0]), parameter.data
+    parameter.data = torch.full(stored.shape, math.nan, device="cpu")
+    try:
+        torch.default_generator.manual_seed(_hash(seed, name))
+        parameter._is_hf_initialized = False  # type: ignore[attr-defined]
+        model._init_weights(module)
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        first: Tensor = parameter.data
+    finally:
+        parameter.data = stored
+    if first.isnan().any():
+        raise ValueError(
+            f"{name} gets no first value; {type(module).__name__} must set it where it resets its parameters"
+        )
+    stored.copy_(first)
+
+
+def _hash(seed: int, name: str) -> int:
+    """Return 63 bits that seed and name determine."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1

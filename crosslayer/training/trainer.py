@@ -1,0 +1,295 @@
+"""The trainer: transformers' own, with what a fair comparison needs of it.
+
+What differs from `Trainer`: weight decay leaves norms, vectors and what methods mix with alone; checkpoints are staged;
+a loss that is not finite ends the run; a validation loss is the mean over tokens, exact for any batch and any number of
+ranks; tokens a second are measured, and every measurement goes to `log.jsonl`; the model's `use_cache` stays as it is.
+
+Shapes: B batch, T tokens, V vocabulary, N validation windows.
+"""
+
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+
+from crosslayer.method import HeadMixer, Residual, StateReader
+from crosslayer.output.progress import Meter, Silent
+from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish, stage
+from crosslayer.training.log import JsonLog, Shown
+
+MIXES = (HeadMixer, Residual, StateReader)
+PICKLED = "training_args.bin"  # which Trainer adds to a model
+UNSUPPORTED = {
+    "load_best_model_at_end": "the last checkpoint is the model",
+    "push_to_hub": "upload the finished folder",
+    "auto_find_batch_size": "another batch size would be another run",
+}
+
+
+class TrainingStopped(RuntimeError):
+    """A run ended before its last step, through no fault of its settings that could be seen beforehand.
+
+    Attributes:
+        step: the step that was not completed, or whose checkpoint could not be written.
+        checkpoint: the last good checkpoint, None where there is none.
+
+    """
+
+    def __init__(self, what: str, step: int, checkpoint: Path | None):
+        last = "there is no checkpoint yet" if checkpoint is None else f"the last good checkpoint is {checkpoint.name}"
+        super().__init__(f"{what}; {last}")
+        self.step, self.checkpoint = step, checkpoint
+
+
+class CrossLayerTrainer(Trainer):
+    """Trains any causal language model on packed sequences.
+
+    Attributes:
+        window_losses: of the newest evaluation, the mean loss of every validation window (N,), by the names that the
+            log has for them ("eval_loss", "eval_web_loss").
+
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | Mapping[str, Dataset],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        meter: Meter = Silent,
+    ):
+        """Prepare a run.
+
+        Args:
+            model: with its first values.
+            args: as `training_arguments` makes them.
+            train_dataset: items of `input_ids`, `position_ids` and `labels` (T,), in the order in which they are read.
+            eval_dataset: validation windows, which are such items too; or such by domain.
+            tokenizer: is saved along with the model.
+            meter: shows progress.
+
+        Raises:
+            ValueError: the arguments ask for what this trainer does not do.
+
+        """
+        for name, reason in UNSUPPORTED.items():
+            if args.to_dict()[name]:
+                raise ValueError(f"train.{name} cannot be used here: {reason}")
+        self.window_losses: dict[str, np.ndarray] = {}
+        self._staging, self._micro_batch = False, 0
+        self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then
+        self._paused = 0.0  # seconds since then that were no training
+        self._shown = Shown(meter)
+        use_cache = model.config.use_cache
+        super().__init__(
+            model,
+            args,
+            default_data_collator,
+            train_dataset,
+            eval_dataset if not isinstance(eval_dataset, Mapping) else dict(eval_dataset),
+            tokenizer,
+            compute_metrics=_over_tokens,
+            callbacks=[JsonLog(), self._shown],
+        )
+        model.config.use_cache = use_cache  # the inputs turn the cache off, so the model needs no such setting
+        self.remove_callback(PrinterCallback)
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
+        """Train to the last step.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder; or True: the last good one of the run's folder, where there
+                is one.
+            trial: must be None; part of Trainer's signature, as the next.
+            ignore_keys_for_eval: must be None.
+
+        Raises:
+            ValueError: the checkpoint is not complete.
+            TrainingStopped: a loss is not finite, or a checkpoint cannot be written.
+
+        """
+        assert trial is None and ignore_keys_for_eval is None
+        if resume_from_checkpoint is True:
+            last = last_good(self._folder)
+            resume_from_checkpoint = None if last is None else str(last)
+        elif resume_from_checkpoint:
+            fault = damage(Path(resume_from_checkpoint))
+            if fault is not None:
+                raise ValueError(f"{Path(resume_from_checkpoint).name} cannot be resumed: {fault}")
+        set_seed(self.args.seed)
+        self._micro_batch, self._clock = 0, None
+        try:
+            return super().train(resume_from_checkpoint)
+        finally:
+            self._shown.close()
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return what weight decay acts on: maps and embeddings.
+
+        Not: norms, biases and other vectors, and the parameters that a method's mixing modules hold themselves
+        (queries over depth, gains, mixing weights). A map within such a module is a map.
+        """
+        decayed = set(super().get_decay_parameter_names(model))
+        mixing = {
+            f"{path}.{name}"
+            for path, module in model.named_modules()
+            if isinstance(module, MIXES)
+            for name, _ in module.named_parameters(recurse=False)
+        }
+        named = model.named_parameters()
+        return [name for name, parameter in named if name in decayed - mixing and parameter.ndim > 1]
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss; without a cache, since positions that restart separate documents only then."""
+        return super().compute_loss(model, {**inputs, "use_cache": False}, return_outputs, num_items_in_batch)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Add the gradients of a batch and count its tokens.
+
+        Raises:
+            TrainingStopped: the loss is not finite.
+
+        """
+        if self._clock is None:
+            self._clock, self._paused = (time.perf_counter(), self.state.num_input_tokens_seen), 0.0
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not loss.isfinite():
+            first = self._first_item()
+            raise TrainingStopped(
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}, in items {first} to "
+                f"{first + len(inputs['input_ids']) - 1} of the training data; a lower learning_rate or max_grad_norm "
+                "may help",
+                self.state.global_step + 1,
+                last_good(self._folder),
+            )
+        self.state.num_input_tokens_seen += inputs["input_ids"].numel() * self.args.world_size
+        self._micro_batch = 0 if self.accelerator.sync_gradients else self._micro_batch + 1
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with training losses the tokens so far and the tokens a second since the last time."""
+        if "loss" in logs:
+            assert self._clock is not None
+            now, tokens = time.perf_counter(), self.state.num_input_tokens_seen
+            logs["tokens"] = tokens
+            logs["tokens_per_second"] = (tokens - self._clock[1]) / (now - self._clock[0] - self._paused)
+            self._clock, self._paused = (now, tokens), 0.0
+        super().log(logs, start_time)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as Trainer does; the time does not count among the training's."""
+        started, before = time.perf_counter(), self._paused
+        metrics = super().evaluate(*args, **kwargs)
+        self._paused = before + time.perf_counter() - started
+        return metrics
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate on a data set, and keep the loss of every window."""
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        sums, counts = np.asarray(output.predictions), np.asarray(output.label_ids)  # (N,) each
+        self.window_losses[f"{metric_key_prefix}_loss"] = sums / counts
+        return output
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the batch's loss, and of each window (B,) the sum of its losses and how many tokens it predicts."""
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs["labels"]
+        with torch.no_grad(), self.compute_loss_context_manager():
+            rest = {name: value for name, value in inputs.items() if name != "labels"}
+            logits = model(**rest, use_cache=False).logits  # (B, T, V)
+        sums = torch.stack([_loss(row, targets) for row, targets in zip(logits, labels, strict=True)])
+        counts = labels[:, 1:].ne(-100).sum(dim=1)
+        return sums.sum() / counts.sum(), sums, counts
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint beside its place, and put it there when it is whole.
+
+        Raises:
+            TrainingStopped: it cannot be written; what lay in its place, and the checkpoints before, stay.
+
+        """
+        started, first = time.perf_counter(), self.args.should_save
+        try:
+            if first:
+                stage(self._folder)
+            self.accelerator.wait_for_everyone()
+            self._staging = True
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if first:
+                publish(self._folder, self.state.global_step, self.args.save_total_limit)
+            self.accelerator.wait_for_everyone()
+        except (OSError, SafetensorError, RuntimeError) as error:
+            shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
+            what = f"the checkpoint of step {self.state.global_step} could not be written: {error}"
+            raise TrainingStopped(what, self.state.global_step, last_good(self._folder)) from error
+        finally:
+            self._staging = False
+        self._paused += time.perf_counter() - started
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return where Trainer writes checkpoints: into the staging folder, while it saves."""
+        return str(self._folder / PARTIAL if self._staging else self._folder)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as transformers loads it, on every kind of machine; all ranks call it.
+
+        Trainer leaves a model out whose shards its checkpoints hold; here only checkpoints do.
+        """
+        if self.is_fsdp_enabled and not _internal_call:
+            self._save(output_dir, self.accelerator.get_state_dict(self.model))
+        else:
+            super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Save model and tokenizer, without the arguments, which would be a pickle."""
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            (Path(output_dir or self._folder) / PICKLED).unlink(missing_ok=True)
+
+    @property
+    def _folder(self) -> Path:
+        assert self.args.output_dir is not None
+        return Path(self.args.output_dir)
+
+    def _first_item(self) -> int:
+        """Return the number of the first item in the batch of this rank, in the data's order."""
+        batches = self.state.global_step * self.args.gradient_accumulation_steps + self._micro_batch
+        return (batches * self.args.world_size + self.args.process_index) * self.args.train_batch_size
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of a window's losses, of logits (T, V) and labels (T,); in float32 or wider."""
+    wide = logits[:-1].to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(wide, labels[1:], reduction="sum")
+
+
+def _over_tokens(windows: EvalPrediction) -> dict[str, float]:
+    """Return the mean loss over all tokens that are predicted."""
+    return {"loss": float(np.sum(windows.predictions, dtype=np.float64) / np.sum(windows.label_ids))}

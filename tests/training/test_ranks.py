@@ -1,0 +1,81 @@
+"""Two ranks train as one: DDP and FSDP2, on gloo."""
+
+import json
+import os
+import socket
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+
+from crosslayer.training.checkpoints import checkpoints, last_good
+from tests.helpers.training import STEPS, Random, Stop, losses, model_of, trainer_of
+
+SHARDED = {
+    "fsdp": True,
+    "fsdp_config": {
+        "transformer_layer_cls_to_wrap": ["CrossLayerDecoderLayer"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+    },
+}
+KINDS = {"ddp": {}, "fsdp2": SHARDED}
+
+
+def run(folder, size, **train):
+    """Train in two halves, the second resumed, and return the trainer; validation windows come out even on no rank."""
+    for stop in (3, None):
+        model = model_of(["attnres"], attention_dropout=0.0).double()
+        validation = {"a": Random(7, seed=1)}
+        trainer = trainer_of(
+            folder,
+            model,
+            Random(STEPS * 8),
+            validation,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=2,
+            per_device_eval_batch_size=2,
+            **train,
+        )
+        if stop is not None:
+            trainer.add_callback(Stop(stop))
+        trainer.train(True)
+    trainer.save_model(str(folder / "model"))
+    return trainer
+
+
+def results(trainer):
+    windows = {name: values.tolist() for name, values in trainer.window_losses.items()}
+    final = next(line["eval_a_loss"] for line in trainer.state.log_history if "eval_a_loss" in line)
+    return {"losses": list(losses(trainer).values()), "windows": windows, "final": final}
+
+
+def worker(rank, port, kind, folder):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    trainer = run(folder, 2, ddp_backend="gloo", **KINDS[kind])
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(results(trainer)))
+    dist.barrier()
+    os._exit(0)  # gloo's threads may still run when the interpreter takes its modules down, which aborts
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_as_one(kind, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "two").mkdir()
+    mp.spawn(worker, (port, kind, tmp_path / "two"), nprocs=2)
+    two = json.loads((tmp_path / "two" / "results.json").read_text())
+    one = results(run(tmp_path / "one", 4))
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert two["final"] == pytest.approx(one["final"], abs=1e-5)
+    assert two["windows"]["eval_a_loss"] == pytest.approx(one["windows"]["eval_a_loss"], abs=1e-5)
+    assert list(checkpoints(tmp_path / "two")) == [STEPS - 2, STEPS] and last_good(tmp_path / "two") is not None
+    weights, expected = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("two", "one"))
+    assert set(weights) == set(expected)
+    for name, weight in expected.items():
+        assert (weights[name] - weight).abs().max() < 1e-5, name

@@ -1,0 +1,82 @@
+"""What `record.json` of a training run holds: losses in nats a token, times in seconds."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from crosslayer.output.record import Environment, Frozen
+
+
+class TrainedModel(Frozen):
+    """What was trained; `flops_per_token` are of a forward and a backward pass, `kv_bytes_per_token` in `dtype`."""
+
+    class_: str = Field(validation_alias="class", serialization_alias="class")
+    methods: list[dict[str, Any]]
+    layers: int
+    parameters: int = Field(ge=1)
+    flops_per_token: float = Field(ge=0, description="three times the forward pass's, as counted over one sequence")
+    kv_bytes_per_token: float = Field(ge=0)
+    dtype: str
+
+
+class TrainedDomain(Frozen):
+    """Text of a kind; `passes` is how often the run went through it."""
+
+    name: str
+    share: float = Field(gt=0, le=1)
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=1)
+    validation_tokens: int = Field(ge=1, description="those that were read: windows × tokens of a sequence")
+    passes: float = Field(gt=0)
+    fingerprint: str
+
+
+class Curve(Frozen):
+    """What was logged on the way, entry by entry; a loss is the mean since the entry before."""
+
+    steps: list[int]
+    losses: list[float]
+    learning_rates: list[float]
+    gradient_norms: list[float | None]
+    tokens_per_second: list[float]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if len({len(entries) for entries in vars(self).values()}) > 1:
+            raise ValueError("the parts of the curve have different lengths")
+        return self
+
+
+class Validation(Frozen):
+    """Validation losses of each domain after a step."""
+
+    step: int
+    losses: dict[str, float]
+
+
+class TrainingRecord(Frozen):
+    """A run from its first step to its last."""
+
+    schema_: Literal["crosslayer/training/1"] = Field(
+        "crosslayer/training/1", validation_alias="schema", serialization_alias="schema"
+    )
+    command: str | None = None
+    name: str
+    seed: int
+    recipe: dict[str, Any] = Field(description="as it was, with every default")
+    model: TrainedModel
+    domains: tuple[TrainedDomain, ...] = Field(min_length=1)
+    curve: Curve
+    validation: tuple[Validation, ...] = Field(min_length=1)
+    windows: dict[str, list[float]] = Field(description="last validation loss of every window, by domain")
+    steps: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    seconds: float = Field(ge=0, description="of training steps alone, over all its parts where it was resumed")
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _check_domains(self) -> Self:
+        names = {domain.name for domain in self.domains}
+        if any(set(entry.losses) != names for entry in self.validation) or set(self.windows) != names:
+            raise ValueError("validation losses are not of the run's domains")
+        return self

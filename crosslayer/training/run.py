@@ -1,0 +1,300 @@
+"""A training run from its recipe to a folder: data, first weights, steps, validation, model and page.
+
+The folder holds `recipe.yaml` (with every default), `log.jsonl` and checkpoints while the run goes on; at its end
+`model/`, and `record.json` with its page last.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from crosslayer.decoder import CrossLayerForCausalLM
+from crosslayer.environment import environment
+from crosslayer.models.embedded import cache_folder
+from crosslayer.models.load import load_model
+from crosslayer.output.folder import exclusive
+from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.record import Environment
+from crosslayer.probe.intercept import evaluating
+from crosslayer.training.arguments import Schedule, training_arguments
+from crosslayer.training.initialise import initialise
+from crosslayer.training.mixture import Mixture, Windows, validation_windows, windows_of
+from crosslayer.training.recipe import Recipe, config_of_recipe, load_recipe
+from crosslayer.training.record import Curve, TrainedDomain, TrainedModel, Validation
+from crosslayer.training.result import TrainingRun
+from crosslayer.training.shards import Shards
+from crosslayer.training.texts import Domain, DomainShards
+from crosslayer.training.tokenizers import make_tokenizer
+from crosslayer.training.trainer import CrossLayerTrainer
+from crosslayer.wiring.read import read_plan
+
+RECIPE = "recipe.yaml"
+PASSES = 3  # a backward pass costs two forward passes
+
+
+def train(
+    recipe: Recipe | str | Path,
+    folder: str | Path,
+    *,
+    settings: Sequence[str] = (),
+    resume: bool = False,
+    progress: Meter = Silent,
+) -> TrainingRun:
+    """Train a model as a recipe says.
+
+    Under `torchrun` or `accelerate launch` every process calls it; the first writes.
+
+    Args:
+        recipe: as `load_recipe` returns it, or its file.
+        folder: of the run; it must not exist unless `resume` is set.
+        settings: "key=value" on top of a recipe that is a file.
+        resume: go on from the last good checkpoint in the folder, which must be of the same recipe; without any, or
+            without the folder, the run begins anew.
+        progress: shows what is being done.
+
+    Returns:
+        the run's record; the model lies in `folder / "model"`.
+
+    Raises:
+        ValueError: the recipe is wrong, its text cannot be read, or the folder cannot be taken.
+        TrainingStopped: the loss is not finite, or a checkpoint cannot be written.
+
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe, settings)
+    elif settings:
+        raise ValueError("settings are for a recipe that is a file; change the loaded one by load_recipe")
+    target = Path(folder).expanduser().resolve()
+    with _held(target):
+        _prepare(target, recipe, resume)
+        return _Run(recipe, target, progress).train(resume)
+
+
+@dataclass
+class _Run:
+    recipe: Recipe
+    folder: Path
+    progress: Meter
+
+    def train(self, resume: bool) -> TrainingRun:
+        recipe = self.recipe
+        tokenizer, shards = self._texts()
+        model = _first_model(recipe, tokenizer)
+        facts = _facts(model, recipe.data.length)
+        sequences = _sequences(recipe.train)
+        steps = recipe.schedule.total_steps(sequences * recipe.data.length)
+        schedule = Schedule(
+            steps, recipe.schedule.warmup_steps(steps), recipe.schedule.minimum, min(recipe.eval.every, steps)
+        )
+        weights = {domain.name: domain.weight for domain in recipe.data.domains}
+        training = {name: parts.training for name, parts in shards.items()}
+        mixture = Mixture(training, weights, recipe.data.length, recipe.seed, steps * sequences)
+        held_out = {name: self._held_out(name, parts.validation) for name, parts in shards.items()}
+        trainer = CrossLayerTrainer(
+            model,
+            training_arguments(self.folder, recipe.seed, schedule, recipe.train),
+            mixture,
+            held_out,
+            tokenizer,
+            self.progress,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        if not _evaluations(trainer.state.log_history, steps) or not trainer.window_losses:
+            trainer.evaluate()  # the last step is no multiple of eval.every, or the run had ended before
+        trainer.save_model(str(self.folder / "model"))
+        result = self._result(trainer, facts, mixture, held_out)
+        if trainer.is_world_process_zero():
+            self._write(result)
+        return result
+
+    def _texts(self) -> tuple[PreTrainedTokenizerFast, dict[str, DomainShards]]:
+        """Return the tokenizer, and the tokens of every domain, out of the cache where they are there."""
+        parts = self.recipe.data.domains
+        domains = [Domain(part.name, part.training_source(), part.validation_source()) for part in parts]
+
+        def documents() -> Iterator[str]:
+            for domain in domains:
+                yield from domain.training()
+
+        with self.progress("reading the tokenizer", 0):
+            tokenizer = make_tokenizer(self.recipe.tokenizer, documents)
+        place = cache_folder() / "tokens"
+        return tokenizer, {domain.name: domain.shards(tokenizer, place, self.progress) for domain in domains}
+
+    def _held_out(self, name: str, shards: Shards) -> Windows:
+        """Return the validation windows of a domain: those of the recipe, or all where it has fewer."""
+        length = self.recipe.data.length
+        return validation_windows(shards, length, min(self.recipe.eval.windows, windows_of(shards, length, name)))
+
+    def _result(
+        self, trainer: CrossLayerTrainer, facts: TrainedModel, mixture: Mixture, held_out: dict[str, Windows]
+    ) -> TrainingRun:
+        history = trainer.state.log_history
+        losses = [entry for entry in history if "loss" in entry]
+        names = list(held_out)
+        total = sum(mixture.units)
+        passes = mixture.passes()
+        domains = [
+            TrainedDomain(
+                name=name,
+                share=units / total,
+                tokens=mixture.domains[name].tokens,
+                documents=mixture.domains[name].documents,
+                validation_tokens=len(held_out[name]) * mixture.length,
+                passes=passes[name],
+                fingerprint=mixture.domains[name].fingerprint,
+            )
+            for name, units in zip(names, mixture.units, strict=True)
+        ]
+        last, tokens, seconds = 0, 0, 0.0
+        for entry in losses:
+            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
+            last, tokens = entry["step"], entry["tokens"]
+        assert last <= trainer.state.max_steps
+        return TrainingRun(
+            name=self.recipe.name,
+            seed=self.recipe.seed,
+            recipe=self.recipe.model_dump(mode="json"),
+            model=facts,
+            domains=tuple(domains),
+            curve=Curve(
+                steps=[entry["step"] for entry in losses],
+                losses=[entry["loss"] for entry in losses],
+                learning_rates=[entry["learning_rate"] for entry in losses],
+                gradient_norms=[entry.get("grad_norm") for entry in losses],
+                tokens_per_second=[entry["tokens_per_second"] for entry in losses],
+            ),
+            validation=tuple(
+                Validation(step=step, losses=entry) for step, entry in _validation_losses(history, names).items()
+            ),
+            windows={name: trainer.window_losses[f"eval_{name}_loss"].tolist() for name in names},
+            steps=trainer.state.max_steps,
+            tokens=trainer.state.num_input_tokens_seen,
+            seconds=seconds,
+            environment=Environment.model_validate(environment()),
+        )
+
+    def _write(self, result: TrainingRun) -> None:
+        """Put page and record into the run's folder; the record, which says that the run is whole, comes last."""
+        partial = self.folder / ".page"
+        shutil.rmtree(partial, ignore_errors=True)
+        result.save(partial)
+        for name in ("figures", "report.html", "record.json"):
+            if (self.folder / name).is_dir():
+                shutil.rmtree(self.folder / name)
+            if (partial / name).exists():
+                (partial / name).replace(self.folder / name)
+        partial.rmdir()
+
+
+def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Return the model with its first weights."""
+    if recipe.model.start is not None:
+        model, _ = load_model(recipe.model.start, dtype=torch.float32)
+        if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # type: ignore[operator, union-attr]
+            raise ValueError(
+                f"the tokenizer {recipe.tokenizer!r} has {len(tokenizer):,} tokens, more than the embeddings of "
+                f"{recipe.model.start!r}; leave `tokenizer` out to take the model's own"
+            )
+        return model
+    config = config_of_recipe(
+        recipe,
+        len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = CrossLayerForCausalLM(config)
+    initialise(model, recipe.seed)
+    return model
+
+
+def _facts(model: PreTrainedModel, length: int) -> TrainedModel:
+    ids = torch.zeros(1, length, dtype=torch.long)
+    with torch.no_grad(), evaluating(model), FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False)
+    plan = read_plan(model, length=length)
+    text = model.config.get_text_config()
+    return TrainedModel(
+        class_=type(model).__name__,
+        methods=[dict(entry) if isinstance(entry, dict) else {"name": entry} for entry in _methods(model)],
+        layers=text.num_hidden_layers,
+        parameters=model.num_parameters(),
+        flops_per_token=PASSES * counter.get_total_flops() / length,
+        kv_bytes_per_token=plan.stored_bytes / length,
+        dtype=plan.dtype,
+    )
+
+
+def _methods(model: PreTrainedModel) -> list[Any]:
+    return list(model.config.cross_layer) if isinstance(model, CrossLayerForCausalLM) else []
+
+
+def _sequences(train: dict[str, Any]) -> int:
+    """Return how many sequences a step reads, over all processes and the batches that it accumulates."""
+    batch, batches = train.get("per_device_train_batch_size", 8), train.get("gradient_accumulation_steps", 1)
+    return batch * batches * int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _validation_losses(history: list[dict[str, Any]], names: Sequence[str]) -> dict[int, dict[str, float]]:
+    """Return the losses of every domain by the step after which they were measured."""
+    losses: dict[int, dict[str, float]] = {}
+    for entry in history:
+        for name in names:
+            if f"eval_{name}_loss" in entry:
+                losses.setdefault(entry["step"], {})[name] = entry[f"eval_{name}_loss"]
+    return losses
+
+
+def _evaluations(history: list[dict[str, Any]], step: int) -> bool:
+    """Return whether the validation loss was measured after a step."""
+    return any(entry["step"] == step and any(key.startswith("eval_") for key in entry) for entry in history)
+
+
+def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
+    """Take a new folder, or one of the same recipe.
+
+    Raises:
+        ValueError: the folder is of something else.
+
+    """
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    written = folder / RECIPE
+    if folder.exists() and any(folder.iterdir()):
+        if not resume:
+            raise ValueError(f"the folder {folder.name!r} exists; give another name, or `resume` to go on with its run")
+        if not written.is_file() or written.read_text(encoding="utf-8") != text:
+            raise ValueError(
+                f"the folder {folder.name!r} is of another recipe, or of none; `resume` goes on with the same one only"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    if _is_first():
+        partial = folder / f".{RECIPE}"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(written)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keep other runs off the folder."""
+    if not _is_first():
+        yield
+        return
+    try:
+        with exclusive(folder):
+            yield
+    except BlockingIOError:
+        raise ValueError(f"the folder {folder.name!r} is being written by another process; name another") from None
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"

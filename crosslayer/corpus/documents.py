@@ -1,11 +1,12 @@
 """Documents of a source: a file, a dataset, or the corpus that lies in the package."""
 
+import hashlib
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosslayer.corpus.files import READERS, read_file, separated
+from crosslayer.corpus.files import is_pattern, local_files, read_file, separated, stream_file
 from crosslayer.corpus.streamed import stream_dataset
 
 DATA = Path(__file__).parent.parent / "data"
@@ -16,7 +17,8 @@ class TextSource:
     """Where text comes from.
 
     Args:
-        name: a .txt, .jsonl or .parquet file, or the name of a dataset; None is the embedded corpus.
+        name: a .txt, .jsonl or .parquet file (also with .gz or .xz), a folder or a pattern of such files, or the name
+            of a dataset; None is the embedded corpus.
         config: configuration of a dataset.
         split: split of a dataset.
         column: text column of a table or dataset.
@@ -33,7 +35,11 @@ class TextSource:
         if self.name is None:
             return "embedded corpus (Moby Dick, Opticks, two Austen novels, State of the Union)"
         path = Path(self.name).expanduser()
-        return path.name if path.exists() else "/".join(filter(None, (self.name, self.config, self.split)))
+        return (
+            path.name
+            if path.exists() or is_pattern(self.name)
+            else "/".join(filter(None, (self.name, self.config, self.split)))
+        )
 
 
 def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
@@ -45,12 +51,36 @@ def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
     """
     if source.name is None:
         return embedded_documents("default_corpus")
-    path = Path(source.name).expanduser()
-    if path.exists():
-        return read_file(path, source.column)
-    if path.suffix in READERS:
-        raise ValueError(f"text file {source.name!r} does not exist")
+    files = local_files(source.name)
+    if files:
+        return [document for path in files for document in read_file(path, source.column)]
     return stream_dataset(source.name, source.config, source.split, source.column, seed)
+
+
+def stream_documents(source: TextSource) -> Iterator[str]:
+    """Yield the documents of a source, a file at a time, always in the same order; errors as `load_documents`."""
+    files = [] if source.name is None else local_files(source.name)
+    if files:
+        for path in files:
+            yield from stream_file(path, source.column)
+    else:
+        yield from load_documents(source)
+
+
+def source_digest(source: TextSource) -> str:
+    """Return a SHA-256 of what a source is: of local files their contents, of a dataset its names alone.
+
+    Raises:
+        ValueError: a local file does not exist.
+
+    """
+    files = [DATA / "default_corpus.tar.xz"] if source.name is None else local_files(source.name)
+    names = [source.column] if files else [source.name, source.config, source.split, source.column]
+    digest = hashlib.sha256(repr(names).encode())
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def embedded_documents(archive: str, files: Sequence[str] = ()) -> list[str]:

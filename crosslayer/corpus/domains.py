@@ -4,13 +4,13 @@ A domain is text of a single kind, by name: how a model does on text that it was
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.corpus.documents import TextSource, embedded_documents
+from crosslayer.corpus.files import file_kind, local_files
 from crosslayer.corpus.windows import Windows, split
 
 EMBEDDED = {  # domain → archive and files in it; sources and licences: data/SOURCES.md
@@ -36,8 +36,11 @@ def check_table_options(sources: Sequence[TextSource]) -> None:
         ValueError: the option would do nothing; the message names it.
 
     """
-    local = [source.name is None or Path(source.name).expanduser().exists() for source in sources]
-    plain = [source.name is None or source.name.endswith(".txt") for source in sources]
+    files = [[] if source.name is None else local_files(source.name) for source in sources]
+    local = [source.name is None or bool(paths) for source, paths in zip(sources, files, strict=True)]
+    plain = [
+        here and all(file_kind(path) == ".txt" for path in paths) for here, paths in zip(local, files, strict=True)
+    ]
     for option, idle in {"config": all(local), "split": all(local), "column": all(plain)}.items():
         value, default = vars(sources[0])[option], vars(TextSource())[option]
         if idle and value != default:

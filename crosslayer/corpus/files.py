@@ -1,16 +1,67 @@
-"""Documents of local files: .txt, .jsonl and .parquet. A file may come from anyone."""
+"""Documents of local files: .txt, .jsonl and .parquet, also packed as .gz or .xz. A file may come from anyone."""
 
+import glob
+import gzip
+import io
 import json
-from collections.abc import Callable
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from crosslayer.output.progress import say
 
 DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
+LONGEST = 2**24  # characters of a document or a row: what is longer in a .txt is cut, in a .jsonl refused
+
+
+def local_files(name: str) -> list[Path]:
+    """Return the files that a name means: all text files in a folder, or what matches a pattern (`*`, `?`, `[…]`).
+
+    A name that is none of this, and has not the suffix of a text file either, is taken for a dataset's: no files.
+
+    Raises:
+        ValueError: a file does not exist, a folder holds no text files, or nothing matches a pattern.
+
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = [file for file in sorted(path.rglob("*")) if file_kind(file) in READERS and file.is_file()]
+        if not files:
+            raise ValueError(f"{name!r} is a folder without text; its text files must end in {SUFFIXES}")
+        return files
+    if path.exists():
+        return [path]
+    if is_pattern(name):
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        files = [match for match in matches if match.is_file()]
+        if not files:
+            raise ValueError(f"no file matches {name!r}")
+        return files
+    if file_kind(path) in READERS:
+        raise ValueError(f"text file {name!r} does not exist")
+    return []
+
+
+def is_pattern(name: str) -> bool:
+    """Return whether a name is a pattern for files."""
+    return glob.has_magic(name)
+
+
+def file_kind(path: Path) -> str:
+    """Return what a file is by its name, without how it is packed: ".txt" for a.txt.xz."""
+    return Path(path.stem).suffix if path.suffix in PACKINGS else path.suffix
 
 
 def read_file(path: Path, column: str) -> list[str]:
-    """Return the documents of a file; `column` names the text in a table.
+    """Return the documents of a file; as `stream_file`."""
+    return list(stream_file(path, column))
+
+
+def stream_file(path: Path, column: str) -> Iterator[str]:
+    """Yield the documents of a file one after the other; `column` names the text in a table.
 
     Raises:
         ValueError: the file is empty, binary or damaged, is none of `READERS`, or has no such column.
@@ -19,12 +70,15 @@ def read_file(path: Path, column: str) -> list[str]:
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "a device or a pipe"
         raise ValueError(f"{str(path)!r} is {kind}; give a .txt, .jsonl or .parquet file, or a datasets name")
-    if path.suffix not in READERS:
-        raise ValueError(f"{path.name!r} has the suffix {path.suffix!r}; text files end in .txt, .jsonl or .parquet")
-    documents = [text for text in READERS[path.suffix](path, column) if text.strip()]
-    if not documents:
-        raise ValueError(f"{path.name!r} holds no text")
-    return documents
+    if file_kind(path) not in READERS:
+        raise ValueError(f"{path.name!r} has the suffix {path.suffix!r}; text files end in {SUFFIXES}")
+    empty = True
+    for text in READERS[file_kind(path)](path, column):
+        if text.strip():
+            empty = False
+            yield text
+    if empty:
+        raise ValueError(f"{path.name!r} {'holds no text' if path.stat().st_size else 'is empty'}")
 
 
 def separated(text: str) -> list[str]:
@@ -38,22 +92,34 @@ def say_skipped(name: str, rows: int) -> None:
         say(f"{name}: skipped {rows} row{'s' if rows > 1 else ''} without text")
 
 
-def _txt_documents(path: Path, column: str) -> list[str]:
-    return separated(_decode(path))
+def _txt_documents(path: Path, column: str) -> Iterator[str]:
+    lines: list[str] = []
+    size = 0
+    for line in _lines(path):
+        separates = line.rstrip("\r\n") == DOCUMENT_LINE
+        if separates or size + len(line) > LONGEST:
+            yield "".join(lines).strip("\r\n")
+            lines, size = [], 0
+        if not separates:
+            lines.append(line)
+            size += len(line)
+    yield "".join(lines).strip("\r\n")
 
 
-def _jsonl_documents(path: Path, column: str) -> list[str]:
-    documents, skipped = [], 0
-    for number, line in enumerate(_decode(path).split("\n"), 1):  # no other character ends a line of .jsonl
+def _jsonl_documents(path: Path, column: str) -> Iterator[str]:
+    skipped = 0
+    for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
-        text = _row_text(line, f"{path.name!r}, line {number}", column)
+        place = f"{path.name!r}, line {number}"
+        if len(line) == LONGEST:
+            raise ValueError(f"{place}: it has {LONGEST:,} characters or more; a row must be shorter")
+        text = _row_text(line, place, column)
         if text is None:
             skipped += 1
         else:
-            documents.append(text)
+            yield text
     say_skipped(path.name, skipped)
-    return documents
 
 
 def _row_text(line: str, place: str, column: str) -> str | None:
@@ -72,41 +138,69 @@ def _row_text(line: str, place: str, column: str) -> str | None:
     return row[column]
 
 
-def _parquet_documents(path: Path, column: str) -> list[str]:
+def _parquet_documents(path: Path, column: str) -> Iterator[str]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise ValueError("reading .parquet needs pyarrow: pip install 'crosslayer[train]'") from error
-    try:
-        file = parquet.ParquetFile(path)
+    with _readable_table(path), _opened(path) as unpacked:
+        file = parquet.ParquetFile(io.BytesIO(unpacked.read()) if path.suffix in PACKINGS else path)
         names = file.schema_arrow.names
-        rows = file.read([column])[column].to_pylist() if column in names else []
+    if column not in names:
+        raise ValueError(f"{path.name!r} has no column {column!r}; it has {', '.join(names)}")
+    skipped = 0
+    for text in _parquet_rows(path, file, column):
+        if text is None:
+            skipped += 1
+        elif isinstance(text, str):
+            yield text
+        else:
+            raise ValueError(f"{path.name!r}: column {column!r} holds {file.schema_arrow.field(column).type}, not text")
+    say_skipped(path.name, skipped)
+
+
+def _parquet_rows(path: Path, file: Any, column: str) -> Iterator[Any]:
+    """Yield the values of a column, read a batch of rows at a time."""
+    with _readable_table(path):
+        for batch in file.iter_batches(columns=[column]):
+            yield from batch.column(0).to_pylist()
+
+
+@contextmanager
+def _readable_table(path: Path) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # pyarrow raises many kinds, also for a page that is damaged
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path.name!r} is not a parquet file, or is damaged: {reason}") from error
-    if column not in names:
-        raise ValueError(f"{path.name!r} has no column {column!r}; it has {', '.join(names)}")
-    texts = [text for text in rows if text is not None]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{path.name!r}: column {column!r} holds {file.schema_arrow.field(column).type}, not text")
-    say_skipped(path.name, len(rows) - len(texts))
-    return texts
 
 
-def _decode(path: Path) -> str:
-    content = path.read_bytes()
-    if not content.strip():
-        raise ValueError(f"text file {path.name!r} is empty")
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a text, which only a line feed ends, with it; of one longer than `LONGEST`, parts."""
     try:
-        if b"\0" in content:
-            raise UnicodeError
-        return content.decode("utf-8")
+        with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="\n") as text:
+            while line := text.readline(LONGEST):
+                if "\0" in line:
+                    raise UnicodeError
+                yield line
     except UnicodeError:
         raise ValueError(f"{path.name!r} is not UTF-8 text (it looks binary)") from None
 
 
-READERS: dict[str, Callable[[Path, str], list[str]]] = {
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading, unpacked."""
+    try:
+        with PACKINGS.get(path.suffix, Path.open)(path, "rb") as file:
+            yield file
+    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
+        raise ValueError(f"{path.name!r} is damaged or cut short: {error}") from error
+
+
+PACKINGS: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".xz": lzma.open}
+READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
     ".txt": _txt_documents,
     ".jsonl": _jsonl_documents,
     ".parquet": _parquet_documents,
 }
+SUFFIXES = ".txt, .jsonl or .parquet (also with .gz or .xz)"

@@ -1,10 +1,14 @@
 """Documents out of files, datasets and the package; what cannot be read is a single clear line."""
 
+import gzip
 import json
+import lzma
 
 import pytest
 
-from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.corpus import files
+from crosslayer.corpus.documents import TextSource, load_documents, source_digest, stream_documents
+from crosslayer.corpus.domains import check_table_options
 from crosslayer.corpus.windows import pack
 from tests.helpers.text import tokenizer, words
 
@@ -28,6 +32,58 @@ def test_files(tmp_path):
     assert load_documents(TextSource(str(tmp_path / "a.parquet"))) == ["one", "two"]
 
 
+def test_files_may_be_packed_and_several(tmp_path):
+    (tmp_path / "b.txt.xz").write_bytes(lzma.compress("<|doc|>\n\nthrée\n\n<|doc|>\r\n<|doc|>\n\nfour\n".encode()))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n\n{"text": "two"}'))
+    (tmp_path / "README.md").write_text("no text of a domain")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "c.txt").write_text("five")
+    expected = {str(tmp_path): ["one", "two", "thrée", "four", "five"], str(tmp_path / "?.txt.*"): ["thrée", "four"]}
+    for name, documents in expected.items():
+        assert load_documents(TextSource(name)) == list(stream_documents(TextSource(name))) == documents
+        with pytest.raises(ValueError, match="split"):
+            check_table_options([TextSource(name, split="test")])
+    check_table_options([TextSource(str(tmp_path), column="body")])
+    with pytest.raises(ValueError, match="column"):
+        check_table_options([TextSource(str(tmp_path / "b.txt.*"), column="body")])
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    parquet.write_table(pyarrow.table({"text": ["six"]}), tmp_path / "d.parquet")
+    (tmp_path / "d.parquet.gz").write_bytes(gzip.compress((tmp_path / "d.parquet").read_bytes()))
+    assert load_documents(TextSource(str(tmp_path / "d.parquet.gz"))) == ["six"]
+
+
+def test_documents_are_read_as_they_are_wanted(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    documents = stream_documents(TextSource(str(tmp_path)))
+    assert next(documents) == "one"
+    with pytest.raises(ValueError, match="'b.txt' is not UTF-8"):
+        next(documents)
+
+
+def test_what_is_too_long_is_cut_or_refused(tmp_path, monkeypatch):
+    """So that a small packed file cannot fill the memory."""
+    monkeypatch.setattr(files, "LONGEST", 10)
+    (tmp_path / "a.txt").write_text("12345\n123\n1234\n" + "x" * 25)
+    assert load_documents(TextSource(str(tmp_path / "a.txt"))) == ["12345\n123", "1234", "x" * 10, "x" * 10, "x" * 5]
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    with pytest.raises(ValueError, match="line 1: it has 10 characters or more"):
+        load_documents(TextSource(str(tmp_path / "a.jsonl")))
+
+
+def test_a_digest_knows_what_a_source_holds(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    first = source_digest(TextSource(str(tmp_path)))
+    assert source_digest(TextSource(str(tmp_path / "*.txt"))) == first != source_digest(TextSource())
+    assert source_digest(TextSource(str(file), column="body")) != first
+    file.write_text("two")
+    assert source_digest(TextSource(str(file))) != first
+    assert source_digest(TextSource("some/set")) != source_digest(TextSource("some/set", split="test"))
+
+
 def test_only_a_line_feed_ends_a_row_and_rows_without_text_are_counted(tmp_path, capsys):
     table = tmp_path / "a.jsonl"
     rows = [{"text": "one\u2028two\x85three"}, {"text": None}, {"text": None, "id": 3}]
@@ -46,7 +102,7 @@ def test_only_a_line_feed_ends_a_row_and_rows_without_text_are_counted(tmp_path,
     ("name", "content", "message"),
     [
         ("a.txt", b"", "is empty"),
-        ("a.txt", b"  \n \n", "is empty"),
+        ("a.txt", b"  \n \n", "holds no text"),
         ("a.txt", b"abc\0def", "binary"),
         ("a.txt", b"\xff\xfe\x41", "binary"),
         ("a.jsonl", b'{"text": 1}', "no text in column 'text'; it has text"),
@@ -54,6 +110,13 @@ def test_only_a_line_feed_ends_a_row_and_rows_without_text_are_counted(tmp_path,
         ("a.jsonl", b"not json", "line 1: not JSON"),
         ("a.parquet", b"not parquet", "is not a parquet file"),
         ("a.pdf", b"%PDF", "end in .txt, .jsonl or .parquet"),
+        ("a.pdf.gz", b"%PDF", "end in .txt, .jsonl or .parquet"),
+        ("a.txt.gz", b"plain", "'a.txt.gz' is damaged or cut short"),
+        ("a.txt.gz", gzip.compress(b"some text" * 99)[:-20], "'a.txt.gz' is damaged or cut short"),
+        ("a.txt.xz", lzma.compress(b"some text" * 99)[:-20], "'a.txt.xz' is damaged or cut short"),
+        ("a.txt.xz", lzma.compress(b"\xff\xfe"), "binary"),
+        ("a.txt.xz", lzma.compress(b""), "holds no text"),
+        ("a.jsonl.xz", lzma.compress(b"[1]"), "line 1: no text in column 'text'"),
     ],
 )
 def test_bad_files_get_one_clear_line(tmp_path, name, content, message):
@@ -66,7 +129,9 @@ def test_bad_files_get_one_clear_line(tmp_path, name, content, message):
 def test_unknown_names(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         load_documents(TextSource(str(tmp_path / "missing.txt")))
-    with pytest.raises(ValueError, match="is a folder"):
+    with pytest.raises(ValueError, match=r"no file matches '.*b_\*\.txt'"):
+        load_documents(TextSource(str(tmp_path / "b_*.txt")))
+    with pytest.raises(ValueError, match="is a folder without text"):
         load_documents(TextSource(str(tmp_path)))
     pq = pytest.importorskip("pyarrow.parquet")
     import pyarrow

@@ -195,6 +195,8 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
             yield file
     except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise ValueError(f"{path.name!r} is damaged or cut short: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path.name!r} cannot be read: {error.strerror or error}") from error
 
 
 PACKINGS: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".xz": lzma.open}

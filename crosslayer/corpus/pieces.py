@@ -59,13 +59,14 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, bos: str = "auto") -> tup
     return [], []
 
 
-def _from_word(text: str, start: int, stop: int) -> str:
-    """Return text[start:stop] with both ends moved to the next beginning of a word."""
-    return text[_next_word(text, start) : _next_word(text, stop)]
-
-
-def _next_word(text: str, at: int) -> int:
+def next_word(text: str, at: int) -> int:
+    """Return where the next word begins, with the space before it; `at` itself where no space is near."""
     if at == 0 or at >= len(text):
         return min(at, len(text))
     space = text.find(" ", at - 1, at + WORD)
     return space if space >= 0 else at
+
+
+def _from_word(text: str, start: int, stop: int) -> str:
+    """Return text[start:stop] with both ends moved to the next beginning of a word."""
+    return text[next_word(text, start) : next_word(text, stop)]

@@ -112,6 +112,19 @@ def load_config(name: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer alone; a folder needs no weights.
+
+    Raises:
+        ValueError: the model is unknown, or has no tokenizer that can be read.
+
+    """
+    folder = Path(name).expanduser()
+    source = str(folder) if name not in EMBEDDED and folder.is_dir() else _source(name)
+    with _one_line_errors(name):
+        return _tokenizer(source)
+
+
 class Ready(NamedTuple):
     """A model, its tokenizer where it has any, how a result calls it, and whether it was loaded for this call alone."""
 

@@ -1,0 +1,1 @@
+"""Trains a decoder with any method from a recipe."""

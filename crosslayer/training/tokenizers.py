@@ -1,0 +1,103 @@
+"""Tokenizers for a training run: bytes, byte pairs trained on its own text, or a model's."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from crosslayer.models.load import load_tokenizer
+
+END, PADDING = "<|end|>", "<|pad|>"  # what ends a document, and what fills a row
+SPECIAL = (END, PADDING)
+BYTES = 256
+TRAINED_ON = 32 * 10**6  # characters of text that byte pairs are trained on at most
+PIECE = 4096  # characters; of a longer text such pieces are taken from everywhere in it
+
+
+def make_tokenizer(name: str, documents: Callable[[], Iterable[str]]) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a run.
+
+    Args:
+        name: "bytes", where token b is byte b of the text in UTF-8, and any text comes back as it was; "bpe:N", byte
+            pairs (GPT-2's way to part words) trained on `documents`, N tokens with the special ones, or fewer where
+            the text has not so many pairs that come twice; everything else is a model whose tokenizer is taken.
+        documents: called for the text to train on; it is read twice.
+
+    Raises:
+        ValueError: N is no number or leaves no room for pairs, there is no text, or the model has no such tokenizer.
+
+    """
+    if name == "bytes":
+        return _finished(_byte_level(models.BPE(vocab=_byte_ids(), merges=[]), words=False))
+    if name.startswith("bpe:"):
+        return _train(_size(name), documents)
+    tokenizer = load_tokenizer(name)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(f"the tokenizer of {name!r} is no fast one (tokenizer.json); training needs such")
+    return tokenizer
+
+
+def _size(name: str) -> int:
+    """Return N of "bpe:N"."""
+    number, least = name.removeprefix("bpe:"), BYTES + len(SPECIAL) + 1
+    if not (number.isascii() and number.isdigit()) or int(number) < least:
+        raise ValueError(f"tokenizer {name!r}: give bpe:N with a number of tokens from {least} on, such as bpe:8192")
+    return int(number)
+
+
+def _train(size: int, documents: Callable[[], Iterable[str]]) -> PreTrainedTokenizerFast:
+    """Train byte pairs; the same text gives the same tokenizer."""
+    characters = sum(map(len, documents()))
+    if not characters:
+        raise ValueError(f"tokenizer 'bpe:{size}' needs text to train on, and there is none")
+    tokenizer = _byte_level(models.BPE(), words=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, min_frequency=2, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(_sample(documents(), characters), trainer)
+    return _finished(tokenizer)
+
+
+def _sample(documents: Iterable[str], characters: int) -> Iterator[str]:
+    """Yield pieces from everywhere in documents of so many characters, about `TRAINED_ON` in all."""
+    kept = read = 0
+    for text in documents:
+        for start in range(0, len(text), PIECE):
+            piece = text[start : start + PIECE]
+            read += len(piece)
+            if kept * characters < read * min(characters, TRAINED_ON):
+                kept += len(piece)
+                yield piece
+
+
+def _byte_level(model: models.BPE, words: bool) -> Tokenizer:
+    """Return a tokenizer over bytes; pairs stay within words where `words` is set."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_ids() -> dict[str, int]:
+    """Return the number of each byte by the character that stands for it.
+
+    A printable byte of Latin-1 stands for itself, and all others, in their order, for the characters from 256 on; this
+    is how byte-level tokenizers write bytes (GPT-2).
+    """
+    printable = {byte for byte in range(BYTES) if chr(byte) in pre_tokenizers.ByteLevel.alphabet()}
+    others = [byte for byte in range(BYTES) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return {characters[byte]: byte for byte in range(BYTES)}
+
+
+def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Give a tokenizer its special tokens, which text never becomes, whatever it says."""
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PADDING,
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )

@@ -25,9 +25,9 @@ WORD = 2**64 - 1
 class Mixture(Dataset[dict[str, Tensor]]):
     """Row i, for i from 0 to before `items`, is a window of a domain.
 
-    Of the first n rows a domain has its share of n, but for less than the number of domains. Its windows, cut
-    from its tokens without overlap, come in an order that follows from the seed and the domain's name, none twice before
-    all of them were there once; then in another order. Of two mixtures that differ in `items` alone, the shorter is the
+    Of the first n rows a domain has its share of n, but for less than the number of domains. Its windows, cut from its
+    tokens without overlap, come in an order that follows from the seed and the domain's name, none twice before all of
+    them were there once; then in another order. Of two mixtures that differ in `items` alone, the shorter is the
     beginning of the longer.
 
     Args:
@@ -43,9 +43,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
 
     """
 
-    def __init__(
-        self, domains: Mapping[str, Shards], weights: Mapping[str, float], length: int, seed: int, items: int
-    ):
+    def __init__(self, domains: Mapping[str, Shards], weights: Mapping[str, float], length: int, seed: int, items: int):
         _check_weights(domains, weights)
         _check_length(length)
         if items < 1:
@@ -161,7 +159,7 @@ def permuted(index: int, size: int, key: int) -> int:
     """Return where a pseudorandom order of `size` things, which `key` chooses, has number `index`.
 
     A Feistel network permutes the numbers of an even count of bits; one that falls beyond `size` goes through it again
-    until it falls inside, which keeps it a permutation (Black and Rogaway 2002). Fewer than 4 rounds trips on average.
+    until it falls inside, which keeps it a permutation (Black and Rogaway 2002). On average it goes fewer than 4 times.
     """
     half = max(1, math.ceil((size - 1).bit_length() / 2))
     while True:

@@ -54,6 +54,7 @@ def test_files_end_anywhere_and_reading_does_not_see_it(tmp_path, monkeypatch):
     whole = write(tmp_path / "whole")
     monkeypatch.setattr(module, "FILE", 7)
     monkeypatch.setattr(module, "BATCH", 5)
+    monkeypatch.setattr(module, "PART", 3)
     split = write(tmp_path / "split")
     assert len(split.files) == -(-split.tokens // 7) and set(split.files[:-1]) == {7}
     ids, starts = whole.read(0, whole.tokens), whole.starts(0, whole.tokens)
@@ -74,7 +75,8 @@ def test_a_large_vocabulary_takes_more_bytes(tmp_path):
 def test_a_long_document_is_cut_before_words_and_stays_a_document(tmp_path, monkeypatch):
     pairs = make_tokenizer("bpe:400", lambda: [words(0, 400)])
     expected = documents_of(write(tmp_path / "whole", [words(0, 400), "w1"], pairs))
-    monkeypatch.setattr(module, "BATCH", 50)
+    monkeypatch.setattr(module, "BATCH", 150)
+    monkeypatch.setattr(module, "PART", 50)
     assert documents_of(write(tmp_path / "cut", [words(0, 400), "w1"], pairs)) == expected
 
 

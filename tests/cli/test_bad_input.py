@@ -99,7 +99,7 @@ CASES = [
     ("diagnose {kit}/model --text missing.txt", "'missing.txt' does not exist"),
     ("diagnose {kit}/model --text {kit}/empty", "is a folder"),
     ("diagnose {kit}/model --text /dev/zero", "is a device or a pipe"),
-    ("diagnose {kit}/model --text {kit}/empty.txt", "'empty.txt' is empty"),
+    ("diagnose {kit}/model --text {kit}/empty.txt", "'empty.txt' holds no text"),
     ("diagnose {kit}/model --text {kit}/binary.txt", "'binary.txt' is not UTF-8 text"),
     ("diagnose {kit}/model --text {kit}/text.pdf", "text files end in .txt, .jsonl or .parquet"),
     ("diagnose {kit}/model --text {kit}/short.txt", "the text has 8 bytes, and 2 sequences of 16"),

@@ -156,6 +156,7 @@ def main():
     record["options"] = {name: value for name, value in vars(options).items() if name not in ("json", "text")}
     record["versions"] = {name: version(name) for name in ("crosslayer", "torch", "transformers", "tokenizers")}
     record["cores"] = os.cpu_count()
+    record["load"] = os.getloadavg()[0]  # other work on the machine makes even CPU seconds longer
     report(record)
     options.json.parent.mkdir(exist_ok=True)
     options.json.write_text(json.dumps(record, indent=1) + "\n")

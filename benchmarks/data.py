@@ -26,7 +26,8 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator
 
-from crosslayer.corpus.documents import TextSource, embedded_documents, stream_documents
+from crosslayer.corpus.documents import TextSource, stream_documents
+from crosslayer.corpus.domains import embedded_domains
 from crosslayer.training.mixture import Mixture
 from crosslayer.training.shards import tokenise
 from crosslayer.training.tokenizers import make_tokenizer
@@ -45,6 +46,13 @@ def seconds(call):
 def spread(values):
     """Return the median of some measurements, the lowest and the highest."""
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+
+
+def read(name):
+    """Return the documents of a source, or of all embedded domains."""
+    if name:
+        return list(stream_documents(TextSource(name)))
+    return [text for texts in embedded_domains().values() for text in texts]
 
 
 def tokenising(documents, names, rounds):
@@ -131,7 +139,7 @@ def report(record):
 def main():
     """Measure, print the tables, write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", help="a source; default: the embedded corpus")
+    parser.add_argument("--text", help="a source; default: all embedded domains")
     parser.add_argument("--tokenizers", default="bytes,bpe:8192,smollm2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=4000)
@@ -140,13 +148,16 @@ def main():
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "data.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    source = TextSource(options.text)
-    reading = [seconds(lambda: list(stream_documents(source))) for _ in range(options.rounds)]
-    documents = reading[0][1] if options.text else embedded_documents("default_corpus")
+    reading = [seconds(lambda: read(options.text)) for _ in range(options.rounds)]
+    documents = reading[0][1]
     size = sum(len(text.encode()) for text in documents) / MEGABYTE
     record = {
         "date": str(date.today()),
-        "text": {"source": source.describe(), "MB": size, "documents": len(documents)},
+        "text": {
+            "source": TextSource(options.text).describe() if options.text else "all embedded domains",
+            "MB": size,
+            "documents": len(documents),
+        },
         "reading_MB_per_s": spread([size / taken for taken, _ in reading]),
         "tokenising": tokenising(documents, options.tokenizers.split(","), options.rounds),
     }
@@ -156,6 +167,7 @@ def main():
     record["options"] = {name: value for name, value in vars(options).items() if name not in ("json", "text")}
     record["versions"] = {name: version(name) for name in ("crosslayer", "torch", "transformers", "tokenizers")}
     record["cores"] = os.cpu_count()
+    record["load"] = os.getloadavg()[0]  # other work on the machine makes even CPU seconds longer
     report(record)
     options.json.parent.mkdir(exist_ok=True)
     options.json.write_text(json.dumps(record, indent=1) + "\n")

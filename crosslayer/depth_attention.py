@@ -5,12 +5,12 @@
 Forms of the same numbers. `listed` is plain autograd, source by source: the oracle, and what a compiler fuses. Without
 gradients, the sources of a few tokens are put side by side, since calling an operator is what costs there.
 
-In training, `keep` lays sources one behind another in memory (a bank), so that a reader takes all of them as one
-operand. Nor does a reader build a gradient for each of its sources: it leaves with each what the gradient consists of,
-and a source, once all of its readers are through, builds it at once. Neither is relied upon: a source that does not
-come from `keep` as it is (FSDP2 wraps what enters a layer) is an operand by itself and gets an ordinary gradient from
-each reader, one that is computed again (checkpointing) is an operand by itself, and where the gradient is to be
-differentiated again, all is done as listed.
+In training, `keep` lays sources one behind another in memory (a bank), so that a reader takes several as one operand.
+Nor does a reader build a gradient for each of its sources: it leaves with each what the gradient consists of, and a
+source, once all of its readers are through, builds it at once. Neither is relied upon: a source that does not come
+from `keep` as it is (FSDP2 wraps what enters a layer) is an operand by itself and gets an ordinary gradient from each
+reader; under hooks on saved tensors (checkpointing, offloading) and under dispatch modes there are no banks; and where
+the gradient is to be differentiated again, all is done as listed.
 
 Shapes: T tokens of all sequences, N sources, C hidden.
 """
@@ -22,14 +22,26 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 PIECE = 1 << 18  # elements of a source that are taken at a time, so that a processor's cache holds them
+SLOTS = 8  # of a bank: what is kept of the first is let go with the last
+ALONE = 3  # sources before a bank begins: so many show that they pass from layer to layer as they are
 GATHERED = 1 << 18  # elements of all sources that are put side by side at the most
 
 
 def keep(source: Tensor, earlier: Sequence[Tensor], total: int) -> Tensor:
-    """Return a source (…, C) as one that readers take along with the earlier ones; in the end there are `total`."""
-    if not (_eager() and torch.is_grad_enabled() and source.requires_grad) or _kept(source) is not None:
+    """Return a source (…, C) as one that readers take along with the earlier ones.
+
+    It may be a copy. Its readers' gradients do not pass through it, but from them to `source`: look at that one.
+
+    Args:
+        source: what a sublayer made, or the embedding.
+        earlier: the sources before it.
+        total: how many sources there will be at the most.
+
+    """
+    if not (_eager() and torch.is_grad_enabled() and source.requires_grad):
         return source
     return _Source.apply(source, earlier, total)
 
@@ -50,7 +62,8 @@ def listed(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
     """Do what `depth_attention` does, source by source, by operators that autograd and compilers know."""
     shares = torch.stack([depth_scores(source, direction, eps) for source in sources]).softmax(dim=0)  # (N, …)
     shares = shares.to(sources[0].dtype).unsqueeze(-1)  # (N, …, 1)
-    return functools.reduce(torch.add, (share * source for share, source in zip(shares, sources, strict=True)))
+    terms = [share * source for share, source in zip(shares, sources, strict=True)]
+    return functools.reduce(torch.add, terms)
 
 
 def depth_scores(source: Tensor, direction: Tensor, eps: float) -> Tensor:
@@ -83,7 +96,7 @@ def _side_by_side(sources: Sequence[Tensor], direction: Tensor, eps: float) -> T
 
 
 class _Bank:
-    """Memory in which sources lie one behind another."""
+    """Memory in which sources of a kind lie one behind another."""
 
     def __init__(self, capacity: int, source: Tensor):
         self.values = source.new_empty(capacity, *source.shape)  # (N, …, C)
@@ -95,11 +108,6 @@ class _Bank:
         self.values[place].copy_(source)
         self.count += 1
         return place
-
-    def has_room(self, source: Tensor, place: int) -> bool:
-        """Return whether a source of this kind can be put there; if not, another has been."""
-        like = source.shape == self.values.shape[1:] and source.dtype == self.values.dtype
-        return like and source.device == self.values.device and place == self.count < len(self.values)
 
 
 class _Part(NamedTuple):
@@ -131,7 +139,8 @@ class _Source(torch.autograd.Function):
         parts = ctx.parts.pop(torch._C._current_graph_task_id(), None)
         if parts is not None:
             (value,) = ctx.saved_tensors
-            grad = _gradient(value, parts, grad)
+            with exact(value.device):
+                grad = _gradient(value, parts, grad)
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
             ctx.bank = None  # as saved tensors are let go, though the loss may live on
         return grad, None, None
@@ -141,30 +150,41 @@ def _place(value: Tensor, earlier: Sequence[Tensor], total: int) -> tuple[_Bank 
     """Return where a source lies, after copying it there, or no bank."""
     nodes = [_kept(source) for source in earlier]
     newest = nodes[-1] if nodes else None
-    if newest is None or torch._C._current_graph_task_id() != -1:  # in a backward pass: it is computed again
+    if newest is None or not _alike(value, earlier[-1]) or _intercepted():
         return None, 0
-    bank = newest.bank or _begin(value, earlier, nodes, total)
-    if bank is None or not bank.has_room(value, newest.place + 1):
-        return None, 0
-    return bank, bank.add(value)
+    bank, left = newest.bank, total - len(earlier)
+    if bank is None:
+        bank = _begin(earlier, nodes, left)
+    elif newest.place + 1 == len(bank.values):
+        bank = _Bank(min(SLOTS, left), value)
+    elif newest.place + 1 < bank.count:
+        bank = None  # another source follows there: this one is computed again, or begins a branch
+    return bank, 0 if bank is None else bank.add(value)
 
 
-def _begin(value: Tensor, earlier: Sequence[Tensor], nodes: Sequence[Any], total: int) -> _Bank | None:
-    """Return a bank that holds the newest of the earlier sources, as many as are of the value's kind.
-
-    None where those are two or less: FSDP2 wraps what enters a layer, which then has no more of its own.
-    """
+def _begin(earlier: Sequence[Tensor], nodes: Sequence[Any], left: int) -> _Bank | None:
+    """Return a bank that holds the newest sources, with room for more; None unless these are just `ALONE`."""
     first = len(earlier)
     while first > 0 and nodes[first - 1] is not None and nodes[first - 1].bank is None:
-        if earlier[first - 1].dtype != value.dtype or earlier[first - 1].shape != value.shape:
+        if not _alike(earlier[first - 1], earlier[-1]):
             break
         first -= 1
-    if len(earlier) - first < 3:
+    if len(earlier) - first != ALONE or left < 1:
         return None
-    bank = _Bank(total - first, value)
+    bank = _Bank(min(SLOTS, ALONE + left), earlier[-1])
     for source, node in zip(earlier[first:], nodes[first:], strict=True):
         node.bank, node.place = bank, bank.add(source)
     return bank
+
+
+def _alike(source: Tensor, other: Tensor) -> bool:
+    return (source.shape, source.dtype, source.device) == (other.shape, other.dtype, other.device)
+
+
+def _intercepted() -> bool:
+    """Return whether someone stores what is saved in his own way, or looks at every operator."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks is not None or _get_current_dispatch_mode() is not None
 
 
 class _Read(torch.autograd.Function):
@@ -185,23 +205,22 @@ class _Read(torch.autograd.Function):
             again = functools.partial(_listed, eps=ctx.eps)
             return None, *_differentiable(again, (direction, *sources), grad, ctx.needs_input_grad[1:])
         with exact(direction.device):
-            wide = direction.to(shares.dtype)
-            operands = [v.to(wide.dtype) for v in _operands(sources, [_kept(source) for source in sources])]
+            operands = _operands(sources, [_kept(source) for source in sources])  # computed again, they are others
             arrived = grad.reshape(-1, grad.shape[-1])  # (T, C)
-            weighted = shares * _products(operands, arrived.to(wide.dtype))  # (N, T)
+            weighted = shares * _products(operands, arrived.to(shares.dtype))  # (N, T)
             slopes = weighted - shares * weighted.sum(dim=0)  # of the scores
             shrink = (slopes * scores).mul_(inverse.square()).div_(-len(direction))
             slopes = slopes.mul_(inverse)
-            rows = slopes.split([len(v) for v in operands])
-            toward = [torch.mv(v.flatten(0, 1).T, row.flatten()) for v, row in zip(operands, rows, strict=True)]
+            toward = _toward(operands, slopes)
+            wide, task = direction.to(shares.dtype), torch._C._current_graph_task_id()
             results: list[Tensor | None] = []
             for number, (source, node) in enumerate(zip(sources, ctx.nodes, strict=True)):
                 part = _Part(arrived, shares[number], slopes[number], wide, shrink[number])
-                if node is not None:
-                    node.parts.setdefault(torch._C._current_graph_task_id(), []).append(part)
+                if node is not None and torch._C._will_engine_execute_node(node):
+                    node.parts.setdefault(task, []).append(part)
                 needed = ctx.needs_input_grad[2 + number] and node is None
                 results.append(_gradient(source, [part], None) if needed else None)
-        return None, functools.reduce(torch.add, toward).to(direction.dtype), *results
+        return None, toward.to(direction.dtype), *results
 
 
 def _eager() -> bool:
@@ -277,8 +296,9 @@ def _weighted(operands: Sequence[Tensor], weights: Tensor) -> Tensor:
             alone.append((values[0], rows[0]))
             continue
         columns = rows.T.contiguous().unsqueeze(1)  # (T, 1, n); not in a row, they would make it five times slower
-        term = torch.bmm(columns, values.to(weights.dtype).transpose(0, 1)).squeeze(1)
-        result = term if result is None else result.add_(term)
+        across = values.to(weights.dtype).transpose(0, 1)  # (T, n, C)
+        result = torch.bmm(columns, across) if result is None else result.baddbmm_(columns, across)
+    result = None if result is None else result.squeeze(1)
     if result is None:
         values, row = alone.pop()
         result = values * row.unsqueeze(1)
@@ -287,14 +307,23 @@ def _weighted(operands: Sequence[Tensor], weights: Tensor) -> Tensor:
 
 
 def _products(operands: Sequence[Tensor], grad: Tensor) -> Tensor:
-    """Return the products of operands (n, T, C) and a gradient (T, C), token by token: (N, T)."""
+    """Return the products of operands (n, T, C) and a gradient (T, C), token by token: (N, T), in its type."""
     products = []
     for values in operands:
         if len(values) == 1:
             products.append((values[0] * grad).sum(-1).unsqueeze(0))
         else:
-            products.append(torch.bmm(grad.unsqueeze(1), values.permute(1, 2, 0)).squeeze(1).T)
+            across = values.to(grad.dtype).permute(1, 2, 0)  # (T, C, n)
+            products.append(torch.bmm(grad.unsqueeze(1), across).squeeze(1).T)
     return torch.cat(products)
+
+
+def _toward(operands: Sequence[Tensor], slopes: Tensor) -> Tensor:
+    """Return the gradient of the direction (C,) for slopes (N, T) over operands (n, T, C)."""
+    result = slopes.new_zeros(operands[0].shape[-1])
+    for values, rows in zip(operands, slopes.split([len(v) for v in operands]), strict=True):
+        result.addmv_(values.to(slopes.dtype).flatten(0, 1).T, rows.flatten())
+    return result
 
 
 def _gradient(source: Tensor, parts: Sequence[_Part], grad: Tensor | None) -> Tensor:

@@ -74,11 +74,11 @@ class AttnRes(Method):
             )
         count, number = len(wiring.sublayers), wiring.sublayers.index((layer, site))
         size = self._size(count)
-        opens, closes = number % size == 0, (number + 1) % size == 0 or number + 1 == count
+        opens = number % size == 0
         sources = number // size + (1 if opens else 2)  # inside a block, its running sum too
         if not self.published:
             return _Ablated(self, config, sources, opens)
-        return _Depth(config, sources, opens, closes, total=-(-count // size) + 1)
+        return _Depth(config, sources, opens, total=-(-count // size) + 1)
 
     def final(self, config: "LlamaConfig", wiring: Wiring) -> Residual:
         """Let the output read with a query and a gain of its own."""
@@ -91,7 +91,7 @@ class AttnRes(Method):
             )
         if not self.published:
             return _Ablated(self, config, total, opens=True)
-        return _Depth(config, total, opens=True, closes=False, total=total)
+        return _Depth(config, total, opens=True, total=total)
 
     def _size(self, count: int) -> int:
         size = 1 if self.block is None else self.block
@@ -115,9 +115,9 @@ class _Reader(Residual):
 class _Depth(_Reader):
     """Reads by attention over depth."""
 
-    def __init__(self, config: "LlamaConfig", sources: int, opens: bool, closes: bool, total: int):
+    def __init__(self, config: "LlamaConfig", sources: int, opens: bool, total: int):
         super().__init__(sources, opens)
-        self.closes, self.total, self.eps = closes, total, config.rms_norm_eps
+        self.total, self.eps = total, config.rms_norm_eps
         if not self.alone:
             self.query = nn.Parameter(torch.zeros(config.hidden_size))
             self.gain = nn.Parameter(torch.ones(config.hidden_size))
@@ -137,11 +137,6 @@ class _Depth(_Reader):
         if self.alone:
             return stream, carry
         return depth_attention(sources, self.query * self.gain, self.eps), carry
-
-    def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Begin or continue the running sum of the block; keep it where it ends."""
-        stream, carry = super().write(stream, update, carry)
-        return (keep(stream, carry[SOURCES], self.total) if self.closes else stream), carry
 
     def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
         """Return the softmax of the scores."""

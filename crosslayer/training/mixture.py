@@ -97,7 +97,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
         raise AssertionError("the last domain takes all rows that are left")
 
 
-class Windows(Dataset[dict[str, Tensor]]):
+class FixedRows(Dataset[dict[str, Tensor]]):
     """The rows of some windows of a domain, in their order."""
 
     def __init__(self, shards: Shards, numbers: list[int], length: int):
@@ -111,7 +111,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         return row(self.shards, self.numbers[item], self.length)
 
 
-def validation_windows(shards: Shards, length: int, count: int) -> Windows:
+def validation_windows(shards: Shards, length: int, count: int) -> FixedRows:
     """Return so many windows of `length` tokens, spread evenly over a text, always the same.
 
     Raises:
@@ -122,7 +122,7 @@ def validation_windows(shards: Shards, length: int, count: int) -> Windows:
     windows = windows_of(shards, length, shards.folder.name)
     if not 1 <= count <= windows:
         raise ValueError(f"{shards.folder.name}: {count} windows of {length} tokens are wanted, and it has {windows}")
-    return Windows(shards, [windows * number // count for number in range(count)], length)
+    return FixedRows(shards, [windows * number // count for number in range(count)], length)
 
 
 def windows_of(shards: Shards, length: int, name: str) -> int:

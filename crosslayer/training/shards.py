@@ -149,13 +149,14 @@ def tokenise(
 
     """
     folder = folder.expanduser().resolve()
-    try:
-        with exclusive(folder, wait=True):
-            if not folder.exists() or _read_index(folder).fingerprint != fingerprint:
-                with filled(folder) as partial, meter(f"cutting {folder.name} into tokens", 0):
-                    _write(documents, tokenizer, partial, fingerprint)
-    except OSError as error:
-        raise ValueError(f"the folder {folder.name!r} cannot be written: {error.strerror or error}") from error
+    if not _is_there(folder, fingerprint):  # what is there may lie where nothing can be written, not even a lock
+        try:
+            with exclusive(folder, wait=True):
+                if not _is_there(folder, fingerprint):
+                    with filled(folder) as partial, meter(f"cutting {folder.name} into tokens", 0):
+                        _write(documents, tokenizer, partial, fingerprint)
+        except OSError as error:
+            raise ValueError(f"the folder {folder.name!r} cannot be written: {error.strerror or error}") from error
     return open_shards(folder)
 
 
@@ -177,6 +178,10 @@ def open_shards(folder: Path) -> Shards:
     if lengths.min() < 1 or shards._ends[-1] != shards.tokens:
         raise ValueError(f"{ENDS} of {folder.name!r} does not fit the tokens; {ANEW}")
     return shards
+
+
+def _is_there(folder: Path, fingerprint: str) -> bool:
+    return folder.exists() and _read_index(folder).fingerprint == fingerprint
 
 
 def _check(path: Path, size: int, sha256: str) -> None:

@@ -1,10 +1,13 @@
 """Attention Residuals: the fast form equals the listed one in every circumstance, the ablations equal their loops."""
 
+import functools
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from crosslayer import depth_attention
 from crosslayer import testing as contract
@@ -143,17 +146,6 @@ def test_a_source_that_is_wrapped_on_the_way_gets_its_gradient(wrapped):
     agree(gradient(wrapped), gradient([]))
 
 
-def test_layers_that_wrap_what_enters_them_begin_no_bank():
-    """FSDP2's know the stream and what attention and MLP make; memory for all the others would be a waste."""
-    sources = [keep(torch.randn(2, 3, 8, requires_grad=True), [], 7)]
-    for _layer in range(3):
-        sources = [source.clone() for source in sources]
-        sources[-1] = keep(sources[-1], sources[:-1], 7)
-        for _ in range(2):
-            sources.append(keep(torch.randn(2, 3, 8, requires_grad=True), sources, 7))
-            assert sources[-1].grad_fn.bank is None
-
-
 def kept(values):
     """Return sources that were kept one after another."""
     sources = []
@@ -162,23 +154,98 @@ def kept(values):
     return sources
 
 
+def leaves(count):
+    return [torch.randn(2, 3, 8, requires_grad=True) for _ in range(count)]
+
+
+def lengths(sources):
+    """Return how many sources each operand of a reader holds."""
+    return [len(operand) for operand in depth_attention._operands(sources, [source.grad_fn for source in sources])]
+
+
 def test_sources_lie_one_behind_another():
-    """In one operand, and none is overwritten: a second continuation of the first three lies elsewhere."""
-    values = [torch.randn(2, 3, 8, requires_grad=True) for _ in range(5)]
+    """In one operand, and none is overwritten: a second continuation of the first four lies elsewhere."""
+    values = leaves(6)
     sources = kept(values)
-    banks = {source.grad_fn.bank for source in sources}
-    assert len(banks) == 1 and next(iter(banks)).values.shape == (5, 2, 3, 8)
-    nodes = [source.grad_fn for source in sources]
-    assert [len(operand) for operand in depth_attention._operands(sources, nodes)] == [5]
-    branch = [*sources[:3], keep(torch.zeros(2, 3, 8, requires_grad=True), sources[:3], 5)]
-    nodes = [source.grad_fn for source in branch]
-    assert [len(operand) for operand in depth_attention._operands(branch, nodes)] == [3, 1]
+    assert lengths(sources) == [6] and len(sources[0].grad_fn.bank.values) == 6
+    branch = [*sources[:4], *leaves(2)]
+    branch[4:] = [keep(branch[4], branch[:4], 6)]
+    assert lengths(branch) == [4, 1]
     assert all(torch.equal(source, value) for source, value in zip(sources, values, strict=True))
+
+
+def test_a_full_bank_is_followed_by_another():
+    sources = kept(leaves(19))
+    assert lengths(sources) == [8, 8, 3] and len(sources[-1].grad_fn.bank.values) == 3
+    assert lengths(kept(leaves(3))) == [1, 1, 1]  # too few to begin with
+
+
+def test_layers_that_wrap_what_enters_them_begin_no_bank():
+    """FSDP2's know the stream and what attention made; memory for others would be a waste."""
+    sources = []
+    for _layer in range(3):
+        sources = [source.clone() for source in sources]
+        for value in leaves(2):
+            sources.append(keep(value, sources, 6))
+            assert sources[-1].grad_fn.bank is None
+
+
+def test_no_bank_under_hooks_on_saved_tensors_and_dispatch_modes():
+    """Who offloads or checkpoints means to let go of sources; who looks at operators means to see sources."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        sources = kept(leaves(5))
+    assert lengths([*sources, keep(leaves(1)[0], sources, 6)]) == [1] * 6  # nor does one begin late
+    with FlopCounterMode(display=False):
+        assert lengths(kept(leaves(5))) == [1] * 5
+
+
+def test_what_a_layer_returns_has_its_whole_gradient():
+    """As every hook on a layer's output expects it; `keep` hides a source's gradient from its readers."""
+    model, ids, outputs = build(config_of(["attnres"])).train(), tokens(), []
+    for layer in model.model.layers[:-1]:
+        layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+    gradients = []
+    for form in (True, False):
+        with mock.patch.object(depth_attention, "_eager", lambda form=form: form):
+            outputs.clear()
+            loss = model(ids, labels=ids, use_cache=False).loss
+            gradients.append(torch.autograd.grad(loss, outputs))
+    agree(*gradients)
+
+
+def test_selective_checkpointing():
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(context, operator, *args, **kwargs):
+        saved = operator in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.mv.default)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    results = []
+    for selective in (False, True):
+        model, ids = build(config_of(["attnres"])).train(), tokens()
+        if selective:
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            model.activation_checkpointing_enable({"context_fn": contexts})
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    agree(*results)
+
+
+def test_partial_backward_passes_leave_nothing_behind():
+    loss, (leaf, *directions) = readers(depth_attention.depth_attention)
+    for _ in range(3):
+        torch.autograd.grad(loss, directions[-1], retain_graph=True)
+    node, nodes = loss.grad_fn, []
+    while node is not None:
+        nodes.append(node)
+        node = node.next_functions[-1][0] if node.next_functions else None
+    sources = [node for node in nodes if isinstance(node, depth_attention._Source._backward_cls)]
+    assert sources and not any(source.parts for source in sources)
 
 
 def test_the_bank_goes_with_the_backward_pass():
     """The loss of a step often lives until the next; what the step kept must not."""
-    sources = kept([torch.randn(2, 3, 8, requires_grad=True) for _ in range(4)])
+    sources = kept(leaves(4))
     bank = weakref.ref(sources[-1].grad_fn.bank)
     loss = depth_attention.depth_attention(sources, torch.randn(8), 1e-6).sum()
     del sources
@@ -211,19 +278,18 @@ def test_a_batch_of_backward_passes_takes_the_listed_form():
 
 
 def test_scores_stay_exact_under_autocast():
-    sources = [torch.randn(4, 16) for _ in range(3)]
-    direction = torch.randn(16, requires_grad=True)
-    expected = depth_attention.depth_attention(sources, direction, 1e-6)
+    direction = torch.randn(8, requires_grad=True)
+    parameters = [direction, *leaves(5)]
+    expected = depth_attention.depth_attention(kept(parameters[1:]), direction, 1e-6)
     with torch.autocast("cpu", torch.bfloat16):
-        result = depth_attention.depth_attention(sources, direction, 1e-6)
-        (gradient,) = torch.autograd.grad(result.sum(), [direction])
+        result = depth_attention.depth_attention(kept(parameters[1:]), direction, 1e-6)
+        gradients = torch.autograd.grad(result.square().sum(), parameters)
     assert torch.equal(result, expected)
-    assert torch.equal(gradient, torch.autograd.grad(expected.sum(), [direction])[0])
+    agree(gradients, torch.autograd.grad(expected.square().sum(), parameters), 0)
 
 
 @pytest.mark.usefixtures("pieces")
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize(("gradients", "side_by_side"), [(True, False), (False, True), (False, False)])
 def test_mixed_and_narrow_types(gradients, side_by_side, monkeypatch):
     """An embedding in float32 among sources in bfloat16: results in float32, as sums of both have it."""
     monkeypatch.setattr(depth_attention, "GATHERED", 1 << 18 if side_by_side else 0)

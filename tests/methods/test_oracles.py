@@ -1,11 +1,13 @@
 """What a method must become at its edges: the base, another method, or a closed form."""
 
+from unittest import mock
+
 import pytest
 import torch
 from transformers import AutoConfig
 
+from crosslayer import depth_attention
 from crosslayer.decoder.weights import FAMILIES, from_model, to_config, to_model
-from crosslayer.depth_attention import depth_attention
 from crosslayer.method import Mixing
 from crosslayer.testing import build, close, config_of
 from tests.helpers.tiny import tiny, tokens
@@ -82,7 +84,7 @@ def test_depth_attention_ignores_scale_and_survives_large_logits():
     sources = tuple(torch.randn(1, 3, 8, dtype=torch.float64, generator=generator) for _ in range(4))
     query, gain = torch.randn(8, dtype=torch.float64, generator=generator), torch.ones(8, dtype=torch.float64)
     scaled = (sources[0], sources[1] * 1e3, *sources[2:])
-    one, two = (depth_attention(each, query * gain, 0.0) for each in (sources, scaled))
+    one, two = (depth_attention.depth_attention(each, query * gain, 0.0) for each in (sources, scaled))
     # the weights are the same, so only the scaled source's part grows: solve for its weight in both
     normed = [s / s.square().mean(-1, keepdim=True).sqrt() for s in sources]
     shares = torch.stack([s @ query for s in normed]).softmax(0)
@@ -95,17 +97,19 @@ def test_depth_attention_ignores_scale_and_survives_large_logits():
 def test_closed_blocks_and_the_open_one_are_one_softmax(dtype, reach, gradients):
     """Closed blocks are one operand, the open block's sum is another: the naive softmax over all of them."""
     generator = torch.Generator().manual_seed(0)
-    config = config_of([{"name": "attnres", "block": 4}], hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
-    *opening, inner = (
-        config.methods[0].residual(config, config.wiring, layer, "attn").to(dtype) for layer in (0, 2, 4, 5)
-    )
+    config = config_of([{"name": "attnres", "block": 2}], hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
+    sites = [(0, "attn"), (1, "attn"), (2, "attn"), (3, "attn"), (4, "attn"), (4, "mlp")]
+    *opening, inner = (config.methods[0].residual(config, config.wiring, *site).to(dtype) for site in sites)
     with torch.no_grad():
         torch.nn.init.normal_(inner.query, generator=generator).mul_(reach)
-    sources = torch.randn(4, 2, 5, 8, dtype=dtype, generator=generator).requires_grad_(gradients).unbind()
+    sources = torch.randn(6, 2, 5, 8, dtype=dtype, generator=generator).requires_grad_(gradients).unbind()
     carry = {}
-    for residual, source in zip(opening, sources[:3], strict=True):
+    for residual, source in zip(opening, sources[:5], strict=True):
         _, carry = residual.read(source, carry)
-    result, _ = inner.read(sources[3], carry)
+    with mock.patch.object(depth_attention, "_weighted", wraps=depth_attention._weighted) as weighted:
+        result, _ = inner.read(sources[5], carry)
+    if gradients:
+        assert [len(operand) for operand in weighted.call_args.args[0]] == [5, 1]
     normed = [v / (v.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() for v in sources]
     scores = torch.stack([v @ inner.query for v in normed])
     assert scores.abs().max() > reach

@@ -87,6 +87,13 @@ def test_tokens_are_taken_when_the_fingerprint_is_the_same(tmp_path):
     assert (second.documents, second.fingerprint) == (1, "g")
 
 
+def test_nothing_is_written_where_tokens_are_there(tmp_path, monkeypatch):
+    """They may lie on a disk that can only be read."""
+    first = write(tmp_path / "s")
+    monkeypatch.setattr(module, "exclusive", None)
+    assert write(tmp_path / "s", unread()) == first
+
+
 def test_the_fingerprint_knows_text_and_tokenizer():
     prints = {fingerprint(text, tokenizer) for text in "ab" for tokenizer in (BYTES, word_tokenizer())}
     ended = word_tokenizer(eos_token="[SEP]")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from crosslayer.plan import DepthPlan
     from crosslayer.probe.what_if import what_if
     from crosslayer.results import load_result
+    from crosslayer.training.result import TrainingRun
+    from crosslayer.training.run import train
     from crosslayer.verification.result import Verification
     from crosslayer.verification.run import verify
     from crosslayer.wiring.read import read_plan
@@ -54,6 +56,7 @@ _HOMES = {
     "ScaleValues": "intervention.kinds",
     "TextSource": "corpus.documents",
     "TokenSwap": "intervention.kinds",
+    "TrainingRun": "training.result",
     "Verification": "verification.result",
     "Waiver": "intervention.kinds",
     "allow_methods": "methods",
@@ -67,6 +70,7 @@ _HOMES = {
     "read_plan": "wiring.read",
     "retrofit": "conversion.job",
     "rewire": "conversion.rewire",
+    "train": "training.run",
     "verify": "verification.run",
     "waiver": "intervention.kinds",
     "what_if": "probe.what_if",
@@ -91,6 +95,7 @@ __all__ = [
     "ScaleValues",
     "TextSource",
     "TokenSwap",
+    "TrainingRun",
     "Verification",
     "Waiver",
     "allow_methods",
@@ -104,6 +109,7 @@ __all__ = [
     "read_plan",
     "retrofit",
     "rewire",
+    "train",
     "verify",
     "waiver",
     "what_if",

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from crosslayer.decoder import CrossLayerForCausalLM
-from crosslayer.environment import environment
+from crosslayer.environment import environment, quiet_transformers
 from crosslayer.models.embedded import cache_folder
 from crosslayer.models.load import load_model
 from crosslayer.output.folder import exclusive
@@ -27,7 +27,7 @@ from crosslayer.output.record import Environment
 from crosslayer.probe.intercept import evaluating
 from crosslayer.training.arguments import Schedule, training_arguments
 from crosslayer.training.initialise import initialise
-from crosslayer.training.mixture import Mixture, Windows, validation_windows, windows_of
+from crosslayer.training.mixture import FixedRows, Mixture, validation_windows, windows_of
 from crosslayer.training.recipe import Recipe, config_of_recipe, load_recipe
 from crosslayer.training.record import Curve, TrainedDomain, TrainedModel, Validation
 from crosslayer.training.result import TrainingRun
@@ -47,6 +47,7 @@ def train(
     *,
     settings: Sequence[str] = (),
     resume: bool = False,
+    command: str | None = None,
     progress: Meter = Silent,
 ) -> TrainingRun:
     """Train a model as a recipe says.
@@ -59,6 +60,7 @@ def train(
         settings: "key=value" on top of a recipe that is a file.
         resume: go on from the last good checkpoint in the folder, which must be of the same recipe; without any, or
             without the folder, the run begins anew.
+        command: what was typed, for the record.
         progress: shows what is being done.
 
     Returns:
@@ -76,13 +78,14 @@ def train(
     target = Path(folder).expanduser().resolve()
     with _held(target):
         _prepare(target, recipe, resume)
-        return _Run(recipe, target, progress).train(resume)
+        return _Run(recipe, target, command, progress).train(resume)
 
 
 @dataclass
 class _Run:
     recipe: Recipe
     folder: Path
+    command: str | None
     progress: Meter
 
     def train(self, resume: bool) -> TrainingRun:
@@ -110,7 +113,8 @@ class _Run:
         trainer.train(resume_from_checkpoint=resume)
         if not _evaluations(trainer.state.log_history, steps) or not trainer.window_losses:
             trainer.evaluate()  # the last step is no multiple of eval.every, or the run had ended before
-        trainer.save_model(str(self.folder / "model"))
+        with quiet_transformers():
+            trainer.save_model(str(self.folder / "model"))
         result = self._result(trainer, facts, mixture, held_out)
         if trainer.is_world_process_zero():
             self._write(result)
@@ -130,13 +134,13 @@ class _Run:
         place = cache_folder() / "tokens"
         return tokenizer, {domain.name: domain.shards(tokenizer, place, self.progress) for domain in domains}
 
-    def _held_out(self, name: str, shards: Shards) -> Windows:
+    def _held_out(self, name: str, shards: Shards) -> FixedRows:
         """Return the validation windows of a domain: those of the recipe, or all where it has fewer."""
         length = self.recipe.data.length
         return validation_windows(shards, length, min(self.recipe.eval.windows, windows_of(shards, length, name)))
 
     def _result(
-        self, trainer: CrossLayerTrainer, facts: TrainedModel, mixture: Mixture, held_out: dict[str, Windows]
+        self, trainer: CrossLayerTrainer, facts: TrainedModel, mixture: Mixture, held_out: dict[str, FixedRows]
     ) -> TrainingRun:
         history = trainer.state.log_history
         losses = [entry for entry in history if "loss" in entry]
@@ -155,12 +159,12 @@ class _Run:
             )
             for name, units in zip(names, mixture.units, strict=True)
         ]
-        last, tokens, seconds = 0, 0, 0.0
+        tokens, seconds = 0, 0.0
         for entry in losses:
             seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
-            last, tokens = entry["step"], entry["tokens"]
-        assert last <= trainer.state.max_steps
+            tokens = entry["tokens"]
         return TrainingRun(
+            command=self.command,
             name=self.recipe.name,
             seed=self.recipe.seed,
             recipe=self.recipe.model_dump(mode="json"),

@@ -7,6 +7,7 @@ ranks; tokens a second are measured, and every measurement goes to `log.jsonl`; 
 Shapes: B batch, T tokens, V vocabulary, N validation windows.
 """
 
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -17,7 +18,9 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.utils import get_total_norm
 from torch.utils.data import Dataset
 from transformers import (
     EvalPrediction,
@@ -37,6 +40,7 @@ from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish,
 from crosslayer.training.log import JsonLog, Shown
 
 MIXES = (HeadMixer, Residual, StateReader)
+LAYER = re.compile(r"\.(\d+)\.")
 PICKLED = "training_args.bin"  # which Trainer adds to a model
 UNSUPPORTED = {
     "load_best_model_at_end": "the last checkpoint is the model",
@@ -77,6 +81,7 @@ class CrossLayerTrainer(Trainer):
         eval_dataset: Dataset | Mapping[str, Dataset],
         tokenizer: PreTrainedTokenizerBase | None = None,
         meter: Meter = Silent,
+        depth_norms: bool = False,
     ):
         """Prepare a run.
 
@@ -87,6 +92,8 @@ class CrossLayerTrainer(Trainer):
             eval_dataset: validation windows, which are such items too; or such by domain.
             tokenizer: is saved along with the model.
             meter: shows progress.
+            depth_norms: with each training loss, also log the norm of each layer's gradient, before clipping:
+                `grad_norm_layer_0` and so on.
 
         Raises:
             ValueError: the arguments ask for what this trainer does not do.
@@ -99,7 +106,7 @@ class CrossLayerTrainer(Trainer):
         self._staging, self._micro_batch = False, 0
         self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then
         self._paused = 0.0  # seconds since then that were no training
-        self._shown = Shown(meter)
+        self._shown, self._wants_norms, self._norms = Shown(meter), depth_norms, {}
         use_cache = model.config.use_cache
         super().__init__(
             model,
@@ -111,6 +118,8 @@ class CrossLayerTrainer(Trainer):
             compute_metrics=_over_tokens,
             callbacks=[JsonLog(), self._shown],
         )
+        if args.fsdp and not self.is_fsdp_enabled:
+            raise ValueError("train.fsdp has no effect on this machine, whose ranks have no accelerators; leave it out")
         model.config.use_cache = use_cache  # the inputs turn the cache off, so the model needs no such setting
         self.remove_callback(PrinterCallback)
 
@@ -190,6 +199,15 @@ class CrossLayerTrainer(Trainer):
         self._micro_batch = 0 if self.accelerator.sync_gradients else self._micro_batch + 1
         return loss
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm of the whole gradient; before a step that is logged, measure each layer's too."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        if self._wants_norms and (self.state.global_step + 1) % self.state.logging_steps == 0:
+            limit = self.args.max_grad_norm
+            clipped = max(1.0, (float(norm) + 1e-6) / limit) if limit > 0 else 1.0  # by what it has been divided
+            self._norms = {f"grad_norm_layer_{i}": clipped * value for i, value in layer_norms(self.model).items()}
+        return norm
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with training losses the tokens so far and the tokens a second since the last time."""
         if "loss" in logs:
@@ -198,6 +216,7 @@ class CrossLayerTrainer(Trainer):
             logs["tokens"] = tokens
             logs["tokens_per_second"] = (tokens - self._clock[1]) / (now - self._clock[0] - self._paused)
             self._clock, self._paused = (now, tokens), 0.0
+            logs |= self._norms
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -282,6 +301,17 @@ class CrossLayerTrainer(Trainer):
         """Return the number of the first item in the batch of this rank, in the data's order."""
         batches = self.state.global_step * self.args.gradient_accumulation_steps + self._micro_batch
         return (batches * self.args.world_size + self.args.process_index) * self.args.train_batch_size
+
+
+def layer_norms(model: nn.Module) -> dict[int, float]:
+    """Return the norm of the gradient of each layer; a parameter's layer is the first number in its name."""
+    gradients: dict[int, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        layer = LAYER.search(name)
+        if layer is not None and parameter.grad is not None:
+            gradients.setdefault(int(layer[1]), []).append(parameter.grad)
+    norms = {layer: get_total_norm(tensors) for layer, tensors in gradients.items()}
+    return {layer: (n.full_tensor() if isinstance(n, DTensor) else n).item() for layer, n in norms.items()}
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The trainer: what decays, the learning rate, exact losses, exact resuming, the log, and the model it leaves."""
 
+import copy
 import json
 import math
 
@@ -168,6 +169,21 @@ def test_progress_is_shown(tmp_path):
 
     trainer_of(tmp_path, schedule=Schedule(3), logging_steps=2, meter=Meter).train()
     assert shown == [("training", 3), (1, 3, ""), (2, 3, "loss"), (3, 3, ""), "end"]
+
+
+@pytest.mark.parametrize("limit", [0.1, 100.0, 0.0], ids="limit {}".format)
+def test_gradient_norms_by_depth_are_those_before_clipping(limit, tmp_path):
+    model = model_of(attention_dropout=0.0)
+    expected = copy.deepcopy(model).train()
+    batch = {name: torch.stack([Random(4)[i][name] for i in range(4)]) for name in Random(1)[0]}
+    expected(**batch, use_cache=False).loss.backward()
+    squares = [
+        sum(parameter.grad.square().sum().item() for parameter in layer.parameters()) for layer in expected.model.layers
+    ]
+    trainer = trainer_of(tmp_path, model, schedule=Schedule(2), max_grad_norm=limit, depth_norms=True)
+    trainer.train()
+    logged = [log_of(tmp_path)[0][f"grad_norm_layer_{i}"] for i in range(2)]
+    assert logged == pytest.approx([square**0.5 for square in squares], rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,30 @@ def test_progress_is_shown(tmp_path):
     assert shown == [("training", 3), (1, 3, ""), (2, 3, "loss"), (3, 3, ""), "end"]
 
 
+WAYS = {
+    "checkpointed": ({"activation_checkpointing": True}, 1e-6),
+    "compiled": ({"torch_compile": True, "torch_compile_backend": "eager"}, 1e-6),
+    "workers": ({"dataloader_num_workers": 2}, 0.0),
+    "accumulated": ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, 1e-5),
+    "bfloat16": ({"bf16": True}, 2e-2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_train_gives_the_same_losses(way, tmp_path):
+    arguments, tolerance = WAYS[way]
+    runs = []
+    for name, more in (("plain", {}), (way, arguments)):
+        model = model_of(["attnres"], attention_dropout=0.0)
+        runs.append(trainer_of(tmp_path / name, model, Random(12), schedule=Schedule(3), **more))
+        runs[-1].train()
+    plain, other = map(losses, runs)
+    assert other == pytest.approx(plain, abs=tolerance)
+    if way == "bfloat16":
+        assert other != plain
+
+
 @pytest.mark.parametrize("limit", [0.1, 100.0, 0.0], ids="limit {}".format)
 def test_gradient_norms_by_depth_are_those_before_clipping(limit, tmp_path):
     model = model_of(attention_dropout=0.0)

@@ -31,6 +31,7 @@ def run(folder, size, **train):
             per_device_train_batch_size=size,
             gradient_accumulation_steps=2,
             per_device_eval_batch_size=2,
+            depth_norms=True,
             **train,
         )
         if stop is not None:
@@ -43,7 +44,8 @@ def run(folder, size, **train):
 def results(trainer):
     windows = {name: values.tolist() for name, values in trainer.window_losses.items()}
     final = next(line["eval_a_loss"] for line in trainer.state.log_history if "eval_a_loss" in line)
-    return {"losses": list(losses(trainer).values()), "windows": windows, "final": final}
+    norms = [value for line in trainer.state.log_history for key, value in line.items() if "grad_norm" in key]
+    return {"losses": list(losses(trainer).values()), "windows": windows, "final": final, "norms": norms}
 
 
 def shard_on_cpus():
@@ -90,6 +92,8 @@ def test_two_ranks_train_as_one(kind, tmp_path):
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     one = results(run(tmp_path / "one", 4))
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert len(two["norms"]) == STEPS * 3  # of the whole and of each layer
+    assert two["norms"] == pytest.approx(one["norms"], abs=1e-5)
     assert two["final"] == pytest.approx(one["final"], abs=1e-5)
     assert two["windows"]["eval_a_loss"] == pytest.approx(one["windows"]["eval_a_loss"], abs=1e-5)
     assert list(checkpoints(tmp_path / "two")) == [STEPS - 2, STEPS] and last_good(tmp_path / "two") is not None

@@ -151,6 +151,25 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     assert [line["step"] for line in log_of(tmp_path)] == [1, 2, 3]
 
 
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(tmp_path):
+    """The loss is finite, and the next checkpoint would hold weights that are not."""
+    model = model_of()
+    calls = []
+
+    def explode(gradient):
+        calls.append(gradient)
+        return gradient * math.inf if len(calls) == 3 else gradient
+
+    model.lm_head.weight.register_hook(explode)
+    trainer = trainer_of(tmp_path, model, save_steps=1)
+    text = (
+        "the gradient's norm is (inf|nan) at step 3, in items 8 to 11 of .* the last good checkpoint is checkpoint-2$"
+    )
+    with pytest.raises(TrainingStopped, match=text):
+        trainer.train()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def test_progress_is_shown(tmp_path):
     shown = []
 

@@ -89,7 +89,8 @@ class CrossLayerTrainer(Trainer):
         Args:
             model: with its first values.
             args: as `training_arguments` makes them.
-            train_dataset: items of `input_ids`, `position_ids` and `labels` (T,), in the order in which they are read.
+            train_dataset: items of `input_ids`, `position_ids` and `labels` (T,), in the order in which they are read;
+                as many as all steps read.
             eval_dataset: validation windows, which are such items too; or such by domain.
             tokenizer: is saved along with the model.
             meter: shows progress.
@@ -97,12 +98,16 @@ class CrossLayerTrainer(Trainer):
                 `grad_norm_layer_0` and so on.
 
         Raises:
-            ValueError: the arguments ask for what this trainer does not do.
+            ValueError: the arguments ask for what this trainer does not do, or for more items than there are.
 
         """
         for name, reason in UNSUPPORTED.items():
             if vars(args)[name]:
                 raise ValueError(f"train.{name} cannot be used here: {reason}")
+        needed = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        items = len(train_dataset)  # type: ignore[arg-type]
+        if items < needed:
+            raise ValueError(f"the training data have {items:,} items, and {args.max_steps:,} steps read {needed:,}")
         self.window_losses: dict[str, np.ndarray] = {}
         self._staging, self._micro_batch = False, 0
         self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then

@@ -239,3 +239,10 @@ def test_gradient_norms_by_depth_are_those_before_clipping(limit, tmp_path):
 def test_settings_that_would_change_what_a_run_is_are_refused(train, text, tmp_path):
     with pytest.raises(ValueError, match=text):
         trainer_of(tmp_path, **train)
+
+
+def test_data_that_end_before_the_last_step_are_refused(tmp_path):
+    """Trainer would begin anew with the first item."""
+    text = "the training data have 63 items, and 8 steps read 64"
+    with pytest.raises(ValueError, match=text):
+        trainer_of(tmp_path, data=Random(STEPS * 8 - 1), gradient_accumulation_steps=2)

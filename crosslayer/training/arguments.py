@@ -15,6 +15,7 @@ DEFAULTS: dict[str, Any] = {  # a recipe's `train` may say otherwise
     "report_to": "none",
     "ddp_find_unused_parameters": False,  # a decoder has none: what is borrowed does not exist
 }
+SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}  # checkpoints by torch.distributed.checkpoint, in parallel
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def training_arguments(
         "disable_tqdm": True,  # progress goes the way of all commands
     }
     chosen = {**DEFAULTS, "dataloader_pin_memory": torch.accelerator.is_available(), **(train or {})}
+    if chosen.get("fsdp") and isinstance(chosen.get("fsdp_config", {}), dict):  # else a file, which says all
+        chosen["fsdp_config"] = {**SHARDED, **chosen.get("fsdp_config", {})}
     taken = sorted(own.keys() & chosen.keys())
     if taken:
         raise ValueError(f"train.{taken[0]} is set by the trainer itself; leave it out")

@@ -7,6 +7,8 @@ ranks; tokens a second are measured, and every measurement goes to `log.jsonl`; 
 Shapes: B batch, T tokens, V vocabulary, N validation windows.
 """
 
+import math
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -17,8 +19,10 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.nn.utils import get_total_norm
+from torch.utils.data import DataLoader, Dataset
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
@@ -37,6 +41,7 @@ from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish,
 from crosslayer.training.log import JsonLog, Shown
 
 MIXES = (HeadMixer, Residual, StateReader)
+LAYER = re.compile(r"\.(\d+)\.")
 PICKLED = "training_args.bin"  # which Trainer adds to a model
 UNSUPPORTED = {
     "load_best_model_at_end": "the last checkpoint is the model",
@@ -77,29 +82,37 @@ class CrossLayerTrainer(Trainer):
         eval_dataset: Dataset | Mapping[str, Dataset],
         tokenizer: PreTrainedTokenizerBase | None = None,
         meter: Meter = Silent,
+        depth_norms: bool = False,
     ):
         """Prepare a run.
 
         Args:
             model: with its first values.
             args: as `training_arguments` makes them.
-            train_dataset: items of `input_ids`, `position_ids` and `labels` (T,), in the order in which they are read.
+            train_dataset: items of `input_ids`, `position_ids` and `labels` (T,), in the order in which they are read;
+                as many as all steps read.
             eval_dataset: validation windows, which are such items too; or such by domain.
             tokenizer: is saved along with the model.
             meter: shows progress.
+            depth_norms: with each training loss, also log the norm of each layer's gradient, before clipping:
+                `grad_norm_layer_0` and so on.
 
         Raises:
-            ValueError: the arguments ask for what this trainer does not do.
+            ValueError: the arguments ask for what this trainer does not do, or for more items than there are.
 
         """
         for name, reason in UNSUPPORTED.items():
-            if args.to_dict()[name]:
+            if vars(args)[name]:
                 raise ValueError(f"train.{name} cannot be used here: {reason}")
+        needed = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        items = len(train_dataset)  # type: ignore[arg-type]
+        if items < needed:
+            raise ValueError(f"the training data have {items:,} items, and {args.max_steps:,} steps read {needed:,}")
         self.window_losses: dict[str, np.ndarray] = {}
         self._staging, self._micro_batch = False, 0
         self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then
         self._paused = 0.0  # seconds since then that were no training
-        self._shown = Shown(meter)
+        self._shown, self._wants_norms, self._norms = Shown(meter), depth_norms, {}
         use_cache = model.config.use_cache
         super().__init__(
             model,
@@ -112,6 +125,8 @@ class CrossLayerTrainer(Trainer):
             callbacks=[JsonLog(), self._shown],
         )
         model.config.use_cache = use_cache  # the inputs turn the cache off, so the model needs no such setting
+        if args.fsdp and not self.is_fsdp_enabled:
+            raise ValueError("train.fsdp has no effect on this machine, whose ranks have no accelerators; leave it out")
         self.remove_callback(PrinterCallback)
 
     def train(
@@ -177,18 +192,27 @@ class CrossLayerTrainer(Trainer):
         if self._clock is None:
             self._clock, self._paused = (time.perf_counter(), self.state.num_input_tokens_seen), 0.0
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not loss.isfinite():
-            first = self._first_item()
-            raise TrainingStopped(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1}, in items {first} to "
-                f"{first + len(inputs['input_ids']) - 1} of the training data; a lower learning_rate or max_grad_norm "
-                "may help",
-                self.state.global_step + 1,
-                last_good(self._folder),
-            )
+        self._check_finite("loss", loss.item(), self._micro_batch, self._micro_batch)
         self.state.num_input_tokens_seen += inputs["input_ids"].numel() * self.args.world_size
         self._micro_batch = 0 if self.accelerator.sync_gradients else self._micro_batch + 1
         return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm of the whole gradient; before a step that is logged, measure each layer's too.
+
+        Raises:
+            TrainingStopped: the norm is not finite; in float16 the step is left out instead, and its scale lowered.
+
+        """
+        norm = _number(super()._get_grad_norm(model, grad_norm))
+        if not self.args.fp16:
+            self._check_finite("gradient's norm", norm, 0, self.args.gradient_accumulation_steps - 1)
+        if self._wants_norms and (self.state.global_step + 1) % self.state.logging_steps == 0:
+            limit = self.args.max_grad_norm
+            clipped = max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0  # by what it has been divided
+            norms = layer_norms(self.accelerator.unwrap_model(model))
+            self._norms = {f"grad_norm_layer_{layer}": clipped * value for layer, value in norms.items()}
+        return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with training losses the tokens so far and the tokens a second since the last time."""
@@ -198,18 +222,28 @@ class CrossLayerTrainer(Trainer):
             logs["tokens"] = tokens
             logs["tokens_per_second"] = (tokens - self._clock[1]) / (now - self._clock[0] - self._paused)
             self._clock, self._paused = (now, tokens), 0.0
+            logs |= self._norms
         super().log(logs, start_time)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Evaluate as Trainer does; the time does not count among the training's."""
         started, before = time.perf_counter(), self._paused
-        metrics = super().evaluate(*args, **kwargs)
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         self._paused = before + time.perf_counter() - started
         return metrics
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
         """Evaluate on a data set, and keep the loss of every window."""
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         sums, counts = np.asarray(output.predictions), np.asarray(output.label_ids)  # (N,) each
         self.window_losses[f"{metric_key_prefix}_loss"] = sums / counts
         return output
@@ -278,10 +312,34 @@ class CrossLayerTrainer(Trainer):
         assert self.args.output_dir is not None
         return Path(self.args.output_dir)
 
-    def _first_item(self) -> int:
-        """Return the number of the first item in the batch of this rank, in the data's order."""
-        batches = self.state.global_step * self.args.gradient_accumulation_steps + self._micro_batch
-        return (batches * self.args.world_size + self.args.process_index) * self.args.train_batch_size
+    def _check_finite(self, what: str, value: float, first: int, last: int) -> None:
+        """Stop where a value is not finite that comes of the step's micro-batches `first` to `last`."""
+        if math.isfinite(value):
+            return
+        step, size = self.state.global_step, self.args.train_batch_size
+        batches = [step * self.args.gradient_accumulation_steps + number for number in (first, last)]
+        items = [(batch * self.args.world_size + self.args.process_index) * size for batch in batches]
+        raise TrainingStopped(
+            f"the {what} is {value} at step {step + 1}, in items {items[0]} to {items[1] + size - 1} of the training "
+            "data; a lower learning_rate or max_grad_norm may help",
+            step + 1,
+            last_good(self._folder),
+        )
+
+
+def layer_norms(model: nn.Module) -> dict[int, float]:
+    """Return the norm of the gradient of each layer; a parameter's layer is the first number in its name."""
+    gradients: dict[int, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        layer = LAYER.search(name)
+        if layer is not None and parameter.grad is not None:
+            gradients.setdefault(int(layer[1]), []).append(parameter.grad)
+    return {layer: _number(get_total_norm(tensors)) for layer, tensors in gradients.items()}
+
+
+def _number(norm: Any) -> float:
+    """Return a norm as a number; where it is a sharded tensor, that of all ranks together."""
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

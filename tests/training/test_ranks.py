@@ -7,19 +7,15 @@ import socket
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from accelerate.state import DistributedType, PartialState
 from safetensors.torch import load_file
+from transformers import TrainingArguments
+from transformers.training_args import ParallelMode
 
 from crosslayer.training.checkpoints import checkpoints, last_good
 from tests.helpers.training import STEPS, Random, Stop, losses, model_of, trainer_of
 
-SHARDED = {
-    "fsdp": True,
-    "fsdp_config": {
-        "transformer_layer_cls_to_wrap": ["CrossLayerDecoderLayer"],
-        "state_dict_type": "SHARDED_STATE_DICT",
-    },
-}
-KINDS = {"ddp": {}, "fsdp2": SHARDED}
+KINDS = {"ddp": {}, "fsdp2": {"fsdp": True}}
 
 
 def run(folder, size, **train):
@@ -35,6 +31,7 @@ def run(folder, size, **train):
             per_device_train_batch_size=size,
             gradient_accumulation_steps=2,
             per_device_eval_batch_size=2,
+            depth_norms=True,
             **train,
         )
         if stop is not None:
@@ -47,17 +44,40 @@ def run(folder, size, **train):
 def results(trainer):
     windows = {name: values.tolist() for name, values in trainer.window_losses.items()}
     final = next(line["eval_a_loss"] for line in trainer.state.log_history if "eval_a_loss" in line)
-    return {"losses": list(losses(trainer).values()), "windows": windows, "final": final}
+    norms = [value for line in trainer.state.log_history for key, value in line.items() if "grad_norm" in key]
+    return {"losses": list(losses(trainer).values()), "windows": windows, "final": final, "norms": norms}
+
+
+def shard_on_cpus():
+    """Have accelerate shard models on CPUs, which PyTorch can do: it only does so on what it calls another device."""
+    original = PartialState.__init__
+
+    def renamed(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_XPU
+
+    PartialState.__init__ = renamed
 
 
 def worker(rank, port, kind, folder):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    if kind == "fsdp2":
+        shard_on_cpus()
     trainer = run(folder, 2, ddp_backend="gloo", **KINDS[kind])
+    assert trainer.is_fsdp_enabled == (kind == "fsdp2")
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results(trainer)))
     dist.barrier()
     os._exit(0)  # gloo's threads may still run when the interpreter takes its modules down, which aborts
+
+
+def test_sharding_that_does_nothing_is_refused(tmp_path, monkeypatch):
+    """Which is what accelerate makes of it where ranks are processors; a single process it refuses by itself."""
+    monkeypatch.setattr(TrainingArguments, "parallel_mode", ParallelMode.DISTRIBUTED)
+    with pytest.raises(ValueError, match="train.fsdp has no effect on this machine"):
+        trainer_of(tmp_path, fsdp=True)
 
 
 @pytest.mark.slow
@@ -72,9 +92,13 @@ def test_two_ranks_train_as_one(kind, tmp_path):
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     one = results(run(tmp_path / "one", 4))
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert len(two["norms"]) == STEPS * 3  # of the whole and of each layer
+    assert two["norms"] == pytest.approx(one["norms"], abs=1e-5)
     assert two["final"] == pytest.approx(one["final"], abs=1e-5)
     assert two["windows"]["eval_a_loss"] == pytest.approx(one["windows"]["eval_a_loss"], abs=1e-5)
     assert list(checkpoints(tmp_path / "two")) == [STEPS - 2, STEPS] and last_good(tmp_path / "two") is not None
+    sharded = (tmp_path / "two" / f"checkpoint-{STEPS}" / "pytorch_model_fsdp_0").is_dir()
+    assert sharded == (kind == "fsdp2")
     weights, expected = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("two", "one"))
     assert set(weights) == set(expected)
     for name, weight in expected.items():

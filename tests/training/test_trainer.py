@@ -1,5 +1,6 @@
 """The trainer: what decays, the learning rate, exact losses, exact resuming, the log, and the model it leaves."""
 
+import copy
 import json
 import math
 
@@ -150,6 +151,25 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     assert [line["step"] for line in log_of(tmp_path)] == [1, 2, 3]
 
 
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(tmp_path):
+    """The loss is finite, and the next checkpoint would hold weights that are not."""
+    model = model_of()
+    calls = []
+
+    def explode(gradient):
+        calls.append(gradient)
+        return gradient * math.inf if len(calls) == 3 else gradient
+
+    model.lm_head.weight.register_hook(explode)
+    trainer = trainer_of(tmp_path, model, save_steps=1)
+    text = (
+        "the gradient's norm is (inf|nan) at step 3, in items 8 to 11 of .* the last good checkpoint is checkpoint-2$"
+    )
+    with pytest.raises(TrainingStopped, match=text):
+        trainer.train()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def test_progress_is_shown(tmp_path):
     shown = []
 
@@ -170,6 +190,45 @@ def test_progress_is_shown(tmp_path):
     assert shown == [("training", 3), (1, 3, ""), (2, 3, "loss"), (3, 3, ""), "end"]
 
 
+WAYS = {
+    "checkpointed": ({"activation_checkpointing": True}, 1e-6),
+    "compiled": ({"torch_compile": True, "torch_compile_backend": "eager"}, 1e-6),
+    "workers": ({"dataloader_num_workers": 2}, 0.0),
+    "accumulated": ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, 1e-5),
+    "bfloat16": ({"bf16": True}, 2e-2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_train_gives_the_same_losses(way, tmp_path):
+    arguments, tolerance = WAYS[way]
+    runs = []
+    for name, more in (("plain", {}), (way, arguments)):
+        model = model_of(["attnres"], attention_dropout=0.0)
+        runs.append(trainer_of(tmp_path / name, model, Random(12), schedule=Schedule(3), **more))
+        runs[-1].train()
+    plain, other = map(losses, runs)
+    assert other == pytest.approx(plain, abs=tolerance)
+    if way == "bfloat16":
+        assert other != plain
+
+
+@pytest.mark.parametrize("limit", [0.1, 100.0, 0.0], ids="limit {}".format)
+def test_gradient_norms_by_depth_are_those_before_clipping(limit, tmp_path):
+    model = model_of(attention_dropout=0.0)
+    expected = copy.deepcopy(model).train()
+    batch = {name: torch.stack([Random(4)[i][name] for i in range(4)]) for name in Random(1)[0]}
+    expected(**batch, use_cache=False).loss.backward()
+    squares = [
+        sum(parameter.grad.square().sum().item() for parameter in layer.parameters()) for layer in expected.model.layers
+    ]
+    trainer = trainer_of(tmp_path, model, schedule=Schedule(2), max_grad_norm=limit, depth_norms=True)
+    trainer.train()
+    logged = [log_of(tmp_path)[0][f"grad_norm_layer_{i}"] for i in range(2)]
+    assert logged == pytest.approx([square**0.5 for square in squares], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "train, text",
     [
@@ -180,3 +239,10 @@ def test_progress_is_shown(tmp_path):
 def test_settings_that_would_change_what_a_run_is_are_refused(train, text, tmp_path):
     with pytest.raises(ValueError, match=text):
         trainer_of(tmp_path, **train)
+
+
+def test_data_that_end_before_the_last_step_are_refused(tmp_path):
+    """Trainer would begin anew with the first item."""
+    text = "the training data have 63 items, and 8 steps read 64"
+    with pytest.raises(ValueError, match=text):
+        trainer_of(tmp_path, data=Random(STEPS * 8 - 1), gradient_accumulation_steps=2)

@@ -233,4 +233,6 @@ class EvalPart(Part):
     every: int = Field(default=0, ge=0)
     """Steps between; 0 measures at the end alone."""
     windows: Count = 32
-    """Held-out sequences of each domain."""
+    """Held-out sequences of each domain, or as many as it has."""
+    depth_norms: bool = False
+    """Whether `log.jsonl` has the norm of each layer's gradient too, before it is cut."""

@@ -109,6 +109,7 @@ class _Run:
             held_out,
             tokenizer,
             self.progress,
+            recipe.eval.depth_norms,
         )
         trainer.train(resume_from_checkpoint=resume)
         if not _evaluations(trainer.state.log_history, steps) or not trainer.window_losses:

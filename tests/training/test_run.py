@@ -9,6 +9,7 @@ import yaml
 import crosslayer
 from crosslayer.decoder import CrossLayerForCausalLM
 from crosslayer.training.recipe import load_recipe
+from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints
 from tests.helpers.training import Stop
 
@@ -132,8 +133,6 @@ def test_training_on_from_a_model(whole, recipe, tmp_path):
 
 
 def test_the_command(recipe, tmp_path, capsys, monkeypatch):
-    from tests.helpers.shell import type_in
-
     folder = tmp_path / "run"
     words = ["train", str(recipe), "--out", str(folder), "--set", "schedule.steps=2", "--set", "schedule.warmup=0"]
     assert type_in(monkeypatch, words) == 0

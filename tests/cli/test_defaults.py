@@ -8,7 +8,7 @@ import typer
 import crosslayer
 from crosslayer import cli
 from crosslayer.benchmark.settings import Settings
-from crosslayer.cli import bench, diagnose, generate, intervene, methods, options, plan, retrofit, verify
+from crosslayer.cli import bench, diagnose, generate, intervene, methods, options, plan, retrofit, train, verify
 from crosslayer.conversion.options import RetrofitOptions
 from crosslayer.corpus.documents import TextSource
 from crosslayer.generation.sampling import Sampling
@@ -22,6 +22,7 @@ CALLS = {
     bench: crosslayer.bench,
     generate: crosslayer.generate,
     plan: crosslayer.read_plan,
+    train: crosslayer.train,
 }
 MODELS = {crosslayer.effect: Request, crosslayer.retrofit: RetrofitOptions, crosslayer.bench: Settings,
           crosslayer.generate: Sampling}  # fmt: skip
@@ -44,7 +45,7 @@ SHARED = {
     "column": options.Column,
     "sequences": options.Sequences,
 }
-PYTHON = {"tokenizer", "progress", "settings", "write", "folder", "compile_backend", "interventions"}  # no option
+PYTHON = {"tokenizer", "progress", "settings", "write", "folder", "compile_backend", "interventions", "command"}  # no option
 
 
 def defaults(call) -> dict:
@@ -67,6 +68,8 @@ def test_defaults_are_the_same(verb):
             assert shell.pop(name) == default, name
     if verb is intervene:
         assert all(shell.pop(kind) is None for kind in KINDS)
+    if verb is train:
+        assert not shell.pop("set_") and not expected["settings"]
     if verb is retrofit:
         assert shell.pop("remote_code_shim") is defaults(crosslayer.Receipt.save)["remote_code_shim"]
     shell = {names.get(name, name): in_python(default) for name, default in shell.items()}

@@ -21,9 +21,9 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder of the run: checkpoints, log, model, report.html, record.json.")],
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Instead of the recipe's: train.learning_rate=3e-4. Repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="On top of the recipe: train.learning_rate=3e-4."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last good checkpoint in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last whole checkpoint.")] = False,
     allow_methods: AllowMethods = None,
     debug: Debug = False,
 ) -> None:

@@ -1,11 +1,10 @@
 """Training curves beside a baseline's: smoothed, subtracted, and where one overtakes the other.
 
-Source: ResFormer (arXiv 2410.17897), section 4.1.2 (relative training loss) and Fig. 14 (critical point).
+Source: arXiv 2410.17897, section 4.1.2 (relative training loss) and Fig. 14 (critical point).
 Shapes: S seeds, N logged steps.
 """
 
 import numpy as np
-from scipy import stats
 
 
 def smoothed(losses: np.ndarray, window: int) -> np.ndarray:
@@ -45,8 +44,8 @@ def expected_critical_point(steps: np.ndarray, relative: np.ndarray, last: int =
     """
     if relative[-1] > 0 or len(steps) < 2:
         return None
-    line = stats.linregress(steps[-last:], relative[-last:])
-    if line.slope <= 0:
+    slope, intercept = np.polyfit(steps[-last:], relative[-last:], 1)
+    if slope <= 0:
         return None
-    crossing = float(-line.intercept / line.slope)
+    crossing = float(-intercept / slope)
     return crossing if crossing > steps[-1] else None

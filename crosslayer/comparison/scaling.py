@@ -2,12 +2,13 @@
 
     L = A · C^−α, fitted as a straight line of log L over log C
 
-Source: Attention Residuals (arXiv 2603.15031), scaling laws; ResFormer (arXiv 2410.17897), Fig. 1 and Table 1.
+Source: Attention Residuals (arXiv 2603.15031), scaling laws; arXiv 2410.17897, Fig. 1.
 Shapes: P points.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -49,7 +50,7 @@ def fit_power_law(costs: Sequence[float], losses: Sequence[float]) -> PowerLaw:
         raise ValueError(f"a power law needs two different costs, each with its loss; got {len(set(costs))}")
     if not all(np.isfinite(value) and value > 0 for value in (*costs, *losses)):
         raise ValueError("a power law needs costs and losses above 0")
-    line = stats.linregress(np.log(costs), np.log(losses))
+    line: Any = stats.linregress(np.log(costs), np.log(losses))
     interval = None
     if len(costs) >= FEWEST:
         half = float(stats.t.ppf((1 + LEVEL) / 2, len(costs) - 2) * line.stderr)

@@ -14,7 +14,9 @@ class TrainedModel(Frozen):
     methods: list[dict[str, Any]]
     layers: int
     parameters: int = Field(ge=1)
-    flops_per_token: float = Field(ge=0, description="three times the forward pass's, as counted over one sequence")
+    flops_per_token: float = Field(
+        ge=0, description="three times those counted in a forward pass over one sequence, attention without its mask"
+    )
     kv_bytes_per_token: float = Field(ge=0)
     dtype: str
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -111,10 +112,10 @@ class _Run:
             self.progress,
             recipe.eval.depth_norms,
         )
-        trainer.train(resume_from_checkpoint=resume)
-        if not _evaluations(trainer.state.log_history, steps) or not trainer.window_losses:
-            trainer.evaluate()  # the last step is no multiple of eval.every, or the run had ended before
         with quiet_transformers():
+            trainer.train(resume_from_checkpoint=resume)
+            if not _evaluated(trainer.state.log_history, steps) or not trainer.window_losses:
+                trainer.evaluate()  # the last step is no multiple of eval.every, or the run had ended before
             trainer.save_model(str(self.folder / "model"))
         result = self._result(trainer, facts, mixture, held_out)
         if trainer.is_world_process_zero():
@@ -164,7 +165,7 @@ class _Run:
         for entry in losses:
             seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
             tokens = entry["tokens"]
-        return TrainingRun(
+        return TrainingRun(  # pyright: ignore[reportCallIssue]
             command=self.command,
             name=self.recipe.name,
             seed=self.recipe.seed,
@@ -172,7 +173,7 @@ class _Run:
             model=facts,
             domains=tuple(domains),
             curve=Curve(
-                steps=[entry["step"] for entry in losses],
+                steps=[int(entry["step"]) for entry in losses],
                 losses=[entry["loss"] for entry in losses],
                 learning_rates=[entry["learning_rate"] for entry in losses],
                 gradient_norms=[entry.get("grad_norm") for entry in losses],
@@ -214,9 +215,9 @@ def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrain
     config = config_of_recipe(
         recipe,
         len(tokenizer),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
+        eos_token_id=tokenizer.eos_token_id,  # type: ignore[arg-type]
+        pad_token_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
     )
     model = CrossLayerForCausalLM(config)
     initialise(model, recipe.seed)
@@ -225,8 +226,8 @@ def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrain
 
 def _facts(model: PreTrainedModel, length: int) -> TrainedModel:
     ids = torch.zeros(1, length, dtype=torch.long)
-    with torch.no_grad(), evaluating(model), FlopCounterMode(display=False) as counter:
-        model(ids, use_cache=False)
+    with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False)  # by plain products, which all are counted
     plan = read_plan(model, length=length)
     text = model.config.get_text_config()
     return TrainedModel(
@@ -260,7 +261,7 @@ def _validation_losses(history: list[dict[str, Any]], names: Sequence[str]) -> d
     return losses
 
 
-def _evaluations(history: list[dict[str, Any]], step: int) -> bool:
+def _evaluated(history: list[dict[str, Any]], step: int) -> bool:
     """Return whether the validation loss was measured after a step."""
     return any(entry["step"] == step and any(key.startswith("eval_") for key in entry) for entry in history)
 

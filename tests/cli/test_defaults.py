@@ -45,7 +45,9 @@ SHARED = {
     "column": options.Column,
     "sequences": options.Sequences,
 }
-PYTHON = {"tokenizer", "progress", "settings", "write", "folder", "compile_backend", "interventions", "command"}  # no option
+PYTHON = {  # no options
+    "tokenizer", "progress", "settings", "write", "folder", "compile_backend", "interventions", "command",
+}  # fmt: skip
 
 
 def defaults(call) -> dict:

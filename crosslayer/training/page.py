@@ -12,7 +12,7 @@ def layout(record: TrainingRecord) -> Page:
         subtitle=_subtitle(record),
         cards=_cards(record),
         words=sentences(record),
-        panels=[panel for panel in (_training(record), _validation(record), _rate(record)) if panel is not None],
+        panels=[panel for panel in (_training(record), _validation(record), _norms(record)) if panel is not None],
         tables=[_domains(record), _facts(record)],
     )
 
@@ -70,13 +70,13 @@ def _validation(record: TrainingRecord) -> Panel | None:
     return Panel("validation_loss", "Validation loss", words, "step", "nats a token", lines)
 
 
-def _rate(record: TrainingRecord) -> Panel | None:
+def _norms(record: TrainingRecord) -> Panel | None:
     curve = record.curve
     if len(curve.steps) < 2:
         return None
     x = [float(step) for step in curve.steps]
-    lines = [Line("norm of the gradient, before it is cut", x, curve.gradient_norms)]
-    words = "A jump here comes before a jump of the loss."
+    lines = [Line("norm", x, curve.gradient_norms)]
+    words = "Of all parameters together, before it is clipped."
     return Panel("gradient_norm", "Norm of the gradient", words, "step", "norm", lines, log_y=True)
 
 

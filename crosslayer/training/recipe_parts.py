@@ -235,4 +235,4 @@ class EvalPart(Part):
     windows: Count = 32
     """Held-out sequences of each domain, or as many as it has."""
     depth_norms: bool = False
-    """Whether `log.jsonl` has the norm of each layer's gradient too, before it is cut."""
+    """Whether `log.jsonl` has the norm of each layer's gradient too, before it is clipped."""

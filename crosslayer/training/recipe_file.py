@@ -158,7 +158,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 def _nearest_file(path: Path, *others: Path) -> str:
     """Return what is said to a file that is not there; `others` are not meant."""
-    names = sorted(str(other) for other in path.parent.glob("*.y*ml") if other not in others)
+    names = sorted(str(other) for other in path.parent.glob("[!.]*.y*ml") if other not in others)
     return nearest(str(path), names) if names else "it must be a YAML file"
 
 

@@ -15,7 +15,7 @@ class TrainedModel(Frozen):
     layers: int
     parameters: int = Field(ge=1)
     flops_per_token: float = Field(
-        ge=0, description="three times those counted in a forward pass over one sequence, attention without its mask"
+        ge=0, description="three times a forward pass's over a sequence, attention without its mask"
     )
     kv_bytes_per_token: float = Field(ge=0)
     dtype: str

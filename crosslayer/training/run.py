@@ -40,6 +40,7 @@ from crosslayer.wiring.read import read_plan
 
 RECIPE = "recipe.yaml"
 PASSES = 3  # a backward pass costs two forward passes
+COUNTED = 128  # tokens of the longer sequence over which FLOPs are counted
 
 
 def train(
@@ -225,9 +226,6 @@ def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrain
 
 
 def _facts(model: PreTrainedModel, length: int) -> TrainedModel:
-    ids = torch.zeros(1, length, dtype=torch.long)
-    with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(ids, use_cache=False)  # by plain products, which all are counted
     plan = read_plan(model, length=length)
     text = model.config.get_text_config()
     return TrainedModel(
@@ -235,10 +233,31 @@ def _facts(model: PreTrainedModel, length: int) -> TrainedModel:
         methods=[dict(entry) if isinstance(entry, dict) else {"name": entry} for entry in _methods(model)],
         layers=text.num_hidden_layers,
         parameters=model.num_parameters(),
-        flops_per_token=PASSES * counter.get_total_flops() / length,
+        flops_per_token=PASSES * _forward_flops(model, length),
         kv_bytes_per_token=plan.stored_bytes / length,
         dtype=plan.dtype,
     )
+
+
+def _forward_flops(model: PreTrainedModel, length: int) -> float:
+    """Return the FLOPs of a token in a forward pass over a sequence, attention without its mask.
+
+    They are counted over short sequences and continued: maps cost every token the same, attention as much more as the
+    sequence is longer.
+    """
+    longer = min(length, COUNTED)
+    shorter = longer // 2
+    of_token = {count: _counted(model, count) / count for count in (shorter, longer)}
+    growth = (of_token[longer] - of_token[shorter]) / (longer - shorter)
+    return of_token[longer] + growth * (length - longer)
+
+
+def _counted(model: PreTrainedModel, count: int) -> int:
+    """Return the FLOPs of a forward pass over so many tokens; by plain products, since others have no count."""
+    ids = torch.zeros(1, count, dtype=torch.long)
+    with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False)
+    return counter.get_total_flops()
 
 
 def _methods(model: PreTrainedModel) -> list[Any]:

@@ -292,6 +292,8 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
         ValueError: the folder is of something else.
 
     """
+    if not _is_first():  # the first process may have written into it already
+        return
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     written = folder / RECIPE
     if folder.exists() and any(folder.iterdir()):
@@ -302,10 +304,9 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
                 f"the folder {folder.name!r} is of another recipe, or of none; `resume` goes on with the same one only"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    if _is_first():
-        partial = folder / f".{RECIPE}"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(written)
+    partial = folder / f".{RECIPE}"
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(written)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from crosslayer.models.load import load_model
     from crosslayer.plan import DepthPlan
     from crosslayer.probe.what_if import what_if
+    from crosslayer.recovery.result import Recovery
+    from crosslayer.recovery.run import heal
     from crosslayer.results import load_result
     from crosslayer.training.result import TrainingRun
     from crosslayer.training.run import train
@@ -51,6 +53,7 @@ _HOMES = {
     "ModelPlan": "wiring.result",
     "PositionSwap": "intervention.kinds",
     "Receipt": "conversion.result",
+    "Recovery": "recovery.result",
     "Residual": "method",
     "Rewired": "conversion.rewire",
     "ScaleValues": "intervention.kinds",
@@ -64,6 +67,7 @@ _HOMES = {
     "diagnose": "diagnosis.scan",
     "effect": "intervention.measure",
     "generate": "generation.run",
+    "heal": "recovery.run",
     "intervene": "intervention.apply",
     "load_model": "models.load",
     "load_result": "results",
@@ -90,6 +94,7 @@ __all__ = [
     "ModelPlan",
     "PositionSwap",
     "Receipt",
+    "Recovery",
     "Residual",
     "Rewired",
     "ScaleValues",
@@ -103,6 +108,7 @@ __all__ = [
     "diagnose",
     "effect",
     "generate",
+    "heal",
     "intervene",
     "load_model",
     "load_result",

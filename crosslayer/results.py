@@ -7,13 +7,14 @@ from crosslayer.conversion.result import Receipt
 from crosslayer.diagnosis.result import Diagnosis
 from crosslayer.intervention.result import Effect
 from crosslayer.output.result import load_as
+from crosslayer.recovery.result import Recovery
 from crosslayer.training.result import TrainingRun
 from crosslayer.verification.result import Verification
 
-KINDS = (Diagnosis, Effect, Receipt, Verification, Benchmark, TrainingRun)
+KINDS = (Diagnosis, Effect, Receipt, Verification, Benchmark, TrainingRun, Recovery)
 
 
-def load_result(folder: str | Path) -> Diagnosis | Effect | Receipt | Verification | Benchmark | TrainingRun:
+def load_result(folder: str | Path) -> Diagnosis | Effect | Receipt | Verification | Benchmark | TrainingRun | Recovery:
     """Load the result that `save`, or the command line, wrote into a folder; it equals the result that was saved.
 
     The record may come from anyone: it is checked as a whole before anything of it is used.

@@ -108,13 +108,8 @@ def _txt_documents(path: Path, column: str) -> Iterator[str]:
 
 def _jsonl_documents(path: Path, column: str) -> Iterator[str]:
     skipped = 0
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        place = f"{path.name!r}, line {number}"
-        if len(line) == LONGEST:
-            raise ValueError(f"{place}: it has {LONGEST:,} characters or more; a row must be shorter")
-        text = _row_text(line, place, column)
+    for place, row in jsonl_rows(path):
+        text = row_text(row, place, column)
         if text is None:
             skipped += 1
         else:
@@ -122,12 +117,33 @@ def _jsonl_documents(path: Path, column: str) -> Iterator[str]:
     say_skipped(path.name, skipped)
 
 
-def _row_text(line: str, place: str, column: str) -> str | None:
-    """Return the text of a row of .jsonl, None where it is null."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{place}: not JSON; each line of .jsonl holds an object") from None
+def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield what the lines of a .jsonl file hold, each with the words that name its place.
+
+    Raises:
+        ValueError: the file is binary or damaged, or a line is too long or no JSON.
+
+    """
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        place = f"{path.name!r}, line {number}"
+        if len(line) == LONGEST:
+            raise ValueError(f"{place}: it has {LONGEST:,} characters or more; a row must be shorter")
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ValueError(f"{place}: not JSON; each line of .jsonl holds an object") from None
+        yield place, row
+
+
+def row_text(row: Any, place: str, column: str) -> str | None:
+    """Return the text in a column of a row, None where it is null.
+
+    Raises:
+        ValueError: the row is no object, or has no text there.
+
+    """
     if isinstance(row, dict) and column in row and row[column] is None:
         return None
     if not isinstance(row, dict) or not isinstance(row.get(column), str):

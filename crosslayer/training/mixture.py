@@ -7,7 +7,8 @@ resume is to begin at another number.
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ UNITS = 2**32  # weights are rounded to such parts of their sum
 ROUNDS = 4  # of a Feistel network
 MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd numbers of splitmix64 (Steele et al. 2014)
 WORD = 2**64 - 1
+
+
+class Rows(Protocol):
+    """Rows of a domain by number, each with `input_ids`, `position_ids` and `labels`, (T,) int64."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int, /) -> dict[str, Tensor]: ...
 
 
 class Mixture(Dataset[dict[str, Tensor]]):
@@ -36,6 +45,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
         length: T, tokens of a row.
         seed: of the order.
         items: how many rows there are.
+        rows: of a domain by name, where they are cut otherwise than into windows; each of `length` tokens.
 
     Raises:
         ValueError: domains and weights do not have the same names, a weight is not positive, a domain is shorter than a
@@ -43,13 +53,25 @@ class Mixture(Dataset[dict[str, Tensor]]):
 
     """
 
-    def __init__(self, domains: Mapping[str, Shards], weights: Mapping[str, float], length: int, seed: int, items: int):
+    def __init__(
+        self,
+        domains: Mapping[str, Shards],
+        weights: Mapping[str, float],
+        length: int,
+        seed: int,
+        items: int,
+        rows: Mapping[str, Rows] | None = None,
+    ):
         _check_weights(domains, weights)
         _check_length(length)
         if items < 1:
             raise ValueError(f"a mixture of {items} rows; it needs at least 1")
         self.domains, self.length, self.seed, self.items = dict(domains), length, seed, items
-        self.windows = {name: windows_of(shards, length, name) for name, shards in domains.items()}
+        cut = rows or {}
+        self.rows = {
+            name: cut[name] if name in cut else every_window(shards, length, name) for name, shards in domains.items()
+        }
+        self.windows = {name: len(self.rows[name]) for name in domains}
         total = math.fsum(weights[name] for name in domains)
         self.units = [max(1, round(weights[name] / total * UNITS)) for name in domains]
         self.phase = _key(seed, "phase") % UNITS
@@ -60,7 +82,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
     def __getitem__(self, item: int) -> dict[str, Tensor]:
         """Return a row: `input_ids`, `position_ids` and `labels`, each (T,) int64, as `row` makes them."""
         name, window = self.place(item)
-        return row(self.domains[name], window, self.length)
+        return self.rows[name][window]
 
     def place(self, item: int) -> tuple[str, int]:
         """Return the domain of a row, and which of the domain's windows it is.
@@ -100,7 +122,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
 class FixedRows(Dataset[dict[str, Tensor]]):
     """The rows of some windows of a domain, in their order."""
 
-    def __init__(self, shards: Shards, numbers: list[int], length: int):
+    def __init__(self, shards: Shards, numbers: Sequence[int], length: int):
         self.shards, self.numbers, self.length = shards, numbers, length
 
     def __len__(self) -> int:
@@ -109,6 +131,11 @@ class FixedRows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, item: int) -> dict[str, Tensor]:
         """Return a row, as `row` makes it."""
         return row(self.shards, self.numbers[item], self.length)
+
+
+def every_window(shards: Shards, length: int, name: str) -> FixedRows:
+    """Return all windows of a text, in their order; errors as `windows_of`."""
+    return FixedRows(shards, range(windows_of(shards, length, name)), length)
 
 
 def validation_windows(shards: Shards, length: int, count: int) -> FixedRows:

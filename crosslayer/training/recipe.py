@@ -2,9 +2,9 @@
 
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
@@ -92,9 +92,31 @@ def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
     """
     draft = read_draft(Path(path), settings)
     values = {"name": Path(path).stem, "model": {}, "schedule": {}, **draft.values}
+    return checked(Recipe, values, draft, _check_model)
+
+
+AnyPart = TypeVar("AnyPart", bound=Part)
+
+
+def checked(
+    kind: type[AnyPart], values: dict[str, Any], draft: Draft, check: Callable[[AnyPart], None] | None = None
+) -> AnyPart:
+    """Build a recipe of a kind out of values that a draft holds.
+
+    Args:
+        kind: `Recipe`, or what another verb reads.
+        values: the draft's, with what need not be written.
+        draft: knows who wrote what.
+        check: of the whole; it raises `Misplaced`.
+
+    Raises:
+        ValueError: in one line the file, the key, what is wrong with it, and what would be right.
+
+    """
     try:
-        recipe = Recipe.model_validate(values)
-        _check_model(recipe)
+        recipe = kind.model_validate(values)
+        if check is not None:
+            check(recipe)
     except ValidationError as error:
         raise ValueError(_line(error, draft)) from None
     except Misplaced as error:

@@ -129,6 +129,7 @@ def tokenise(
     folder: Path,
     *,
     fingerprint: str,
+    parts: int = 1,
     meter: Meter = Silent,
 ) -> Shards:
     """Write the tokens of documents into a folder, or take what lies there with the same fingerprint.
@@ -142,6 +143,8 @@ def tokenise(
         tokenizer: a fast one.
         folder: with shards of another fingerprint it is replaced; what is no folder of shards is not touched.
         fingerprint: of the text and the tokenizer, such as `fingerprint` gives.
+        parts: how many documents belong together, such as 2 for a prompt and its response: the first alone begins,
+            and the last alone ends, with special tokens. None may be blank then.
         meter: shows what is being done.
 
     Raises:
@@ -154,7 +157,7 @@ def tokenise(
             with exclusive(folder, wait=True):
                 if not _is_there(folder, fingerprint):
                     with filled(folder) as partial, meter(f"cutting {folder.name} into tokens", 0):
-                        _write(documents, tokenizer, partial, fingerprint)
+                        _write(documents, tokenizer, partial, fingerprint, parts)
         except OSError as error:
             raise ValueError(f"the folder {folder.name!r} cannot be written: {error.strerror or error}") from error
     return open_shards(folder)
@@ -213,18 +216,22 @@ def _file_name(number: int) -> str:
     return f"tokens-{number:05d}.bin"
 
 
-def _write(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, folder: Path, fingerprint: str) -> None:
+def _write(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, folder: Path, fingerprint: str, parts: int
+) -> None:
     """Write all files of a folder."""
     dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
     first, last = (np.array(ids, dtype=np.int64) for ids in _frame(tokenizer))
-    ends, total = array("q", [0]), 0
+    ends, total, number = array("q", [0]), 0, 0
     with contextlib.closing(_Writer(folder, TYPES[dtype])) as writer:
         for ids, begins, finishes in _encoded(documents, tokenizer):
-            framed = np.concatenate([*[first] * begins, ids, *[last] * finishes])
+            opens, closes = begins and number % parts == 0, finishes and (number + 1) % parts == 0
+            framed = np.concatenate([*[first] * opens, ids, *[last] * closes])
             writer.add(framed)
-            total += len(framed)
+            total, number = total + len(framed), number + finishes
             if finishes and total > ends[-1]:
                 ends.append(total)
+    assert parts == 1 or len(ends) - 1 == number and number % parts == 0, "a document is blank, or lacks its others"
     if not total:
         raise ValueError("there is no text to cut into tokens")
     content = np.array(ends[1:], dtype=END_TYPE).tobytes()

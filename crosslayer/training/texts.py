@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
@@ -41,6 +41,7 @@ class Domain:
     name: str
     source: TextSource
     validation: TextSource | None = None
+    parts: ClassVar[int] = 1  # how many of the documents belong together, as `tokenise` takes them
 
     def training(self) -> Iterator[str]:
         """Yield the documents to train on; of one from which pieces are held out, what stands between them.
@@ -84,7 +85,9 @@ class Domain:
             for part, documents in {"training": self.training, "validation": self.held_out}.items():
                 digest = fingerprint(f"{part}/{text}", tokenizer)
                 place = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', self.name)}-{part}-{digest[:16]}"
-                shards.append(tokenise(documents(), tokenizer, place, fingerprint=digest, meter=meter))
+                shards.append(
+                    tokenise(documents(), tokenizer, place, fingerprint=digest, parts=self.parts, meter=meter)
+                )
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
         return DomainShards(*shards)

@@ -1,0 +1,1 @@
+"""Trains a retrofit until it recovers, and measures it after every stage."""

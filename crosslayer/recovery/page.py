@@ -1,0 +1,184 @@
+"""The page of a recovery, from its record alone."""
+
+import math
+from collections.abc import Iterator
+
+from crosslayer.conversion.words import kl, ratio
+from crosslayer.output.page import Page, Table
+from crosslayer.output.panel import QUIET, Line, Panel, same_scale
+from crosslayer.recovery.record import Arm, RecoveryRecord, Standing, State
+from crosslayer.recovery.words import LOSSES, estimate, percent, sentences, stage_words
+
+
+def layout(record: RecoveryRecord) -> Page:
+    """Return the parts of the page."""
+    count = len(record.arms)
+    return Page(
+        title=f"Recovery of {record.original}",
+        subtitle=f"{record.name} · {count} retrofit{'s' if count > 1 else ''} · trained on {LOSSES[record.objective]}",
+        cards=_cards(record),
+        words=sentences(record),
+        panels=[*_courses(record), *_losses(record)],
+        lead=[_overview(record)],
+        tables=[*(_domain(record, place) for place in range(len(record.arms[0].states[0].domains))), _stages(record)],
+    )
+
+
+def _cards(record: RecoveryRecord) -> list[tuple[str, str, str]]:
+    """Return the best retrofit at the end, on the first domain."""
+    best = min(record.arms, key=lambda arm: arm.states[-1].domains[0].damage.kl)
+    before, after = best.states[0].domains[0], best.states[-1].domains[0]
+    low, high = after.damage.kl_ci95
+    share = "—" if after.closed is None else f"{after.closed.value:.0%}"
+    return [
+        ("KL, lowest", f"{after.damage.kl:.3f}", f"95 %: {low:.3f} to {high:.3f}, {best.name} on {after.name}"),
+        ("Before training", f"{before.damage.kl:.3f}", "the same retrofit"),
+        ("Gap closed", share, f"of its loss to the {record.reference}"),
+    ]
+
+
+def _overview(record: RecoveryRecord) -> Table:
+    """Return every state on all windows, and on the first domain."""
+    first = record.arms[0].states[0].domains[0].name
+    head = [
+        "retrofit",
+        "state",
+        f"KL, {first}",
+        f"perplexity ratio, {first}",
+        "KL, all windows",
+        f"gap closed, {first}",
+    ]
+    rows = [
+        [
+            name,
+            stage_words(state),
+            kl(state.domains[0].damage),
+            ratio(state.domains[0].damage),
+            kl(state.all.damage),
+            percent(state.domains[0].closed) if number else "–",
+        ]
+        for name, number, state in _states(record)
+    ]
+    return "Stage by stage (against the original as it was; 95 % intervals)", head, rows
+
+
+def _domain(record: RecoveryRecord, place: int) -> Table:
+    """Return every state on a domain."""
+    named = record.arms[0].states[0].domains[place]
+    head = [
+        "retrofit",
+        "state",
+        "perplexity",
+        "ratio to the original",
+        "KL",
+        "KL, change",
+        "perplexity, change",
+        f"to the {record.reference}",
+        "gap closed",
+    ]
+    rows = [[name, state.name, *_figures(state.domains[place], number)] for name, number, state in _states(record)]
+    return f"{named.name} ({'seen' if named.seen else 'unseen'}, {named.damage.windows} windows)", head, rows
+
+
+def _figures(domain: Standing, number: int) -> list[str]:
+    return [
+        f"{domain.damage.perplexity_after:.2f}",
+        ratio(domain.damage),
+        kl(domain.damage),
+        estimate(domain.kl_change),
+        f"× {estimate(domain.ratio_change)}" if domain.ratio_change is not None else "–",
+        f"× {estimate(domain.to_reference)}" if domain.to_reference is not None else "–",
+        percent(domain.closed) if number else "–",
+    ]
+
+
+def _states(record: RecoveryRecord) -> Iterator[tuple[str, int, State]]:
+    """Yield every state with its model's name and its number, the trained original's last."""
+    for arm in record.arms:
+        for number, state in enumerate(arm.states):
+            yield arm.name, number, state
+    if record.trained_original is not None:
+        yield record.original, 0, record.trained_original
+
+
+def _courses(record: RecoveryRecord) -> list[Panel]:
+    """Return the KL by stage, of the first domain that nothing saw and of the first that was seen."""
+    domains = record.arms[0].states[0].domains
+    places = [next((place for place, d in enumerate(domains) if d.seen == seen), None) for seen in (False, True)]
+    panels = []
+    for place, kind in zip(places, ("unseen", "seen"), strict=True):
+        if place is None:
+            continue
+        title = f"KL by stage on {domains[place].name} ({kind})"
+        sentence = (
+            "To the original as it was; dotted: the original trained on the same rows. Bands: 95 %, over windows."
+        )
+        ticks = {float(number): state.name for number, state in enumerate(record.arms[0].states)}
+        lines = [_course(arm, place) for arm in record.arms]
+        if record.trained_original is not None:
+            value = record.trained_original.domains[place].damage.kl
+            ends = [min(ticks), max(ticks)]
+            lines.append(Line(f"{record.original}, trained", ends, [value] * 2, color=QUIET, dashed=True))
+        panels.append(
+            Panel(f"kl_{kind}", title, sentence, "", "nats a token", lines, bounds=(0, math.inf), x_ticks=ticks)
+        )
+    return same_scale(panels)
+
+
+def _course(arm: Arm, place: int) -> Line:
+    measured = [state.domains[place].damage for state in arm.states]
+    numbers = [float(number) for number in range(len(measured))]
+    low, high = [damage.kl_ci95[0] for damage in measured], [damage.kl_ci95[1] for damage in measured]
+    return Line(arm.name, numbers, [damage.kl for damage in measured], low, high)
+
+
+def _losses(record: RecoveryRecord) -> list[Panel]:
+    """Return the training losses of every stage that trained anything."""
+    panels = []
+    for number in range(1, len(record.arms[0].states)):
+        lines = []
+        for name, state in [(arm.name, arm.states[number]) for arm in record.arms]:
+            if state.run is not None:
+                lines.append(_curve(name, state))
+        final = number == len(record.arms[0].states) - 1
+        if final and record.trained_original is not None and record.trained_original.run is not None:
+            lines.append(_curve(f"{record.original}, trained", record.trained_original, QUIET))
+        if any(len(line.x) > 1 for line in lines):
+            sentence = f"{LOSSES[record.objective].capitalize()}, smoothed as written in the recipe's stop, or by 0.95."
+            title = f"Training loss of stage {number}"
+            panels.append(Panel(f"loss_{number}", title, sentence, "step", "nats a token", lines))
+    return panels
+
+
+def _curve(name: str, state: State, color: str | None = None) -> Line:
+    from crosslayer.recovery.early_stop import averages
+
+    assert state.run is not None
+    curve = state.run.curve
+    return Line(name, [float(step) for step in curve.steps], averages(curve.losses, 0.95), color=color)
+
+
+def _stages(record: RecoveryRecord) -> Table:
+    """Return how each stage went."""
+    head = ["retrofit", "state", "trained", "steps", "tokens", "minutes", "loss, first", "loss, last", "held out"]
+    rows = []
+    for name, _, state in _states(record):
+        run = state.run
+        if run is None:
+            continue
+        smooth = run.curve.losses
+        held_out = ", ".join(f"{domain} {loss:.3f}" for domain, loss in run.held_out.items())
+        rows.append(
+            [
+                name,
+                state.name,
+                f"{run.trained:,}",
+                f"{run.steps:,} of {run.planned:,}",
+                f"{run.tokens:,}",
+                f"{run.seconds / 60:.1f}",
+                f"{smooth[0]:.3f}",
+                f"{smooth[-1]:.3f}",
+                held_out,
+            ]
+        )
+    return "Training", head, rows

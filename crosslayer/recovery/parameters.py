@@ -1,0 +1,58 @@
+"""Which parameters a stage trains: W_c alone, all of them, or adapters of low rank that are merged when it ends."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from crosslayer.method import Compensation
+from crosslayer.recovery.recipe import LoraPart
+
+
+def compensations(model: nn.Module) -> list[Compensation]:
+    """Return every W_c of a model, from below."""
+    return [module for module in model.modules() if isinstance(module, Compensation)]
+
+
+def unfreeze(model: PreTrainedModel, parameters: str, lora: LoraPart | None = None) -> PreTrainedModel:
+    """Let a stage's parameters alone have gradients, and return what trains: the model, or the model with adapters.
+
+    Raises:
+        ValueError: adapters are wanted and peft is missing.
+
+    """
+    if parameters == "lora":
+        return _with_adapters(model, lora or LoraPart())
+    model.requires_grad_(parameters == "all")
+    if parameters == "compensation":
+        for module in compensations(model):
+            module.requires_grad_(True)
+    return model
+
+
+def trained_parameters(model: nn.Module) -> int:
+    """Return how many numbers a stage trains."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def merged(model: PreTrainedModel, parameters: str) -> PreTrainedModel:
+    """Return the model after a stage, adapters added into the weights that they adapt."""
+    if parameters != "lora":
+        return model
+    wrapped: Any = model
+    return wrapped.merge_and_unload(safe_merge=True)
+
+
+def _with_adapters(model: PreTrainedModel, lora: LoraPart) -> PreTrainedModel:
+    """Wrap every linear map but the head; a map that several layers share gets a single adapter, which they share."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("stages with parameters: lora need peft: pip install 'crosslayer[heal]'") from error
+    options = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",  # type: ignore[arg-type]
+    )
+    return get_peft_model(model, options)  # type: ignore[return-value]

@@ -1,0 +1,100 @@
+"""What `record.json` of a recovery holds: losses and KL in nats a token, times in seconds."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from crosslayer.conversion.bootstrap import Interval
+from crosslayer.conversion.record import Damage
+from crosslayer.output.record import Environment, Frozen
+from crosslayer.training.record import Curve
+
+SCHEMA = "crosslayer/recovery/1"
+
+
+class StageRun(Frozen):
+    """How a stage went."""
+
+    parameters: Literal["compensation", "all", "lora"]
+    trained: int = Field(ge=1, description="numbers that were trained")
+    steps: int = Field(ge=1)
+    planned: int = Field(ge=1, description="steps of the schedule; more than `steps` where it ended early")
+    tokens: int = Field(ge=1, description="that were read, padding included")
+    seconds: float = Field(ge=0, description="of training steps alone")
+    curve: Curve
+    held_out: dict[str, float] = Field(description="loss of the text at the end, by domain that was trained on")
+
+
+class Estimate(Frozen):
+    """A figure with its paired 95 % interval over windows."""
+
+    value: float
+    ci95: Interval
+
+
+class Standing(Frozen):
+    """How a state of a model stands on a domain, or on all windows.
+
+    The reference is the trained original, or the original where none was trained.
+    """
+
+    name: str
+    seen: bool = Field(description="whether any model was trained on such text, or its W_c fitted to it")
+    damage: Damage = Field(description="against the original as it was")
+    ratio_change: Estimate | None = Field(description="perplexity over that of the state before")
+    kl_change: Estimate | None = Field(description="KL minus that of the state before")
+    to_reference: Estimate | None = Field(description="perplexity over the reference's; None for the reference")
+    closed: Estimate | None = Field(
+        description="share of the first state's gap to the reference in loss that is closed; None where there was none"
+    )
+
+
+class State(Frozen):
+    """A model before training or after a stage; `domains` unseen ones first, in the same order for all states."""
+
+    name: str
+    skipped: str | None = Field(default=None, description="why the stage trained nothing")
+    run: StageRun | None = None
+    domains: tuple[Standing, ...] = Field(min_length=1)
+    all: Standing
+
+
+class Arm(Frozen):
+    """A retrofit and its states, the first before any training."""
+
+    name: str
+    title: str
+    cache_share: float
+    fit: str = Field(description="how W_c was fitted, as its receipt says")
+    states: tuple[State, ...] = Field(min_length=2)
+
+
+class RecoveryRecord(Frozen):
+    """Retrofits of an original, stage by stage, beside the original."""
+
+    schema_: Literal["crosslayer/recovery/1"] = Field(default=SCHEMA, alias="schema")
+    command: str | None = None
+    name: str
+    original: str
+    recipe: dict[str, Any] = Field(description="as it was, with every default")
+    objective: Literal["text", "response", "distill"]
+    reference: Literal["trained original", "original"]
+    arms: tuple[Arm, ...] = Field(min_length=1)
+    trained_original: State | None
+    left_out: dict[str, int] = Field(description="instructions that are longer than a row, by domain")
+    windows: int
+    length: int
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> Self:
+        """Refuse states that are not of the same domains, or arms that do not have the same stages."""
+        states = [state for arm in self.arms for state in arm.states]
+        states += [self.trained_original] if self.trained_original is not None else []
+        if len({tuple(domain.name for domain in state.domains) for state in states}) != 1:
+            raise ValueError("states are of different domains")
+        if len({len(arm.states) for arm in self.arms}) != 1:
+            raise ValueError("retrofits have different numbers of stages")
+        if (self.reference == "trained original") != (self.trained_original is not None):
+            raise ValueError("the reference is missing, or not the one that was trained")
+        return self

@@ -1,0 +1,291 @@
+"""Trains retrofits of an original stage by stage, measures each after every stage, and puts it all on a page.
+
+The folder of a recovery holds `recipe.yaml` (with every default); for each retrofit a folder with `before.json`,
+`stage-1/`, `stage-2/`, … (`log.jsonl`, `stage.json`, `losses.json`, `model/`) and at its end `model/`; `original/`, the
+same for the trained original; and last `record.json` with its page.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from crosslayer.conversion.losses import Losses
+from crosslayer.environment import environment
+from crosslayer.models.load import load_model, public_name
+from crosslayer.output.folder import exclusive
+from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.record import Environment
+from crosslayer.recovery.measure import Judge, judging_windows
+from crosslayer.recovery.models import save_healed
+from crosslayer.recovery.parameters import compensations
+from crosslayer.recovery.recipe import HealRecipe, embedded_source, load_heal_recipe
+from crosslayer.recovery.record import Arm, StageRun, State
+from crosslayer.recovery.result import Recovery
+from crosslayer.recovery.retrofits import Retrofit, open_retrofits
+from crosslayer.recovery.rows import RecoveryRows, read_rows
+from crosslayer.recovery.stages import MODEL, Stage, finished, write_whole
+from crosslayer.recovery.summary import Summary, shown_order
+from crosslayer.recovery.trainer import Teacher
+
+RECIPE, HEALED = "recipe.yaml", "heal.json"
+BEFORE, LOSSES = "before.json", "losses.json"
+NO_COMPENSATION = "there is no W_c"
+
+
+def heal(
+    retrofits: Sequence[str | Path],
+    recipe: HealRecipe | str | Path,
+    folder: str | Path,
+    *,
+    original: str | None = None,
+    settings: Sequence[str] = (),
+    resume: bool = False,
+    command: str | None = None,
+    progress: Meter = Silent,
+) -> Recovery:
+    """Train retrofits until they recover, and measure them after every stage, beside the original trained likewise.
+
+    Args:
+        retrofits: folders that `crosslayer retrofit` wrote, all of the same original.
+        recipe: as `load_heal_recipe` returns it, or its file.
+        folder: of the result; it must not exist unless `resume` is set.
+        original: the model that the retrofits come from, where its name in their receipts cannot be opened.
+        settings: "key=value" on top of a recipe that is a file.
+        resume: go on in a folder of the same recipe and retrofits; what is whole there is not done again.
+        command: what was typed, for the record.
+        progress: shows what is being done.
+
+    Returns:
+        the record; the healed models lie in `folder / NAME / "model"`.
+
+    Raises:
+        ValueError: recipe, retrofits or text are wrong, or the folder cannot be taken.
+        TrainingStopped: the loss is not finite, or a checkpoint cannot be written.
+
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("heal runs in a single process; start it without torchrun")
+    if not isinstance(recipe, HealRecipe):
+        recipe = load_heal_recipe(recipe, settings)
+    elif settings:
+        raise ValueError("settings are for a recipe that is a file; change the loaded one by load_heal_recipe")
+    opened, name = open_retrofits(retrofits, original)
+    target = Path(folder).expanduser().resolve()
+    with _held(target):
+        _prepare(target, recipe, opened, resume)
+        job = _Job.ready(recipe, opened, name, target, progress)
+        result = job.heal().model_copy(update={"command": command})
+        _write(result, target)
+    return result
+
+
+@dataclass
+class _Job:
+    recipe: HealRecipe
+    retrofits: list[Retrofit]
+    folder: Path
+    original: str
+    model: PreTrainedModel  # the original
+    rows: RecoveryRows
+    judge: Judge
+    progress: Meter
+    runs: dict[Path, StageRun | str] = field(default_factory=dict)  # of a stage's folder; why it was skipped
+
+    @classmethod
+    def ready(
+        cls, recipe: HealRecipe, retrofits: list[Retrofit], original: str, folder: Path, progress: Meter
+    ) -> "_Job":
+        """Load the original, and cut all text into tokens."""
+        with progress(f"loading {public_name(original)}", 0):
+            model, tokenizer = load_model(original, dtype=torch.float32)
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ValueError(f"the tokenizer of {original!r} is no fast one (tokenizer.json); training needs such")
+        size = sum(parameter.numel() for parameter in model.parameters())
+        for retrofit in retrofits:
+            before = retrofit.receipt.architecture.parameters_before
+            if before != size:
+                raise ValueError(
+                    f"{retrofit.name!r} comes from {before:,} parameters, and {public_name(original)!r} has {size:,}: "
+                    "another model"
+                )
+        with progress("cutting the text into tokens", 0):
+            windows = judging_windows(recipe, tokenizer)
+        rows = read_rows(recipe, tokenizer, progress)
+        judge = Judge(model, windows, progress)
+        return cls(recipe, retrofits, folder, original, model, rows, judge, progress)
+
+    def heal(self) -> Recovery:
+        """Train and measure everything that is not done yet."""
+        measured = self.judge.measure({self._before(retrofit): retrofit.folder for retrofit in self.retrofits})
+        for number in range(1, len(self.recipe.stages) + 1):
+            for retrofit in self.retrofits:
+                self._train(retrofit, number)
+            if number == len(self.recipe.stages) and self.recipe.trains_original:
+                self._train_original()
+            measured |= self.judge.measure(self._trained(number))
+        for retrofit in self.retrofits:
+            self._finish(retrofit)
+        return self._result(measured)
+
+    def _before(self, retrofit: Retrofit) -> Path:
+        return self.folder / retrofit.name / BEFORE
+
+    def _stage(self, retrofit: Retrofit, number: int) -> Path:
+        """Return the folder of a stage, which is counted from 1."""
+        return self.folder / retrofit.name / f"stage-{number}"
+
+    def _entered(self, retrofit: Retrofit, number: int) -> Path:
+        """Return the folder of the model that a stage begins with."""
+        for earlier in range(number - 1, 0, -1):
+            if isinstance(self.runs[self._stage(retrofit, earlier)], StageRun):
+                return self._stage(retrofit, earlier) / MODEL
+        return retrofit.folder
+
+    def _train(self, retrofit: Retrofit, number: int) -> None:
+        """Train a stage of a retrofit, unless it is whole already, or has nothing to train."""
+        folder, part = self._stage(retrofit, number), self.recipe.stages[number - 1]
+        done = finished(folder)
+        if done is not None:
+            self.runs[folder] = done
+            return
+        with self.progress(f"{retrofit.name}, stage {number} of {len(self.recipe.stages)}", 0):
+            model, _ = load_model(str(self._entered(retrofit, number)), dtype=torch.float32)
+        if part.parameters == "compensation" and not compensations(model):
+            self.runs[folder] = NO_COMPENSATION
+            return
+        teacher = None
+        if self.recipe.objective.loss == "distill":
+            teacher = Teacher(self.model, retrofit.layers(model), self.recipe.objective.hidden)
+        self.runs[folder] = Stage(self.recipe, part, self.rows, self.progress).train(model, folder, teacher)
+
+    def _train_original(self) -> None:
+        """Train the original as the last stage trains a retrofit; the one in memory stays as it is."""
+        folder = self.folder / "original"
+        done = finished(folder)
+        if done is None:
+            with self.progress("the original, as the last stage", 0):
+                model, _ = load_model(self.original, dtype=torch.float32)
+            part = self.recipe.stages[-1]
+            if part.parameters == "compensation":
+                part = part.model_copy(update={"parameters": "all"})
+            done = Stage(self.recipe, part, self.rows, self.progress).train(model, folder)
+        self.runs[folder] = done
+
+    def _trained(self, number: int) -> dict[Path, Path]:
+        """Return the models to measure after a stage, by the file that keeps their losses."""
+        folders = [self._stage(retrofit, number) for retrofit in self.retrofits]
+        if number == len(self.recipe.stages) and self.recipe.trains_original:
+            folders.append(self.folder / "original")
+        return {folder / LOSSES: folder / MODEL for folder in folders if isinstance(self.runs[folder], StageRun)}
+
+    def _finish(self, retrofit: Retrofit) -> None:
+        """Put the healed model where it can be opened, unless it is there."""
+        target = self.folder / retrofit.name / MODEL
+        if not target.exists():
+            with self.progress(f"writing {retrofit.name}/{MODEL}", 0):
+                save_healed(self._entered(retrofit, len(self.recipe.stages) + 1), retrofit, target)
+
+    def _result(self, measured: dict[Path, Losses]) -> Recovery:
+        before = measured[self._before(self.retrofits[0])]
+        judged = set(before.domains)
+        seen = {name for retrofit in self.retrofits for name in retrofit.receipt.texts.fitted}
+        seen |= {part.name for part in self.recipe.data.domains if embedded_source(part)}
+        seen = frozenset(seen & judged)
+        trained = measured.get(self.folder / "original" / LOSSES)
+        reference = before.before if trained is None else trained.after
+        summary = Summary(shown_order(before, seen), seen, reference, trained is not None, self.recipe.seed)
+        return Recovery(  # pyright: ignore[reportCallIssue]
+            name=self.recipe.name,
+            original=public_name(self.original),
+            recipe=self.recipe.model_dump(mode="json"),
+            objective=self.recipe.objective.loss,
+            reference="original" if trained is None else "trained original",
+            arms=tuple(self._arm(retrofit, measured, summary) for retrofit in self.retrofits),
+            trained_original=None if trained is None else self._original_state(trained, summary),
+            left_out=self.rows.left_out(),
+            windows=len(before.before),
+            length=self.recipe.eval.length,
+            environment=Environment.model_validate(environment()),
+        )
+
+    def _arm(self, retrofit: Retrofit, measured: dict[Path, Losses], summary: Summary) -> Arm:
+        first = measured[self._before(retrofit)]
+        domains, everything = summary.standings(first, None, first)
+        states, earlier = [State(name="before", domains=domains, all=everything)], first
+        for number in range(1, len(self.recipe.stages) + 1):
+            folder = self._stage(retrofit, number)
+            run = self.runs[folder]
+            losses = measured.get(folder / LOSSES, earlier)
+            domains, everything = summary.standings(losses, earlier, first)
+            skipped, how = (run, None) if isinstance(run, str) else (None, run)
+            states.append(State(name=f"stage {number}", skipped=skipped, run=how, domains=domains, all=everything))
+            earlier = losses
+        receipt = retrofit.receipt
+        return Arm(
+            name=retrofit.name,
+            title=receipt.title,
+            cache_share=receipt.cache.share,
+            fit=receipt.calibration.fit,
+            states=tuple(states),
+        )
+
+    def _original_state(self, trained: Losses, summary: Summary) -> State:
+        domains, everything = summary.standings(trained, None, None)
+        run = self.runs[self.folder / "original"]
+        assert isinstance(run, StageRun)
+        return State(name="trained", run=run, domains=domains, all=everything)
+
+
+def _prepare(folder: Path, recipe: HealRecipe, retrofits: list[Retrofit], resume: bool) -> None:
+    """Take a new folder, or one of the same recipe and retrofits.
+
+    Raises:
+        ValueError: the folder is of something else.
+
+    """
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    listed = json.dumps({"retrofits": [retrofit.name for retrofit in retrofits]}, indent=1)
+    if folder.exists() and any(folder.iterdir()):
+        if not resume:
+            raise ValueError(f"the folder {folder.name!r} exists; give another name, or `resume` to go on with it")
+        for name, content in ((RECIPE, text), (HEALED, listed)):
+            path = folder / name
+            if not path.is_file() or path.read_text(encoding="utf-8") != content:
+                raise ValueError(
+                    f"the folder {folder.name!r} is of another recipe or of other retrofits; `resume` goes on with the "
+                    "same alone"
+                )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / RECIPE, text)
+    write_whole(folder / HEALED, listed)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keep others off the folder."""
+    try:
+        with exclusive(folder):
+            yield
+    except BlockingIOError:
+        raise ValueError(f"the folder {folder.name!r} is being written by another process; name another") from None
+
+
+def _write(result: Recovery, folder: Path) -> None:
+    """Put page and record into the folder; the record, which says that all is whole, comes last."""
+    partial = folder / ".page"
+    shutil.rmtree(partial, ignore_errors=True)
+    result.save(partial)
+    for name in ("figures", "report.html", "record.json"):
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        if (partial / name).exists():
+            (partial / name).replace(folder / name)
+    partial.rmdir()

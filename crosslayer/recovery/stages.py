@@ -1,0 +1,152 @@
+"""Trains a stage in a folder of its own, from which it goes on bit by bit where it was interrupted.
+
+The folder holds `log.jsonl` and checkpoints while it trains; at its end `model/`, and last `stage.json`, which says
+that the stage is whole. Then the checkpoints go.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from transformers import PreTrainedModel, set_seed
+
+from crosslayer.environment import quiet_transformers
+from crosslayer.output.progress import Meter
+from crosslayer.recovery.early_stop import EarlyStop
+from crosslayer.recovery.parameters import merged, trained_parameters, unfreeze
+from crosslayer.recovery.recipe import HealRecipe, StagePart
+from crosslayer.recovery.record import StageRun
+from crosslayer.recovery.rows import RecoveryRows
+from crosslayer.recovery.trainer import DistillTrainer, Teacher
+from crosslayer.training.arguments import Schedule, training_arguments
+from crosslayer.training.checkpoints import PARTIAL, checkpoints
+from crosslayer.training.record import Curve
+from crosslayer.training.trainer import CrossLayerTrainer
+
+DONE, MODEL = "stage.json", "model"
+LOGGED = {"logging_steps": 1}  # a stage is short, and its end may depend on every loss
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a recovery, for any of its models."""
+
+    recipe: HealRecipe
+    part: StagePart
+    rows: RecoveryRows
+    meter: Meter
+
+    def train(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None) -> StageRun:
+        """Train a model, in place, and save it; where the folder holds a whole checkpoint, go on from there.
+
+        Args:
+            model: in float32.
+            folder: of the stage.
+            teacher: of a stage that is distilled.
+
+        Raises:
+            TrainingStopped: the loss is not finite, or a checkpoint cannot be written.
+
+        """
+        part, folder = self.part, folder.resolve()
+        set_seed(self.recipe.seed)  # of an adapter's first values
+        trained = unfreeze(model, part.parameters, part.lora)
+        with quiet_transformers():
+            trainer = self._trainer(trained, folder, teacher)
+            trainer.train(resume_from_checkpoint=True)
+            steps = trainer.state.global_step
+            if not any(entry["step"] == steps and is_evaluation(entry) for entry in trainer.state.log_history):
+                trainer.evaluate()  # it ended before its last step
+            run = self._run(trainer, trained_parameters(trained))
+            self._finish(merged(trained, part.parameters), folder, run)
+        model.requires_grad_(True)
+        return run
+
+    def _trainer(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None) -> CrossLayerTrainer:
+        part, length = self.part, self.recipe.data.length
+        settings = {**LOGGED, **self.recipe.train, **part.train}
+        sequences = settings.get("per_device_train_batch_size", 8) * settings.get("gradient_accumulation_steps", 1)
+        steps = part.schedule.total_steps(sequences * length)
+        schedule = Schedule(steps, part.schedule.warmup_steps(steps), part.schedule.minimum)
+        arguments = training_arguments(folder, self.recipe.seed, schedule, settings)
+        data, held_out = self.rows.training(steps * sequences), self.rows.held_out()
+        kind = CrossLayerTrainer if teacher is None else DistillTrainer
+        trainer = kind(model, arguments, data, held_out, self.rows.tokenizer, self.meter)
+        if isinstance(trainer, DistillTrainer):
+            assert teacher is not None
+            teacher.model.to(arguments.device)  # type: ignore[arg-type]
+            trainer.teacher = teacher
+        if part.stop is not None:
+            trainer.add_callback(EarlyStop(part.stop.smoothing, part.stop.patience))
+        return trainer
+
+    def _run(self, trainer: CrossLayerTrainer, trained: int) -> StageRun:
+        history, state = trainer.state.log_history, trainer.state
+        losses = [entry for entry in history if "loss" in entry]
+        tokens, seconds = 0, 0.0
+        for entry in losses:
+            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
+            tokens = entry["tokens"]
+        last = {key: value for entry in history if is_evaluation(entry) for key, value in entry.items()}
+        return StageRun(
+            parameters=self.part.parameters,
+            trained=trained,
+            steps=state.global_step,
+            planned=state.max_steps,
+            tokens=state.num_input_tokens_seen,
+            seconds=seconds,
+            curve=Curve(
+                steps=[int(entry["step"]) for entry in losses],
+                losses=[entry["loss"] for entry in losses],
+                learning_rates=[entry["learning_rate"] for entry in losses],
+                gradient_norms=[entry.get("grad_norm") for entry in losses],
+                tokens_per_second=[entry["tokens_per_second"] for entry in losses],
+            ),
+            held_out={part.name: last[f"eval_{part.name}_loss"] for part in self.recipe.data.domains},
+        )
+
+    def _finish(self, model: PreTrainedModel, folder: Path, run: StageRun) -> None:
+        """Write the model and then the run, and remove what was needed on the way."""
+        partial = folder / f".{MODEL}"
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial)
+        self.rows.tokenizer.save_pretrained(partial)
+        shutil.rmtree(folder / MODEL, ignore_errors=True)
+        partial.rename(folder / MODEL)
+        write_whole(folder / DONE, run.model_dump_json(indent=1))
+        for path in (folder / PARTIAL, *checkpoints(folder).values()):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def finished(folder: Path) -> StageRun | None:
+    """Return how a stage went, None where its folder is not whole.
+
+    Raises:
+        ValueError: its record is damaged.
+
+    """
+    path = folder / DONE
+    if not path.is_file():
+        return None
+    try:
+        return StageRun.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ValueError(
+            f"{DONE} of {folder.parent.name}/{folder.name} is damaged ({place}); remove that folder to train it anew"
+        ) from None
+
+
+def is_evaluation(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry of a log holds validation losses."""
+    return any(key.startswith("eval_") for key in entry)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text beside its place, and put it there."""
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,83 @@
+"""A recovery in sentences, from its record alone."""
+
+from crosslayer.conversion.words import with_interval
+from crosslayer.recovery.record import Arm, Estimate, RecoveryRecord, Standing, State
+
+LOSSES = {
+    "text": "the loss of all tokens",
+    "response": "the loss of responses",
+    "distill": "the KL to the original's predictions",
+}
+PARAMETERS = {"compensation": "W_c alone", "all": "all parameters", "lora": "adapters of low rank, merged"}
+
+
+def sentences(record: RecoveryRecord) -> list[str]:
+    """Return what each retrofit was and became, and what that rests on."""
+    said = [_arm(record, arm) for arm in record.arms]
+    if len(record.arms) > 1:
+        said.append(_order(record))
+    return [*said, _rests_on(record)]
+
+
+def estimate(figure: Estimate | None, digits: int = 3) -> str:
+    """Return a figure with its interval, a dash where there is none."""
+    return "–" if figure is None else with_interval(figure.value, figure.ci95, digits)
+
+
+def percent(figure: Estimate | None) -> str:
+    """Return a share with its interval, in per cent."""
+    if figure is None:
+        return "–"
+    low, high = figure.ci95
+    return f"{figure.value:.0%} ({low:.0%} to {high:.0%})"
+
+
+def stage_words(state: State) -> str:
+    """Return what a state is, in a line of a table."""
+    if state.skipped is not None:
+        return f"{state.name}: skipped, {state.skipped}"
+    if state.run is None:
+        return state.name
+    early = f" of {state.run.planned:,}, ended early" if state.run.steps < state.run.planned else ""
+    return f"{state.name}: {PARAMETERS[state.run.parameters]}, {state.run.steps:,} steps{early}"
+
+
+def _arm(record: RecoveryRecord, arm: Arm) -> str:
+    before, after = arm.states[0].domains[0], arm.states[-1].domains[0]
+    kind = "seen" if before.seen else "unseen"
+    kls = " → ".join(with_interval(state.domains[0].damage.kl, state.domains[0].damage.kl_ci95) for state in arm.states)
+    return (
+        f"{arm.name} ({arm.title}; {arm.cache_share:.0%} of the cache): on {before.name} ({kind}) the KL to the "
+        f"original goes {kls} nats a token, the perplexity ratio {before.damage.ratio:.3f} → {after.damage.ratio:.3f}. "
+        + _gap(record, after)
+    )
+
+
+def _gap(record: RecoveryRecord, after: Standing) -> str:
+    if after.closed is None:
+        return f"Before training its loss was not told apart from the {record.reference}'s."
+    ratio = estimate(after.to_reference)
+    return (
+        f"Of its gap to the {record.reference} {percent(after.closed)} is closed; its perplexity is {ratio} times that "
+        "model's."
+    )
+
+
+def _order(record: RecoveryRecord) -> str:
+    """Say the retrofits from the lowest KL to the highest, on the first domain at the end."""
+    ends = sorted(record.arms, key=lambda arm: arm.states[-1].domains[0].damage.kl)
+    listed = ", ".join(f"{arm.name} {arm.states[-1].domains[0].damage.kl:.3f}" for arm in ends)
+    return (
+        f"At the end, by KL on {ends[0].states[0].domains[0].name}: {listed}. One run of each: no interval here holds "
+        "the spread over seeds."
+    )
+
+
+def _rests_on(record: RecoveryRecord) -> str:
+    domains = record.arms[0].states[0].domains
+    seen = ", ".join(domain.name for domain in domains if domain.seen) or "none"
+    return (
+        f"{record.windows} windows of {record.length} tokens; domains that were trained on, or that a W_c was fitted "
+        f"to: {seen}. Trained on {LOSSES[record.objective]}; 95 % paired bootstrap over windows: conditional on these "
+        "texts and on this run."
+    )

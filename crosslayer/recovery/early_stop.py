@@ -2,8 +2,9 @@
 
     ema_k = β ema_{k−1} + (1 − β) loss_k,   divided by 1 − β^k, so that the first losses do not weigh too little
 
-It ends where the lowest average lies `patience` logged losses back. UniAttn (arXiv 2502.00439, Algorithm 1) trains W_c
-so, without saying which β or patience.
+It ends after k logged losses where the lowest of the last `patience` averages is not below the lowest before them by
+the share `least` of it. Without `least` a plateau would never end, since an average goes on falling towards it. UniAttn
+(arXiv 2502.00439, Algorithm 1) trains W_c until the average stops to fall, and says no more than that.
 """
 
 from collections.abc import Sequence
@@ -22,20 +23,22 @@ def averages(losses: Sequence[float], smoothing: float) -> list[float]:
     return values
 
 
-def has_stopped_falling(losses: Sequence[float], smoothing: float, patience: int) -> bool:
-    """Return whether the lowest average was reached `patience` losses ago, or before that."""
+def has_stopped_falling(losses: Sequence[float], smoothing: float, patience: int, least: float) -> bool:
+    """Return whether the average has not fallen by the share `least` within the last `patience` losses."""
+    if len(losses) <= patience:
+        return False
     values = averages(losses, smoothing)
-    return bool(values) and len(values) - 1 - values.index(min(values)) >= patience
+    return min(values[-patience:]) > (1 - least) * min(values[:-patience])
 
 
 class EarlyStop(TrainerCallback):
     """Ends a run by the rule; what a resumed run must know is in the log that its checkpoint holds."""
 
-    def __init__(self, smoothing: float, patience: int):
-        self.smoothing, self.patience = smoothing, patience
+    def __init__(self, smoothing: float, patience: int, least: float):
+        self.rule = (smoothing, patience, least)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Look at all losses so far."""
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-        if "loss" in state.log_history[-1] and has_stopped_falling(losses, self.smoothing, self.patience):
+        if "loss" in state.log_history[-1] and has_stopped_falling(losses, *self.rule):
             control.should_training_stop = True

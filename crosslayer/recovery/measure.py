@@ -16,7 +16,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.conversion.damage import FEWEST
 from crosslayer.conversion.losses import Losses, logits_of, losses
 from crosslayer.corpus.domains import embedded_domains, shared_out, split_domains
 from crosslayer.corpus.windows import Windows
@@ -93,16 +92,13 @@ def judging_windows(recipe: HealRecipe, tokenizer: PreTrainedTokenizerBase) -> W
     """Cut the windows to measure on.
 
     Raises:
-        ValueError: there are too few for an interval in each domain, or a domain has too little text.
+        ValueError: a domain has too little text; the message names it.
 
     """
-    domains: dict[str, Any] = embedded_domains()
+    domains: dict[str, Any] = embedded_domains(recipe.eval.domains)
     for part in recipe.data.domains:
         if embedded_source(part) and part.name in domains:
             domains[part.name] = list(part.domain().held_out())
-    least = FEWEST * len(domains)
-    if recipe.eval.windows < least:
-        raise ValueError(f"eval.windows is {recipe.eval.windows}; {len(domains)} domains need at least {least}")
     counts = shared_out(recipe.eval.windows, list(domains))
     try:
         cut = split_domains(

@@ -6,13 +6,15 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from crosslayer.conversion.damage import FEWEST
 from crosslayer.corpus.documents import TextSource
+from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.corpus.files import file_kind
 from crosslayer.output.record import Seed
 from crosslayer.recovery.instructions import Columns, Instructions
 from crosslayer.training.recipe import checked
 from crosslayer.training.recipe_arguments import Misplaced, read_arguments
-from crosslayer.training.recipe_file import read_draft
+from crosslayer.training.recipe_file import nearest, read_draft
 from crosslayer.training.recipe_parts import Count, DataPart, DomainPart, Part, SchedulePart
 from crosslayer.training.texts import Domain
 
@@ -86,7 +88,9 @@ class StopPart(Part):
     smoothing: float = Field(default=0.95, ge=0, lt=1)
     """β of the exponential moving average of the logged losses."""
     patience: Count = 50
-    """Logged losses without a new lowest average, after which the stage ends."""
+    """Logged losses within which the lowest average must fall, or the stage ends."""
+    least: float = Field(default=0.001, gt=0, lt=1)
+    """By which share of itself."""
 
 
 class LoraPart(Part):
@@ -127,12 +131,31 @@ class StagePart(Part):
 class MeasurePart(Part):
     """What the model is measured on before, after each stage, and beside the trained original."""
 
+    domains: list[str] = Field(default=list(EMBEDDED), min_length=1)
+    """Embedded domains: books, science, speeches, web, docs, code. Those that nothing was trained on say most."""
     windows: Count = 96
-    """Windows of all six embedded domains together; at least 16 of each."""
+    """Windows of all of them together; at least 16 of each."""
     length: int = Field(default=512, ge=2, lt=2**31)
     """Tokens of a window."""
     held_out: Count = 8
     """Rows of each domain that is trained on, held out, for the loss at the end of a stage."""
+
+    @field_validator("domains")
+    @classmethod
+    def _check_domains(cls, domains: list[str]) -> list[str]:
+        for place, name in enumerate(domains):
+            if name not in EMBEDDED:
+                raise Misplaced(f"is {name!r}, no embedded domain; {nearest(name, list(EMBEDDED))}", place)
+            if name in domains[:place]:
+                raise Misplaced(f"is {name!r} a second time", place)
+        return domains
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> Self:
+        least = FEWEST * len(self.domains)
+        if self.windows < least:
+            raise Misplaced(f"is {self.windows}; {len(self.domains)} domains need at least {least}", "windows")
+        return self
 
 
 class HealRecipe(Part):

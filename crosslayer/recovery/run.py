@@ -119,6 +119,11 @@ class _Job:
         with progress("cutting the text into tokens", 0):
             windows = judging_windows(recipe, tokenizer)
         rows = read_rows(recipe, tokenizer, progress)
+        for number, part in enumerate(recipe.stages):
+            try:
+                Stage(recipe, part, rows, progress).arguments(folder)
+            except ValueError as error:
+                raise ValueError(f"stages.{number}: {error}") from None
         judge = Judge(model, windows, progress)
         return cls(recipe, retrofits, folder, original, model, rows, judge, progress)
 

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from transformers import PreTrainedModel, set_seed
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 
 from crosslayer.environment import quiet_transformers
 from crosslayer.output.progress import Meter
@@ -65,22 +72,40 @@ class Stage:
         model.requires_grad_(True)
         return run
 
+    def arguments(self, folder: Path) -> TrainingArguments:
+        """Return Trainer's arguments.
+
+        Raises:
+            ValueError: they contradict each other.
+
+        """
+        steps, schedule = self._steps(), self.part.schedule
+        course = Schedule(steps, schedule.warmup_steps(steps), schedule.minimum)
+        return training_arguments(folder, self.recipe.seed, course, self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {**LOGGED, **self.recipe.train, **self.part.train}
+
+    def _sequences(self) -> int:
+        """Return how many rows a step reads."""
+        settings = self._settings()
+        return settings.get("per_device_train_batch_size", 8) * settings.get("gradient_accumulation_steps", 1)
+
+    def _steps(self) -> int:
+        return self.part.schedule.total_steps(self._sequences() * self.recipe.data.length)
+
     def _trainer(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None) -> CrossLayerTrainer:
-        part, length = self.part, self.recipe.data.length
-        settings = {**LOGGED, **self.recipe.train, **part.train}
-        sequences = settings.get("per_device_train_batch_size", 8) * settings.get("gradient_accumulation_steps", 1)
-        steps = part.schedule.total_steps(sequences * length)
-        schedule = Schedule(steps, part.schedule.warmup_steps(steps), part.schedule.minimum)
-        arguments = training_arguments(folder, self.recipe.seed, schedule, settings)
-        data, held_out = self.rows.training(steps * sequences), self.rows.held_out()
+        part, arguments = self.part, self.arguments(folder)
+        data, held_out = self.rows.training(self._steps() * self._sequences()), self.rows.held_out()
         kind = CrossLayerTrainer if teacher is None else DistillTrainer
         trainer = kind(model, arguments, data, held_out, self.rows.tokenizer, self.meter)
         if isinstance(trainer, DistillTrainer):
             assert teacher is not None
             teacher.model.to(arguments.device)  # type: ignore[arg-type]
             trainer.teacher = teacher
+        trainer.add_callback(_NoLastCheckpoint())
         if part.stop is not None:
-            trainer.add_callback(EarlyStop(part.stop.smoothing, part.stop.patience))
+            trainer.add_callback(EarlyStop(part.stop.smoothing, part.stop.patience, part.stop.least))
         return trainer
 
     def _run(self, trainer: CrossLayerTrainer, trained: int) -> StageRun:
@@ -119,6 +144,15 @@ class Stage:
         write_whole(folder / DONE, run.model_dump_json(indent=1))
         for path in (folder / PARTIAL, *checkpoints(folder).values()):
             shutil.rmtree(path, ignore_errors=True)
+
+
+class _NoLastCheckpoint(TrainerCallback):
+    """Leaves the checkpoint of the last step out, since the model itself is written next."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take back what Trainer has decided."""
+        if state.global_step >= state.max_steps:
+            control.should_save = False
 
 
 def finished(folder: Path) -> StageRun | None:

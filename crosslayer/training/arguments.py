@@ -66,7 +66,8 @@ def training_arguments(
         "logging_nan_inf_filter": False,  # such a loss ends the run
         "disable_tqdm": True,  # progress goes the way of all commands
     }
-    chosen = {**DEFAULTS, "dataloader_pin_memory": torch.accelerator.is_available(), **(train or {})}
+    accelerated = torch.accelerator.is_available()
+    chosen = {**DEFAULTS, "dataloader_pin_memory": accelerated, "use_cpu": not accelerated, **(train or {})}
     if chosen.get("fsdp") and isinstance(chosen.get("fsdp_config", {}), dict):  # else a file, which says all
         chosen["fsdp_config"] = {**SHARDED, **chosen.get("fsdp_config", {})}
     taken = sorted(own.keys() & chosen.keys())

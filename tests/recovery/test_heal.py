@@ -1,0 +1,261 @@
+"""A recovery from retrofits to its folder: what trains, what is measured, what is resumed, what is refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import crosslayer
+from crosslayer.conversion.losses import logits_of, losses
+from crosslayer.recovery import stages
+from crosslayer.recovery.measure import judging_windows
+from crosslayer.recovery.recipe import load_heal_recipe
+from tests.cli.test_bad_input import type_in
+from tests.helpers.browser import complaints, resize
+from tests.helpers.recovery import instructions_in, original_in, recipe_in, retrofit_in
+from tests.helpers.training import Stop
+
+NAMES = ("fitted", "without", "shorter")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CROSSLAYER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with the original and its retrofits."""
+    folder = tmp_path_factory.mktemp("models")
+    original = original_in(folder)
+    for name in NAMES:
+        retrofit_in(folder, original, name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    recipe = recipe_in(folder)
+    recovery = crosslayer.heal([base / name for name in NAMES], recipe, folder / "out", original=str(base / "original"))
+    return recovery, folder / "out"
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def changed(before, after):
+    before, after = weights_of(before), weights_of(after)
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_stage_1_changes_w_c_and_nothing_else(base, whole):
+    names = changed(base / "fitted", whole[1] / "fitted" / "stage-1" / "model")
+    assert names == {"model.layers.3.attn_compensation.weight"}
+
+
+def test_stage_2_changes_every_weight(whole):
+    folder = whole[1] / "fitted"
+    assert changed(folder / "stage-1" / "model", folder / "stage-2" / "model") == weights_of(folder / "model").keys()
+
+
+def test_a_retrofit_without_w_c_skips_stage_1(base, whole):
+    recovery, folder = whole
+    for name in ("without", "shorter"):
+        arm = next(arm for arm in recovery.arms if arm.name == name)
+        assert arm.states[1].skipped == "there is no W_c" and arm.states[1].run is None
+        assert not (folder / name / "stage-1").exists()
+        assert arm.states[1].domains[0].damage == arm.states[0].domains[0].damage
+        assert arm.states[1].domains[0].kl_change.value == 0
+        assert len(changed(base / name, folder / name / "stage-2" / "model")) > 10
+
+
+def test_what_was_trained_is_told(whole):
+    recovery, _ = whole
+    first, second = (state.run for state in recovery.arms[0].states[1:])
+    assert (first.trained, first.steps, first.planned, first.tokens) == (32 * 32, 4, 4, 4 * 4 * 32)
+    assert second.steps == 5 and second.trained > 10_000 and second.curve.steps == [1, 2, 3, 4, 5]
+    assert set(second.held_out) == {"web", "speeches"} and recovery.left_out == {}
+    assert second.curve.losses[-1] < second.curve.losses[0]
+
+
+def test_the_record_has_what_a_measurement_of_the_saved_models_gives(base, whole):
+    """The damage after each stage, without the verb's own bookkeeping; and the comparison with the trained original."""
+    recovery, folder = whole
+    original, tokenizer = crosslayer.load_model(str(base / "original"))
+    windows = judging_windows(load_heal_recipe(folder / "recipe.yaml"), tokenizer)
+    places = {
+        "before": base / "fitted",
+        "stage 1": folder / "fitted" / "stage-1" / "model",
+        "stage 2": folder / "fitted" / "model",
+        "trained": folder / "original" / "model",
+    }
+    models = {name: crosslayer.load_model(str(place))[0] for name, place in places.items()}
+    runs = {name: logits_of(model) for name, model in models.items()}
+    measured = losses(logits_of(original), runs, windows)
+    states = {state.name: state for state in recovery.arms[0].states} | {"trained": recovery.trained_original}
+    for name, state in states.items():
+        for domain in state.domains:
+            expected = measured[name].of(domain.name)
+            assert domain.damage.kl == pytest.approx(expected.kl.mean(), abs=1e-7)
+            assert np.log(domain.damage.ratio) == pytest.approx((expected.after - expected.before).mean(), abs=1e-7)
+    last = states["stage 2"].domains[0]
+    code = {name: losses_.of(last.name) for name, losses_ in measured.items()}
+    gap, left = (code[name].after - code["trained"].after for name in ("before", "stage 2"))
+    assert np.log(last.to_reference.value) == pytest.approx(left.mean(), abs=1e-7)
+    assert last.kl_change.value == pytest.approx((code["stage 2"].kl - code["stage 1"].kl).mean(), abs=1e-7)
+    if last.closed is not None:
+        assert last.closed.value == pytest.approx(1 - left.mean() / gap.mean(), rel=1e-5)
+
+
+def test_unseen_domains_come_first_and_the_fitted_and_the_trained_ones_are_seen(whole):
+    recovery, _ = whole
+    assert recovery.domains == ("code", "web") or recovery.domains == ("web", "code")
+    assert dict(zip(recovery.domains, recovery.seen.tolist(), strict=True)) == {"code": True, "web": True}
+    assert recovery.kl.shape == (3, 3, 2)
+
+
+def test_text_to_judge_on_is_not_trained_on(base, whole):
+    """Windows of a domain that is trained on come from the pieces that are held out of it."""
+    recipe = load_heal_recipe(whole[1] / "recipe.yaml", ["eval.length=300"])  # so long that no two pieces share it
+    _, tokenizer = crosslayer.load_model(str(base / "original"))
+    windows = judging_windows(recipe, tokenizer)
+    domain = recipe.data.domains[0].domain()
+    trained, held_out = "\n".join(domain.training()), "\n".join(domain.held_out())
+    texts = [tokenizer.decode(ids) for ids in windows.by_domain()["web"]]
+    assert all(text in held_out for text in texts)
+    assert not [text for text in texts if text in trained]
+
+
+def test_the_original_reads_the_same_rows_in_the_same_order(base, tmp_path, monkeypatch):
+    read: dict[str, list] = {}
+
+    class Watching(stages.CrossLayerTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            read.setdefault(str(self._folder.relative_to(tmp_path / "out")), []).append(inputs["input_ids"].clone())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    monkeypatch.setattr(stages, "CrossLayerTrainer", Watching)
+    crosslayer.heal([base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"))
+    assert set(read) == {"without/stage-2", "original"} and len(read["original"]) == 5
+    assert torch.equal(torch.cat(read["original"]), torch.cat(read["without/stage-2"]))
+
+
+def test_an_interrupted_recovery_goes_on_and_ends_the_same(base, whole, tmp_path, monkeypatch):
+    """Stopped in the middle of stage 1, and again in the middle of stage 2."""
+    folder, recipe = tmp_path / "out", recipe_in(tmp_path)
+    arguments = ([base / name for name in NAMES], recipe, folder)
+    options = {"original": str(base / "original")}
+
+    class Killed(Exception):
+        pass
+
+    def stopping(number, step):
+        class Stopping(stages.CrossLayerTrainer):
+            def __init__(self, *args):
+                super().__init__(*args)
+                if f"fitted/stage-{number}" in str(self._folder):
+                    self.add_callback(Stop(step))
+                    self.evaluate = self._die
+
+            def _die(self, *args, **kwargs):
+                if self.state.global_step == step:
+                    raise Killed
+                return stages.CrossLayerTrainer.evaluate(self, *args, **kwargs)
+
+        return Stopping
+
+    for number, step in ((1, 3), (2, 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(stages, "CrossLayerTrainer", stopping(number, step))
+            with pytest.raises(Killed):
+                crosslayer.heal(*arguments, **options, resume=number > 1)
+        assert (folder / "fitted" / f"stage-{number}" / "checkpoint-2").is_dir()
+        assert not (folder / "record.json").exists()
+    with pytest.raises(ValueError, match="the folder 'out' exists; give another name, or `resume` to go on with it"):
+        crosslayer.heal(*arguments, **options)
+    with pytest.raises(ValueError, match="the folder 'out' is of another recipe or of other retrofits"):
+        crosslayer.heal(*arguments, **options, resume=True, settings=["seed=1"])
+    resumed = crosslayer.heal(*arguments, **options, resume=True)
+    for place in ("fitted/stage-1/model", "fitted/model", "without/model", "original/model"):
+        assert not changed(folder / place, whole[1] / place), place
+    assert (resumed.kl == whole[0].kl).all()
+    assert not list(folder.rglob("checkpoint-*"))
+
+
+def test_a_whole_recovery_is_not_done_again(base, whole, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    shutil.copytree(whole[1], folder)
+    (folder / "record.json").unlink()
+    monkeypatch.setattr(stages.Stage, "train", None)
+    monkeypatch.setattr("crosslayer.recovery.measure.losses", None)
+    again = crosslayer.heal(
+        [base / name for name in NAMES], folder / "recipe.yaml", folder, original=str(base / "original"), resume=True
+    )
+    assert again == whole[0] and (folder / "record.json").is_file()
+    (folder / "fitted" / "stage-1" / "stage.json").write_text("{}")
+    with pytest.raises(ValueError, match="stage.json of fitted/stage-1 is damaged"):
+        crosslayer.heal(
+            [base / name for name in NAMES],
+            folder / "recipe.yaml",
+            folder,
+            original=str(base / "original"),
+            resume=True,
+        )
+
+
+def test_the_folder_comes_back_equal(whole):
+    recovery, folder = whole
+    assert crosslayer.load_result(folder) == recovery
+    assert not list(folder.rglob(".[!.]*"))
+
+
+def test_the_healed_model_opens_and_is_verified(whole):
+    for name in NAMES:
+        folder = whole[1] / name / "model"
+        model, tokenizer = crosslayer.load_model(str(folder))
+        assert tokenizer.decode(tokenizer("Käse").input_ids) == "Käse"
+        assert json.loads((folder / "retrofit.json").read_text())["schema"].startswith("crosslayer/retrofit/")
+        verification = crosslayer.verify(str(folder), dtypes=("float32",), compile_backend="eager")
+        assert verification.passed, name
+        assert type(model).__name__ == ("LlamaForCausalLM" if name == "shorter" else "CrossLayerForCausalLM")
+
+
+def test_the_page(whole, browser):
+    browser.get((whole[1] / "report.html").as_uri())
+    assert browser.title == "Recovery of original" and complaints(browser) == []
+    for width in (1280, 390):
+        resize(browser, width)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_the_command(base, tmp_path, capsys, monkeypatch):
+    words = ["heal", str(base / "fitted"), "--recipe", str(recipe_in(tmp_path)), "--out", str(tmp_path / "out")]
+    words += ["--original", str(base / "original"), "--set", "stages.1.schedule.steps=2", "--set", "baseline=false"]
+    assert type_in(monkeypatch, words) == 0
+    out = capsys.readouterr().out.splitlines()
+    headline = json.loads(out[-1])
+    assert len(headline["kl"]["fitted"]) == 3
+    result = crosslayer.load_result(tmp_path / "out")
+    assert result.reference == "original" and result.trained_original is None
+    assert type_in(monkeypatch, words) == 2
+    assert "exists; give another name, or --resume to go on with it" in capsys.readouterr().err
+
+
+def test_responses_alone(base, tmp_path):
+    table = instructions_in(tmp_path)
+    domain = {"name": "say", "source": str(table), "columns": {}}
+    recipe = recipe_in(
+        tmp_path, data={"length": 256, "domains": [domain]}, objective={"loss": "response"}, baseline=False
+    )
+    recovery = crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", original=str(base / "original"))
+    assert recovery.left_out == {"say": 0} and set(recovery.arms[0].states[2].run.held_out) == {"say"}
+    assert dict(zip(recovery.domains, recovery.seen.tolist(), strict=True)) == {"web": False, "code": True}
+    assert recovery.domains[0] == "web"

@@ -7,13 +7,17 @@ options. Of a domain that is trained on, they come from what is held out of it.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import psutil
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.conversion.losses import Losses, logits_of, losses
@@ -23,6 +27,7 @@ from crosslayer.models.load import load_model
 from crosslayer.output.progress import Meter
 from crosslayer.recovery.recipe import HealRecipe, embedded_source
 from crosslayer.recovery.stages import write_whole
+from crosslayer.training.mixture import IGNORED
 
 SHARE = 2  # of the free memory, models that are measured together take at most a half
 
@@ -32,60 +37,94 @@ class Measured(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, allow_inf_nan=False)
     schema_: Literal["crosslayer/recovery-losses/1"] = Field(default="crosslayer/recovery-losses/1", alias="schema")
-    windows: str
+    text: str
     before: list[float]
     after: list[float]
     kl: list[float]
+    held_out: dict[str, float]
+
+
+class Measurement(NamedTuple):
+    """Losses on the windows, against the original's; and on rows held out of the text that is trained on, by domain."""
+
+    losses: Losses
+    held_out: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Judge:
-    """The original and the windows on which models are compared with it."""
+    """The original, and the text on which models are compared with it."""
 
     original: PreTrainedModel
     windows: Windows
+    held_out: Mapping[str, Dataset[dict[str, Tensor]]]
     meter: Meter
 
-    def measure(self, models: Mapping[Path, Path]) -> dict[Path, Losses]:
-        """Return the losses of saved models, by the file that keeps them; the original runs once for many of them.
+    def measure(self, models: Mapping[Path, Path]) -> dict[Path, Measurement]:
+        """Measure saved models, by the file that keeps the losses; the original runs once for many of them.
 
         Args:
             models: the folder of each model, by that file.
 
         """
-        measured = {path: self._read(path) for path in models}
-        missing = [path for path, read in measured.items() if read is None]
+        kept = {path: self._read(path) for path in models}
+        measured = {path: read for path, read in kept.items() if read is not None}
+        missing = [path for path in models if path not in measured]
         for paths in _batches(missing, models):
-            runs = {}
-            for path in paths:
-                model, _ = load_model(str(models[path]), dtype=self.original.dtype, device=self.original.device)
-                runs[str(path)] = logits_of(model)
-            names = f"measuring {len(paths)} model{'s' if len(paths) > 1 else ''}"
-            with self.meter(names, len(self.windows)) as bar:
-                for name, result in losses(logits_of(self.original), runs, self.windows, bar.step).items():
-                    self._write(Path(name), result)
-                    measured[Path(name)] = result
-        return {path: result for path, result in measured.items() if result is not None}
+            loaded = {path: self._load(models[path]) for path in paths}
+            runs = {str(path): logits_of(model) for path, model in loaded.items()}
+            with self.meter(f"measuring {', '.join(map(_called, paths))}", len(self.windows)) as bar:
+                results = losses(logits_of(self.original), runs, self.windows, bar.step)
+            for path, model in loaded.items():
+                measured[path] = Measurement(results[str(path)], self._held_out(model))
+                self._write(path, measured[path])
+        return measured
 
-    def _read(self, path: Path) -> Losses | None:
-        """Return what a file holds, None where there is none of these windows."""
+    def measure_original(self, path: Path, other: Losses) -> Measurement:
+        """Return what is measured of the original itself, whose losses on the windows came along with another's."""
+        kept = self._read(path)
+        if kept is not None:
+            return kept
+        own = Losses(other.before, other.before, np.zeros(len(other.kl)), other.documents, other.domains)
+        measured = Measurement(own, self._held_out(self.original))
+        self._write(path, measured)
+        return measured
+
+    def _load(self, folder: Path) -> PreTrainedModel:
+        return load_model(str(folder), dtype=self.original.dtype, device=self.original.device)[0]
+
+    def _held_out(self, model: PreTrainedModel) -> dict[str, float]:
+        """Return the mean loss over the tokens of rows that have labels, by domain."""
+        return {name: _mean_loss(model, rows) for name, rows in self.held_out.items()}
+
+    @cached_property
+    def text(self) -> str:
+        """A SHA-256 of all that is measured on."""
+        digest = hashlib.sha256(self.windows.ids.numpy().tobytes())
+        for name, rows in self.held_out.items():
+            digest.update(name.encode())
+            for row in _rows(rows):
+                digest.update(row["input_ids"].numpy().tobytes() + row["labels"].numpy().tobytes())
+        return digest.hexdigest()
+
+    def _read(self, path: Path) -> Measurement | None:
+        """Return what a file holds, None where there is none of this text."""
         if not path.is_file():
             return None
         try:
             kept = Measured.model_validate_json(path.read_bytes())
         except ValidationError:
             return None
-        if kept.windows != fingerprint(self.windows):
-            return None
         before, after, kl = (np.array(values) for values in (kept.before, kept.after, kept.kl))
-        if not len(before) == len(after) == len(kl) == len(self.windows):
+        if kept.text != self.text or not len(before) == len(after) == len(kl) == len(self.windows):
             return None
-        return Losses(before, after, kl, self.windows.documents, self.windows.domains)
+        return Measurement(Losses(before, after, kl, self.windows.documents, self.windows.domains), kept.held_out)
 
-    def _write(self, path: Path, measured: Losses) -> None:
+    def _write(self, path: Path, measured: Measurement) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lists: dict[str, Any] = {name: vars(measured)[name].tolist() for name in ("before", "after", "kl")}
-        write_whole(path, Measured(windows=fingerprint(self.windows), **lists).model_dump_json(by_alias=True))
+        lists: dict[str, Any] = {name: vars(measured.losses)[name].tolist() for name in ("before", "after", "kl")}
+        content = Measured(text=self.text, held_out=measured.held_out, **lists)
+        write_whole(path, content.model_dump_json(by_alias=True))
 
 
 def judging_windows(recipe: HealRecipe, tokenizer: PreTrainedTokenizerBase) -> Windows:
@@ -109,9 +148,26 @@ def judging_windows(recipe: HealRecipe, tokenizer: PreTrainedTokenizerBase) -> W
     return cut["evaluation"]
 
 
-def fingerprint(windows: Windows) -> str:
-    """Return a SHA-256 of the windows' tokens."""
-    return hashlib.sha256(windows.ids.numpy().tobytes()).hexdigest()
+@torch.no_grad()
+def _mean_loss(model: PreTrainedModel, rows: Dataset[dict[str, Tensor]]) -> float:
+    total, count = 0.0, 0
+    for row in _rows(rows):
+        given = {name: row[name][None].to(model.device) for name in ("input_ids", "position_ids")}
+        logits = model(**given, use_cache=False).logits[0, :-1].float()  # (T − 1, V)
+        targets = row["labels"][1:].to(model.device)
+        total += functional.cross_entropy(logits, targets, reduction="sum").item()
+        count += int((targets != IGNORED).sum())
+    return total / count
+
+
+def _rows(rows: Dataset[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [rows[number] for number in range(len(rows))]  # type: ignore[arg-type]
+
+
+def _called(path: Path) -> str:
+    """Return how progress calls a model, by the file of its losses: NAME/before, NAME/stage-1, original."""
+    parts = (*path.parts[-3:-1], path.stem) if path.parent.name.startswith("stage-") else path.parts[-2:]
+    return "/".join(parts).removesuffix(".json").removesuffix("/losses")
 
 
 def _batches(paths: Sequence[Path], models: Mapping[Path, Path]) -> list[list[Path]]:

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from crosslayer.conversion.words import kl, ratio
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import QUIET, Line, Panel, same_scale
+from crosslayer.recovery.early_stop import averages
 from crosslayer.recovery.record import Arm, RecoveryRecord, Standing, State
 from crosslayer.recovery.words import LOSSES, estimate, percent, sentences, stage_words
+
+SMOOTHING = 0.95
 
 
 def layout(record: RecoveryRecord) -> Page:
@@ -20,7 +23,11 @@ def layout(record: RecoveryRecord) -> Page:
         words=sentences(record),
         panels=[*_courses(record), *_losses(record)],
         lead=[_overview(record)],
-        tables=[*(_domain(record, place) for place in range(len(record.arms[0].states[0].domains))), _stages(record)],
+        tables=[
+            *(_domain(record, place) for place in range(len(record.arms[0].states[0].domains))),
+            _held_out(record),
+            _stages(record),
+        ],
     )
 
 
@@ -97,8 +104,9 @@ def _states(record: RecoveryRecord) -> Iterator[tuple[str, int, State]]:
     for arm in record.arms:
         for number, state in enumerate(arm.states):
             yield arm.name, number, state
-    if record.trained_original is not None:
-        yield record.original, 0, record.trained_original
+    for state in (record.untrained_original, record.trained_original):
+        if state is not None:
+            yield record.original, 0, state
 
 
 def _courses(record: RecoveryRecord) -> list[Panel]:
@@ -144,30 +152,28 @@ def _losses(record: RecoveryRecord) -> list[Panel]:
         if final and record.trained_original is not None and record.trained_original.run is not None:
             lines.append(_curve(f"{record.original}, trained", record.trained_original, QUIET))
         if any(len(line.x) > 1 for line in lines):
-            sentence = f"{LOSSES[record.objective].capitalize()}, smoothed as written in the recipe's stop, or by 0.95."
+            said = LOSSES[record.objective]
+            sentence = f"{said[0].upper()}{said[1:]}; exponential moving average, β = {SMOOTHING}."
             title = f"Training loss of stage {number}"
             panels.append(Panel(f"loss_{number}", title, sentence, "step", "nats a token", lines))
     return panels
 
 
 def _curve(name: str, state: State, color: str | None = None) -> Line:
-    from crosslayer.recovery.early_stop import averages
-
     assert state.run is not None
     curve = state.run.curve
-    return Line(name, [float(step) for step in curve.steps], averages(curve.losses, 0.95), color=color)
+    return Line(name, [float(step) for step in curve.steps], averages(curve.losses, SMOOTHING), color=color)
 
 
 def _stages(record: RecoveryRecord) -> Table:
     """Return how each stage went."""
-    head = ["retrofit", "state", "trained", "steps", "tokens", "minutes", "loss, first", "loss, last", "held out"]
+    head = ["retrofit", "state", "trained", "steps", "tokens", "minutes", "loss, first", "loss, last"]
     rows = []
     for name, _, state in _states(record):
         run = state.run
         if run is None:
             continue
-        smooth = run.curve.losses
-        held_out = ", ".join(f"{domain} {loss:.3f}" for domain, loss in run.held_out.items())
+        smooth = averages(run.curve.losses, SMOOTHING)
         rows.append(
             [
                 name,
@@ -178,7 +184,17 @@ def _stages(record: RecoveryRecord) -> Table:
                 f"{run.seconds / 60:.1f}",
                 f"{smooth[0]:.3f}",
                 f"{smooth[-1]:.3f}",
-                held_out,
             ]
         )
-    return "Training", head, rows
+    return "Training (losses as in the figures)", head, rows
+
+
+def _held_out(record: RecoveryRecord) -> Table:
+    """Return the losses of what is held out of the text that was trained on."""
+    domains = list(record.untrained_original.held_out)
+    rows = [
+        [name, state.name, *(f"{state.held_out[domain]:.4f}" for domain in domains)]
+        for name, _, state in _states(record)
+    ]
+    kind = "responses that are" if record.objective == "response" else "text that is"
+    return f"Loss of {kind} held out of the training, nats a token", ["retrofit", "state", *domains], rows

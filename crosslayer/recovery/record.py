@@ -22,7 +22,6 @@ class StageRun(Frozen):
     tokens: int = Field(ge=1, description="that were read, padding included")
     seconds: float = Field(ge=0, description="of training steps alone")
     curve: Curve
-    held_out: dict[str, float] = Field(description="loss of the text at the end, by domain that was trained on")
 
 
 class Estimate(Frozen):
@@ -57,6 +56,7 @@ class State(Frozen):
     run: StageRun | None = None
     domains: tuple[Standing, ...] = Field(min_length=1)
     all: Standing
+    held_out: dict[str, float] = Field(description="loss of rows that are held out of the text to train on, by domain")
 
 
 class Arm(Frozen):
@@ -80,6 +80,7 @@ class RecoveryRecord(Frozen):
     objective: Literal["text", "response", "distill"]
     reference: Literal["trained original", "original"]
     arms: tuple[Arm, ...] = Field(min_length=1)
+    untrained_original: State
     trained_original: State | None
     left_out: dict[str, int] = Field(description="instructions that are longer than a row, by domain")
     windows: int
@@ -90,7 +91,7 @@ class RecoveryRecord(Frozen):
     def _check_shape(self) -> Self:
         """Refuse states that are not of the same domains, or arms that do not have the same stages."""
         states = [state for arm in self.arms for state in arm.states]
-        states += [self.trained_original] if self.trained_original is not None else []
+        states += [state for state in (self.untrained_original, self.trained_original) if state is not None]
         if len({tuple(domain.name for domain in state.domains) for state in states}) != 1:
             raise ValueError("states are of different domains")
         if len({len(arm.states) for arm in self.arms}) != 1:

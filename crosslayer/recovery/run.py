@@ -17,13 +17,12 @@ import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from crosslayer.conversion.losses import Losses
 from crosslayer.environment import environment
 from crosslayer.models.load import load_model, public_name
 from crosslayer.output.folder import exclusive
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
-from crosslayer.recovery.measure import Judge, judging_windows
+from crosslayer.recovery.measure import Judge, Measurement, judging_windows
 from crosslayer.recovery.models import save_healed
 from crosslayer.recovery.parameters import compensations
 from crosslayer.recovery.recipe import HealRecipe, embedded_source, load_heal_recipe
@@ -124,12 +123,14 @@ class _Job:
                 Stage(recipe, part, rows, progress).arguments(folder)
             except ValueError as error:
                 raise ValueError(f"stages.{number}: {error}") from None
-        judge = Judge(model, windows, progress)
+        judge = Judge(model, windows, rows.held_out(), progress)
         return cls(recipe, retrofits, folder, original, model, rows, judge, progress)
 
     def heal(self) -> Recovery:
         """Train and measure everything that is not done yet."""
         measured = self.judge.measure({self._before(retrofit): retrofit.folder for retrofit in self.retrofits})
+        known = measured[self._before(self.retrofits[0])].losses
+        measured[self._original / BEFORE] = self.judge.measure_original(self._original / BEFORE, known)
         for number in range(1, len(self.recipe.stages) + 1):
             for retrofit in self.retrofits:
                 self._train(retrofit, number)
@@ -139,6 +140,11 @@ class _Job:
         for retrofit in self.retrofits:
             self._finish(retrofit)
         return self._result(measured)
+
+    @property
+    def _original(self) -> Path:
+        """The folder of the original."""
+        return self.folder / "original"
 
     def _before(self, retrofit: Retrofit) -> Path:
         return self.folder / retrofit.name / BEFORE
@@ -173,7 +179,7 @@ class _Job:
 
     def _train_original(self) -> None:
         """Train the original as the last stage trains a retrofit; the one in memory stays as it is."""
-        folder = self.folder / "original"
+        folder = self._original
         done = finished(folder)
         if done is None:
             with self.progress("the original, as the last stage", 0):
@@ -188,7 +194,7 @@ class _Job:
         """Return the models to measure after a stage, by the file that keeps their losses."""
         folders = [self._stage(retrofit, number) for retrofit in self.retrofits]
         if number == len(self.recipe.stages) and self.recipe.trains_original:
-            folders.append(self.folder / "original")
+            folders.append(self._original)
         return {folder / LOSSES: folder / MODEL for folder in folders if isinstance(self.runs[folder], StageRun)}
 
     def _finish(self, retrofit: Retrofit) -> None:
@@ -198,14 +204,14 @@ class _Job:
             with self.progress(f"writing {retrofit.name}/{MODEL}", 0):
                 save_healed(self._entered(retrofit, len(self.recipe.stages) + 1), retrofit, target)
 
-    def _result(self, measured: dict[Path, Losses]) -> Recovery:
-        before = measured[self._before(self.retrofits[0])]
+    def _result(self, measured: dict[Path, Measurement]) -> Recovery:
+        before = measured[self._before(self.retrofits[0])].losses
         judged = set(before.domains)
         seen = {name for retrofit in self.retrofits for name in retrofit.receipt.texts.fitted}
         seen |= {part.name for part in self.recipe.data.domains if embedded_source(part)}
         seen = frozenset(seen & judged)
-        trained = measured.get(self.folder / "original" / LOSSES)
-        reference = before.before if trained is None else trained.after
+        trained = measured.get(self._original / LOSSES)
+        reference = before.before if trained is None else trained.losses.after
         summary = Summary(shown_order(before, seen), seen, reference, trained is not None, self.recipe.seed)
         return Recovery(  # pyright: ignore[reportCallIssue]
             name=self.recipe.name,
@@ -214,25 +220,23 @@ class _Job:
             objective=self.recipe.objective.loss,
             reference="original" if trained is None else "trained original",
             arms=tuple(self._arm(retrofit, measured, summary) for retrofit in self.retrofits),
-            trained_original=None if trained is None else self._original_state(trained, summary),
+            untrained_original=_state("before", measured[self._original / BEFORE], summary),
+            trained_original=None if trained is None else self._trained_state(trained, summary),
             left_out=self.rows.left_out(),
             windows=len(before.before),
             length=self.recipe.eval.length,
             environment=Environment.model_validate(environment()),
         )
 
-    def _arm(self, retrofit: Retrofit, measured: dict[Path, Losses], summary: Summary) -> Arm:
-        first = measured[self._before(retrofit)]
-        domains, everything = summary.standings(first, None, first)
-        states, earlier = [State(name="before", domains=domains, all=everything)], first
+    def _arm(self, retrofit: Retrofit, measured: dict[Path, Measurement], summary: Summary) -> Arm:
+        first = earlier = measured[self._before(retrofit)]
+        states = [_state("before", first, summary, None, first)]
         for number in range(1, len(self.recipe.stages) + 1):
             folder = self._stage(retrofit, number)
-            run = self.runs[folder]
-            losses = measured.get(folder / LOSSES, earlier)
-            domains, everything = summary.standings(losses, earlier, first)
-            skipped, how = (run, None) if isinstance(run, str) else (None, run)
-            states.append(State(name=f"stage {number}", skipped=skipped, run=how, domains=domains, all=everything))
-            earlier = losses
+            how, now = self.runs[folder], measured.get(folder / LOSSES, earlier)
+            told = {"skipped": how} if isinstance(how, str) else {"run": how}
+            states.append(_state(f"stage {number}", now, summary, earlier, first).model_copy(update=told))
+            earlier = now
         receipt = retrofit.receipt
         return Arm(
             name=retrofit.name,
@@ -242,11 +246,20 @@ class _Job:
             states=tuple(states),
         )
 
-    def _original_state(self, trained: Losses, summary: Summary) -> State:
-        domains, everything = summary.standings(trained, None, None)
-        run = self.runs[self.folder / "original"]
-        assert isinstance(run, StageRun)
-        return State(name="trained", run=run, domains=domains, all=everything)
+    def _trained_state(self, trained: Measurement, summary: Summary) -> State:
+        return _state("trained", trained, summary).model_copy(update={"run": self.runs[self._original]})
+
+
+def _state(
+    name: str,
+    now: Measurement,
+    summary: Summary,
+    earlier: Measurement | None = None,
+    first: Measurement | None = None,
+) -> State:
+    before, start = (None if other is None else other.losses for other in (earlier, first))
+    domains, everything = summary.standings(now.losses, before, start)
+    return State(name=name, domains=domains, all=everything, held_out=now.held_out)
 
 
 def _prepare(folder: Path, recipe: HealRecipe, retrofits: list[Retrofit], resume: bool) -> None:

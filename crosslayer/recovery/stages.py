@@ -5,7 +5,6 @@ that the stage is whole. Then the checkpoints go.
 """
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +63,6 @@ class Stage:
         with quiet_transformers():
             trainer = self._trainer(trained, folder, teacher)
             trainer.train(resume_from_checkpoint=True)
-            steps = trainer.state.global_step
-            if not any(entry["step"] == steps and is_evaluation(entry) for entry in trainer.state.log_history):
-                trainer.evaluate()  # it ended before its last step
             run = self._run(trainer, trained_parameters(trained))
             self._finish(merged(trained, part.parameters), folder, run)
         model.requires_grad_(True)
@@ -103,7 +99,7 @@ class Stage:
             assert teacher is not None
             teacher.model.to(arguments.device)  # type: ignore[arg-type]
             trainer.teacher = teacher
-        trainer.add_callback(_NoLastCheckpoint())
+        trainer.add_callback(_LastStep())
         if part.stop is not None:
             trainer.add_callback(EarlyStop(part.stop.smoothing, part.stop.patience, part.stop.least))
         return trainer
@@ -115,7 +111,6 @@ class Stage:
         for entry in losses:
             seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
             tokens = entry["tokens"]
-        last = {key: value for entry in history if is_evaluation(entry) for key, value in entry.items()}
         return StageRun(
             parameters=self.part.parameters,
             trained=trained,
@@ -130,7 +125,6 @@ class Stage:
                 gradient_norms=[entry.get("grad_norm") for entry in losses],
                 tokens_per_second=[entry["tokens_per_second"] for entry in losses],
             ),
-            held_out={part.name: last[f"eval_{part.name}_loss"] for part in self.recipe.data.domains},
         )
 
     def _finish(self, model: PreTrainedModel, folder: Path, run: StageRun) -> None:
@@ -146,13 +140,13 @@ class Stage:
             shutil.rmtree(path, ignore_errors=True)
 
 
-class _NoLastCheckpoint(TrainerCallback):
-    """Leaves the checkpoint of the last step out, since the model itself is written next."""
+class _LastStep(TrainerCallback):
+    """Leaves checkpoint and evaluation of the last step out: the model itself is written next, and then measured."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take back what Trainer has decided."""
         if state.global_step >= state.max_steps:
-            control.should_save = False
+            control.should_save = control.should_evaluate = False
 
 
 def finished(folder: Path) -> StageRun | None:
@@ -172,11 +166,6 @@ def finished(folder: Path) -> StageRun | None:
         raise ValueError(
             f"{DONE} of {folder.parent.name}/{folder.name} is damaged ({place}); remove that folder to train it anew"
         ) from None
-
-
-def is_evaluation(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry of a log holds validation losses."""
-    return any(key.startswith("eval_") for key in entry)
 
 
 def write_whole(path: Path, text: str) -> None:

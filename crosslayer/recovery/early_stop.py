@@ -3,8 +3,8 @@
     ema_k = β ema_{k−1} + (1 − β) loss_k,   divided by 1 − β^k, so that the first losses do not weigh too little
 
 It ends after k logged losses where the lowest of the last `patience` averages is not below the lowest before them by
-the share `least` of it. Without `least` a plateau would never end, since an average goes on falling towards it. UniAttn
-(arXiv 2502.00439, Algorithm 1) trains W_c until the average stops to fall, and says no more than that.
+the share `least` of it. Without `least` a plateau would never end, since an average goes on falling towards it. In
+Algorithm 1 of arXiv 2502.00439 W_c trains until the average stops to fall; it says no more than that.
 """
 
 from collections.abc import Sequence

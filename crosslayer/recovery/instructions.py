@@ -2,7 +2,7 @@
 
 An example is two documents of the same shards, prompt and response, so that they need no format of their own. A row
 holds whole examples, which do not see one another; in its loss count responses alone, their end included, or prompts
-as well. What is left of a row is padding. The prompt is UniAttn's (arXiv 2502.00439, appendix B).
+as well. What is left of a row is padding. The prompt is that of arXiv 2502.00439 (appendix B).
 
 Shapes: T tokens of a row, E examples.
 """

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from crosslayer.conversion.result import Receipt
 from crosslayer.models.load import load_config, public_name
@@ -62,11 +62,12 @@ def open_retrofits(folders: Sequence[str | Path], original: str | None = None) -
             )
     name = original or first.receipt.architecture.name
     try:
-        _check_original(name, retrofits)
+        config = load_config(name)
     except ValueError as error:
-        if original is not None or "cannot be loaded" not in str(error) and "does not exist" not in str(error):
+        if original is not None:
             raise
         raise ValueError(f"the receipt's original cannot be opened, name it with `original`: {error}") from None
+    _check_original(public_name(name), config, retrofits)
     return retrofits, name
 
 
@@ -79,9 +80,8 @@ def _open(folder: Path) -> Retrofit:
         raise ValueError(f"{folder.name!r} is no retrofit with its receipt: {error}") from None
 
 
-def _check_original(name: str, retrofits: Sequence[Retrofit]) -> None:
+def _check_original(called: str, original: PreTrainedConfig, retrofits: Sequence[Retrofit]) -> None:
     """Refuse an original that the retrofits cannot come from, by configs alone."""
-    original, called = load_config(name), public_name(name)
     for retrofit in retrofits:
         config = load_config(str(retrofit.folder))
         pairs = {key: (config.to_dict()[key], original.to_dict().get(key)) for key in ("vocab_size", "hidden_size")}

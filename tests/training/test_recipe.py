@@ -22,7 +22,7 @@ from crosslayer.training.recipe_parts import DomainPart
 from crosslayer.training.sizes import SIZES
 
 ROOT = Path(__file__).parent.parent.parent
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not path.stem.startswith("heal-"))
 SMOKE = ROOT / "recipes" / "smoke.yaml"
 PLAIN = """
 model: {size: tiny, method: resformer}

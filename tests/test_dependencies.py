@@ -14,7 +14,13 @@ import pytest
 import crosslayer
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = {"accelerate", "datasets", "gguf", "peft", "pyarrow"}  # imported where they are used, named in the error otherwise
+OPTIONAL = {
+    "accelerate",
+    "datasets",
+    "gguf",
+    "peft",
+    "pyarrow",
+}  # imported where they are used, named in the error otherwise
 HEAVY = ("torch", "transformers", "numpy")
 
 

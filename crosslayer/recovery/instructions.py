@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from crosslayer.corpus.files import file_kind, jsonl_rows, local_files, row_text, say_skipped
 from crosslayer.training.mixture import IGNORED
 from crosslayer.training.shards import Shards
-from crosslayer.training.texts import EVERY, FIRST, Domain
+from crosslayer.training.texts import FIRST, Domain
 
 PROMPT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -72,7 +72,7 @@ class Instructions(Domain):
         source = self.validation if held_out and self.validation is not None else self.source
         assert source.name is not None, "an instruction domain names its files"
         for number, example in enumerate(read_examples(local_files(source.name), self.columns)):
-            if self.validation is not None or (number % EVERY == FIRST) == held_out:
+            if self.validation is not None or (number % self.every == FIRST) == held_out:
                 yield example
 
 

@@ -73,7 +73,6 @@ def _domain(record: RecoveryRecord, place: int) -> Table:
     """Return every state on a domain."""
     named = record.arms[0].states[0].domains[place]
     head = [
-        "retrofit",
         "state",
         "perplexity",
         "ratio to the original",
@@ -83,7 +82,9 @@ def _domain(record: RecoveryRecord, place: int) -> Table:
         f"to the {record.reference}",
         "gap closed",
     ]
-    rows = [[name, state.name, *_figures(state.domains[place], number)] for name, number, state in _states(record)]
+    rows = [
+        [f"{name}, {state.name}", *_figures(state.domains[place], number)] for name, number, state in _states(record)
+    ]
     return f"{named.name} ({'seen' if named.seen else 'unseen'}, {named.damage.windows} windows)", head, rows
 
 

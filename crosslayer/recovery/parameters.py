@@ -1,5 +1,6 @@
 """Which parameters a stage trains: W_c alone, all of them, or adapters of low rank that are merged when it ends."""
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -55,4 +56,6 @@ def _with_adapters(model: PreTrainedModel, lora: LoraPart) -> PreTrainedModel:
         target_modules="all-linear",
         task_type="CAUSAL_LM",  # type: ignore[arg-type]
     )
-    return get_peft_model(model, options)  # type: ignore[return-value]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads a name that transformers has changed
+        return get_peft_model(model, options)  # type: ignore[return-value]

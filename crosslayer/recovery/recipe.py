@@ -16,9 +16,10 @@ from crosslayer.training.recipe import checked
 from crosslayer.training.recipe_arguments import Misplaced, read_arguments
 from crosslayer.training.recipe_file import nearest, read_draft
 from crosslayer.training.recipe_parts import Count, DataPart, DomainPart, Part, SchedulePart
-from crosslayer.training.texts import Domain
+from crosslayer.training.texts import EVERY, Domain
 
 STAGES = 8  # at most
+JUDGED = 5  # of an embedded domain every fifth piece is held out, which is enough to measure on
 
 
 class ColumnsPart(Part):
@@ -55,8 +56,8 @@ class HealDomainPart(DomainPart):
         """Return the domain's text."""
         training, validation = self.training_source(), self.validation_source()
         if self.columns is None:
-            return Domain(self.name, training, validation)
-        return Instructions(self.name, training, validation, Columns(**self.columns.model_dump()))
+            return Domain(self.name, training, validation, JUDGED if embedded_source(self) else EVERY)
+        return Instructions(self.name, training, validation, columns=Columns(**self.columns.model_dump()))
 
 
 class HealDataPart(DataPart):
@@ -198,8 +199,9 @@ class HealRecipe(Part):
 
     @property
     def trains_original(self) -> bool:
-        """Whether there is a trained original to compare with; distilled from itself, it would stay as it is."""
-        return self.baseline and self.objective.loss != "distill"
+        """Whether there is a trained original to compare with: it has no W_c, and nothing to learn from itself."""
+        last = self.stages[-1].parameters
+        return self.baseline and self.objective.loss != "distill" and last != "compensation"
 
 
 def load_heal_recipe(path: str | Path, settings: Sequence[str] = ()) -> HealRecipe:

@@ -1,5 +1,6 @@
 """The retrofits that are to recover: their folders, receipts, and the original that they share."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from crosslayer.conversion.result import Receipt
 from crosslayer.models.load import load_config, public_name
+from crosslayer.output.record import dumps
 from crosslayer.output.result import load_as
 
 TAKEN = ("original", "figures")  # names in the folder of a recovery
@@ -24,6 +26,10 @@ class Retrofit:
     def name(self) -> str:
         """How the result calls it: its folder's name."""
         return self.folder.name
+
+    def digest(self) -> str:
+        """Return a SHA-256 of its receipt, which tells retrofits of the same name apart."""
+        return hashlib.sha256(dumps(self.receipt.record()).encode()).hexdigest()
 
     def layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """Return which layer of the original each layer of its model is."""

@@ -184,10 +184,7 @@ class _Job:
         if done is None:
             with self.progress("the original, as the last stage", 0):
                 model, _ = load_model(self.original, dtype=torch.float32)
-            part = self.recipe.stages[-1]
-            if part.parameters == "compensation":
-                part = part.model_copy(update={"parameters": "all"})
-            done = Stage(self.recipe, part, self.rows, self.progress).train(model, folder)
+            done = Stage(self.recipe, self.recipe.stages[-1], self.rows, self.progress).train(model, folder)
         self.runs[folder] = done
 
     def _trained(self, number: int) -> dict[Path, Path]:
@@ -270,7 +267,7 @@ def _prepare(folder: Path, recipe: HealRecipe, retrofits: list[Retrofit], resume
 
     """
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    listed = json.dumps({"retrofits": [retrofit.name for retrofit in retrofits]}, indent=1)
+    listed = json.dumps({retrofit.name: retrofit.digest() for retrofit in retrofits}, indent=1)
     if folder.exists() and any(folder.iterdir()):
         if not resume:
             raise ValueError(f"the folder {folder.name!r} exists; give another name, or `resume` to go on with it")

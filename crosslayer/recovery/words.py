@@ -55,7 +55,7 @@ def _arm(record: RecoveryRecord, arm: Arm) -> str:
 
 def _gap(record: RecoveryRecord, after: Standing) -> str:
     if after.closed is None:
-        return f"Before training its loss was not told apart from the {record.reference}'s."
+        return f"Before training its loss was not seen above the {record.reference}'s: there is no gap to close."
     ratio = estimate(after.to_reference)
     return (
         f"Of its gap to the {record.reference} {percent(after.closed)} is closed; its perplexity is {ratio} times that "

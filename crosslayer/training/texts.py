@@ -35,12 +35,14 @@ class Domain:
         source: of the text.
         validation: of text to judge by; None holds every 20th document out, or, of documents of more than 16,384
             characters, every 20th piece of so many.
+        every: the same for another number than 20.
 
     """
 
     name: str
     source: TextSource
     validation: TextSource | None = None
+    every: int = EVERY
     parts: ClassVar[int] = 1  # how many of the documents belong together, as `tokenise` takes them
 
     def training(self) -> Iterator[str]:
@@ -53,7 +55,7 @@ class Domain:
         if self.validation is not None:
             yield from self._documents()
         else:
-            yield from _kept(self._documents())
+            yield from _kept(self._documents(), self.every)
 
     def held_out(self) -> Iterator[str]:
         """Yield the documents, or the pieces of them, that are not trained on.
@@ -66,7 +68,7 @@ class Domain:
             yield from stream_documents(self.validation)
             return
         empty = True
-        for piece, _, held in _pieces(self._documents()):
+        for piece, _, held in _pieces(self._documents(), self.every):
             if held:
                 empty = False
                 yield piece
@@ -110,16 +112,16 @@ class Domain:
                 source = hashlib.sha256("\0".join(self._documents()).encode()).hexdigest()
             else:
                 source = source_digest(self.source)
-            rule = f"{EVERY}/{FIRST}/{PIECE}" if self.validation is None else source_digest(self.validation)
+            rule = f"{self.every}/{FIRST}/{PIECE}" if self.validation is None else source_digest(self.validation)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
         return hashlib.sha256(f"{source}/{rule}".encode()).hexdigest()
 
 
-def _kept(documents: Iterable[str]) -> Iterator[str]:
+def _kept(documents: Iterable[str], every: int) -> Iterator[str]:
     """Yield what is not held out: neighbouring pieces of a document together."""
     run: list[str] = []
-    for piece, begins, held in _pieces(documents):
+    for piece, begins, held in _pieces(documents, every):
         if run and (begins or held):
             yield "".join(run)
             run = []
@@ -129,12 +131,12 @@ def _kept(documents: Iterable[str]) -> Iterator[str]:
         yield "".join(run)
 
 
-def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
+def _pieces(documents: Iterable[str], every: int) -> Iterator[tuple[str, bool, bool]]:
     """Yield documents in pieces, each with whether it begins a document, and whether it is held out."""
     number = 0
     for text in documents:
         start = 0
         while start < len(text):
             stop = next_word(text, start + PIECE)
-            yield text[start:stop], start == 0, number % EVERY == FIRST
+            yield text[start:stop], start == 0, number % every == FIRST
             start, number = stop, number + 1

@@ -213,6 +213,49 @@ def test_a_whole_recovery_is_not_done_again(base, whole, tmp_path, monkeypatch):
         )
 
 
+def test_a_stage_that_ends_early_says_so_and_the_next_goes_on_from_it(base, tmp_path):
+    settings = ["stages.0.stop.patience=1", "stages.0.stop.least=0.9", "baseline=false"]
+    recovery = crosslayer.heal(
+        [base / "fitted"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"), settings=settings
+    )
+    first, second = (state.run for state in recovery.arms[0].states[1:])
+    assert (first.steps, first.planned, first.curve.steps, second.steps) == (2, 4, [1, 2], 5)
+    assert "2 steps of 4, ended early" in recovery.page()
+    stage = tmp_path / "out" / "fitted" / "stage-1" / "model"
+    assert len(changed(base / "fitted", stage)) == 1 and (recovery.kl[0, 1] != recovery.kl[0, 0]).all()
+
+
+def test_adapters_are_resumed_bit_for_bit(base, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    stage = {"parameters": "lora", "lora": {"rank": 2}, "schedule": {"steps": 4}, "train": {"learning_rate": 1e-3}}
+    recipe = recipe_in(tmp_path, stages=[stage], baseline=False)
+    options = {"original": str(base / "original")}
+
+    class Stopping(stages.CrossLayerTrainer):
+        def train(self, *args, **kwargs):
+            self.add_callback(Stop(3))
+            super().train(*args, **kwargs)
+            raise KeyboardInterrupt
+
+    crosslayer.heal([base / "fitted"], recipe, tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "CrossLayerTrainer", Stopping)
+        with pytest.raises(KeyboardInterrupt):
+            crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", **options)
+    assert (tmp_path / "out" / "fitted" / "stage-1" / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", **options, resume=True)
+    places = [tmp_path / name / "fitted" / "model" for name in ("whole", "out")]
+    assert not changed(*places)
+    assert {name for name in changed(base / "fitted", places[0]) if "norm" in name or "embed" in name} == set()
+
+
+def test_another_retrofit_of_the_same_name_is_not_gone_on_with(base, whole, tmp_path):
+    shutil.copytree(base / "without", tmp_path / "fitted")
+    retrofits = [tmp_path / "fitted", base / "without", base / "shorter"]
+    with pytest.raises(ValueError, match="is of another recipe or of other retrofits"):
+        crosslayer.heal(retrofits, whole[1] / "recipe.yaml", whole[1], original=str(base / "original"), resume=True)
+
+
 def test_the_folder_comes_back_equal(whole):
     recovery, folder = whole
     assert crosslayer.load_result(folder) == recovery

@@ -4,13 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 import crosslayer
 from crosslayer.recovery.recipe import HealRecipe, load_heal_recipe
 from crosslayer.recovery.retrofits import open_retrofits
 from crosslayer.training.recipe_parts import Part
-from tests.helpers.recovery import RECIPE, original_in, recipe_in, retrofit_in
+from tests.helpers.recovery import original_in, recipe_in, retrofit_in
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DOCUMENT = (RECIPES.parent / "docs" / "HEAL.md").read_text()
@@ -66,6 +65,18 @@ def test_an_extending_recipe_takes_the_rest(tmp_path):
     recipe = load_heal_recipe(tmp_path / "on.yaml", ["stages.1.schedule.steps=9"])
     assert (recipe.name, recipe.objective.loss, recipe.stages[1].schedule.steps) == ("on", "distill", 9)
     assert not recipe.trains_original
+
+
+def test_the_original_trains_where_there_is_something_to_train(tmp_path):
+    assert load_heal_recipe(recipe_in(tmp_path)).trains_original
+    for setting in ("baseline=false", "objective.loss=distill", "stages.1.parameters=compensation"):
+        assert not load_heal_recipe(recipe_in(tmp_path), [setting]).trains_original
+
+
+def test_enough_of_an_embedded_domain_is_held_out_to_measure_on(tmp_path):
+    domain = load_heal_recipe(recipe_in(tmp_path)).data.domains[0].domain()
+    held_out, kept = sum(map(len, domain.held_out())), sum(map(len, domain.training()))
+    assert 0.15 < held_out / (held_out + kept) < 0.25
 
 
 def test_instructions_of_a_dataset_are_refused(tmp_path):
@@ -152,4 +163,3 @@ def test_settings_go_with_a_file_alone(base, tmp_path):
     recipe = load_heal_recipe(recipe_in(tmp_path))
     with pytest.raises(ValueError, match="settings are for a recipe that is a file"):
         crosslayer.heal([base[0] / "without"], recipe, tmp_path / "out", settings=["seed=1"])
-    assert yaml.safe_dump(RECIPE)

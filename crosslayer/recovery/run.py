@@ -79,8 +79,12 @@ def heal(
     opened, name = open_retrofits(retrofits, original)
     target = Path(folder).expanduser().resolve()
     with _held(target):
-        _prepare(target, recipe, opened, resume)
+        files = _files(recipe, opened)
+        _check_folder(target, files, resume)
         job = _Job.ready(recipe, opened, name, target, progress)
+        target.mkdir(parents=True, exist_ok=True)
+        for file, content in files.items():
+            write_whole(target / file, content)
         result = job.heal().model_copy(update={"command": command})
         _write(result, target)
     return result
@@ -259,28 +263,30 @@ def _state(
     return State(name=name, domains=domains, all=everything, held_out=now.held_out)
 
 
-def _prepare(folder: Path, recipe: HealRecipe, retrofits: list[Retrofit], resume: bool) -> None:
-    """Take a new folder, or one of the same recipe and retrofits.
+def _files(recipe: HealRecipe, retrofits: list[Retrofit]) -> dict[str, str]:
+    """Return the files that say what a folder is of: the recipe, and the retrofits by their receipts."""
+    receipts = {retrofit.name: retrofit.digest() for retrofit in retrofits}
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return {RECIPE: text, HEALED: json.dumps(receipts, indent=1)}
+
+
+def _check_folder(folder: Path, files: dict[str, str], resume: bool) -> None:
+    """Refuse a folder of something else.
 
     Raises:
-        ValueError: the folder is of something else.
+        ValueError: there are files in it, and no `resume`, or they are of another recipe or of other retrofits.
 
     """
-    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    listed = json.dumps({retrofit.name: retrofit.digest() for retrofit in retrofits}, indent=1)
-    if folder.exists() and any(folder.iterdir()):
-        if not resume:
-            raise ValueError(f"the folder {folder.name!r} exists; give another name, or `resume` to go on with it")
-        for name, content in ((RECIPE, text), (HEALED, listed)):
-            path = folder / name
-            if not path.is_file() or path.read_text(encoding="utf-8") != content:
-                raise ValueError(
-                    f"the folder {folder.name!r} is of another recipe or of other retrofits; `resume` goes on with the "
-                    "same alone"
-                )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / RECIPE, text)
-    write_whole(folder / HEALED, listed)
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not resume:
+        raise ValueError(f"the folder {folder.name!r} exists; give another name, or `resume` to go on with it")
+    for name, content in files.items():
+        path = folder / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != content:
+            raise ValueError(
+                f"the folder {folder.name!r} is of another recipe or of other retrofits; `resume` goes on with the same"
+            )
 
 
 @contextlib.contextmanager

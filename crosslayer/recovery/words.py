@@ -1,5 +1,7 @@
 """A recovery in sentences, from its record alone."""
 
+from statistics import fmean
+
 from crosslayer.conversion.words import with_interval
 from crosslayer.recovery.record import Arm, Estimate, RecoveryRecord, Standing, State
 
@@ -16,7 +18,7 @@ def sentences(record: RecoveryRecord) -> list[str]:
     said = [_arm(record, arm) for arm in record.arms]
     if len(record.arms) > 1:
         said.append(_order(record))
-    return [*said, _rests_on(record)]
+    return [*said, _held_out(record), _rests_on(record)]
 
 
 def estimate(figure: Estimate | None, digits: int = 3) -> str:
@@ -71,6 +73,17 @@ def _order(record: RecoveryRecord) -> str:
         f"At the end, by KL on {ends[0].states[0].domains[0].name}: {listed}. One run of each: no interval here holds "
         "the spread over seeds."
     )
+
+
+def _held_out(record: RecoveryRecord) -> str:
+    """Say the loss of what is held out of the text to train on, of every state, mean over its domains."""
+    models = [(arm.name, arm.states) for arm in record.arms]
+    states = (record.untrained_original, record.trained_original)
+    models.append((record.original, tuple(state for state in states if state is not None)))
+    means = {name: [fmean(state.held_out.values()) for state in states] for name, states in models}
+    listed = "; ".join(f"{name} {' → '.join(f'{mean:.3f}' for mean in values)}" for name, values in means.items())
+    kind = "Responses" if record.objective == "response" else "Text"
+    return f"{kind} held out of the training, loss stage by stage, mean over its domains: {listed}."
 
 
 def _rests_on(record: RecoveryRecord) -> str:

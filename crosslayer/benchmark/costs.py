@@ -92,6 +92,27 @@ class Structure:
 
 
 @torch.no_grad()
+def attentions(model: PreTrainedModel) -> tuple[Attention, ...]:
+    """Return the layers that attend; the model runs once over two tokens.
+
+    Raises:
+        ValueError: its attention cannot be seen.
+
+    """
+    calls: dict[int, AttentionCall] = {}
+    with visited(model, lambda call: calls.update({call.layer: call})):
+        model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    config = model.config.get_text_config()
+    attention = []
+    for layer, call in sorted(calls.items()):
+        sizes = (call.query.shape[1], call.key.shape[1], call.key.shape[-1], call.value.shape[-1])
+        shares, sources = stored_shares(config, layer), read_counts(config, layer)
+        row = call.key.shape[2] // call.query.shape[2]  # more than 1 where keys of several layers stand in a row
+        stored = (shares["keys"], shares["values"])
+        attention.append(Attention(*sizes, call.window, stored, (sources["keys"], sources["values"]), row))
+    return tuple(attention)
+
+
 def structure(model: PreTrainedModel) -> Structure:
     """Return what the costs of a causal language model depend on; it runs once over two tokens.
 
@@ -99,17 +120,7 @@ def structure(model: PreTrainedModel) -> Structure:
         ValueError: its attention cannot be seen, or it has weights that not every token reads (experts).
 
     """
-    calls: dict[int, AttentionCall] = {}
-    with visited(model, lambda call: calls.update({call.layer: call})):
-        model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
-    attention = []
-    for layer, call in sorted(calls.items()):
-        sizes = (call.query.shape[1], call.key.shape[1], call.key.shape[-1], call.value.shape[-1])
-        config = model.config.get_text_config()
-        shares, sources = stored_shares(config, layer), read_counts(config, layer)
-        row = call.key.shape[2] // call.query.shape[2]  # more than 1 where keys of several layers stand in a row
-        stored = (shares["keys"], shares["values"])
-        attention.append(Attention(*sizes, call.window, stored, (sources["keys"], sources["values"]), row))
+    attention = attentions(model)
     weights = _matrices(model)
     head = model.get_output_embeddings()
     largest = max(weights, key=lambda weight: weight.numel())
@@ -117,7 +128,7 @@ def structure(model: PreTrainedModel) -> Structure:
         matrices=sum(weight.numel() for weight in weights),
         head=0 if head is None else head.weight.numel(),  # type: ignore[union-attr, operator]
         shape=(largest.shape[0], largest.shape[1]),
-        attention=tuple(attention),
+        attention=attention,
         itemsize=weights[0].element_size(),
     )
 

@@ -4,6 +4,8 @@ from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import Line, Panel
 from crosslayer.training.record import TrainingRecord
 
+LINES = 6  # of a figure with a line for each look
+
 
 def layout(record: TrainingRecord) -> Page:
     """Return the parts of the page."""
@@ -12,7 +14,11 @@ def layout(record: TrainingRecord) -> Page:
         subtitle=_subtitle(record),
         cards=_cards(record),
         words=sentences(record),
-        panels=[panel for panel in (_training(record), _validation(record), _norms(record)) if panel is not None],
+        panels=[
+            panel
+            for panel in (_training(record), _validation(record), _norms(record), *_looks(record))
+            if panel is not None
+        ],
         tables=[_domains(record), _facts(record)],
     )
 
@@ -26,9 +32,17 @@ def sentences(record: TrainingRecord) -> list[str]:
     if repeated:
         words.append(f"Text came again: the run went through {', '.join(repeated)}.")
     rate = record.tokens / record.seconds if record.seconds else 0.0
-    flops = rate * record.model.flops_per_token
-    words.append(f"{rate:,.0f} tokens a second, {flops / 1e9:,.1f} GFLOP/s by three times the forward pass's count.")
+    flops = _flops(record)
+    words.append(
+        f"{rate:,.0f} tokens a second, {flops / 1e9:,.1f} GFLOP/s by three times the forward pass's count: "
+        f"{flops / record.matrix_flops:.0%} of what a large product of matrices reaches on this machine."
+    )
     return words
+
+
+def _flops(record: TrainingRecord) -> float:
+    """Return FLOPs a second."""
+    return record.tokens * record.model.flops_per_token / record.seconds if record.seconds else 0.0
 
 
 def _subtitle(record: TrainingRecord) -> str:
@@ -80,6 +94,24 @@ def _norms(record: TrainingRecord) -> Panel | None:
     return Panel("gradient_norm", "Norm of the gradient", words, "step", "norm", lines, log_y=True)
 
 
+def _looks(record: TrainingRecord) -> list[Panel]:
+    """Return how sinks and the stream changed, each line a step."""
+    if not record.looks:
+        return []
+    shown = (
+        record.looks
+        if len(record.looks) <= LINES
+        else [record.looks[0], record.looks[len(record.looks) // 2], record.looks[-1]]
+    )
+    layers = [float(layer) for layer in range(record.model.layers)]
+    sinks = [Line(f"step {look.step}", layers, look.first_token_share) for look in shown]
+    norms = [Line(f"step {look.step}", layers, look.stream_norm) for look in shown]
+    return [
+        Panel("first_token_share", "Attention to the first token", "Share of all attention.", "layer", "share", sinks),
+        Panel("stream_norm", "Residual stream", "Mean norm over tokens.", "layer", "norm", norms, log_y=True),
+    ]
+
+
 def _domains(record: TrainingRecord) -> Table:
     head = ["domain", "share", "tokens", "documents", "passes", "validation tokens", "validation loss"]
     rows = [
@@ -104,7 +136,10 @@ def _facts(record: TrainingRecord) -> Table:
         ["layers", str(model.layers)],
         ["parameters", f"{model.parameters:,}"],
         ["FLOPs a token", f"{model.flops_per_token:.3g}"],
-        [f"KV bytes a token ({model.dtype})", f"{model.kv_bytes_per_token:,.0f}"],
+        ["FLOPs a second", f"{_flops(record):.3g}, a large product of matrices {record.matrix_flops:.3g}"],
+        ["memory at its peak", "—" if record.peak_bytes is None else f"{record.peak_bytes / 1e6:,.0f} MB"],
+        [f"KV bytes stored a token ({model.dtype})", f"{model.kv_bytes_per_token:,.0f}"],
+        ["KV bytes read for each token of the cache", f"{model.kv_read_bytes_per_token:,.0f}"],
         ["device", machine.gpu or f"{machine.processor}, {machine.threads} threads"],
     ]
     return "Model", ["what", "value"], rows

@@ -8,7 +8,7 @@ from crosslayer.output.record import Environment, Frozen
 
 
 class TrainedModel(Frozen):
-    """What was trained; `flops_per_token` are of a forward and a backward pass, `kv_bytes_per_token` in `dtype`."""
+    """What was trained; `flops_per_token` are of a forward and a backward pass, bytes of keys and values in `dtype`."""
 
     class_: str = Field(validation_alias="class", serialization_alias="class")
     methods: list[dict[str, Any]]
@@ -17,7 +17,8 @@ class TrainedModel(Frozen):
     flops_per_token: float = Field(
         ge=0, description="three times a forward pass's over a sequence, attention without its mask"
     )
-    kv_bytes_per_token: float = Field(ge=0)
+    kv_bytes_per_token: float = Field(ge=0, description="what a cache stores")
+    kv_read_bytes_per_token: float = Field(ge=0, description="what a new token reads for each token of the cache")
     dtype: str
 
 
@@ -56,11 +57,31 @@ class Validation(Frozen):
     losses: dict[str, float]
 
 
+Layers = list[float | None]
+
+
+class Look(Frozen):
+    """What a diagnosis of a few held-out windows shows after a step: layer by layer, None where a layer has none."""
+
+    step: int
+    first_token_share: Layers = Field(description="of a layer's attention")
+    sink_rate: Layers = Field(description="share of heads that give the first token more than 0.3")
+    value_norm_ratio: Layers = Field(description="norm of the first token's value over the median")
+    hidden_norm_ratio: Layers = Field(description="norm of the first token's hidden state over the median")
+    stream_norm: Layers = Field(description="mean norm of the residual stream")
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if len({len(layers) for name, layers in vars(self).items() if name != "step"}) > 1:
+            raise ValueError("the measures of a look are of different numbers of layers")
+        return self
+
+
 class TrainingRecord(Frozen):
     """A run from its first step to its last."""
 
-    schema_: Literal["crosslayer/training/1"] = Field(
-        "crosslayer/training/1", validation_alias="schema", serialization_alias="schema"
+    schema_: Literal["crosslayer/training/2"] = Field(
+        "crosslayer/training/2", validation_alias="schema", serialization_alias="schema"
     )
     command: str | None = None
     name: str
@@ -71,9 +92,14 @@ class TrainingRecord(Frozen):
     curve: Curve
     validation: tuple[Validation, ...] = Field(min_length=1)
     windows: dict[str, list[float]] = Field(description="last validation loss of every window, by domain")
+    looks: tuple[Look, ...] = ()
     steps: int = Field(ge=1)
     tokens: int = Field(ge=1)
     seconds: float = Field(ge=0, description="of training steps alone, over all its parts where it was resumed")
+    peak_bytes: int | None = Field(
+        description="memory that the first process took at its peak; None where it is unknown"
+    )
+    matrix_flops: float = Field(gt=0, description="a second, of a large product of matrices, as this machine does it")
     environment: Environment
 
     @model_validator(mode="after")

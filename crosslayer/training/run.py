@@ -10,14 +10,13 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
 
+from crosslayer.benchmark.memory import peak_memory
 from crosslayer.decoder import CrossLayerForCausalLM
 from crosslayer.environment import environment, quiet_transformers
 from crosslayer.models.embedded import cache_folder
@@ -25,22 +24,20 @@ from crosslayer.models.load import load_model
 from crosslayer.output.folder import exclusive
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
-from crosslayer.probe.intercept import evaluating
 from crosslayer.training.arguments import Schedule, training_arguments
+from crosslayer.training.facts import matrix_flops, trained_model
 from crosslayer.training.initialise import initialise
+from crosslayer.training.looks import looks_in, windows_of_each
 from crosslayer.training.mixture import FixedRows, Mixture, validation_windows, windows_of
 from crosslayer.training.recipe import Recipe, config_of_recipe, load_recipe
 from crosslayer.training.record import Curve, TrainedDomain, TrainedModel, Validation
 from crosslayer.training.result import TrainingRun
 from crosslayer.training.shards import Shards
 from crosslayer.training.texts import Domain, DomainShards
-from crosslayer.training.tokenizers import make_tokenizer
+from crosslayer.training.tokenizers import kept_tokenizer
 from crosslayer.training.trainer import CrossLayerTrainer
-from crosslayer.wiring.read import read_plan
 
 RECIPE = "recipe.yaml"
-PASSES = 3  # a backward pass costs two forward passes
-COUNTED = 128  # tokens of the longer sequence over which FLOPs are counted
 
 
 def train(
@@ -83,6 +80,12 @@ def train(
         return _Run(recipe, target, command, progress).train(resume)
 
 
+class _Costs(NamedTuple):
+    model: TrainedModel
+    peak_bytes: int | None
+    matrix_flops: float
+
+
 @dataclass
 class _Run:
     recipe: Recipe
@@ -93,32 +96,36 @@ class _Run:
     def train(self, resume: bool) -> TrainingRun:
         recipe = self.recipe
         tokenizer, shards = self._texts()
-        model = _first_model(recipe, tokenizer)
-        facts = _facts(model, recipe.data.length)
         sequences = _sequences(recipe.train)
         steps = recipe.schedule.total_steps(sequences * recipe.data.length)
         schedule = Schedule(
             steps, recipe.schedule.warmup_steps(steps), recipe.schedule.minimum, min(recipe.eval.every, steps)
         )
+        arguments = training_arguments(self.folder, recipe.seed, schedule, recipe.train)
         weights = {domain.name: domain.weight for domain in recipe.data.domains}
         training = {name: parts.training for name, parts in shards.items()}
         mixture = Mixture(training, weights, recipe.data.length, recipe.seed, steps * sequences)
         held_out = {name: self._held_out(name, parts.validation) for name, parts in shards.items()}
-        trainer = CrossLayerTrainer(
-            model,
-            training_arguments(self.folder, recipe.seed, schedule, recipe.train),
-            mixture,
-            held_out,
-            tokenizer,
-            self.progress,
-            recipe.eval.depth_norms,
-        )
-        with quiet_transformers():
+        looked_at = windows_of_each(list(held_out.values()), recipe.eval.looks)
+        speed = _matrix_flops(arguments)
+        with quiet_transformers(), peak_memory(arguments.device) as peak:
+            model = _first_model(recipe, tokenizer)
+            facts = trained_model(model, recipe.data.length)
+            trainer = CrossLayerTrainer(
+                model,
+                arguments,
+                mixture,
+                held_out,
+                tokenizer,
+                self.progress,
+                recipe.eval.depth_norms,
+                looked_at,
+            )
             trainer.train(resume_from_checkpoint=resume)
             if not _evaluated(trainer.state.log_history, steps) or not trainer.window_losses:
                 trainer.evaluate()  # the last step is no multiple of eval.every, or the run had ended before
             trainer.save_model(str(self.folder / "model"))
-        result = self._result(trainer, facts, mixture, held_out)
+        result = self._result(trainer, _Costs(facts, peak.bytes, speed), mixture, held_out)
         if trainer.is_world_process_zero():
             self._write(result)
         return result
@@ -132,9 +139,10 @@ class _Run:
             for domain in domains:
                 yield from domain.training()
 
-        with self.progress("reading the tokenizer", 0):
-            tokenizer = make_tokenizer(self.recipe.tokenizer, documents)
         place = cache_folder() / "tokens"
+        with self.progress("reading the tokenizer", 0):
+            digest = "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
+            tokenizer = kept_tokenizer(self.recipe.tokenizer, documents, place, digest)
         return tokenizer, {domain.name: domain.shards(tokenizer, place, self.progress) for domain in domains}
 
     def _held_out(self, name: str, shards: Shards) -> FixedRows:
@@ -143,7 +151,7 @@ class _Run:
         return validation_windows(shards, length, min(self.recipe.eval.windows, windows_of(shards, length, name)))
 
     def _result(
-        self, trainer: CrossLayerTrainer, facts: TrainedModel, mixture: Mixture, held_out: dict[str, FixedRows]
+        self, trainer: CrossLayerTrainer, costs: _Costs, mixture: Mixture, held_out: dict[str, FixedRows]
     ) -> TrainingRun:
         history = trainer.state.log_history
         losses = [entry for entry in history if "loss" in entry]
@@ -171,7 +179,7 @@ class _Run:
             name=self.recipe.name,
             seed=self.recipe.seed,
             recipe=self.recipe.model_dump(mode="json"),
-            model=facts,
+            model=costs.model,
             domains=tuple(domains),
             curve=Curve(
                 steps=[int(entry["step"]) for entry in losses],
@@ -184,9 +192,12 @@ class _Run:
                 Validation(step=step, losses=entry) for step, entry in _validation_losses(history, names).items()
             ),
             windows={name: trainer.window_losses[f"eval_{name}_loss"].tolist() for name in names},
+            looks=looks_in(history),
             steps=trainer.state.max_steps,
             tokens=trainer.state.num_input_tokens_seen,
             seconds=seconds,
+            peak_bytes=costs.peak_bytes,
+            matrix_flops=costs.matrix_flops,
             environment=Environment.model_validate(environment()),
         )
 
@@ -201,6 +212,12 @@ class _Run:
             if (partial / name).exists():
                 (partial / name).replace(self.folder / name)
         partial.rmdir()
+
+
+def _matrix_flops(arguments: TrainingArguments) -> float:
+    """Return how fast all processes together multiply matrices in the run's dtype."""
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
+    return matrix_flops(arguments.device, dtype) * arguments.world_size
 
 
 def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -223,45 +240,6 @@ def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrain
     model = CrossLayerForCausalLM(config)
     initialise(model, recipe.seed)
     return model
-
-
-def _facts(model: PreTrainedModel, length: int) -> TrainedModel:
-    plan = read_plan(model, length=length)
-    text = model.config.get_text_config()
-    return TrainedModel(
-        class_=type(model).__name__,
-        methods=[dict(entry) if isinstance(entry, dict) else {"name": entry} for entry in _methods(model)],
-        layers=text.num_hidden_layers,
-        parameters=model.num_parameters(),
-        flops_per_token=PASSES * _forward_flops(model, length),
-        kv_bytes_per_token=plan.stored_bytes / length,
-        dtype=plan.dtype,
-    )
-
-
-def _forward_flops(model: PreTrainedModel, length: int) -> float:
-    """Return the FLOPs of a token in a forward pass over a sequence, attention without its mask.
-
-    They are counted over short sequences and continued: maps cost every token the same, attention as much more as the
-    sequence is longer.
-    """
-    longer = min(length, COUNTED)
-    shorter = longer // 2
-    of_token = {count: _counted(model, count) / count for count in (shorter, longer)}
-    growth = (of_token[longer] - of_token[shorter]) / (longer - shorter)
-    return of_token[longer] + growth * (length - longer)
-
-
-def _counted(model: PreTrainedModel, count: int) -> int:
-    """Return the FLOPs of a forward pass over so many tokens; by plain products, since others have no count."""
-    ids = torch.zeros(1, count, dtype=torch.long)
-    with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(ids, use_cache=False)
-    return counter.get_total_flops()
-
-
-def _methods(model: PreTrainedModel) -> list[Any]:
-    return list(model.config.cross_layer) if isinstance(model, CrossLayerForCausalLM) else []
 
 
 def _sequences(train: dict[str, Any]) -> int:

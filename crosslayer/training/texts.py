@@ -79,9 +79,8 @@ class Domain:
             ValueError: a source cannot be read, the text is too short, or files are damaged; it names the domain.
 
         """
-        shards = []
+        shards, text = [], self.digest()
         try:
-            text = self._digest()
             for part, documents in {"training": self.training, "validation": self.held_out}.items():
                 digest = fingerprint(f"{part}/{text}", tokenizer)
                 place = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', self.name)}-{part}-{digest[:16]}"
@@ -96,13 +95,21 @@ class Domain:
         else:
             yield from stream_documents(self.source)
 
-    def _digest(self) -> str:
-        """Return a SHA-256 of the text and of how it is parted."""
-        if self.source.name is None:
-            source = hashlib.sha256("\0".join(self._documents()).encode()).hexdigest()
-        else:
-            source = source_digest(self.source)
-        rule = f"{EVERY}/{FIRST}/{PIECE}" if self.validation is None else source_digest(self.validation)
+    def digest(self) -> str:
+        """Return a SHA-256 of the text and of how it is parted.
+
+        Raises:
+            ValueError: a source does not exist; it names the domain.
+
+        """
+        try:
+            if self.source.name is None:
+                source = hashlib.sha256("\0".join(self._documents()).encode()).hexdigest()
+            else:
+                source = source_digest(self.source)
+            rule = f"{EVERY}/{FIRST}/{PIECE}" if self.validation is None else source_digest(self.validation)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
         return hashlib.sha256(f"{source}/{rule}".encode()).hexdigest()
 
 

@@ -1,6 +1,9 @@
 """Tokenizers for a training run: bytes, byte pairs trained on its own text, or a model's."""
 
+import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -30,11 +33,38 @@ def make_tokenizer(name: str, documents: Callable[[], Iterable[str]]) -> PreTrai
     if name == "bytes":
         return _finished(_byte_level(models.BPE(vocab=_byte_ids(), merges=[]), words=False))
     if name.startswith("bpe:"):
-        return _train(_size(name), documents)
+        return _finished(_trained(_size(name), documents))
     tokenizer = load_tokenizer(name)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"the tokenizer of {name!r} is no fast one (tokenizer.json); training needs such")
     return tokenizer
+
+
+def kept_tokenizer(
+    name: str, documents: Callable[[], Iterable[str]], folder: Path, digest: str
+) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a run; byte pairs are trained once and kept in a folder.
+
+    Args:
+        name: as of `make_tokenizer`, the next too.
+        documents: called where the byte pairs are not there yet.
+        folder: of a file for each text and size.
+        digest: of the text to train on.
+
+    Raises:
+        ValueError: as `make_tokenizer`'s.
+
+    """
+    if not name.startswith("bpe:"):
+        return make_tokenizer(name, documents)
+    key = hashlib.sha256(f"{_size(name)}/{TRAINED_ON}/{PIECE}/{digest}".encode()).hexdigest()
+    path = folder / f"bpe-{_size(name)}-{key[:16]}.json"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{path.name}.{os.getpid()}"
+        _trained(_size(name), documents).save(str(partial))
+        partial.replace(path)
+    return _finished(Tokenizer.from_file(str(path)))
 
 
 def _size(name: str) -> int:
@@ -45,7 +75,7 @@ def _size(name: str) -> int:
     return int(number)
 
 
-def _train(size: int, documents: Callable[[], Iterable[str]]) -> PreTrainedTokenizerFast:
+def _trained(size: int, documents: Callable[[], Iterable[str]]) -> Tokenizer:
     """Train byte pairs; the same text gives the same tokenizer."""
     characters = sum(map(len, documents()))
     if not characters:
@@ -56,7 +86,7 @@ def _train(size: int, documents: Callable[[], Iterable[str]]) -> PreTrainedToken
         vocab_size=size, min_frequency=2, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(_sample(documents(), characters), trainer)
-    return _finished(tokenizer)
+    return tokenizer
 
 
 def _sample(documents: Iterable[str], characters: int) -> Iterator[str]:

@@ -39,6 +39,7 @@ from crosslayer.method import HeadMixer, Residual, StateReader
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish, stage
 from crosslayer.training.log import JsonLog, Shown
+from crosslayer.training.looks import look
 
 MIXES = (HeadMixer, Residual, StateReader)
 LAYER = re.compile(r"\.(\d+)\.")
@@ -83,6 +84,7 @@ class CrossLayerTrainer(Trainer):
         tokenizer: PreTrainedTokenizerBase | None = None,
         meter: Meter = Silent,
         depth_norms: bool = False,
+        looked_at: Tensor | None = None,
     ):
         """Prepare a run.
 
@@ -96,6 +98,7 @@ class CrossLayerTrainer(Trainer):
             meter: shows progress.
             depth_norms: with each training loss, also log the norm of each layer's gradient, before clipping:
                 `grad_norm_layer_0` and so on.
+            looked_at: token ids (N, T) over which each evaluation measures sinks and norms of every layer.
 
         Raises:
             ValueError: the arguments ask for what this trainer does not do, or for more items than there are.
@@ -113,6 +116,7 @@ class CrossLayerTrainer(Trainer):
         self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then
         self._paused = 0.0  # seconds since then that were no training
         self._shown, self._wants_norms, self._norms = Shown(meter), depth_norms, {}
+        self._looked_at = looked_at
         use_cache = model.config.use_cache
         super().__init__(
             model,
@@ -127,6 +131,8 @@ class CrossLayerTrainer(Trainer):
         model.config.use_cache = use_cache  # the inputs turn the cache off, so the model needs no such setting
         if args.fsdp and not self.is_fsdp_enabled:
             raise ValueError("train.fsdp has no effect on this machine, whose ranks have no accelerators; leave it out")
+        if args.fsdp and looked_at is not None:
+            raise ValueError("eval.looks needs the whole model in each process; leave it out, or train.fsdp")
         self.remove_callback(PrinterCallback)
 
     def train(
@@ -228,9 +234,11 @@ class CrossLayerTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate as Trainer does; the time does not count among the training's."""
+        """Evaluate as Trainer does, and look at the layers; the time does not count among the training's."""
         started, before = time.perf_counter(), self._paused
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if eval_dataset is None and self._looked_at is not None:  # Trainer comes back for each domain
+            self.log(look(self.accelerator.unwrap_model(self.model), self._looked_at))
         self._paused = before + time.perf_counter() - started
         return metrics
 

@@ -5,10 +5,14 @@ import json
 import pytest
 import torch
 import yaml
+from transformers import PreTrainedTokenizerFast
 
 import crosslayer
+from crosslayer.corpus.documents import TextSource
 from crosslayer.decoder import CrossLayerForCausalLM
+from crosslayer.training.mixture import validation_windows
 from crosslayer.training.recipe import load_recipe
+from crosslayer.training.texts import Domain
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, resize
 from tests.helpers.training import Stop
@@ -64,6 +68,30 @@ def test_the_record_says_what_was_trained_on_what(whole):
     attention = 2 * 2 * 32 * 32  # a token's scores and sums over 32 positions, without the mask
     assert run.model.flops_per_token == pytest.approx(3 * 2 * (matrices + attention), rel=0.01)
     assert run.model.kv_bytes_per_token == 2 * 2 * 32 * 2  # keys and values of both layers, two bytes each
+    assert run.model.kv_read_bytes_per_token == run.model.kv_bytes_per_token
+    assert run.peak_bytes is None or run.peak_bytes > 0
+    assert run.matrix_flops > run.tokens * run.model.flops_per_token / run.seconds
+    assert run.looks == ()
+
+
+def test_looks_are_a_diagnosis_of_the_model_at_that_step(recipe, tmp_path):
+    settings = ["model.method=svformer", "eval.looks=3"]
+    run = crosslayer.train(recipe, tmp_path / "run", settings=settings)
+    assert [look.step for look in run.looks] == [4, 6]
+    assert run.model.kv_read_bytes_per_token == 2 * 2 * 32 * 2 > run.model.kv_bytes_per_token  # the lender's are read
+    model, tokenizer = crosslayer.load_model(tmp_path / "run" / "model")
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    place = tmp_path / "tokens"
+    rows = [
+        validation_windows(Domain(name, TextSource()).shards(tokenizer, place).validation, 32, 3)
+        for name in ("books", "code")
+    ]
+    windows = torch.stack([rows[0][0]["input_ids"], rows[1][0]["input_ids"], rows[0][1]["input_ids"]])
+    diagnosis = crosslayer.diagnose(model, windows)
+    last = run.looks[-1]
+    assert last.first_token_share == pytest.approx(diagnosis.first_token_share.tolist(), rel=1e-6)
+    assert last.stream_norm == pytest.approx(diagnosis.stream_norm.tolist(), rel=1e-6)
+    assert last.sink_rate == diagnosis.sink_rate.tolist()
 
 
 def load_recipe_config(folder):

@@ -59,7 +59,7 @@ def test_parts_of_the_embedded_corpus_by_name():
     science, everything = Domain("science", TextSource()), Domain("all", TextSource())
     training, held_out = "".join(science.training()), "".join(science.held_out())
     assert 16_000 < len(held_out) < 60_000 < len(training) < 10**6 and "Refrangibility" in training
-    assert science._digest() != everything._digest()
+    assert science.digest() != everything.digest()
 
 
 @pytest.mark.parametrize(

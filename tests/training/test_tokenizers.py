@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from crosslayer.training import tokenizers
-from crosslayer.training.tokenizers import SPECIAL, make_tokenizer
+from crosslayer.training.tokenizers import SPECIAL, kept_tokenizer, make_tokenizer
 
 TEXT = "the whale and the sea, the white whale; a sea of whales.\n  He said: naïve 鯨 🐋! {}\n"
 TEXT = "".join(TEXT.format(number * number) for number in range(40))
@@ -83,3 +83,23 @@ def test_without_text_or_tokenizer(tmp_path):
         make_tokenizer(str(tmp_path), nothing)
     with pytest.raises(ValueError, match="does not exist"):
         make_tokenizer(str(tmp_path / "missing"), nothing)
+
+
+def test_pairs_are_trained_once_for_a_text(pairs, tmp_path):
+    def documents():
+        reads.append(1)
+        return [TEXT] * 5
+
+    reads = []
+    first = kept_tokenizer("bpe:300", documents, tmp_path, "a text")
+    times = len(reads)
+    again = kept_tokenizer("bpe:300", documents, tmp_path, "a text")
+    assert len(reads) == times > 0 and len(list(tmp_path.iterdir())) == 1
+    assert first(TEXT)["input_ids"] == again(TEXT)["input_ids"] and first.get_vocab() == again.get_vocab()
+    assert again(SPECIAL[0])["input_ids"] == make_tokenizer("bpe:300", documents)(SPECIAL[0])["input_ids"]
+    kept_tokenizer("bpe:301", documents, tmp_path, "a text"), kept_tokenizer("bpe:300", documents, tmp_path, "other")
+    assert len(list(tmp_path.iterdir())) == 3
+    assert (
+        kept_tokenizer("bytes", documents, tmp_path, "a text").get_vocab()
+        == make_tokenizer("bytes", nothing).get_vocab()
+    )

@@ -1,0 +1,196 @@
+"""What a comparison says in sentences: what is shown, what is not, and what it would take."""
+
+from collections.abc import Sequence
+
+from crosslayer.comparison.paired import FEWEST, Difference, Interval, Verdict
+from crosslayer.comparison.record import RELEVANT, ComparisonRecord, Law, LengthTrend, Outcome
+
+COSTS = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOPs"}
+
+
+def sentences(record: ComparisonRecord) -> list[str]:
+    """Return what the runs show."""
+    lines = [
+        *_budget_words(record),
+        *(line for setting in record.settings for line in _setting_words(record, setting.label)),
+        *_many_words(record),
+        *_critical_words(record),
+        *(line for law in record.laws if law.arm != record.baseline for line in _law_words(law, record.baseline)),
+        *(_trend_words(trend) for trend in record.trends),
+        *_sink_words(record),
+        *_missing_words(record),
+        "Intervals are over seeds, on this held-out text; other text or another recipe may order the arms otherwise.",
+    ]
+    labels = [part.label for part in (*record.arms, *record.settings) if part.label]
+    return [line if line.startswith(tuple(labels)) else line[:1].upper() + line[1:] for line in lines]
+
+
+def signed(value: float, digits: int = 4) -> str:
+    """Write a difference with its sign, a proper minus."""
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def span(interval: Interval | None, digits: int = 4) -> str:
+    """Write an interval of differences."""
+    return "no interval" if interval is None else f"{signed(interval[0], digits)} to {signed(interval[1], digits)}"
+
+
+def with_values(difference: Difference) -> str:
+    """Write a difference with its interval, or with the single differences where there is none."""
+    if difference.interval is not None:
+        return f"{signed(difference.mean)} ({span(difference.interval)})"
+    return " and ".join(map(signed, difference.values))
+
+
+def in_words(result: Outcome) -> str:
+    """Return the verdict on an arm: lower and higher are of all comparisons together."""
+    if result.final is None:
+        return "no pair"
+    if result.final.interval is None:
+        return f"none: {_seeds(len(result.seeds))}"
+    if result.verdict != "undecided":
+        return result.verdict
+    return "undecided" if result.final.verdict == "undecided" else f"{result.final.verdict} only if taken alone"
+
+
+def _budget_words(record: ComparisonRecord) -> list[str]:
+    budget = record.budget
+    if budget is None:
+        return []
+    if budget.kind == "tokens":
+        return [f"Every run was given {budget.amount:,.0f} tokens."]
+    if budget.kind == "flops":
+        return [
+            f"Every run was given {budget.amount:.3g} FLOPs: each arm the whole steps that fit, by the FLOPs of its "
+            "tokens, and a schedule over these."
+        ]
+    times = [run.seconds for run in record.runs]
+    return [
+        f"Every run was given {budget.amount:g} s of training steps. The time a step was measured beforehand, arms in "
+        "turns; each arm has the whole steps that fit, and a learning rate that ends with them. The runs took "
+        f"{min(times):.1f} to {max(times):.1f} s."
+    ]
+
+
+def _setting_words(record: ComparisonRecord, setting: str) -> list[str]:
+    results = [result for result in record.outcomes if result.setting == setting]
+    place = f"{setting}: " if setting else ""
+    lines = []
+    kinds: tuple[Verdict, ...] = ("lower", "higher")
+    for kind in kinds:
+        group = [result for result in results if result.verdict == kind]
+        if group:
+            lines.append(f"{place}{kind} loss than {record.baseline} at the end: {_listed(group)} nats a token.")
+    alone = [r for r in results if r.verdict == "undecided" and r.final and r.final.verdict != "undecided"]
+    if alone:
+        lines.append(f"{place}beside {record.baseline}, a difference only if taken alone: {_listed(alone)}.")
+    lines += [f"{place}{_undecided_words(result, record.baseline)}" for result in results if _is_open(result)]
+    few = [result for result in results if result.final and result.final.interval is None]
+    if few:
+        lines.append(
+            f"{place}fewer than {FEWEST} pairs give no interval and no verdict; these are the differences to "
+            f"{record.baseline}, seed by seed: {_listed(few)}."
+        )
+    return lines
+
+
+def _is_open(result: Outcome) -> bool:
+    return result.final is not None and result.final.interval is not None and result.final.verdict == "undecided"
+
+
+def _undecided_words(result: Outcome, baseline: str) -> str:
+    assert result.final is not None
+    words = f"no difference seen at this budget between {result.arm} and {baseline}, {with_values(result.final)}"
+    needed, visible = result.seeds_needed, result.final.visible
+    if visible is not None and visible < RELEVANT:
+        return f"{words}; one of {RELEVANT} would have been seen."
+    count = "more seeds than can be told" if needed is None else f"about {needed} seeds"
+    return f"{words}; a difference of {RELEVANT} would have needed {count}."
+
+
+def _listed(results: Sequence[Outcome]) -> str:
+    return "; ".join(f"{result.arm} {with_values(result.final)}" for result in results if result.final)
+
+
+def _many_words(record: ComparisonRecord) -> list[str]:
+    count = sum(result.adjusted is not None for result in record.outcomes)
+    if count < 2:
+        return []
+    return [
+        f"The page makes {count} comparisons of the final loss. Each interval, taken alone, misses once in 20 times; "
+        f"lower and higher are said only where the p-value, adjusted by Holm for all {count}, is below 0.05."
+    ]
+
+
+def _critical_words(record: ComparisonRecord) -> list[str]:
+    lines = []
+    for result in record.outcomes:
+        if result.critical is not None and result.critical.mean is not None and len(result.seeds) > 1:
+            place = f"{result.setting}: " if result.setting else ""
+            ends = [point for point in result.critical.reached if point is not None]
+            lines.append(
+                f"{place}{result.arm} is overtaken by {record.baseline} in training loss at step "
+                f"{result.critical.mean:,.0f} on average ({min(ends):,.0f} to {max(ends):,.0f} over "
+                f"{len(ends)} pairs), and stays behind."
+            )
+    return lines
+
+
+def _law_words(law: Law, baseline: str) -> list[str]:
+    if law.fewer is None:
+        return [f"The power law of {law.arm} does not reach the loss of {baseline}."]
+    words = f"{abs(law.fewer):.1%} {'fewer' if law.fewer >= 0 else 'more'} {COSTS[law.cost]}"
+    interval = "no interval below three seeds"
+    if law.fewer_interval is not None:
+        interval = f"{law.fewer_interval[0]:.1%} to {law.fewer_interval[1]:.1%} fewer".replace("-", "−")
+    beyond = ", which lies outside of what was trained" if law.extrapolated else ""
+    sizes = "two points" if len(law.settings) == 2 else f"{len(law.settings)} points"
+    return [
+        f"By power laws through {sizes}, {law.arm} reaches the loss that {baseline} has at its largest with {words} "
+        f"({interval}, over seeds alone){beyond}."
+    ]
+
+
+def _trend_words(trend: LengthTrend) -> str:
+    points = ", ".join(f"{n:,} tokens {step:,.0f}" for n, step in zip(trend.lengths, trend.steps, strict=True))
+    interval = "no interval from two lengths" if trend.interval is None else span(trend.interval, 2)
+    return (
+        f"{trend.arm} is overtaken later or sooner by length: {points}; steps go with length to the power "
+        f"{signed(trend.exponent, 2)} ({interval}), so about {trend.next_steps:,.0f} at {trend.next_length:,} tokens."
+    )
+
+
+def _sink_words(record: ComparisonRecord) -> list[str]:
+    lines = []
+    for setting in record.settings:
+        parts = []
+        for arm in record.arms:
+            ends = [run.glances[-1] for run in record.of(setting.label, arm.label) if run.glances]
+            shares = [end.first_token_share for end in ends if end.first_token_share is not None]
+            growth = [end.stream_growth for end in ends if end.stream_growth is not None]
+            if shares and growth:
+                parts.append(f"{arm.label} {sum(shares) / len(shares):.1%} and × {sum(growth) / len(growth):.2f}")
+        if parts:
+            place = f"{setting.label}: " if setting.label else ""
+            lines.append(
+                f"{place}at the end the first token takes so much of the attention, and the stream's norm grows by so "
+                f"much from the first layer to the last: {'; '.join(parts)}."
+            )
+    return lines
+
+
+def _missing_words(record: ComparisonRecord) -> list[str]:
+    lines = [f"Left out, since it stopped: {name}, {what}." for name, what in record.stopped.items()]
+    for result in record.outcomes:
+        if result.missing:
+            place = f"{result.setting}: " if result.setting else ""
+            numbers = ", ".join(map(str, result.missing))
+            lines.append(
+                f"{place}{result.arm} and {record.baseline} are compared on {_seeds(len(result.seeds))}; of seed "
+                f"{numbers} there is only one side."
+            )
+    return lines
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed{'' if count == 1 else 's'}"

@@ -10,6 +10,7 @@ from scipy import stats
 from crosslayer.comparison.paired import FEWEST, LEVEL
 
 SHARE = 20  # a curve is smoothed over its 20th part, unless it is said otherwise
+FARTHEST = 10  # times the length of a run, beyond which nothing is expected
 LAST = 1000  # points of a curve that are continued: those of the paper; of a short curve its second half
 
 
@@ -83,4 +84,4 @@ def expected_critical_point(steps: np.ndarray, relative: np.ndarray, last: int |
     if slope <= 0:
         return None
     crossing = float(-intercept / slope)
-    return crossing if crossing > steps[-1] else None
+    return crossing if steps[-1] < crossing <= FARTHEST * steps[-1] else None

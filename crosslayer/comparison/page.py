@@ -2,7 +2,7 @@
 
 from crosslayer.comparison.figures import drawn_panels
 from crosslayer.comparison.record import ComparisonRecord
-from crosslayer.comparison.tables import critical, domains, finals, matched, scaling
+from crosslayer.comparison.tables import critical, domains, finals, insides, matched, scaling
 from crosslayer.comparison.words import sentences, signed, span
 from crosslayer.output.page import Page
 
@@ -15,7 +15,7 @@ def layout(record: ComparisonRecord) -> Page:
         cards=_cards(record),
         words=sentences(record),
         panels=drawn_panels(record),
-        tables=[*matched(record), *domains(record), *critical(record), *scaling(record)],
+        tables=[*matched(record), *domains(record), *insides(record), *critical(record), *scaling(record)],
         lead=finals(record),
     )
 

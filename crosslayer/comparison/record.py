@@ -118,7 +118,7 @@ class Outcome(Frozen):
     domains: dict[str, Difference]
     seeds_needed: int | None = Field(ge=1, description=f"for an interval that shows {RELEVANT}")
     curve: RelativeCurve | None = Field(description="None where steps differ: each arm has a schedule of its own then")
-    critical: CriticalPoints | None
+    critical: CriticalPoints | None = Field(description="None where the arm is never seen ahead: no band below 0")
 
     @property
     def verdict(self) -> Verdict:
@@ -126,6 +126,12 @@ class Outcome(Frozen):
         if self.final is None or self.adjusted is None or self.adjusted >= ALPHA:
             return "undecided"
         return self.final.verdict
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether every pair has a critical point, and the relative curve ends with its band above 0."""
+        above = self.curve is not None and (self.curve.low or self.curve.mean)[-1] > 0
+        return above and self.critical is not None and self.critical.mean is not None
 
 
 class Law(Frozen):
@@ -199,6 +205,11 @@ class ComparisonRecord(Frozen):
         if not {setting for setting, _ in parts} <= settings or not named <= arms:
             raise ValueError("a run or a result is of a setting or an arm that the record does not list")
         return self
+
+    @property
+    def ordered(self) -> list[str]:
+        """Labels of the arms, the baseline first."""
+        return [self.baseline, *(arm.label for arm in self.arms if arm.label != self.baseline)]
 
     def of(self, setting: str, arm: str) -> list[ComparedRun]:
         """Return the runs of an arm in a setting, in the order of their seeds."""

@@ -92,7 +92,7 @@ def compare(
     if recipe is None:
         _check_reading(runs, {**options, "resume": resume or None, "folder": folder})
         sorted_runs = sort_runs(run_folders(runs or ()))
-        names = {load_run(path).name for path in run_folders(runs or ())}
+        names = {run.name for run in sorted_runs.runs}
         name = names.pop() if len(names) == 1 else f"{len(sorted_runs.runs)} runs"
         return _comparison(sorted_runs, _Words(name, command, baseline, smooth))
     if runs:

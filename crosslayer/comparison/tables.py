@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from crosslayer.comparison.record import ComparedRun, ComparisonRecord, Law, Outcome
-from crosslayer.comparison.words import COSTS, in_words, signed, span, with_values
+from crosslayer.comparison.words import COSTS, in_words, inside, signed, span, with_values
 from crosslayer.output.page import Table
 
 UNKNOWN = "–"
@@ -39,8 +39,8 @@ def matched(record: ComparisonRecord) -> list[Table]:
     tables: list[Table] = []
     dtypes = ", ".join(sorted({run.dtype for run in record.runs}))
     for setting in record.settings:
-        reference = record.of(setting.label, record.baseline)
-        sides = {arm.label: record.of(setting.label, arm.label) for arm in record.arms}
+        sides = {arm: record.of(setting.label, arm) for arm in record.ordered}
+        reference = sides[record.baseline]
         rows = [
             [arm, *(_cost_cell(runs, reference, column) for column in COLUMNS)] for arm, runs in sides.items() if runs
         ]
@@ -88,6 +88,19 @@ def critical(record: ComparisonRecord) -> list[Table]:
     return [(f"Critical points: from where on the training loss of {record.baseline} is lower", head, rows)]
 
 
+def insides(record: ComparisonRecord) -> list[Table]:
+    """Return what was seen inside of the models at the end; nothing where the recipe asks for no looks."""
+    rows = []
+    for setting in record.settings:
+        for arm in record.ordered:
+            share, rate, growth = inside(record.of(setting.label, arm))
+            if share is not None and rate is not None and growth is not None:
+                place = [setting.label] if len(record.settings) > 1 else []
+                rows.append([*place, arm, f"{share:.1%}", f"{rate:.1%}", f"× {growth:.2f}"])
+    head = [*(["setting"] if len(record.settings) > 1 else []), "arm", "attention on the first token", "sink rate"]
+    return [("Inside at the end, means over layers", [*head, "growth of the stream"], rows)] if rows else []
+
+
 def scaling(record: ComparisonRecord) -> list[Table]:
     """Return the power laws."""
     if not record.laws:
@@ -127,7 +140,7 @@ def _cost_cell(
     own, other = _median(runs, read), _median(reference, read)
     if own is None:
         return UNKNOWN
-    ratio = f" (× {own / other:.2f})" if other else ""
+    ratio = f" (× {own / other:.2f})" if other and runs is not reference else ""
     if name == "time a step" and any(run.machine != runs[0].machine for run in reference):
         ratio = " (another machine)"
     number = own / unit

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from crosslayer.comparison.paired import FEWEST, Difference, Interval, Verdict
-from crosslayer.comparison.record import RELEVANT, ComparisonRecord, Law, LengthTrend, Outcome
+from crosslayer.comparison.record import RELEVANT, ComparedRun, ComparisonRecord, Law, LengthTrend, Outcome
 
 COSTS = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOPs"}
 
@@ -17,7 +17,7 @@ def sentences(record: ComparisonRecord) -> list[str]:
         *_critical_words(record),
         *(line for law in record.laws if law.arm != record.baseline for line in _law_words(law, record.baseline)),
         *(_trend_words(trend) for trend in record.trends),
-        *_sink_words(record),
+        *_inside_words(record),
         *_missing_words(record),
         "Intervals are over seeds, on this held-out text; other text or another recipe may order the arms otherwise.",
     ]
@@ -74,6 +74,7 @@ def _budget_words(record: ComparisonRecord) -> list[str]:
 
 def _setting_words(record: ComparisonRecord, setting: str) -> list[str]:
     results = [result for result in record.outcomes if result.setting == setting]
+    results.sort(key=lambda result: result.loss)
     place = f"{setting}: " if setting else ""
     lines = []
     kinds: tuple[Verdict, ...] = ("lower", "higher")
@@ -125,7 +126,7 @@ def _many_words(record: ComparisonRecord) -> list[str]:
 def _critical_words(record: ComparisonRecord) -> list[str]:
     lines = []
     for result in record.outcomes:
-        if result.critical is not None and result.critical.mean is not None and len(result.seeds) > 1:
+        if result.overtaken and result.critical is not None and len(result.seeds) > 1:
             place = f"{result.setting}: " if result.setting else ""
             ends = [point for point in result.critical.reached if point is not None]
             lines.append(
@@ -160,23 +161,44 @@ def _trend_words(trend: LengthTrend) -> str:
     )
 
 
-def _sink_words(record: ComparisonRecord) -> list[str]:
+def _inside_words(record: ComparisonRecord) -> list[str]:
+    """Return the ends of what was seen inside, over the arms of each setting."""
     lines = []
     for setting in record.settings:
-        parts = []
-        for arm in record.arms:
-            ends = [run.glances[-1] for run in record.of(setting.label, arm.label) if run.glances]
-            shares = [end.first_token_share for end in ends if end.first_token_share is not None]
-            growth = [end.stream_growth for end in ends if end.stream_growth is not None]
-            if shares and growth:
-                parts.append(f"{arm.label} {sum(shares) / len(shares):.1%} and × {sum(growth) / len(growth):.2f}")
-        if parts:
-            place = f"{setting.label}: " if setting.label else ""
-            lines.append(
-                f"{place}at the end the first token takes so much of the attention, and the stream's norm grows by so "
-                f"much from the first layer to the last: {'; '.join(parts)}."
-            )
+        seen = {arm: inside(record.of(setting.label, arm)) for arm in record.ordered}
+        if len([arm for arm, values in seen.items() if None not in values]) < len(seen):
+            continue
+        place = f"{setting.label}: " if setting.label else ""
+        shares = _ends({arm: values[0] or 0.0 for arm, values in seen.items()}, "{:.1%}")
+        growth = _ends({arm: values[2] or 0.0 for arm, values in seen.items()}, "× {:.2f}")
+        lines.append(
+            f"{place}at the end the first token takes {shares} of the attention; from the first layer to the last the "
+            f"stream's norm grows by {growth}."
+        )
     return lines
+
+
+def _ends(values: dict[str, float], form: str) -> str:
+    """Return the least and the greatest of values with their arms, and the first, which is the baseline's."""
+    (baseline, reference), *_ = values.items()
+    least, most = min(values, key=lambda arm: values[arm]), max(values, key=lambda arm: values[arm])
+    own = f" ({form.format(reference)} in {baseline})" if baseline not in (least, most) else ""
+    return f"{form.format(values[least])} ({least}) to {form.format(values[most])} ({most}){own}"
+
+
+def inside(runs: Sequence[ComparedRun]) -> tuple[float | None, float | None, float | None]:
+    """Return first-token share, sink rate and growth of the stream at the end, means over runs; None if not measured."""
+    ends = [run.glances[-1] for run in runs if run.glances]
+    return (
+        _mean([end.first_token_share for end in ends]),
+        _mean([end.sink_rate for end in ends]),
+        _mean([end.stream_growth for end in ends]),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _missing_words(record: ComparisonRecord) -> list[str]:

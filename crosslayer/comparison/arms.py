@@ -20,8 +20,8 @@ def read_methods(methods: str | Sequence[Any]) -> list[list[dict[str, Any]]]:
     """Return the methods of each arm as a config holds them.
 
     Args:
-        methods: a YAML flow list without its brackets, "vanilla, cla, {name: cla, group: 4}", or its entries; an entry
-            may itself be a list of methods, which act together. "vanilla" and null are none.
+        methods: a YAML flow list without its brackets, "vanilla, NAME, {name: NAME, option: 2}", or its entries; an
+            entry may itself be a list of methods, which act together. "vanilla" and null are none.
 
     Raises:
         ValueError: it is no such list, a method or an option is unknown, or an arm stands twice.

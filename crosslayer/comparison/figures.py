@@ -61,9 +61,10 @@ class _Setting:
         """Return the relative curves with their bands."""
         curves = {result.arm: result for result in self.results if result.curve is not None}
         groups = [[arm for arm in group if arm in curves] for group in self.groups]
+        over = next((steps_smoothed(result) for result in curves.values()), 0)
         words = (
-            f"Smoothed training loss less that of {self.record.baseline}, of the same seeds: below 0 is lower. Bands: "
-            "95 % intervals over seeds, of two seeds both curves."
+            f"Training loss, smoothed over {over:,} steps, less that of {self.record.baseline} with the same seed: "
+            "below 0 is lower. Bands: 95 % intervals over seeds, of two seeds both curves."
         )
         lines = [[_relative_line(curves[arm], color) for arm, color in _colored(group)] for group in groups]
         return self._panels("relative_loss", "Relative training loss", words, "nats a token", lines)
@@ -113,6 +114,12 @@ class _Setting:
             name = f"{key}{self.suffix}" + (f"_part_{number}" if len(drawn) > 1 else "")
             panels.append(Panel(name, f"{title}{part}{self.place}", words, "step", axis, lines))
         return same_scale(panels)
+
+
+def steps_smoothed(result: Outcome) -> int:
+    """Return over how many steps an outcome's curve is smoothed."""
+    assert result.curve is not None
+    return round(result.curve.window * result.curve.steps[-1] / len(result.curve.steps))
 
 
 def _colored(group: Sequence[str]) -> list[tuple[str, str]]:

@@ -27,14 +27,14 @@ def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
     lines: list[Law] = []
     groups = [group for group in _groups(runs.settings, SCALED) if len(group) > 1]
     if not groups:
-        return (), "a power law needs two sizes of the model, or two numbers of tokens, on the same text"
+        return (), "it needs two sizes of the model, or two numbers of tokens, with sequences of the same length"
     reason = None
     for group in groups:
         names = [setting.label for setting in group]
         sides = {arm.label: _side(runs, names, arm.label) for arm in runs.arms}
         cost = _cost(sides[baseline])
         if cost is None:
-            reason = f"settings of {', '.join(names)} have too few runs of {baseline}, or no costs that rise"
+            reason = f"two of the settings cost the same, or no seed of {baseline} has run in all of them"
             continue
         others = [label for label in sides if label != baseline]
         for label in (baseline, *others):

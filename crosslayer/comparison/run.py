@@ -68,7 +68,7 @@ def compare(
         runs: folders of finished runs, or folders that hold such.
         folder: with a recipe, where runs and result go; it must not exist unless `resume` is set.
         recipe: the file of a recipe, instead of runs.
-        methods: what is compared: "vanilla, cla, {name: cla, group: 4}", or a list of methods as a recipe has them;
+        methods: what is compared: "vanilla, NAME, {name: NAME, option: 2}", or a list of methods as a recipe has them;
             "vanilla" or None is none, an inner list several together.
         seeds: how many runs each arm has, from the recipe's seed on; 3 by default.
         vary: "key=value,value" of the recipe, such as "model.size=tiny,mini"; every combination is a setting.

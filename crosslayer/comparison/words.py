@@ -16,6 +16,7 @@ def sentences(record: ComparisonRecord) -> list[str]:
         *_many_words(record),
         *_critical_words(record),
         *(line for law in record.laws if law.arm != record.baseline for line in _law_words(law, record.baseline)),
+        *([f"No power law: {record.no_laws}."] if record.no_laws and len(record.settings) > 1 else []),
         *(_trend_words(trend) for trend in record.trends),
         *_inside_words(record),
         *_missing_words(record),
@@ -102,10 +103,14 @@ def _is_open(result: Outcome) -> bool:
 def _undecided_words(result: Outcome, baseline: str) -> str:
     assert result.final is not None
     words = f"no difference seen at this budget between {result.arm} and {baseline}, {with_values(result.final)}"
-    needed, visible = result.seeds_needed, result.final.visible
-    if visible is not None and visible < RELEVANT:
-        return f"{words}; one of {RELEVANT} would have been seen."
-    count = "more seeds than can be told" if needed is None else f"about {needed} seeds"
+    assert result.final.interval is not None and result.final.visible is not None
+    low, high = result.final.interval
+    if max(-low, high) < RELEVANT:
+        return f"{words}: not one of {RELEVANT} either."
+    if result.final.visible < RELEVANT:
+        return f"{words}."
+    needed = result.seeds_needed
+    count = "more seeds than can be told" if needed is None else f"about {needed:,} seeds"
     return f"{words}; a difference of {RELEVANT} would have needed {count}."
 
 
@@ -187,7 +192,7 @@ def _ends(values: dict[str, float], form: str) -> str:
 
 
 def inside(runs: Sequence[ComparedRun]) -> tuple[float | None, float | None, float | None]:
-    """Return first-token share, sink rate and growth of the stream at the end, means over runs; None if not measured."""
+    """Return first-token share, sink rate and growth of the stream at the end: means over runs, or None."""
     ends = [run.glances[-1] for run in runs if run.glances]
     return (
         _mean([end.first_token_share for end in ends]),

@@ -8,7 +8,19 @@ import typer
 import crosslayer
 from crosslayer import cli
 from crosslayer.benchmark.settings import Settings
-from crosslayer.cli import bench, diagnose, generate, intervene, methods, options, plan, retrofit, train, verify
+from crosslayer.cli import (
+    bench,
+    compare,
+    diagnose,
+    generate,
+    intervene,
+    methods,
+    options,
+    plan,
+    retrofit,
+    train,
+    verify,
+)
 from crosslayer.conversion.options import RetrofitOptions
 from crosslayer.corpus.documents import TextSource
 from crosslayer.generation.sampling import Sampling
@@ -23,6 +35,7 @@ CALLS = {
     generate: crosslayer.generate,
     plan: crosslayer.read_plan,
     train: crosslayer.train,
+    compare: crosslayer.compare,
 }
 MODELS = {crosslayer.effect: Request, crosslayer.retrofit: RetrofitOptions, crosslayer.bench: Settings,
           crosslayer.generate: Sampling}  # fmt: skip
@@ -70,7 +83,7 @@ def test_defaults_are_the_same(verb):
             assert shell.pop(name) == default, name
     if verb is intervene:
         assert all(shell.pop(kind) is None for kind in KINDS)
-    if verb is train:
+    if verb in (train, compare):
         assert not shell.pop("set_") and not expected["settings"]
     if verb is retrofit:
         assert shell.pop("remote_code_shim") is defaults(crosslayer.Receipt.save)["remote_code_shim"]

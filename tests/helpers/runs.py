@@ -48,7 +48,7 @@ def run(arm="vanilla", seed=0, loss=3.0, gap=0.0, **changes):
                       fingerprint=changes.get("fingerprint", "f"))
         for name, share in DOMAINS.items()
     ]  # fmt: skip
-    return TrainingRun(
+    return TrainingRun(  # pyright: ignore[reportCallIssue]
         name=recipe["name"],
         seed=seed,
         recipe=recipe,

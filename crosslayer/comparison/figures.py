@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from crosslayer.comparison.record import ComparedRun, ComparisonRecord, Glance, Outcome, Setting
+from crosslayer.comparison.record import ComparedRun, ComparisonRecord, Glance, Law, Outcome, Setting
+from crosslayer.comparison.words import COSTS
 from crosslayer.output.panel import COLORS, QUIET, Dots, Line, Panel, same_scale
 
 TOGETHER = 6  # lines of arms in a figure
@@ -21,7 +22,27 @@ def drawn_panels(record: ComparisonRecord) -> list[Panel]:
     for number, setting in enumerate(record.settings):
         drawn = _Setting(record, setting, "" if len(record.settings) == 1 else f"_{number}")
         panels += [*drawn.differences(), *drawn.relative(), *drawn.training(), *drawn.validation(), *drawn.glances()]
+    return [*panels, *_law_panels(record)]
+
+
+def _law_panels(record: ComparisonRecord) -> list[Panel]:
+    """Return the final losses by cost, the baseline in each figure, for each group of settings that has laws."""
+    panels: list[Panel] = []
+    words = "Means over seeds, against the whole cost of a run; a power law is a straight line here."
+    for where, cost in dict.fromkeys((law.where, law.cost) for law in record.laws):
+        first, *others = (law for law in record.laws if (law.where, law.cost) == (where, cost))
+        for start in range(0, len(others), TOGETHER):
+            group = zip(others[start : start + TOGETHER], COLORS, strict=False)
+            lines = [_law_line(first, QUIET), *(_law_line(law, color) for law, color in group)]
+            title = f"Final loss by {COSTS[cost]}{f', {where}' if where else ''}"
+            axes = {"x_title": COSTS[cost], "y_title": "nats a token", "log_x": True, "log_y": True}
+            panels.append(Panel(f"scaling_{len(panels)}", title, words, lines=lines, **axes))
     return panels
+
+
+def _law_line(law: Law, color: str) -> Line:
+    points = sorted(zip(law.costs, law.losses, strict=True))
+    return Line(law.arm, [cost for cost, _ in points], [loss for _, loss in points], color=color)
 
 
 class _Setting:

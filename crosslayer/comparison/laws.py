@@ -5,17 +5,19 @@ Shapes: K settings, S seeds that all of them have.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from crosslayer.comparison.outcomes import Outcome
 from crosslayer.comparison.paired import Interval, t_interval
-from crosslayer.comparison.read import Sorted
+from crosslayer.comparison.read import Sorted, setting_of
 from crosslayer.comparison.record import ComparedRun, Cost, Law, LengthTrend, Setting
 from crosslayer.comparison.scaling import PowerLaw, fit_power_law, relative_cost
 
 SCALED = ("model.", "schedule.", "train.", "eval.")  # keys that may differ between the sizes of a law
 ALONG = ("data.length", "schedule.", "train.", "eval.")  # and between the lengths of a trend
+CLOSE = 1 + 1e-6  # the largest cost, give or take rounding
 Side = dict[int, list[ComparedRun]]  # seed → its runs, setting by setting
 
 
@@ -25,11 +27,11 @@ def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
     Settings belong together if they differ in model, schedule and arguments alone.
     """
     lines: list[Law] = []
-    groups = [group for group in _groups(runs.settings, SCALED) if len(group) > 1]
+    groups = {where: group for where, group in _groups(runs.settings, SCALED).items() if len(group) > 1}
     if not groups:
         return (), "it needs two sizes of the model, or two numbers of tokens, with sequences of the same length"
     reason = None
-    for group in groups:
+    for where, group in groups.items():
         names = [setting.label for setting in group]
         sides = {arm.label: _side(runs, names, arm.label) for arm in runs.arms}
         cost = _cost(sides[baseline])
@@ -38,17 +40,18 @@ def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
             continue
         others = [label for label in sides if label != baseline]
         for label in (baseline, *others):
-            lines += _law(label, sides[label], sides[baseline], names, cost)
+            law = _law(sides[label], sides[baseline], cost)
+            lines += [] if law is None else [Law(arm=label, where=where, settings=tuple(names), cost=cost, **law)]
     return tuple(lines), None if lines else reason
 
 
-def _groups(settings: Sequence[Setting], free: tuple[str, ...]) -> list[list[Setting]]:
-    """Return settings that differ in keys which begin so at most."""
+def _groups(settings: Sequence[Setting], free: tuple[str, ...]) -> dict[str, list[Setting]]:
+    """Return settings that differ at most in keys which begin so, by the label of what they have in common."""
     groups: dict[str, list[Setting]] = {}
     for setting in settings:
         fixed = {key: value for key, value in setting.values.items() if not key.startswith(free)}
-        groups.setdefault(repr(sorted(fixed.items())), []).append(setting)
-    return list(groups.values())
+        groups.setdefault(setting_of(fixed).label, []).append(setting)
+    return groups
 
 
 def _side(runs: Sorted, settings: Sequence[str], arm: str) -> Side:
@@ -79,42 +82,36 @@ def _costs(row: Sequence[ComparedRun], cost: Cost) -> list[float]:
 
 
 def _fit(rows: Sequence[Sequence[ComparedRun]], cost: Cost) -> PowerLaw:
-    """Return the law through the mean losses (K,) of runs, (S, K)."""
-    losses = np.mean([[run.final_loss for run in row] for row in rows], axis=0)
-    return fit_power_law(_costs(rows[0], cost), losses.tolist())
+    """Return the law through the mean losses (K,) of runs (S, K)."""
+    return fit_power_law(_costs(rows[0], cost), _losses(rows))
 
 
-def _law(arm: str, side: Side, baseline: Side, settings: Sequence[str], cost: Cost) -> list[Law]:
-    """Return the law of an arm; nothing where it has no seed in all settings, or the same cost in two."""
+def _losses(rows: Sequence[Sequence[ComparedRun]]) -> list[float]:
+    """Return the mean over seeds of final losses (S, K), (K,)."""
+    return np.mean([[run.final_loss for run in row] for row in rows], axis=0).tolist()
+
+
+def _law(side: Side, baseline: Side, cost: Cost) -> dict[str, Any] | None:
+    """Return the law of an arm; None where it has no seed in all settings, or the same cost in two."""
     seeds = [seed for seed in side if seed in baseline]
     rows = [side[seed] for seed in seeds]
-    if not rows or len(set(_costs(rows[0], cost))) < len(settings):
-        return []
+    if not rows or len(set(_costs(rows[0], cost))) < len(rows[0]):
+        return None
     law, reference = _fit(rows, cost), _fit([baseline[seed] for seed in seeds], cost)
-    each = [_fit([row], cost) for row in rows]
+    each = [(_fit([side[seed]], cost), _fit([baseline[seed]], cost)) for seed in seeds]
     needed = relative_cost(law, reference, reference.largest)
-    by_seed = [
-        relative_cost(own, other, other.largest)
-        for own, other in zip(each, (_fit([baseline[seed]], cost) for seed in seeds), strict=True)
-    ]
-    costs = _costs(rows[0], cost)
-    reach = None if needed is None else needed * reference.largest
-    return [
-        Law(
-            arm=arm,
-            cost=cost,
-            settings=tuple(settings),
-            costs=tuple(costs),
-            losses=tuple(np.mean([[run.final_loss for run in row] for row in rows], axis=0).tolist()),
-            scale=law.scale,
-            exponent=law.exponent,
-            exponent_interval=law.exponent_interval,
-            exponent_over_seeds=t_interval([own.exponent for own in each]),
-            fewer=None if needed is None else 1 - needed,
-            fewer_interval=None if needed is None else _fewer_interval(by_seed),
-            extrapolated=reach is not None and not min(costs) <= reach <= max(costs),
-        )
-    ]
+    by_seed = [relative_cost(own, other, other.largest) for own, other in each]
+    return {
+        "costs": _costs(rows[0], cost),
+        "losses": _losses(rows),
+        "scale": law.scale,
+        "exponent": law.exponent,
+        "exponent_interval": law.exponent_interval,
+        "exponent_over_seeds": t_interval([own.exponent for own, _ in each]),
+        "fewer": None if needed is None else 1 - needed,
+        "fewer_interval": None if needed is None else _fewer_interval(by_seed),
+        "extrapolated": needed is not None and not law.smallest <= needed * reference.largest <= law.largest * CLOSE,
+    }
 
 
 def _fewer_interval(needed: Sequence[float | None]) -> Interval | None:
@@ -132,7 +129,7 @@ def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
     """
     lengths = {run.setting: run.length for run in runs.runs}
     lines = []
-    for group in _groups(runs.settings, ALONG):
+    for where, group in _groups(runs.settings, ALONG).items():
         for arm in runs.arms:
             names = {setting.label for setting in group}
             reached = {
@@ -142,16 +139,17 @@ def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
                 if result.critical is not None and result.critical.mean is not None
             }
             if len(reached) > 1:
-                lines.append(_trend(arm.label, dict(sorted(reached.items()))))
+                lines.append(_trend(arm.label, where, dict(sorted(reached.items()))))
     return tuple(lines)
 
 
-def _trend(arm: str, reached: dict[int, float]) -> LengthTrend:
+def _trend(arm: str, where: str, reached: dict[int, float]) -> LengthTrend:
     law = fit_power_law([*map(float, reached)], [*reached.values()])
     interval = law.exponent_interval
     longest = max(reached)
     return LengthTrend(
         arm=arm,
+        where=where,
         lengths=tuple(reached),
         steps=tuple(reached.values()),
         exponent=-law.exponent,

@@ -6,6 +6,7 @@ A setting is a recipe but for name, seed and method; only `record.json` of a run
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,12 @@ def load_run(folder: Path) -> TrainingRun:
         if strange:
             raise ValueError(f"{strange[0]!r} cannot be printed")
         label_of(run.model.methods)
-        if not isinstance(_at(run.recipe, ("data", "length")), int):
+        length = _at(run.recipe, ("data", "length"))
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError("its recipe has no data.length")
+        for steps in (run.curve.steps, [entry.step for entry in run.validation], [look.step for look in run.looks]):
+            if any(later <= step for step, later in pairwise((0, *steps))):
+                raise ValueError("its steps do not rise from 1 on")
     except ValueError as error:
         raise ValueError(f"{folder.name}: {error}") from None
     return run

@@ -62,7 +62,7 @@ class ComparedRun(Frozen):
     tokens: int = Field(ge=1)
     length: int = Field(ge=1, description="tokens of a sequence")
     seconds: float = Field(ge=0)
-    peak_bytes: int | None = Field(ge=0)
+    peak_bytes: int | None
     kv_bytes_per_token: float = Field(ge=0, description="stored")
     kv_read_bytes_per_token: float = Field(ge=0)
     dtype: str = Field(description="of the cache")
@@ -142,6 +142,7 @@ class Law(Frozen):
     """
 
     arm: str
+    where: str = Field(description="in what its settings are alike and others are not")
     cost: Cost
     settings: tuple[str, ...] = Field(min_length=2)
     costs: tuple[float, ...]
@@ -159,6 +160,7 @@ class LengthTrend(Frozen):
     """Critical points of an arm over lengths of a sequence: steps = scale · length^exponent, and continued."""
 
     arm: str
+    where: str = Field(description="in what its settings are alike and others are not")
     lengths: tuple[int, ...] = Field(min_length=2)
     steps: tuple[float, ...]
     exponent: float

@@ -170,6 +170,8 @@ class _Job:
 
         """
         name = self.folder.name
+        if self.folder.is_file():
+            raise ValueError(f"the folder {name!r} is a file; name another")
         if not self.folder.exists() or not any(self.folder.iterdir()):
             return State(budget=self.budget)  # pyright: ignore[reportCallIssue]
         if not resume:

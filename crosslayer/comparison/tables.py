@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from crosslayer.comparison.record import ComparedRun, ComparisonRecord, Law, Outcome
-from crosslayer.comparison.words import COSTS, in_words, inside, signed, span, with_values
+from crosslayer.comparison.words import COSTS, in_words, inside, percent, signed, span, with_values
 from crosslayer.output.page import Table
 
 UNKNOWN = "–"
@@ -102,25 +102,25 @@ def insides(record: ComparisonRecord) -> list[Table]:
 
 
 def scaling(record: ComparisonRecord) -> list[Table]:
-    """Return the power laws."""
-    if not record.laws:
-        return []
-    head = ["arm", "C", "L = A · C^−α", "α from sizes (95 %)", "α over seeds (95 %)", "C saved at the largest", "95 %"]
-    return [("Power laws of the final loss", head, [_law_row(law) for law in record.laws])]
+    """Return the power laws, a table for each group of settings."""
+    head = ["arm", "L = A · C^−α", "α over seeds (95 %)", "α by scatter (95 %)", "C saved at the largest", "95 %"]
+    tables: list[Table] = []
+    for where, cost in dict.fromkeys((law.where, law.cost) for law in record.laws):
+        group = [law for law in record.laws if (law.where, law.cost) == (where, cost)]
+        title = f"Power laws of the final loss, C {COSTS[cost]}, {len(group[0].costs)} points{_place(where)}"
+        tables.append((title, head, [_law_row(law, record.baseline) for law in group]))
+    return tables
 
 
-def _law_row(law: Law) -> list[str]:
-    saved = UNKNOWN if law.fewer is None else f"{law.fewer:.1%}{' (extrapolated)' if law.extrapolated else ''}"
+def _law_row(law: Law, baseline: str) -> list[str]:
+    formula = f"{law.scale:.4g} · C^{signed(-law.exponent)}"
+    cells = [law.arm, formula, span(law.exponent_over_seeds), span(law.exponent_interval)]
+    if law.arm == baseline:
+        return [*cells, "", ""]
+    saved = UNKNOWN if law.fewer is None else f"{percent(law.fewer)}{' (extrapolated)' if law.extrapolated else ''}"
     interval = law.fewer_interval
-    return [
-        law.arm,
-        f"{COSTS[law.cost]}, {len(law.costs)} points",
-        f"{law.scale:.4g} · C^−{law.exponent:.4f}",
-        span(law.exponent_interval),
-        span(law.exponent_over_seeds),
-        saved,
-        "no interval" if interval is None else f"{interval[0]:.1%} to {interval[1]:.1%}",
-    ]
+    ends = "no interval" if interval is None else f"{percent(interval[0])} to {percent(interval[1])}"
+    return [*cells, saved, ends]
 
 
 def _final_row(result: Outcome) -> list[str]:

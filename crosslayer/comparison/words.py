@@ -17,13 +17,14 @@ def sentences(record: ComparisonRecord) -> list[str]:
         *_critical_words(record),
         *(line for law in record.laws if law.arm != record.baseline for line in _law_words(law, record.baseline)),
         *([f"No power law: {record.no_laws}."] if record.no_laws and len(record.settings) > 1 else []),
-        *(_trend_words(trend) for trend in record.trends),
+        *(_trend_words(trend, record.baseline) for trend in record.trends),
         *_inside_words(record),
         *_missing_words(record),
         "Intervals are over seeds, on this held-out text; other text or another recipe may order the arms otherwise.",
     ]
-    labels = [part.label for part in (*record.arms, *record.settings) if part.label]
-    return [line if line.startswith(tuple(labels)) else line[:1].upper() + line[1:] for line in lines]
+    labels = tuple(arm.label for arm in record.arms)
+    named = [line.startswith(labels) or "=" in line.split(" ")[0] for line in lines]  # an arm or a setting comes first
+    return [line if own else line[:1].upper() + line[1:] for line, own in zip(lines, named, strict=True)]
 
 
 def signed(value: float, digits: int = 4) -> str:
@@ -106,7 +107,7 @@ def _undecided_words(result: Outcome, baseline: str) -> str:
     assert result.final.interval is not None and result.final.visible is not None
     low, high = result.final.interval
     if max(-low, high) < RELEVANT:
-        return f"{words}: not one of {RELEVANT} either."
+        return f"{words}; a difference of {RELEVANT} lies outside of the interval."
     if result.final.visible < RELEVANT:
         return f"{words}."
     needed = result.seeds_needed
@@ -143,26 +144,35 @@ def _critical_words(record: ComparisonRecord) -> list[str]:
 
 
 def _law_words(law: Law, baseline: str) -> list[str]:
+    place = f"{law.where}: " if law.where else ""
     if law.fewer is None:
-        return [f"The power law of {law.arm} does not reach the loss of {baseline}."]
-    words = f"{abs(law.fewer):.1%} {'fewer' if law.fewer >= 0 else 'more'} {COSTS[law.cost]}"
+        return [f"{place}the power law of {law.arm} does not reach the loss of {baseline}."]
+    sign, word = (1, "fewer") if law.fewer >= 0 else (-1, "more")
     interval = "no interval below three seeds"
     if law.fewer_interval is not None:
-        interval = f"{law.fewer_interval[0]:.1%} to {law.fewer_interval[1]:.1%} fewer".replace("-", "−")
-    beyond = ", which lies outside of what was trained" if law.extrapolated else ""
-    sizes = "two points" if len(law.settings) == 2 else f"{len(law.settings)} points"
+        low, high = sorted(sign * end for end in law.fewer_interval)
+        interval = f"{percent(low)} to {percent(high)}, over seeds alone"
+    beyond = ", a cost outside of those that were trained" if law.extrapolated else ""
     return [
-        f"By power laws through {sizes}, {law.arm} reaches the loss that {baseline} has at its largest with {words} "
-        f"({interval}, over seeds alone){beyond}."
+        f"{place}by power laws through {len(law.costs)} points, {law.arm} reaches the loss that {baseline} has at its "
+        f"largest with {percent(sign * law.fewer)} {word} {COSTS[law.cost]} ({interval}){beyond}."
     ]
 
 
-def _trend_words(trend: LengthTrend) -> str:
-    points = ", ".join(f"{n:,} tokens {step:,.0f}" for n, step in zip(trend.lengths, trend.steps, strict=True))
+def percent(share: float) -> str:
+    """Write a share, with a proper minus."""
+    return f"{share:.1%}".replace("-", "−")
+
+
+def _trend_words(trend: LengthTrend, baseline: str) -> str:
+    place = f"{trend.where}: " if trend.where else ""
+    points = zip(trend.steps, trend.lengths, strict=True)
+    steps = ", ".join(f"{step:,.0f} with {length:,} tokens" for step, length in points)
     interval = "no interval from two lengths" if trend.interval is None else span(trend.interval, 2)
     return (
-        f"{trend.arm} is overtaken later or sooner by length: {points}; steps go with length to the power "
-        f"{signed(trend.exponent, 2)} ({interval}), so about {trend.next_steps:,.0f} at {trend.next_length:,} tokens."
+        f"{place}{baseline} overtakes {trend.arm} at step {steps}; on a straight line in logarithms, length to the "
+        f"power {signed(trend.exponent, 2)} ({interval}), that would be about {trend.next_steps:,.0f} with "
+        f"{trend.next_length:,}."
     )
 
 

@@ -36,6 +36,11 @@ def test_a_folder_of_runs_is_as_good_as_its_runs(tmp_path):
         ({"schema": "crosslayer/training/1"}, "00-0: record.json is 'crosslayer/training/1'; this release reads"),
         ({"seed": "0; rm"}, "00-0: record.json: seed: "),
         ({"recipe": {}}, "00-0: its recipe has no data.length"),
+        ({"recipe": {"data": {"length": True}}}, "00-0: its recipe has no data.length"),
+        (
+            {"validation": [{"step": s, "losses": {"books": 1, "code": 1}} for s in (5, 5)]},
+            "00-0: its steps do not rise",
+        ),
         ({"name": "a\x1b[2J"}, r"00-0: 'a\\x1b\[2J' cannot be printed"),
         ({"extra": 1}, "00-0: record.json: extra: "),
     ],

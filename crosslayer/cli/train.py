@@ -13,7 +13,7 @@ from crosslayer.cli.options import (
     print_headline,
     print_line,
 )
-from crosslayer.output.progress import Progress, say
+from crosslayer.output.progress import Progress, Silent, say
 
 
 def command(
@@ -30,14 +30,17 @@ def command(
     """Train a model by a recipe, from scratch or on from a model; exit status 1 says that it ended too soon."""
     with importing():
         from crosslayer.training.page import sentences
-        from crosslayer.training.run import train
+        from crosslayer.training.run import is_first, train
         from crosslayer.training.trainer import TrainingStopped
 
+    meter = Progress if is_first() else Silent
     try:
-        run = train(recipe, out, settings=set_ or (), resume=resume, command=command_line(), progress=Progress)
+        run = train(recipe, out, settings=set_ or (), resume=resume, command=command_line(), progress=meter)
     except TrainingStopped as stop:
         say(f"crosslayer: error: {stop}")
         raise typer.Exit(1) from None
+    if not is_first():
+        return
     for sentence in sentences(run):
         print_line(sentence)
     print_line(f"report: {out / 'report.html'}")

@@ -30,6 +30,11 @@ class JsonLog(TrainerCallback):
             partial.write_text("".join(map(_line, state.log_history)), encoding="utf-8")
             partial.replace(path)
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Have the last step logged, whatever the number of steps between two lines."""
+        if state.global_step == state.max_steps:
+            control.should_log = True
+
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Append the newest line."""
         if state.is_world_process_zero:

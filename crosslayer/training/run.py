@@ -257,7 +257,7 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
         ValueError: the folder is of something else.
 
     """
-    if not _is_first():  # the first process may have written into it already
+    if not is_first():  # the first process may have written into it already
         return
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     written = folder / RECIPE
@@ -277,7 +277,7 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
     """Keep other runs off the folder."""
-    if not _is_first():
+    if not is_first():
         yield
         return
     try:
@@ -287,5 +287,6 @@ def _held(folder: Path) -> Iterator[None]:
         raise ValueError(f"the folder {folder.name!r} is being written by another process; name another") from None
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
+    """Return whether this is the first of the run's processes, the one that writes and prints."""
     return os.environ.get("RANK", "0") == "0"

@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
+from crosslayer.results import load_result
 from crosslayer.training.checkpoints import checkpoints, last_good
 from tests.helpers.training import STEPS, Random, Stop, losses, model_of, trainer_of
 
@@ -103,3 +106,31 @@ def test_two_ranks_train_as_one(kind, tmp_path):
     assert set(weights) == set(expected)
     for name, weight in expected.items():
         assert (weights[name] - weight).abs().max() < 1e-5, name
+
+
+RECIPE = """
+model: {size: tiny, shape: {num_hidden_layers: 2}, method: resformer}
+data: {length: 32, domains: [{name: books}, {name: web}]}
+schedule: {steps: 5}
+train: {per_device_eval_batch_size: 2, learning_rate: 3e-3, logging_steps: 2, use_cpu: true}
+eval: {windows: 3}
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_gives_a_run_as_of_one_process(tmp_path):
+    recipe, outputs = tmp_path / "little.yaml", {}
+    recipe.write_text(RECIPE)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    for name, words, size in (("two", launcher, 2), ("one", [], 4)):
+        command = [sys.executable, "-m", *words, "crosslayer", "train", recipe, "--out", tmp_path / name]
+        command += ["--set", f"train.per_device_train_batch_size={size}"]
+        process = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+        assert process.returncode == 0, process.stderr[-3000:]
+        outputs[name] = process.stdout.splitlines()
+    assert len(outputs["two"]) == len(outputs["one"])  # one process prints
+    one, two = (load_result(tmp_path / name) for name in ("one", "two"))
+    assert two.steps == one.steps == 5 and two.tokens == one.tokens
+    assert two.logged_steps.tolist() == [2, 4, 5]
+    assert two.losses == pytest.approx(one.losses, abs=1e-5)  # float32; sums run in another order
+    assert two.validation_losses == pytest.approx(one.validation_losses, abs=1e-5)

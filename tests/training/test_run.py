@@ -158,7 +158,7 @@ def test_training_on_from_a_model(whole, recipe, tmp_path):
     path = tmp_path / "on.yaml"
     path.write_text(yaml.safe_dump({**RECIPE, "model": {"start": str(start)}, "schedule": {"steps": 1}}))
     run = crosslayer.train(path, tmp_path / "on")
-    assert run.model.methods[0]["name"] == "resformer" and run.curve.losses == []
+    assert run.model.methods[0]["name"] == "resformer" and run.curve.steps == [1] and run.seconds > 0
     assert run.final_loss < whole[0].losses[0]
     with pytest.raises(ValueError, match=r"the tokenizer 'bpe:512' has \d+ tokens, more than the embeddings"):
         crosslayer.train(path, tmp_path / "other", settings=["tokenizer=bpe:512"])

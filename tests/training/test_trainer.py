@@ -187,7 +187,7 @@ def test_progress_is_shown(tmp_path):
             shown.append((done, total, doing.partition(" ")[0]))
 
     trainer_of(tmp_path, schedule=Schedule(3), logging_steps=2, meter=Meter).train()
-    assert shown == [("training", 3), (1, 3, ""), (2, 3, "loss"), (3, 3, ""), "end"]
+    assert shown == [("training", 3), (1, 3, ""), (2, 3, "loss"), (3, 3, "loss"), "end"]
 
 
 WAYS = {

@@ -71,9 +71,9 @@ def _method_label(entry: dict[str, Any]) -> str:
         defaults = {field.name: field.default for field in dataclasses.fields(method_class(name))}  # type: ignore[arg-type]
     except ValueError:  # a module of somebody's own, which is not imported here
         defaults = {}
-    options = {key: value for key, value in entry.items() if key != "name"}
-    plain = {key: json.dumps(value) for key, value in options.items() if value != _listed(defaults.get(key, ...))}
-    words = [f"{key}={text}".replace('"', "") for key, text in plain.items()]
+    options = {key: _listed(value) for key, value in entry.items() if key != "name"}
+    changed = {key: value for key, value in options.items() if value != _listed(defaults.get(key, ...))}
+    words = [f"{key}={json.dumps(value)}".replace('"', "") for key, value in changed.items()]
     return f"{name}({', '.join(words)})" if words else name
 
 

@@ -227,7 +227,7 @@ class _Job:
         """Return a finished run of the very recipe, or train it to its end."""
         place = self.folder / RUNS / cell.name
         if not (place / RECORD).is_file():
-            return train(cell.recipe, place, resume=True, progress=self.progress)
+            train(cell.recipe, place, resume=True, progress=self.progress)
         run = load_run(place)
         if run.recipe != cell.recipe.model_dump(mode="json"):
             raise ValueError(f"{RUNS}/{cell.name} is of another recipe; name another folder, or remove that run")

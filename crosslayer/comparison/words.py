@@ -197,8 +197,8 @@ def _ends(values: dict[str, float], form: str) -> str:
     """Return the least and the greatest of values with their arms, and the first, which is the baseline's."""
     (baseline, reference), *_ = values.items()
     least, most = min(values, key=lambda arm: values[arm]), max(values, key=lambda arm: values[arm])
-    own = f" ({form.format(reference)} in {baseline})" if baseline not in (least, most) else ""
-    return f"{form.format(values[least])} ({least}) to {form.format(values[most])} ({most}){own}"
+    own = f"; {baseline} {form.format(reference)}" if baseline not in (least, most) else ""
+    return f"{form.format(values[least])} ({least}) to {form.format(values[most])} ({most}{own})"
 
 
 def inside(runs: Sequence[ComparedRun]) -> tuple[float | None, float | None, float | None]:
@@ -218,14 +218,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _missing_words(record: ComparisonRecord) -> list[str]:
     lines = [f"Left out, since it stopped: {name}, {what}." for name, what in record.stopped.items()]
-    for result in record.outcomes:
-        if result.missing:
-            place = f"{result.setting}: " if result.setting else ""
-            numbers = ", ".join(map(str, result.missing))
-            lines.append(
-                f"{place}{result.arm} and {record.baseline} are compared on {_seeds(len(result.seeds))}; of seed "
-                f"{numbers} there is only one side."
-            )
+    for setting in record.settings:
+        group = [result for result in record.outcomes if result.setting == setting.label and result.missing]
+        if group:
+            place = f"{setting.label}: " if setting.label else ""
+            arms = "; ".join(f"{result.arm} (seed {', '.join(map(str, result.missing))})" for result in group)
+            lines.append(f"{place}left out, since the arm or {record.baseline} has no run of that seed: {arms}.")
     return lines
 
 

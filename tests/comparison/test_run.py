@@ -23,8 +23,8 @@ RECIPE = {
     "train": {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True},
     "eval": {"every": 3, "windows": 2, "looks": 1},
 }
-METHODS = "vanilla, resformer"
-RUNS = ["resformer-0", "resformer-1", "vanilla-0", "vanilla-1"]
+METHODS = "vanilla, svformer"
+RUNS = ["svformer-0", "svformer-1", "vanilla-0", "vanilla-1"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +63,7 @@ def test_the_grid_is_trained_and_compared(whole):
     assert {(part.arm, part.seed) for part in result.runs} == {(a, s) for a in METHODS.split(", ") for s in (0, 1)}
     (outcome,) = result.outcomes
     losses = {name: crosslayer.load_result(folder / "runs" / name).final_loss for name in RUNS}
-    differences = [losses[f"resformer-{seed}"] - losses[f"vanilla-{seed}"] for seed in (0, 1)]
+    differences = [losses[f"svformer-{seed}"] - losses[f"vanilla-{seed}"] for seed in (0, 1)]
     assert np.allclose(outcome.final.values, differences) and outcome.final.interval is None
     assert len(outcome.curve.steps) == 6 and result.runs[0].glances[-1].first_token_share > 0
     assert crosslayer.load_result(folder) == result
@@ -90,7 +90,7 @@ def test_a_grid_grows_and_pairs_are_complete_early(whole, recipe, monkeypatch):
     assert trained == ["vanilla-2"]
     cells = read_grid(recipe, METHODS, 2, ["data.length=16,32"], ()).cells()
     assert [cell.name for cell in cells][:5] == [
-        "length-16-vanilla-0", "length-16-resformer-0", "length-32-vanilla-0", "length-32-resformer-0",
+        "length-16-vanilla-0", "length-16-svformer-0", "length-32-vanilla-0", "length-32-svformer-0",
         "length-16-vanilla-1",
     ]  # fmt: skip
 
@@ -202,7 +202,7 @@ def test_a_budget_of_time_is_measured_once(recipe, tmp_path, monkeypatch):
     options = {"folder": tmp_path / "out", "recipe": recipe, "methods": METHODS, "seeds": 1, "budget": "time=0.3"}
     started = time.perf_counter()
     first = crosslayer.compare(**options)
-    assert set(first.budget.step_seconds) == {"vanilla", "resformer"}
+    assert set(first.budget.step_seconds) == {"vanilla", "svformer"}
     for part in first.runs:
         assert part.steps == int(0.3 / first.budget.step_seconds[part.arm])
         assert part.seconds < time.perf_counter() - started

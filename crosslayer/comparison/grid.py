@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,12 @@ class Grid:
         return [setting_of(dict(zip(keys, values, strict=True))) for values in product(*(v for _, v in self.varied))]
 
     def _cell(self, setting: Setting, number: int, seed: int, name: str, steps: dict[str, int] | None) -> Cell:
-        arm = label_of(self.arms[number])
-        cell = Cell(setting, arm, seed, self.recipe(setting, number, [f"seed={seed}", f"name={name}"]), name)
+        own = [f"seed={seed}", f"name={name}"]
+        cell = Cell(setting, label_of(self.arms[number]), seed, self.recipe(setting, number, own), name)
         if steps is None:
             return cell
-        given = [f"schedule.steps={steps[cell.key]}", "schedule.tokens=null", f"seed={seed}", f"name={name}"]
-        return Cell(setting, arm, seed, self.recipe(setting, number, given), name)
+        schedule = [f"{SCHEDULE}steps={steps[cell.key]}", f"{SCHEDULE}tokens=null"]
+        return replace(cell, recipe=self.recipe(setting, number, [*own, *schedule]))
 
     def recipe(self, setting: Setting, number: int, more: Sequence[str] = ()) -> Recipe:
         """Return the recipe of an arm in a setting, with more settings on top.

@@ -150,7 +150,7 @@ def assemble(settings: Sequence[Setting], placed: Sequence[Placed]) -> Sorted:
 def _check_text(first: Placed, other: Placed) -> None:
     """Refuse two runs of a setting that did not read, or are not judged by, the same text."""
     texts = [{domain.name: domain for domain in part.run.domains} for part in (first, other)]
-    for name in texts[0].keys() | texts[1].keys():
+    for name in {**texts[0], **texts[1]}:
         sides = [text.get(name) for text in texts]
         facts = [None if side is None else (side.fingerprint, side.validation_tokens) for side in sides]
         if facts[0] != facts[1]:

@@ -87,9 +87,9 @@ def look(step, share, growth, layers=4):
 def written(folder, *runs):
     """Write the records of runs, each into a folder of its own; return these."""
     folders = []
-    for number, one_run in enumerate(runs):
-        place = folder / f"{number:02}-{one_run.seed}"
+    for number, entry in enumerate(runs):
+        place = folder / f"{number:02}-{entry.seed}"
         place.mkdir(parents=True)
-        (place / "record.json").write_text(json.dumps(one_run.record()))
+        (place / "record.json").write_text(json.dumps(entry.record()))
         folders.append(place)
     return folders

@@ -40,7 +40,7 @@ def read_budget(text: str) -> Budget:
     """
     kind, _, number = text.partition("=")
     if kind not in KINDS:
-        raise ValueError(f"`budget` is {text!r}: {nearest(kind, KINDS)}; write for example time=60, in seconds")
+        raise ValueError(f"`budget` is {text!r}; write for example time=60, in seconds: {nearest(kind, KINDS)}")
     try:
         amount = float(number)
     except ValueError:

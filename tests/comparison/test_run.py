@@ -117,7 +117,7 @@ def test_the_page_in_a_browser(whole, browser):
         ({"baseline": "resfromer"}, "`baseline` is 'resfromer', which is no arm"),
         ({"seeds": 0}, "`seeds` is 0; it must be at least 1"),
         ({"smooth": 0}, "`smooth` is 0; it must be at least 1 step"),
-        ({"budget": "tim=60"}, "`budget` is 'tim=60': did you mean 'time'?"),
+        ({"budget": "tim=60"}, "`budget` is 'tim=60'; write for example time=60, in seconds: did you mean 'time'?"),
         ({"budget": "time=-1"}, "`budget` is 'time=-1'; write a number above 0"),
         ({"budget": "time=nan"}, "write a number above 0"),
         ({"budget": "tokens=1e4", "vary": ["schedule.tokens=1,2"]}, "`budget` decides schedule.tokens"),

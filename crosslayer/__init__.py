@@ -11,6 +11,8 @@ TYPE_CHECKING = False  # as type checkers know it; typing itself is not needed
 if TYPE_CHECKING:
     from crosslayer.benchmark.result import Benchmark
     from crosslayer.benchmark.run import bench
+    from crosslayer.comparison.result import Comparison
+    from crosslayer.comparison.run import compare
     from crosslayer.conversion.job import retrofit
     from crosslayer.conversion.result import Receipt
     from crosslayer.conversion.rewire import Rewired, rewire
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Ablate": "intervention.kinds",
     "Benchmark": "benchmark.result",
+    "Comparison": "comparison.result",
     "CrossLayerConfig": "decoder",
     "CrossLayerForCausalLM": "decoder",
     "DepthPlan": "plan",
@@ -64,6 +67,7 @@ _HOMES = {
     "Waiver": "intervention.kinds",
     "allow_methods": "methods",
     "bench": "benchmark.run",
+    "compare": "comparison.run",
     "diagnose": "diagnosis.scan",
     "effect": "intervention.measure",
     "generate": "generation.run",
@@ -83,6 +87,7 @@ _HOMES = {
 __all__ = [
     "Ablate",
     "Benchmark",
+    "Comparison",
     "CrossLayerConfig",
     "CrossLayerForCausalLM",
     "DepthPlan",
@@ -105,6 +110,7 @@ __all__ = [
     "Waiver",
     "allow_methods",
     "bench",
+    "compare",
     "diagnose",
     "effect",
     "generate",

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from crosslayer.benchmark.result import Benchmark
+from crosslayer.comparison.result import Comparison
 from crosslayer.conversion.result import Receipt
 from crosslayer.diagnosis.result import Diagnosis
 from crosslayer.intervention.result import Effect
@@ -11,10 +12,12 @@ from crosslayer.recovery.result import Recovery
 from crosslayer.training.result import TrainingRun
 from crosslayer.verification.result import Verification
 
-KINDS = (Diagnosis, Effect, Receipt, Verification, Benchmark, TrainingRun, Recovery)
+KINDS = (Diagnosis, Effect, Receipt, Verification, Benchmark, TrainingRun, Comparison, Recovery)
 
 
-def load_result(folder: str | Path) -> Diagnosis | Effect | Receipt | Verification | Benchmark | TrainingRun | Recovery:
+def load_result(
+    folder: str | Path,
+) -> Diagnosis | Effect | Receipt | Verification | Benchmark | TrainingRun | Comparison | Recovery:
     """Load the result that `save`, or the command line, wrote into a folder; it equals the result that was saved.
 
     The record may come from anyone: it is checked as a whole before anything of it is used.

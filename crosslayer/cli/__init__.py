@@ -13,7 +13,20 @@ import typer
 
 from crosslayer import __version__
 from crosslayer._start import INTERRUPT_LINE, INTERRUPTED, interrupts
-from crosslayer.cli import bench, diagnose, errors, generate, heal, intervene, methods, plan, retrofit, train, verify
+from crosslayer.cli import (
+    bench,
+    compare,
+    diagnose,
+    errors,
+    generate,
+    heal,
+    intervene,
+    methods,
+    plan,
+    retrofit,
+    train,
+    verify,
+)
 from crosslayer.cli.options import Debug, print_line
 from crosslayer.output.folder import release_targets
 from crosslayer.output.progress import say
@@ -24,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attention across depth: what one Transformer layer takes from another.",
 )
-VERBS = (diagnose, intervene, retrofit, train, heal, bench, verify, generate, methods, plan)
+VERBS = (diagnose, intervene, retrofit, train, heal, compare, bench, verify, generate, methods, plan)
 for verb in VERBS:
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
 

@@ -1,30 +1,37 @@
 """Differences between paired runs: what may be said of them, and how many seeds it would take to say more.
 
+    d_s = candidate_s − baseline_s;   mean(d) ± t(0.975, S − 1) · std(d) / √S
+
 Runs of one seed share initial weights and the order of the data, so their difference is free of what both share.
+
+Shapes: S pairs, M comparisons. Source of the adjusted p-values: Holm (1979).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from pydantic import Field
 from scipy import stats
+
+from crosslayer.output.record import Frozen
 
 LEVEL = 0.95
 FEWEST = 3  # pairs that give an interval: of two, one degree of freedom makes it twelve times the standard error
 MOST = 100_000  # seeds that are still counted
 
+Interval = tuple[float, float]
 Verdict = Literal["lower", "higher", "undecided"]
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(Frozen):
     """The mean of candidate − baseline over S pairs, with its 95 % interval by Student's t; None below three pairs."""
 
-    values: tuple[float, ...]  # (S,)
+    values: tuple[float, ...] = Field(min_length=1)
     mean: float
-    interval: tuple[float, float] | None
+    interval: Interval | None
+    p: float | None = Field(ge=0, le=1, description="two-sided, for a difference of 0; None below three pairs")
 
     @property
     def verdict(self) -> Verdict:
@@ -53,11 +60,36 @@ def paired_difference(candidate: Sequence[float], baseline: Sequence[float]) -> 
     values = np.asarray(candidate, dtype=float) - np.asarray(baseline, dtype=float)  # (S,)
     if not np.isfinite(values).all():
         raise ValueError("a loss is not finite; leave out runs that diverged, and say so")
-    mean = float(values.mean())
+    return Difference(
+        values=tuple(values.tolist()), mean=float(values.mean()), interval=t_interval(values), p=_p_value(values)
+    )
+
+
+def t_interval(values: Sequence[float] | np.ndarray) -> Interval | None:
+    """Return the 95 % interval of the mean of values (S,) by Student's t; None below three."""
     if len(values) < FEWEST:
-        return Difference(tuple(values.tolist()), mean, None)
-    half = _quantile(len(values)) * float(stats.sem(values))
-    return Difference(tuple(values.tolist()), mean, (mean - half, mean + half))
+        return None
+    mean, half = float(np.mean(values)), _quantile(len(values)) * float(stats.sem(values))
+    return mean - half, mean + half
+
+
+def _p_value(values: np.ndarray) -> float | None:
+    """Return the two-sided p-value of Student's t for a mean of 0 of values (S,); None below three."""
+    if len(values) < FEWEST:
+        return None
+    mean, error = abs(float(values.mean())), float(stats.sem(values))
+    if error == 0:
+        return 1.0 if mean == 0 else 0.0
+    return float(2 * stats.t.sf(mean / error, len(values) - 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values (M,) adjusted by Holm: below 0.05 they err in any of M comparisons at most once in 20 times."""
+    adjusted, highest = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(np.argsort(p_values, stable=True).tolist()):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = highest
+    return adjusted
 
 
 def seeds_needed(values: Sequence[float], difference: float) -> int | None:

@@ -6,6 +6,7 @@ Source: Attention Residuals (arXiv 2603.15031), scaling laws; arXiv 2410.17897, 
 Shapes: P points.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from scipy import stats
 
 LEVEL = 0.95
 FEWEST = 3  # points with an interval: two lie on a line
+FARTHEST = 1000  # times a cost at which a law says anything
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,13 @@ def fit_power_law(costs: Sequence[float], losses: Sequence[float]) -> PowerLaw:
     return PowerLaw(float(np.exp(line.intercept)), float(-line.slope), interval, min(costs), max(costs))
 
 
-def saving(method: PowerLaw, baseline: PowerLaw, cost: float) -> float:
-    """Return the baseline's cost over the method's, for the loss that the method has at `cost`: above 1 it saves."""
-    return baseline.cost(method.loss(cost)) / cost
+def relative_cost(method: PowerLaw, baseline: PowerLaw, cost: float) -> float | None:
+    """Return the method's cost over the baseline's, for the loss that the baseline has at `cost`: below 1 it saves.
+
+    None where the method's law does not fall, or reaches that loss nowhere near: at less or more than a thousandth or a
+    thousand times the cost.
+    """
+    if method.exponent <= 0:
+        return None
+    logarithm = math.log(method.scale / baseline.loss(cost)) / method.exponent - math.log(cost)
+    return math.exp(logarithm) if abs(logarithm) < math.log(FARTHEST) else None

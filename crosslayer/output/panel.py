@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from crosslayer.output.dots import Dots, dot_traces, draw_dots
+
 COLORS = ("#2457c5", "#c4472f", "#23865f", "#8a5fbf", "#b8860b", "#1391a8", "#c2549a", "#7a5640")
 QUIET = "#697082"  # what a figure is not about: the other tokens, the baseline
 MARKED = 100  # points of a line, above which they are not marked
@@ -60,6 +62,7 @@ class Panel:
     y_title: str
     lines: Sequence[Line] = ()
     heat: Heat | None = None
+    dots: Dots | None = None
     log_x: bool = False
     log_y: bool = False
     wide: bool = False
@@ -130,6 +133,8 @@ def plotly_figure(panel: Panel) -> dict[str, Any]:
     traces = [trace for line in drawn(panel) for trace in (*_band(line), _curve(line))]
     if panel.heat is not None:
         traces.append(_heat_trace(panel))
+    if panel.dots is not None:
+        traces += dot_traces(panel.dots, COLORS[0], QUIET)
     layout: dict[str, Any] = {
         "margin": {"l": 56, "r": 12, "t": 10, "b": 44},
         "paper_bgcolor": "rgba(0,0,0,0)",
@@ -140,7 +145,13 @@ def plotly_figure(panel: Panel) -> dict[str, Any]:
         "showlegend": False,  # the legend of the page is outside of the plot
         "hovermode": "closest" if panel.heat is not None else "x unified",
     }
-    if panel.heat is None:
+    if panel.dots is not None:
+        rows = len(panel.dots.names)
+        layout["yaxis"] = {**_axis("", False, [], panel.dots.labels), "range": [rows - 0.5, -0.5], "ticks": ""}
+        layout["xaxis"] |= {"range": _ends(_width(panel), False), "zeroline": True, "zerolinecolor": QUIET}
+        layout["xaxis"] |= {"nticks": 5}
+        layout["hovermode"] = "closest"
+    elif panel.heat is None:
         layout["xaxis"]["range"] = _ends(_width(panel), panel.log_x)
         layout["yaxis"]["range"] = _ends(panel.y_range or _span(panel), panel.log_y)
     elif panel.heat.square:
@@ -169,6 +180,8 @@ def _axis(title: str, log: bool, values: Sequence[float], ticks: dict[float, str
 
 def _columns(panel: Panel) -> list[float]:
     """Return the places of the horizontal axis where something is drawn."""
+    if panel.dots is not None:
+        return panel.dots.places
     return [x for line in panel.lines for x in line.x] + list(panel.heat.x if panel.heat is not None else [])
 
 
@@ -291,9 +304,12 @@ def save_svg(panel: Panel, folder: Path) -> Path:
     from matplotlib.figure import Figure
 
     square = panel.heat is not None and panel.heat.square
-    figure = Figure(figsize=(5.4, 4.6) if square else (7.2, 4.2), layout="constrained")
+    height = 4.2 if panel.dots is None else panel.dots.height / 80
+    figure = Figure(figsize=(5.4, 4.6) if square else (7.2, height), layout="constrained")
     axes = figure.add_subplot()
-    if panel.heat is None:
+    if panel.dots is not None:
+        draw_dots(axes, panel.dots, COLORS[0], QUIET)
+    elif panel.heat is None:
         _draw_lines(axes, panel)
     else:
         _draw_heat(figure, axes, panel.heat)
@@ -336,6 +352,10 @@ def _draw_axes(axes: Any, panel: Panel) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator
 
     axes.set(title=panel.title, xlabel=panel.x_title, ylabel=panel.y_title)
+    if panel.dots is not None:
+        axes.set_yticks([*panel.dots.labels], panel.dots.names)
+        axes.set_xlim(_width(panel))
+        return
     for axis, log, values in ((axes.xaxis, panel.log_x, _columns(panel)), (axes.yaxis, panel.log_y, _rows(panel))):
         if log:
             (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log")

@@ -1,6 +1,7 @@
 """What every result can do: give its record, save a folder with a page, show that page in a notebook."""
 
 import html
+import shutil
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,21 @@ class Result(BaseModel):
         with whole_folder(target, force) as partial:
             self._write(partial)
         return target / "report.html"
+
+    def save_within(self, folder: Path) -> None:
+        """Put page, figures and record into a folder that holds more; the record, whose presence says whole, is last.
+
+        The caller holds the folder's lock.
+        """
+        partial = folder / ".page"
+        shutil.rmtree(partial, ignore_errors=True)
+        self.save(partial)
+        for name in ("figures", "report.html", "record.json"):
+            if (folder / name).is_dir():
+                shutil.rmtree(folder / name)
+            if (partial / name).exists():
+                (partial / name).replace(folder / name)
+        partial.rmdir()
 
     def _write(self, folder: Path) -> None:
         """Write all files of the result into an empty folder."""

@@ -111,7 +111,7 @@ def _apply(draft: Draft, setting: str) -> None:
     words = name.strip().split(".")
     if not equals or not all(words):
         raise ValueError(f"{SETTING} {setting}: it must be key=value, for example train.learning_rate=3e-4")
-    value = _parse(text, f"{SETTING} {setting}")
+    value = parse_value(text, f"{SETTING} {setting}")
     parent: Any = draft.values
     keys: Keys = ()
     for word in words[:-1]:
@@ -147,7 +147,7 @@ def _mapping(path: Path) -> dict[str, Any]:
     if size > LARGEST:
         raise ValueError(f"{path}: it has {size:,} bytes, and a recipe at most {LARGEST:,}")
     try:
-        values = _parse(path.read_bytes().decode("utf-8"), str(path))
+        values = parse_value(path.read_bytes().decode("utf-8"), str(path))
     except UnicodeDecodeError:
         raise ValueError(f"{path}: it is not UTF-8 text") from None
     if not isinstance(values, dict):
@@ -162,7 +162,7 @@ def _nearest_file(path: Path, *others: Path) -> str:
     return nearest(str(path), names) if names else "it must be a YAML file"
 
 
-def _parse(text: str, place: str) -> Any:
+def parse_value(text: str, place: str) -> Any:
     """Return the value of YAML text."""
     try:
         return yaml.load(text, _Core)  # noqa: S506  a loader that builds nothing but plain data

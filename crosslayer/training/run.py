@@ -6,7 +6,6 @@ The folder holds `recipe.yaml` (with every default), `log.jsonl` and checkpoints
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +126,7 @@ class _Run:
             trainer.save_model(str(self.folder / "model"))
         result = self._result(trainer, _Costs(facts, peak.bytes, speed), mixture, held_out)
         if trainer.is_world_process_zero():
-            self._write(result)
+            result.save_within(self.folder)
         return result
 
     def _texts(self) -> tuple[PreTrainedTokenizerFast, dict[str, DomainShards]]:
@@ -200,18 +199,6 @@ class _Run:
             matrix_flops=costs.matrix_flops,
             environment=Environment.model_validate(environment()),
         )
-
-    def _write(self, result: TrainingRun) -> None:
-        """Put page and record into the run's folder; the record, which says that the run is whole, comes last."""
-        partial = self.folder / ".page"
-        shutil.rmtree(partial, ignore_errors=True)
-        result.save(partial)
-        for name in ("figures", "report.html", "record.json"):
-            if (self.folder / name).is_dir():
-                shutil.rmtree(self.folder / name)
-            if (partial / name).exists():
-                (partial / name).replace(self.folder / name)
-        partial.rmdir()
 
 
 def _matrix_flops(arguments: TrainingArguments) -> float:

@@ -8,7 +8,20 @@ import typer
 import crosslayer
 from crosslayer import cli
 from crosslayer.benchmark.settings import Settings
-from crosslayer.cli import bench, diagnose, generate, heal, intervene, methods, options, plan, retrofit, train, verify
+from crosslayer.cli import (
+    bench,
+    compare,
+    diagnose,
+    generate,
+    heal,
+    intervene,
+    methods,
+    options,
+    plan,
+    retrofit,
+    train,
+    verify,
+)
 from crosslayer.conversion.options import RetrofitOptions
 from crosslayer.corpus.documents import TextSource
 from crosslayer.generation.sampling import Sampling
@@ -24,6 +37,7 @@ CALLS = {
     plan: crosslayer.read_plan,
     train: crosslayer.train,
     heal: crosslayer.heal,
+    compare: crosslayer.compare,
 }
 MODELS = {crosslayer.effect: Request, crosslayer.retrofit: RetrofitOptions, crosslayer.bench: Settings,
           crosslayer.generate: Sampling}  # fmt: skip
@@ -71,7 +85,7 @@ def test_defaults_are_the_same(verb):
             assert shell.pop(name) == default, name
     if verb is intervene:
         assert all(shell.pop(kind) is None for kind in KINDS)
-    if verb in (train, heal):
+    if verb in (train, heal, compare):
         assert not shell.pop("set_") and not expected["settings"]
     if verb is retrofit:
         assert shell.pop("remote_code_shim") is defaults(crosslayer.Receipt.save)["remote_code_shim"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from crosslayer.comparison.scaling import PowerLaw, fit_power_law, saving
+from crosslayer.comparison.scaling import PowerLaw, fit_power_law, relative_cost
 
 SIZES = [2e6, 10e6, 82e6, 180e6, 468e6]
 
@@ -29,7 +29,14 @@ def test_the_interval_covers_as_often_as_it_says():
 def test_published_coefficients_of_attention_residuals():
     """1.25 times the compute at 5.6 PFLOP/s-days, the paper says, of its block form."""
     baseline, block = PowerLaw(1.891, 0.057, None, 1, 10), PowerLaw(1.870, 0.058, None, 1, 10)
-    assert abs(saving(block, baseline, 5.6) - 1.25) < 0.01
+    assert abs(relative_cost(block, baseline, 1.25 * 5.6) - 1 / 1.25) < 0.01
+    assert np.isclose(relative_cost(baseline, baseline, 3.0), 1)
+
+
+def test_a_law_that_does_not_fall_or_is_far_away_tells_no_cost():
+    baseline = PowerLaw(2.0, 0.05, None, 1, 10)
+    for other in (PowerLaw(2.0, 0.0, None, 1, 10), PowerLaw(2.0, -0.1, None, 1, 10), PowerLaw(9.0, 1e-9, None, 1, 10)):
+        assert relative_cost(other, baseline, 5.0) is None
 
 
 def test_two_points_have_no_interval():

@@ -1,0 +1,43 @@
+"""The page of a comparison, from its record alone."""
+
+from crosslayer.comparison.figures import drawn_panels
+from crosslayer.comparison.record import ComparisonRecord
+from crosslayer.comparison.tables import critical, domains, finals, insides, matched, scaling
+from crosslayer.comparison.words import sentences, signed, span
+from crosslayer.output.page import Page
+
+
+def layout(record: ComparisonRecord) -> Page:
+    """Return the parts of the page."""
+    return Page(
+        title=f"Comparison: {record.name}",
+        subtitle=_subtitle(record),
+        cards=_cards(record),
+        words=sentences(record),
+        panels=drawn_panels(record),
+        tables=[*matched(record), *domains(record), *insides(record), *critical(record), *scaling(record)],
+        lead=finals(record),
+    )
+
+
+def _subtitle(record: ComparisonRecord) -> str:
+    seeds, machine = len({run.seed for run in record.runs}), record.runs[0].machine
+    tokens = sorted({run.tokens for run in record.runs})
+    span_of_tokens = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
+    settings = f"{len(record.settings)} settings · " if len(record.settings) > 1 else ""
+    return (
+        f"{len(record.arms) - 1} beside {record.baseline} · {settings}{seeds} seed{'s' if seeds > 1 else ''}, paired · "
+        f"{len(record.runs)} runs of {span_of_tokens} tokens · {machine.gpu or machine.processor}"
+    )
+
+
+def _cards(record: ComparisonRecord) -> list[tuple[str, str, str]]:
+    paired = [result for result in record.outcomes if result.final is not None]
+    count = {kind: sum(result.verdict == kind for result in paired) for kind in ("lower", "higher", "undecided")}
+    cards = [(f"{kind} than {record.baseline}".capitalize(), str(count[kind]), f"of {len(paired)}, at the end")
+             for kind in ("lower", "higher")]  # fmt: skip
+    cards.append(("Undecided", str(count["undecided"]), "no verdict from these seeds"))
+    best = min(paired, key=lambda result: result.final.mean if result.final else 0.0, default=None)
+    if best is not None and best.final is not None:
+        cards.append((f"Lowest: {best.arm}", signed(best.final.mean), f"nats a token, {span(best.final.interval)}"))
+    return cards

@@ -1,0 +1,227 @@
+"""Reads finished training runs, which may come from anyone, and sorts them into settings and arms.
+
+A setting is a recipe but for name, seed and method; only `record.json` of a run is read.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosslayer.comparison.arms import label_of
+from crosslayer.comparison.record import Arm, ComparedRun, Glance, Setting, Trace
+from crosslayer.output.record import read_record
+from crosslayer.output.result import load_as
+from crosslayer.training.record import Look
+from crosslayer.training.result import TrainingRun
+
+RECORD, RUNS = "record.json", "runs"
+OWN = (("name",), ("seed",), ("model", "method"))  # keys of a recipe in which runs of a setting differ
+MISSING = "not set"
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Runs with the settings and arms that they belong to."""
+
+    settings: tuple[Setting, ...]
+    arms: tuple[Arm, ...]
+    domains: tuple[str, ...]
+    runs: tuple[ComparedRun, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A run, and where it belongs."""
+
+    run: TrainingRun
+    where: str
+    setting: str
+
+
+def run_folders(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the folders of runs: those named, and the finished ones in folders of runs, in the order of their names.
+
+    Raises:
+        ValueError: a folder holds no run.
+
+    """
+    folders: list[Path] = []
+    for path in map(Path, paths):
+        within = path / RUNS if (path / RUNS).is_dir() else path
+        inner = sorted(file.parent for file in within.glob(f"*/{RECORD}")) if within.is_dir() else []
+        if within == path and (path / RECORD).is_file():
+            inner = [path]
+        if not inner:
+            raise ValueError(f"{path.name!r} holds no finished run; name a folder that `crosslayer train` wrote")
+        folders += inner
+    return folders
+
+
+def load_run(folder: Path) -> TrainingRun:
+    """Return the run of a folder.
+
+    Raises:
+        ValueError: it is no record of a training run, or a damaged one.
+
+    """
+    try:
+        schema = str(read_record(folder).get("schema"))
+        if not schema.startswith("crosslayer/training/"):
+            raise ValueError(f"record.json is {schema[:60]!r}, no training run's")
+        run = load_as([TrainingRun], folder)
+        words = [run.name, run.model.dtype, *(domain.name for domain in run.domains)]
+        strange = [word for word in words if not word.isprintable()]
+        if strange:
+            raise ValueError(f"{strange[0]!r} cannot be printed")
+        label_of(run.model.methods)
+        length = _at(run.recipe, ("data", "length"))
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError("its recipe has no data.length")
+        for steps in (run.curve.steps, [entry.step for entry in run.validation], [look.step for look in run.looks]):
+            if any(later <= step for step, later in pairwise((0, *steps))):
+                raise ValueError("its steps do not rise from 1 on")
+    except ValueError as error:
+        raise ValueError(f"{folder.name}: {error}") from None
+    return run
+
+
+def sort_runs(folders: Sequence[Path]) -> Sorted:
+    """Read the runs of folders and tell settings and arms by their recipes.
+
+    Raises:
+        ValueError: as `load_run` and `assemble`.
+
+    """
+    runs = {str(folder): load_run(folder) for folder in folders}
+    common = {where: _flat({key: value for key, value in _shared(run).items()}) for where, run in runs.items()}
+    keys = list(dict.fromkeys(key for flat in common.values() for key in flat))
+    differing = [key for key in keys if len({json.dumps(flat.get(key, MISSING)) for flat in common.values()}) > 1]
+    settings: dict[str, Setting] = {}
+    placed = []
+    for where, run in runs.items():
+        values = {key: common[where].get(key, MISSING) for key in differing}
+        setting = setting_of(values)
+        settings[setting.label] = setting
+        placed.append(Placed(run, where, setting.label))
+    return assemble(list(settings.values()), placed)
+
+
+def setting_of(values: dict[str, Any]) -> Setting:
+    """Return the setting in which keys of a recipe have such values."""
+    label = ", ".join(f"{key}={_word(value)}" for key, value in values.items())
+    return Setting(label=label, values=values)
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value).strip('"')
+
+
+def assemble(settings: Sequence[Setting], placed: Sequence[Placed]) -> Sorted:
+    """Return runs as they are compared.
+
+    Raises:
+        ValueError: two are the same, or runs of a setting have read different text.
+
+    """
+    arms: dict[str, Arm] = {}
+    first: dict[str, Placed] = {}
+    taken: dict[tuple[str, str, int], Placed] = {}
+    for part in placed:
+        methods = part.run.model.methods
+        arm = arms.setdefault(label_of(methods), Arm(label=label_of(methods), methods=methods))
+        key = (part.setting, arm.label, part.run.seed)
+        if key in taken:
+            raise ValueError(
+                f"{Path(taken[key].where).name} and {Path(part.where).name} are both {arm.label} with seed "
+                f"{part.run.seed}; leave one out"
+            )
+        taken[key] = part
+        _check_text(first.setdefault(part.setting, part), part)
+    names = tuple(domain.name for domain in placed[0].run.domains)
+    runs = tuple(_compared(part) for part in placed)
+    return Sorted(tuple(settings), tuple(arms.values()), names, runs)
+
+
+def _check_text(first: Placed, other: Placed) -> None:
+    """Refuse two runs of a setting that did not read, or are not judged by, the same text."""
+    texts = [{domain.name: domain for domain in part.run.domains} for part in (first, other)]
+    for name in {**texts[0], **texts[1]}:
+        sides = [text.get(name) for text in texts]
+        facts = [None if side is None else (side.fingerprint, side.validation_tokens) for side in sides]
+        if facts[0] != facts[1]:
+            raise ValueError(
+                f"{Path(first.where).name} and {Path(other.where).name} have the same recipe but read different text "
+                f"in the domain {name!r}; runs are compared on the same text only"
+            )
+
+
+def _compared(part: Placed) -> ComparedRun:
+    run = part.run
+    shares = np.array([domain.share for domain in run.domains])  # (D,)
+    return ComparedRun(
+        setting=part.setting,
+        arm=label_of(run.model.methods),
+        seed=run.seed,
+        name=run.name,
+        parameters=run.model.parameters,
+        flops_per_token=run.model.flops_per_token,
+        steps=run.steps,
+        tokens=run.tokens,
+        length=_at(run.recipe, ("data", "length")),
+        seconds=run.seconds,
+        peak_bytes=run.peak_bytes,
+        kv_bytes_per_token=run.model.kv_bytes_per_token,
+        kv_read_bytes_per_token=run.model.kv_read_bytes_per_token,
+        dtype=run.model.dtype,
+        machine=run.environment.machine,
+        final_loss=run.final_loss,
+        losses=run.validation[-1].losses,
+        curve=Trace(steps=tuple(run.curve.steps), losses=tuple(run.curve.losses)),
+        validation=Trace(
+            steps=tuple(entry.step for entry in run.validation),
+            losses=tuple((run.validation_losses @ shares).tolist()),
+        ),
+        glances=tuple(map(_glance, run.looks)),
+    )
+
+
+def _glance(look: Look) -> Glance:
+    norms = [norm for norm in look.stream_norm if norm is not None]
+    growth = norms[-1] / norms[0] if norms and norms[0] > 0 else None
+    shares, rates = _mean(look.first_token_share), _mean(look.sink_rate)
+    return Glance(step=look.step, first_token_share=shares, sink_rate=rates, stream_growth=growth)
+
+
+def _mean(layers: Sequence[float | None]) -> float | None:
+    values = [value for value in layers if value is not None]
+    return float(np.mean(values)) if values else None
+
+
+def _shared(run: TrainingRun) -> dict[str, Any]:
+    """Return a run's recipe without what runs of a setting differ in."""
+    recipe = json.loads(json.dumps(run.recipe))
+    for *above, key in OWN:
+        parent = _at(recipe, tuple(above))
+        if isinstance(parent, dict):
+            parent.pop(key, None)
+    return recipe
+
+
+def _at(values: Any, keys: tuple[str, ...]) -> Any:
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _flat(values: dict[str, Any], place: str = "") -> dict[str, Any]:
+    """Return the values of mappings in mappings by dotted keys; lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{place}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return flat

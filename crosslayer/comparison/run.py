@@ -1,0 +1,278 @@
+"""A comparison from runs that are there, or from a recipe whose runs are trained one after another.
+
+With a recipe the folder holds `grid.json` (the budget, what was measured for it, runs that diverged), `runs/` with a
+folder for each run, and at the end `record.json` with its page.
+"""
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from crosslayer.comparison.arms import label_of, pick_baseline
+from crosslayer.comparison.budget import SHORT, measured, read_budget
+from crosslayer.comparison.grid import SCHEDULE, Cell, Grid, read_grid
+from crosslayer.comparison.laws import laws, trends
+from crosslayer.comparison.outcomes import outcomes
+from crosslayer.comparison.read import RECORD, RUNS, Placed, Sorted, assemble, load_run, run_folders, sort_runs
+from crosslayer.comparison.record import Budget
+from crosslayer.comparison.result import Comparison
+from crosslayer.environment import environment
+from crosslayer.output.folder import exclusive
+from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.record import Environment, Frozen
+from crosslayer.training.recipe import load_recipe
+from crosslayer.training.result import TrainingRun
+from crosslayer.training.run import train
+from crosslayer.training.trainer import TrainingStopped
+
+STATE = "grid.json"
+SEEDS = 3
+
+
+class State(Frozen):
+    """What a folder of runs keeps beside them, so that they can be resumed."""
+
+    schema_: Literal["crosslayer/grid/1"] = Field(
+        "crosslayer/grid/1", validation_alias="schema", serialization_alias="schema"
+    )
+    budget: Budget | None = None
+    steps: dict[str, int] = Field({}, description="of every arm in every setting, where the budget decides them")
+    stopped: dict[str, str] = Field({}, description="runs that diverged, and how")
+
+
+def compare(
+    runs: Sequence[str | Path] | None = None,
+    folder: str | Path | None = None,
+    *,
+    recipe: str | Path | None = None,
+    methods: str | Sequence[Any] | None = None,
+    seeds: int | None = None,
+    vary: Sequence[str] | None = None,
+    settings: Sequence[str] = (),
+    budget: str | None = None,
+    baseline: str | None = None,
+    smooth: int | None = None,
+    resume: bool = False,
+    command: str | None = None,
+    progress: Meter = Silent,
+) -> Comparison:
+    """Compare training runs, pair by pair of the same seed; with a recipe, train them first.
+
+    Args:
+        runs: folders of finished runs, or folders that hold such.
+        folder: with a recipe, where runs and result go; it must not exist unless `resume` is set.
+        recipe: the file of a recipe, instead of runs.
+        methods: what is compared: "vanilla, NAME, {name: NAME, option: 2}", or a list of methods as a recipe has them;
+            "vanilla" or None is none, an inner list several together.
+        seeds: how many runs each arm has, from the recipe's seed on; 3 by default.
+        vary: "key=value,value" of the recipe, such as "model.size=tiny,mini"; every combination is a setting.
+        settings: "key=value" on top of the recipe, for all runs.
+        budget: "time=60" (seconds of training steps), "flops=1e14" or "tokens=1e6" for every run, instead of the
+            recipe's schedule.
+        baseline: the label of the arm with which the others are compared; by default "vanilla", or the first.
+        smooth: over how many steps training curves are smoothed; by default a twentieth of a run.
+        resume: keep the finished runs in the folder, and go on with the others.
+        command: what was typed, for the record.
+        progress: shows what is being done.
+
+    Raises:
+        ValueError: a run, a recipe or an option is wrong, or runs cannot be paired.
+        TrainingStopped: a checkpoint cannot be written; a run whose loss is not finite is left out instead.
+
+    """
+    if smooth is not None and smooth < 1:
+        raise ValueError(f"`smooth` is {smooth}; it must be at least 1 step")
+    options = {"methods": methods, "seeds": seeds, "vary": vary, "budget": budget, "settings": settings or None}
+    if recipe is None:
+        _check_reading(runs, {**options, "resume": resume or None, "folder": folder})
+        sorted_runs = sort_runs(run_folders(runs or ()))
+        names = {run.name for run in sorted_runs.runs}
+        name = names.pop() if len(names) == 1 else f"{len(sorted_runs.runs)} runs"
+        return _comparison(sorted_runs, _Words(name, command, baseline, smooth))
+    if runs:
+        raise ValueError("there are runs and a recipe; give one of the two")
+    if methods is None or folder is None:
+        raise ValueError(f"a recipe needs {'`methods`' if methods is None else '`folder`'}, what is compared and where")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "several processes: train each run by `crosslayer train` under torchrun, then compare the runs"
+        )
+    grid = read_grid(recipe, methods, SEEDS if seeds is None else seeds, vary or (), settings)
+    job = _Job(grid, Path(folder).expanduser().resolve(), None if budget is None else read_budget(budget), progress)
+    words = _Words(load_recipe(recipe, settings).name, command, baseline, smooth)
+    return job.run(words, resume)
+
+
+def _check_reading(runs: Sequence[str | Path] | None, options: dict[str, Any]) -> None:
+    if not runs:
+        raise ValueError("there is nothing to compare; give folders of training runs, or a recipe")
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"`{name}` is for a recipe whose runs are trained; leave it out, or give a recipe")
+
+
+@dataclass(frozen=True)
+class _Words:
+    """How a comparison is called, and how it is asked for."""
+
+    name: str
+    command: str | None
+    baseline: str | None
+    smooth: int | None
+
+
+@dataclass
+class _Job:
+    """Runs to be trained in a folder."""
+
+    grid: Grid
+    folder: Path
+    budget: Budget | None
+    progress: Meter
+
+    def run(self, words: _Words, resume: bool) -> Comparison:
+        labels = [label_of(arm) for arm in self.grid.arms]
+        words = replace(words, baseline=pick_baseline(labels, words.baseline))
+        self._check_vary()
+        cells = self.grid.cells()
+        with _held(self.folder):
+            state = self._scheduled(self._state(resume), cells)
+            self._keep(state)
+            cells = self.grid.cells(state.steps or None)
+            placed, state = self._train_all(cells, state)
+            if not placed:
+                raise ValueError(f"no run has ended: {'; '.join(state.stopped.values())}")
+            settings = {cell.setting.label: cell.setting for cell in cells}
+            result = _comparison(assemble(list(settings.values()), placed), words, state)
+            result.save_within(self.folder)
+        return result
+
+    def _check_vary(self) -> None:
+        """Refuse to vary what the budget decides; tokens are set for all runs."""
+        schedules = [key for key, _ in self.grid.varied if key in (f"{SCHEDULE}steps", f"{SCHEDULE}tokens")]
+        if self.budget is not None and schedules:
+            raise ValueError(f"`budget` decides {schedules[0]}; leave one of the two out")
+        if self.budget is not None and self.budget.kind == "tokens":
+            tokens = f"{SCHEDULE}tokens={round(self.budget.amount)}"
+            self.grid = replace(self.grid, settings=(*self.grid.settings, f"{SCHEDULE}steps=null", tokens))
+
+    def _state(self, resume: bool) -> State:
+        """Return what the folder keeps, or a new state for a new folder.
+
+        Raises:
+            ValueError: the folder is of something else.
+
+        """
+        name = self.folder.name
+        if self.folder.is_file():
+            raise ValueError(f"the folder {name!r} is a file; name another")
+        if not self.folder.exists() or not any(self.folder.iterdir()):
+            return State(budget=self.budget)  # pyright: ignore[reportCallIssue]
+        if not resume:
+            raise ValueError(f"the folder {name!r} exists; give another name, or `resume` to go on with its runs")
+        try:
+            state = State.model_validate_json((self.folder / STATE).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError):
+            raise ValueError(f"the folder {name!r} is of no comparison that can be resumed; name another") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{STATE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        kept, asked = _asked(state.budget), _asked(self.budget)
+        if kept != asked:
+            raise ValueError(f"the folder {name!r} has runs with {kept}, not with {asked}; name another")
+        return state
+
+    def _scheduled(self, state: State, cells: Sequence[Cell]) -> State:
+        """Measure what the steps of each arm take, where a budget asks for it and it is not known yet."""
+        first = {cell.key: cell for cell in cells if cell.seed == cells[0].seed}
+        if state.budget is None or state.budget.kind == "tokens" or state.steps.keys() == first.keys():
+            return state
+        if state.steps:
+            raise ValueError(f"the folder {self.folder.name!r} has a budget for other arms; name another")
+        arms = [label_of(arm) for arm in self.grid.arms]
+
+        def short(key: str, place: Path) -> TrainingRun:
+            cell = first[key]
+            with self.progress(f"measuring a step of {key}", 0):
+                return train(self.grid.recipe(cell.setting, arms.index(cell.arm), SHORT), place)
+
+        budget, steps = measured(state.budget, [*first], short, self.folder / ".measured")
+        return state.model_copy(update={"budget": budget, "steps": steps})
+
+    def _train_all(self, cells: Sequence[Cell], state: State) -> tuple[list[Placed], State]:
+        """Train what is not there yet; runs that diverge are noted in the state."""
+        placed: list[Placed] = []
+        for number, cell in enumerate(cells, 1):
+            if cell.name in state.stopped:
+                continue
+            with self.progress(f"run {number} of {len(cells)}: {cell.name}", 0):
+                pass
+            try:
+                placed.append(Placed(self._train(cell), str(self.folder / RUNS / cell.name), cell.setting.label))
+            except TrainingStopped as stop:
+                if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
+                    raise
+                state = state.model_copy(update={"stopped": {**state.stopped, cell.name: str(stop)}})
+                self._keep(state)
+            gc.collect()  # a trainer refers to itself, and would hold its model's memory
+        return placed, state
+
+    def _train(self, cell: Cell) -> TrainingRun:
+        """Return a finished run of the very recipe, or train it to its end."""
+        place = self.folder / RUNS / cell.name
+        if not (place / RECORD).is_file():
+            train(cell.recipe, place, resume=True, progress=self.progress)
+        run = load_run(place)
+        if run.recipe != cell.recipe.model_dump(mode="json"):
+            raise ValueError(f"{RUNS}/{cell.name} is of another recipe; name another folder, or remove that run")
+        return run
+
+    def _keep(self, state: State) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = self.folder / f".{STATE}"
+        partial.write_text(state.model_dump_json(by_alias=True, indent=1), encoding="utf-8")
+        partial.replace(self.folder / STATE)
+
+
+def _asked(budget: Budget | None) -> str:
+    return "no budget" if budget is None else f"{budget.kind}={budget.amount:g}"
+
+
+def _comparison(runs: Sorted, words: _Words, state: State | None = None) -> Comparison:
+    """Return what follows from runs."""
+    baseline = pick_baseline([arm.label for arm in runs.arms], words.baseline)
+    results = outcomes(runs, baseline, words.smooth)
+    lines, no_laws = laws(runs, baseline)
+    return Comparison(  # pyright: ignore[reportCallIssue]
+        command=words.command,
+        name=words.name,
+        baseline=baseline,
+        smooth=words.smooth,
+        budget=None if state is None else state.budget,
+        settings=runs.settings,
+        arms=runs.arms,
+        domains=runs.domains,
+        runs=runs.runs,
+        stopped={} if state is None else state.stopped,
+        outcomes=results,
+        laws=lines,
+        no_laws=no_laws,
+        trends=trends(runs, results),
+        environment=Environment.model_validate(environment()),
+    )
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keep other comparisons off the folder."""
+    try:
+        with exclusive(folder):
+            yield
+    except BlockingIOError:
+        raise ValueError(f"the folder {folder.name!r} is being written by another process; name another") from None

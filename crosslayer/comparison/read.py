@@ -174,6 +174,7 @@ def _compared(part: Placed) -> ComparedRun:
         tokens=run.tokens,
         length=_at(run.recipe, ("data", "length")),
         seconds=run.seconds,
+        step_seconds=_step_seconds(run),
         peak_bytes=run.peak_bytes,
         kv_bytes_per_token=run.model.kv_bytes_per_token,
         kv_read_bytes_per_token=run.model.kv_read_bytes_per_token,
@@ -188,6 +189,12 @@ def _compared(part: Placed) -> ComparedRun:
         ),
         glances=tuple(map(_glance, run.looks)),
     )
+
+
+def _step_seconds(run: TrainingRun) -> float | None:
+    """Return the median time of a step over what was logged, which a pause of the machine hardly moves."""
+    speeds = [speed for speed in run.curve.tokens_per_second if speed > 0]
+    return run.tokens / run.steps / float(np.median(speeds)) if speeds else None
 
 
 def _glance(look: Look) -> Glance:

@@ -62,6 +62,7 @@ class ComparedRun(Frozen):
     tokens: int = Field(ge=1)
     length: int = Field(ge=1, description="tokens of a sequence")
     seconds: float = Field(ge=0)
+    step_seconds: float | None = Field(ge=0, description="median of what was logged; None where nothing was")
     peak_bytes: int | None
     kv_bytes_per_token: float = Field(ge=0, description="stored")
     kv_read_bytes_per_token: float = Field(ge=0)

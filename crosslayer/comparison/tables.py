@@ -13,7 +13,7 @@ COLUMNS: tuple[tuple[str, Read, float, str], ...] = (  # what, how it is read, i
     ("parameters", lambda run: run.parameters, 1e6, "M"),
     ("FLOPs a token", lambda run: run.flops_per_token, 1e6, "M"),
     ("tokens", lambda run: run.tokens, 1e6, "M"),
-    ("time a step", lambda run: run.seconds / run.steps, 1e-3, "ms"),
+    ("time a step", lambda run: run.step_seconds, 1e-3, "ms"),
     ("peak memory", lambda run: run.peak_bytes, 1e6, "MB"),
     ("KV bytes stored", lambda run: run.kv_bytes_per_token, 1, ""),
     ("KV bytes read", lambda run: run.kv_read_bytes_per_token, 1, ""),

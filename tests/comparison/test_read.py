@@ -29,6 +29,14 @@ def test_a_folder_of_runs_is_as_good_as_its_runs(tmp_path):
     assert crosslayer.compare(folders) == crosslayer.compare([tmp_path / "runs"]) == crosslayer.compare([tmp_path])
 
 
+def test_a_pause_of_the_machine_hardly_changes_the_time_of_a_step(tmp_path):
+    paused = run("resformer", length=64, seconds=1e6)
+    slow = [10.0 if place < 3 else 1e4 for place in range(len(paused.curve.steps))]  # tokens a second
+    paused = paused.model_copy(update={"curve": paused.curve.model_copy(update={"tokens_per_second": slow})})
+    result = crosslayer.compare(written(tmp_path, run("vanilla", length=64), paused))
+    assert [part.step_seconds for part in result.runs] == pytest.approx([8 * 64 / 1e4] * 2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -4,10 +4,9 @@ With a recipe the folder holds `grid.json` (the budget, what was measured for it
 folder for each run, and at the end `record.json` with its page.
 """
 
-import contextlib
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from crosslayer.comparison.read import RECORD, RUNS, Placed, Sorted, assemble, l
 from crosslayer.comparison.record import Budget
 from crosslayer.comparison.result import Comparison
 from crosslayer.environment import environment
-from crosslayer.output.folder import exclusive
+from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment, Frozen
 from crosslayer.training.recipe import load_recipe
@@ -141,7 +140,7 @@ class _Job:
         words = replace(words, baseline=pick_baseline(labels, words.baseline))
         self._check_vary()
         cells = self.grid.cells()
-        with _held(self.folder):
+        with held(self.folder):
             state = self._scheduled(self._state(resume), cells)
             self._keep(state)
             cells = self.grid.cells(state.steps or None)
@@ -235,9 +234,7 @@ class _Job:
 
     def _keep(self, state: State) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f".{STATE}"
-        partial.write_text(state.model_dump_json(by_alias=True, indent=1), encoding="utf-8")
-        partial.replace(self.folder / STATE)
+        write_whole(self.folder / STATE, state.model_dump_json(by_alias=True, indent=1))
 
 
 def _asked(budget: Budget | None) -> str:
@@ -266,13 +263,3 @@ def _comparison(runs: Sorted, words: _Words, state: State | None = None) -> Comp
         trends=trends(runs, results),
         environment=Environment.model_validate(environment()),
     )
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Keep other comparisons off the folder."""
-    try:
-        with exclusive(folder):
-            yield
-    except BlockingIOError:
-        raise ValueError(f"the folder {folder.name!r} is being written by another process; name another") from None

@@ -85,6 +85,28 @@ def exclusive(target: Path, wait: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder that a verb fills as it goes on.
+
+    Raises:
+        ValueError: another process holds it.
+
+    """
+    try:
+        with exclusive(folder):
+            yield
+    except BlockingIOError:
+        raise ValueError(f"the folder {folder.name!r} is being written by another process; name another") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file beside its place, and put it there."""
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+@contextlib.contextmanager
 def filled(target: Path) -> Iterator[Path]:
     """Give a temporary folder that takes the place of `target` when the block ends; the caller holds `exclusive`."""
     partial, old = _beside(target, "partial"), _beside(target, "old")

@@ -24,9 +24,9 @@ from crosslayer.conversion.losses import Losses, logits_of, losses
 from crosslayer.corpus.domains import embedded_domains, shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_model
+from crosslayer.output.folder import write_whole
 from crosslayer.output.progress import Meter
 from crosslayer.recovery.recipe import HealRecipe, embedded_source
-from crosslayer.recovery.stages import write_whole
 from crosslayer.training.mixture import IGNORED
 
 SHARE = 2  # of the free memory, models that are measured together take at most a half

@@ -5,11 +5,9 @@ The folder of a recovery holds `recipe.yaml` (with every default); for each retr
 same for the trained original; and last `record.json` with its page.
 """
 
-import contextlib
 import json
 import os
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from crosslayer.environment import environment
 from crosslayer.models.load import load_model, public_name
-from crosslayer.output.folder import exclusive
+from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 from crosslayer.recovery.measure import Judge, Measurement, judging_windows
@@ -30,7 +28,7 @@ from crosslayer.recovery.record import Arm, StageRun, State
 from crosslayer.recovery.result import Recovery
 from crosslayer.recovery.retrofits import Retrofit, open_retrofits
 from crosslayer.recovery.rows import RecoveryRows, read_rows
-from crosslayer.recovery.stages import MODEL, Stage, finished, write_whole
+from crosslayer.recovery.stages import MODEL, Stage, finished
 from crosslayer.recovery.summary import Summary, shown_order
 from crosslayer.recovery.trainer import Teacher
 
@@ -78,7 +76,7 @@ def heal(
         raise ValueError("settings are for a recipe that is a file; change the loaded one by load_heal_recipe")
     opened, name = open_retrofits(retrofits, original)
     target = Path(folder).expanduser().resolve()
-    with _held(target):
+    with held(target):
         files = _files(recipe, opened)
         _check_folder(target, files, resume)
         job = _Job.ready(recipe, opened, name, target, progress)
@@ -86,7 +84,7 @@ def heal(
         for file, content in files.items():
             write_whole(target / file, content)
         result = job.heal().model_copy(update={"command": command})
-        _write(result, target)
+        result.save_within(target)
     return result
 
 
@@ -287,26 +285,3 @@ def _check_folder(folder: Path, files: dict[str, str], resume: bool) -> None:
             raise ValueError(
                 f"the folder {folder.name!r} is of another recipe or of other retrofits; `resume` goes on with the same"
             )
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Keep others off the folder."""
-    try:
-        with exclusive(folder):
-            yield
-    except BlockingIOError:
-        raise ValueError(f"the folder {folder.name!r} is being written by another process; name another") from None
-
-
-def _write(result: Recovery, folder: Path) -> None:
-    """Put page and record into the folder; the record, which says that all is whole, comes last."""
-    partial = folder / ".page"
-    shutil.rmtree(partial, ignore_errors=True)
-    result.save(partial)
-    for name in ("figures", "report.html", "record.json"):
-        if (folder / name).is_dir():
-            shutil.rmtree(folder / name)
-        if (partial / name).exists():
-            (partial / name).replace(folder / name)
-    partial.rmdir()

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from crosslayer.environment import quiet_transformers
+from crosslayer.output.folder import write_whole
 from crosslayer.output.progress import Meter
 from crosslayer.recovery.early_stop import EarlyStop
 from crosslayer.recovery.parameters import merged, trained_parameters, unfreeze
@@ -166,10 +167,3 @@ def finished(folder: Path) -> StageRun | None:
         raise ValueError(
             f"{DONE} of {folder.parent.name}/{folder.name} is damaged ({place}); remove that folder to train it anew"
         ) from None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text beside its place, and put it there."""
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -20,7 +20,7 @@ from crosslayer.decoder import CrossLayerForCausalLM
 from crosslayer.environment import environment, quiet_transformers
 from crosslayer.models.embedded import cache_folder
 from crosslayer.models.load import load_model
-from crosslayer.output.folder import exclusive
+from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 from crosslayer.training.arguments import Schedule, training_arguments
@@ -74,7 +74,7 @@ def train(
     elif settings:
         raise ValueError("settings are for a recipe that is a file; change the loaded one by load_recipe")
     target = Path(folder).expanduser().resolve()
-    with _held(target):
+    with held(target) if is_first() else contextlib.nullcontext():
         _prepare(target, recipe, resume)
         return _Run(recipe, target, command, progress).train(resume)
 
@@ -269,22 +269,7 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
                 f"the folder {folder.name!r} is of another recipe, or of none; `resume` goes on with the same one only"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{RECIPE}"
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(written)
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Keep other runs off the folder."""
-    if not is_first():
-        yield
-        return
-    try:
-        with exclusive(folder):
-            yield
-    except BlockingIOError:
-        raise ValueError(f"the folder {folder.name!r} is being written by another process; name another") from None
+    write_whole(written, text)
 
 
 def is_first() -> bool:

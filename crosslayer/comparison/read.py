@@ -101,20 +101,34 @@ def sort_runs(folders: Sequence[Path]) -> Sorted:
     common = {where: _flat({key: value for key, value in _shared(run).items()}) for where, run in runs.items()}
     keys = list(dict.fromkeys(key for flat in common.values() for key in flat))
     differing = [key for key in keys if len({json.dumps(flat.get(key, MISSING)) for flat in common.values()}) > 1]
+    telling = _telling(differing, list(common.values()))
     settings: dict[str, Setting] = {}
     placed = []
     for where, run in runs.items():
         values = {key: common[where].get(key, MISSING) for key in differing}
-        setting = setting_of(values)
+        setting = setting_of(values, telling)
         settings[setting.label] = setting
         placed.append(Placed(run, where, setting.label))
     return assemble(list(settings.values()), placed)
 
 
-def setting_of(values: dict[str, Any]) -> Setting:
-    """Return the setting in which keys of a recipe have such values."""
-    label = ", ".join(f"{key}={_word(value)}" for key, value in values.items())
+def setting_of(values: dict[str, Any], telling: Sequence[str] | None = None) -> Setting:
+    """Return the setting in which keys of a recipe have such values; its label has those that tell it from others."""
+    shown = values if telling is None else {key: values[key] for key in telling}
+    label = ", ".join(f"{key}={_word(value)}" for key, value in shown.items())
     return Setting(label=label, values=values)
+
+
+def _telling(keys: Sequence[str], recipes: Sequence[dict[str, Any]]) -> list[str]:
+    """Return keys that tell settings apart: each only if those before it, which a recipe has further above, do not."""
+    telling: list[str] = []
+    groups = 1
+    for key in keys:
+        more = [*telling, key]
+        count = len({json.dumps([recipe.get(name, MISSING) for name in more]) for recipe in recipes})
+        if count > groups:
+            telling, groups = more, count
+    return telling
 
 
 def _word(value: Any) -> str:

@@ -23,6 +23,15 @@ def test_settings_are_what_differs_in_the_recipes(tmp_path):
     assert crosslayer.compare(written(tmp_path / "alone", *PAIR)).settings[0].label == ""
 
 
+def test_a_label_leaves_out_what_follows_from_the_rest(tmp_path):
+    runs = [run(arm, length=length, name=f"{length}") for length in (64, 256) for arm in ("vanilla", "resformer")]
+    for part in runs:
+        part.recipe["eval"] = {"windows": 4096 // part.recipe["data"]["length"]}
+    result = crosslayer.compare(written(tmp_path, *runs))
+    assert [setting.label for setting in result.settings] == ["data.length=64", "data.length=256"]
+    assert result.settings[1].values == {"data.length": 256, "eval.windows": 16}
+
+
 def test_a_folder_of_runs_is_as_good_as_its_runs(tmp_path):
     folders = written(tmp_path / "runs", *PAIR)
     (tmp_path / "runs" / "unfinished").mkdir()

@@ -11,6 +11,7 @@ ALPHA = 0.05  # adjusted p-values below it decide
 RELEVANT = 0.01  # nats a token: the difference for which needed seeds are counted
 
 Cost = Literal["parameters", "tokens", "flops"]
+COSTS: dict[Cost, str] = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOPs"}
 
 
 class Setting(Frozen):

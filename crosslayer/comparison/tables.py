@@ -3,8 +3,8 @@
 import statistics
 from collections.abc import Callable, Sequence
 
-from crosslayer.comparison.record import ComparedRun, ComparisonRecord, Law, Outcome
-from crosslayer.comparison.words import COSTS, in_words, inside, percent, signed, span, with_values
+from crosslayer.comparison.record import COSTS, ComparedRun, ComparisonRecord, Law, Outcome
+from crosslayer.comparison.words import in_words, inside, percent, signed, span, with_values
 from crosslayer.output.page import Table
 
 UNKNOWN = "–"

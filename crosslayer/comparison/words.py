@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 
 from crosslayer.comparison.paired import FEWEST, Difference, Interval, Verdict
-from crosslayer.comparison.record import RELEVANT, ComparedRun, ComparisonRecord, Law, LengthTrend, Outcome
-
-COSTS = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOPs"}
+from crosslayer.comparison.record import COSTS, RELEVANT, ComparedRun, ComparisonRecord, Law, LengthTrend, Outcome
 
 
 def sentences(record: ComparisonRecord) -> list[str]:

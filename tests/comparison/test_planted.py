@@ -195,13 +195,34 @@ def test_settings_of_the_same_cost_have_no_law(tmp_path):
             runs.append(part.model_copy(update={"recipe": recipe}))
     result = compared(tmp_path, *runs)
     assert [setting.label for setting in result.settings] == ["train.learning_rate=0.001", "train.learning_rate=0.003"]
-    assert not result.laws and "No power law: two of the settings cost the same" in "\n".join(sentences(result))
+    assert not result.laws and "No power law: the runs of vanilla cost 6.144e+11, 6.144e+11 F" in (
+        "\n".join(sentences(result))
+    )
+
+
+def test_settings_that_cost_nearly_the_same_have_no_law(tmp_path):
+    """A budget of FLOPs over sizes: a line through costs that differ by rounding would have any exponent."""
+    runs = []
+    for size, parameters in SIZES.items():
+        steps = 10_000 * 1_000_000 // parameters + 1
+        for seed in range(3):
+            common = {"size": size, "parameters": parameters, "steps": steps}
+            runs += [run(arm, seed, 3.0 + 0.01 * seed, **common) for arm in ("vanilla", "resformer")]
+    result = compared(tmp_path, *runs)
+    costs = sorted(part.flops_per_token * part.tokens for part in result.runs)
+    assert costs[0] < costs[-1] < 1.01 * costs[0] and not result.laws
+    assert "and a law needs a factor of 1.5 between them." in "\n".join(sentences(result))
+
+
+def halved(part):
+    """Return a run of half as many steps, and of half the text."""
+    return part.model_copy(update={"steps": part.steps // 2, "tokens": part.tokens // 2})
 
 
 def test_steps_that_differ_leave_no_relative_curve(tmp_path):
     """Under a budget arms have schedules of their own, and step 100 of one is not step 100 of another."""
     runs = three(0.0)
-    runs = [part if part.model.methods == [] else part.model_copy(update={"steps": 150}) for part in runs]
+    runs = [part if part.model.methods == [] else halved(part) for part in runs]
     assert compared(tmp_path, *runs).outcomes[0].curve is None
 
 

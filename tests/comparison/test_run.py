@@ -213,9 +213,9 @@ def test_a_budget_of_time_is_measured_once(recipe, tmp_path, monkeypatch):
 
 def test_the_command_trains(recipe, tmp_path, capsys, monkeypatch):
     words = ["compare", "--recipe", str(recipe), "--methods", METHODS, "--seeds", "1", "--out", str(tmp_path / "out")]
-    assert type_in(monkeypatch, [*words, "--budget", "tokens=300", "--vary", "model.shape.num_hidden_layers=2,3"]) == 0
+    assert type_in(monkeypatch, [*words, "--budget", "tokens=300", "--vary", "model.shape.hidden_size=32,64"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    settings = [f"model.shape.num_hidden_layers={layers}" for layers in (2, 3)]
+    settings = [f"model.shape.hidden_size={width}" for width in (32, 64)]
     assert [part["setting"] for part in json.loads(last)["results"]] == settings
     assert lines[0] == "Every run was given 300 tokens."
     result = crosslayer.load_result(tmp_path / "out")

@@ -139,7 +139,7 @@ def assemble(settings: Sequence[Setting], placed: Sequence[Placed]) -> Sorted:
     """Return runs as they are compared.
 
     Raises:
-        ValueError: two are the same, or runs of a setting have read different text.
+        ValueError: two are the same, or runs of a setting have read different text or other amounts of it in a step.
 
     """
     arms: dict[str, Arm] = {}
@@ -156,6 +156,7 @@ def assemble(settings: Sequence[Setting], placed: Sequence[Placed]) -> Sorted:
             )
         taken[key] = part
         _check_text(first.setdefault(part.setting, part), part)
+        _check_tokens(first[part.setting], part)
     names = tuple(domain.name for domain in placed[0].run.domains)
     runs = tuple(_compared(part) for part in placed)
     return Sorted(tuple(settings), tuple(arms.values()), names, runs)
@@ -172,6 +173,16 @@ def _check_text(first: Placed, other: Placed) -> None:
                 f"{Path(first.where).name} and {Path(other.where).name} have the same recipe but read different text "
                 f"in the domain {name!r}; runs are compared on the same text only"
             )
+
+
+def _check_tokens(first: Placed, other: Placed) -> None:
+    """Refuse two runs of a setting whose steps read different amounts of text; a budget alone may change the steps."""
+    sides = [part.run.tokens / part.run.steps for part in (first, other)]
+    if first.run.tokens * other.run.steps != other.run.tokens * first.run.steps:
+        raise ValueError(
+            f"{Path(first.where).name} and {Path(other.where).name} have the same recipe but read {sides[0]:,.0f} and "
+            f"{sides[1]:,.0f} tokens a step, as with another number of processes; train one of them anew"
+        )
 
 
 def _compared(part: Placed) -> ComparedRun:

@@ -92,6 +92,16 @@ def test_runs_on_other_text_are_not_paired(tmp_path):
         crosslayer.compare(written(tmp_path, PAIR[0], other))
 
 
+def test_runs_with_other_batches_are_not_paired(tmp_path):
+    """Four processes read four times as much in a step, and the recipe does not say so."""
+    other = PAIR[1].model_copy(update={"tokens": 4 * PAIR[1].tokens})
+    message = "00-0 and 01-0 have the same recipe but read 512 and 2,048 tokens a step"
+    with pytest.raises(ValueError, match=message):
+        crosslayer.compare(written(tmp_path / "other", PAIR[0], other))
+    shorter = PAIR[1].model_copy(update={"steps": 100, "tokens": PAIR[1].tokens // 2})  # as a budget has it
+    assert crosslayer.compare(written(tmp_path / "shorter", PAIR[0], shorter)).outcomes[0].final is not None
+
+
 def test_the_same_run_twice_is_refused(tmp_path):
     with pytest.raises(ValueError, match="01-0 and 02-0 are both resformer with seed 0; leave one out"):
         crosslayer.compare(written(tmp_path, *PAIR, PAIR[1]))

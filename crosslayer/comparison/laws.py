@@ -131,21 +131,22 @@ def _fewer_interval(needed: Sequence[float | None]) -> Interval | None:
 
 
 def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
-    """Return how the critical point of each arm moves with the length of a sequence, where two lengths have reached it.
+    """Return how many tokens it takes to overtake each arm by the length of a sequence, where it is in two lengths.
 
     Settings belong together if they differ in length, schedule and arguments alone. The trend is continued to twice the
     longest length.
     """
     lengths = {run.setting: run.length for run in runs.runs}
+    batches = {run.setting: run.tokens / run.steps for run in runs.runs}  # tokens of a step
     lines = []
     for where, group in _groups(runs.settings, ALONG).items():
         for arm in runs.arms:
             names = {setting.label for setting in group}
             reached = {
-                lengths[result.setting]: result.critical.mean
+                lengths[result.setting]: result.critical.mean * batches[result.setting]
                 for result in results
                 if result.arm == arm.label and result.setting in names
-                if result.critical is not None and result.critical.mean is not None
+                if result.overtaken and result.critical is not None and result.critical.mean is not None
             }
             if len(reached) > 1:
                 lines.append(_trend(arm.label, where, dict(sorted(reached.items()))))
@@ -160,9 +161,9 @@ def _trend(arm: str, where: str, reached: dict[int, float]) -> LengthTrend:
         arm=arm,
         where=where,
         lengths=tuple(reached),
-        steps=tuple(reached.values()),
+        tokens=tuple(reached.values()),
         exponent=-law.exponent,
         interval=None if interval is None else (-interval[1], -interval[0]),
         next_length=2 * longest,
-        next_steps=law.loss(2 * longest),
+        next_tokens=law.loss(2 * longest),
     )

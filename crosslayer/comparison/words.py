@@ -130,7 +130,7 @@ def _many_words(record: ComparisonRecord) -> list[str]:
 def _critical_words(record: ComparisonRecord) -> list[str]:
     lines = []
     for result in record.outcomes:
-        if result.overtaken and result.critical is not None and len(result.seeds) > 1:
+        if result.overtaken and result.critical is not None:
             place = f"{result.setting}: " if result.setting else ""
             ends = [point for point in result.critical.reached if point is not None]
             lines.append(
@@ -164,12 +164,12 @@ def percent(share: float) -> str:
 
 def _trend_words(trend: LengthTrend, baseline: str) -> str:
     place = f"{trend.where}: " if trend.where else ""
-    points = zip(trend.steps, trend.lengths, strict=True)
-    steps = ", ".join(f"{step:,.0f} with {length:,} tokens" for step, length in points)
+    points = zip(trend.tokens, trend.lengths, strict=True)
+    reached = ", ".join(f"{tokens:,.0f} tokens with sequences of {length:,}" for tokens, length in points)
     interval = "no interval from two lengths" if trend.interval is None else span(trend.interval, 2)
     return (
-        f"{place}{baseline} overtakes {trend.arm} at step {steps}; on a straight line in logarithms, length to the "
-        f"power {signed(trend.exponent, 2)} ({interval}), that would be about {trend.next_steps:,.0f} with "
+        f"{place}{baseline} overtakes {trend.arm} after {reached}; on a straight line in logarithms, length to the "
+        f"power {signed(trend.exponent, 2)} ({interval}), that would be about {trend.next_tokens:,.0f} with "
         f"{trend.next_length:,}."
     )
 

@@ -133,10 +133,41 @@ def test_critical_points_over_lengths_are_continued(tmp_path):
         runs += [run("svformer", seed, 3.1, gap, length=length) for seed in range(3)]
     result = compared(tmp_path, *runs, smooth=1)
     (trend,) = result.trends
-    exponent = np.log(148 / 52) / np.log(4)
-    assert trend.lengths == (64, 256) and np.allclose(trend.steps, (52, 148)) and np.isclose(trend.exponent, exponent)
-    assert trend.interval is None and trend.next_length == 512 and np.isclose(trend.next_steps, 148 * 2**exponent)
-    assert any("no interval from two lengths" in line for line in sentences(result)) and not result.laws
+    reached = np.array([52 * 8 * 64, 148 * 8 * 256])  # steps, of eight sequences
+    exponent = np.log(reached[1] / reached[0]) / np.log(4)
+    assert trend.lengths == (64, 256) and np.allclose(trend.tokens, reached) and np.isclose(trend.exponent, exponent)
+    assert trend.interval is None and trend.next_length == 512
+    assert np.isclose(trend.next_tokens, reached[1] * 2**exponent) and not result.laws
+    (words,) = [line for line in sentences(result) if "no interval from two lengths" in line]
+    assert "overtakes svformer after 26,624 tokens with sequences of 64, 303,104 tokens with sequences of 256;" in words
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+def test_nothing_is_said_of_curves_that_differ_by_noise(tmp_path, seeds):
+    """A band that holds point by point lies below 0 somewhere on most pages, and noise crosses 0 all the time."""
+    generator = np.random.default_rng(0)
+    told = 0
+    for page in range(20):
+        runs = []
+        for length in (64, 256):
+            for seed in range(seeds):
+                noise = generator.normal(0, 0.01, len(STEPS))
+                runs += [run("vanilla", seed, length=length), run("svformer", seed, 3.0, noise, length=length)]
+        result = compared(tmp_path / f"{page}", *runs)
+        told += any("overtake" in line for line in sentences(result)) or "Critical points" in result.page()
+    assert told <= 2
+
+
+def test_an_arm_that_is_not_overtaken_has_no_trend(tmp_path):
+    """Every pair ends above 0, but so unevenly that the band does not."""
+    runs = []
+    for length in (64, 256):
+        for seed, slope in enumerate((0.0001, 0.0001, 0.01)):
+            rise = np.where(np.array(STEPS) > 120, slope, 0.01) * (np.array(STEPS) - 120.0)
+            runs += [run("vanilla", seed, length=length), run("svformer", seed, 3.0, rise, length=length)]
+    result = compared(tmp_path, *runs, smooth=1)
+    assert all(outcome.critical.mean is not None and not outcome.overtaken for outcome in result.outcomes)
+    assert not result.trends and "Critical points" not in result.page()
 
 
 SIZES = {"tiny": 1_000_000, "mini": 3_000_000, "small": 9_000_000}

@@ -5,7 +5,9 @@ folder for each run, and at the end `record.json` with its page.
 """
 
 import gc
+import hashlib
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +36,13 @@ STATE = "grid.json"
 SEEDS = 3
 
 
+class Stopped(Frozen):
+    """A run that diverged: how, and by which recipe (its SHA-256), so that another one is trained."""
+
+    what: str
+    recipe: str
+
+
 class State(Frozen):
     """What a folder of runs keeps beside them, so that they can be resumed."""
 
@@ -42,7 +51,7 @@ class State(Frozen):
     )
     budget: Budget | None = None
     steps: dict[str, int] = Field({}, description="of every arm in every setting, where the budget decides them")
-    stopped: dict[str, str] = Field({}, description="runs that diverged, and how")
+    stopped: dict[str, Stopped] = Field({}, description="runs that diverged, by their names")
 
 
 def compare(
@@ -145,8 +154,7 @@ class _Job:
             self._keep(state)
             cells = self.grid.cells(state.steps or None)
             placed, state = self._train_all(cells, state)
-            if not placed:
-                raise ValueError(f"no run has ended: {'; '.join(state.stopped.values())}")
+            _check_ended(placed, words.baseline, state)
             settings = {cell.setting.label: cell.setting for cell in cells}
             result = _comparison(assemble(list(settings.values()), placed), words, state)
             result.save_within(self.folder)
@@ -205,11 +213,14 @@ class _Job:
         return state.model_copy(update={"budget": budget, "steps": steps})
 
     def _train_all(self, cells: Sequence[Cell], state: State) -> tuple[list[Placed], State]:
-        """Train what is not there yet; runs that diverge are noted in the state."""
+        """Train what is not there yet; runs that diverge are noted in the state, and are not trained twice."""
         placed: list[Placed] = []
         for number, cell in enumerate(cells, 1):
-            if cell.name in state.stopped:
+            before = state.stopped.get(cell.name)
+            if before is not None and before.recipe == _digest(cell):
                 continue
+            if before is not None:
+                state = self._forget(cell, state)
             with self.progress(f"run {number} of {len(cells)}: {cell.name}", 0):
                 pass
             try:
@@ -217,10 +228,23 @@ class _Job:
             except TrainingStopped as stop:
                 if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
                     raise
-                state = state.model_copy(update={"stopped": {**state.stopped, cell.name: str(stop)}})
+                what = Stopped(what=str(stop), recipe=_digest(cell))
+                state = state.model_copy(update={"stopped": {**state.stopped, cell.name: what}})
                 self._keep(state)
             gc.collect()  # a trainer refers to itself, and would hold its model's memory
-        return placed, state
+        names = {cell.name for cell in cells}
+        stopped = {name: what for name, what in state.stopped.items() if name in names}
+        return placed, state.model_copy(update={"stopped": stopped})
+
+    def _forget(self, cell: Cell, state: State) -> State:
+        """Remove what a run left that diverged by another recipe."""
+        place = self.folder / RUNS / cell.name
+        if not (place / RECORD).is_file():
+            shutil.rmtree(place, ignore_errors=True)
+        stopped = {name: what for name, what in state.stopped.items() if name != cell.name}
+        state = state.model_copy(update={"stopped": stopped})
+        self._keep(state)
+        return state
 
     def _train(self, cell: Cell) -> TrainingRun:
         """Return a finished run of the very recipe, or train it to its end."""
@@ -235,6 +259,18 @@ class _Job:
     def _keep(self, state: State) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / STATE, state.model_dump_json(by_alias=True, indent=1))
+
+
+def _digest(cell: Cell) -> str:
+    return hashlib.sha256(cell.recipe.model_dump_json().encode()).hexdigest()
+
+
+def _check_ended(placed: Sequence[Placed], baseline: str | None, state: State) -> None:
+    """Refuse to compare where the baseline, or all others, have diverged; say which runs, and why."""
+    ended = {label_of(part.run.model.methods) for part in placed}
+    if baseline not in ended or len(ended) < 2:
+        each = "; ".join(f"{name}: {part.what}" for name, part in state.stopped.items())
+        raise ValueError(f"there is nothing to compare with {baseline}, since these runs stopped: {each}")
 
 
 def _asked(budget: Budget | None) -> str:
@@ -256,7 +292,7 @@ def _comparison(runs: Sorted, words: _Words, state: State | None = None) -> Comp
         arms=runs.arms,
         domains=runs.domains,
         runs=runs.runs,
-        stopped={} if state is None else state.stopped,
+        stopped={} if state is None else {name: part.what for name, part in state.stopped.items()},
         outcomes=results,
         laws=lines,
         no_laws=no_laws,

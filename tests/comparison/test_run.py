@@ -167,6 +167,19 @@ def test_a_run_that_diverges_is_left_out_and_stays_out(recipe, tmp_path, monkeyp
     assert len(calls) == 3 and again.stopped == result.stopped
 
 
+def test_a_baseline_that_diverges_is_said(recipe, tmp_path):
+    """And with a learning rate that it survives, --resume trains it, in the folder where it had stopped."""
+    options = {"folder": tmp_path / "out", "recipe": recipe, "methods": METHODS, "seeds": 1}
+    with pytest.raises(ValueError) as error:
+        crosslayer.compare(**options, settings=["train.learning_rate=1e30"])
+    message = str(error.value)
+    assert message.startswith("there is nothing to compare with vanilla, since these runs stopped: vanilla-0: the loss")
+    assert "; svformer-0: the loss" in message and "\n" not in message
+    result = crosslayer.compare(**options, resume=True)
+    assert result.stopped == {} and [part.arm for part in result.runs] == METHODS.split(", ")
+    assert json.loads((tmp_path / "out" / "grid.json").read_text())["stopped"] == {}
+
+
 def test_budgets_are_whole_steps(tmp_path):
     assert whole_steps(60.0, 0.5, "a") == 120 and whole_steps(0.99, 0.5, "a") == 1
     with pytest.raises(ValueError, match="`budget` is too small for a step of a, which takes 0.5 of 0.4"):

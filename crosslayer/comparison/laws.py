@@ -16,8 +16,8 @@ from crosslayer.comparison.read import Sorted, setting_of
 from crosslayer.comparison.record import COSTS, ComparedRun, Cost, Law, LengthTrend, Setting
 from crosslayer.comparison.scaling import PowerLaw, fit_power_law, relative_cost
 
-SCALED = ("model.", "schedule.", "train.", "eval.")  # keys that may differ between the sizes of a law
-ALONG = ("data.length", "schedule.", "train.", "eval.")  # and between the lengths of a trend
+SCALED = ("model.", "schedule.", "budget", "train.", "eval.")  # keys that may differ between the sizes of a law
+ALONG = ("data.length", "schedule.", "budget", "train.", "eval.")  # and between the lengths of a trend
 APART = 1.5  # the least factor between neighbours in cost: closer ones say nothing of how the loss falls
 CLOSE = 1 + 1e-6  # the largest cost, give or take rounding
 Side = dict[int, list[ComparedRun]]  # seed → its runs, setting by setting

@@ -11,9 +11,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import Field, ValidationError
+from typing import Any
 
 from crosslayer.comparison.arms import label_of, pick_baseline
 from crosslayer.comparison.budget import SHORT, measured, read_budget
@@ -23,35 +21,17 @@ from crosslayer.comparison.outcomes import outcomes
 from crosslayer.comparison.read import RECORD, RUNS, Placed, Sorted, assemble, load_run, run_folders, sort_runs
 from crosslayer.comparison.record import Budget
 from crosslayer.comparison.result import Comparison
+from crosslayer.comparison.state import STATE, State, Stopped, read_state
 from crosslayer.environment import environment
 from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.output.record import Environment, Frozen
+from crosslayer.output.record import Environment
 from crosslayer.training.recipe import load_recipe
 from crosslayer.training.result import TrainingRun
 from crosslayer.training.run import train
 from crosslayer.training.trainer import TrainingStopped
 
-STATE = "grid.json"
 SEEDS = 3
-
-
-class Stopped(Frozen):
-    """A run that diverged: how, and by which recipe (its SHA-256), so that another one is trained."""
-
-    what: str
-    recipe: str
-
-
-class State(Frozen):
-    """What a folder of runs keeps beside them, so that they can be resumed."""
-
-    schema_: Literal["crosslayer/grid/1"] = Field(
-        "crosslayer/grid/1", validation_alias="schema", serialization_alias="schema"
-    )
-    budget: Budget | None = None
-    steps: dict[str, int] = Field({}, description="of every arm in every setting, where the budget decides them")
-    stopped: dict[str, Stopped] = Field({}, description="runs that diverged, by their names")
 
 
 def compare(
@@ -183,13 +163,9 @@ class _Job:
             return State(budget=self.budget)  # pyright: ignore[reportCallIssue]
         if not resume:
             raise ValueError(f"the folder {name!r} exists; give another name, or `resume` to go on with its runs")
-        try:
-            state = State.model_validate_json((self.folder / STATE).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError):
-            raise ValueError(f"the folder {name!r} is of no comparison that can be resumed; name another") from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ValueError(f"{STATE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        state = read_state(self.folder)
+        if state is None:
+            raise ValueError(f"the folder {name!r} is of no comparison that can be resumed; name another")
         kept, asked = _asked(state.budget), _asked(self.budget)
         if kept != asked:
             raise ValueError(f"the folder {name!r} has runs with {kept}, not with {asked}; name another")
@@ -287,7 +263,7 @@ def _comparison(runs: Sorted, words: _Words, state: State | None = None) -> Comp
         name=words.name,
         baseline=baseline,
         smooth=words.smooth,
-        budget=None if state is None else state.budget,
+        budget=runs.budget if state is None else state.budget,
         settings=runs.settings,
         arms=runs.arms,
         domains=runs.domains,

@@ -208,6 +208,8 @@ def test_a_budget_of_flops(recipe, tmp_path):
         step = part.flops_per_token * part.tokens / part.steps
         assert 4e7 - step < spent[part.arm] <= 4e7
     assert json.loads((tmp_path / "flops" / "grid.json").read_text())["steps"] == {p.arm: p.steps for p in flops.runs}
+    again = crosslayer.compare([tmp_path / "flops"])
+    assert again.budget == flops.budget and again.outcomes == flops.outcomes and again.settings == flops.settings
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """What a comparison says in sentences: what is shown, what is not, and what it would take."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from crosslayer.comparison.paired import FEWEST, Difference, Interval, Verdict
 from crosslayer.comparison.record import COSTS, RELEVANT, ComparedRun, ComparisonRecord, Law, LengthTrend, Outcome
@@ -58,11 +58,14 @@ def _budget_words(record: ComparisonRecord) -> list[str]:
     if budget is None:
         return []
     if budget.kind == "tokens":
-        return [f"Every run was given {budget.amount:,.0f} tokens."]
+        tokens = {run.tokens for run in record.runs}
+        words = f"Every run was given {_range(tokens, ',')} tokens"
+        return [f"{words}." if tokens == {budget.amount} else f"{words}: {budget.amount:,.0f} in whole steps."]
     if budget.kind == "flops":
+        costs = {run.flops_per_token * run.tokens for run in record.runs}
         return [
             f"Every run was given {budget.amount:.3g} FLOPs: each arm the whole steps that fit, by the FLOPs of its "
-            "tokens, and a schedule over these."
+            f"tokens, and a schedule over these. The runs took {_range(costs, '.3g')}."
         ]
     times = [run.seconds for run in record.runs]
     return [
@@ -70,6 +73,12 @@ def _budget_words(record: ComparisonRecord) -> list[str]:
         "turns; each arm has the whole steps that fit, and a learning rate that ends with them. The runs took "
         f"{min(times):.1f} to {max(times):.1f} s."
     ]
+
+
+def _range(values: Collection[float], form: str) -> str:
+    """Write the least and the greatest of values, or the only one."""
+    ends = dict.fromkeys(f"{value:{form}}" for value in (min(values), max(values)))
+    return " to ".join(ends)
 
 
 def _setting_words(record: ComparisonRecord, setting: str) -> list[str]:

@@ -99,6 +99,16 @@ def test_pairs_that_lack_a_side_are_left_out_and_named(tmp_path):
         in words
     )
     assert "no pair" in result.page()
+    assert "2 beside vanilla · 3 seeds, paired · 8 runs of 102,400 tokens · " in result.layout().subtitle
+
+
+def test_a_machine_is_named_where_all_runs_had_it(tmp_path):
+    runs = [run(arm, seed) for seed in range(2) for arm in ("vanilla", "resformer")]
+    environment = runs[0].environment
+    elsewhere = environment.model_copy(update={"machine": environment.machine.model_copy(update={"gpu": "GPU X"})})
+    other = [part.model_copy(update={"environment": elsewhere}) for part in runs]
+    assert compared(tmp_path / "there", *other).layout().subtitle.endswith(" tokens · GPU X")
+    assert compared(tmp_path / "both", *runs[:2], *other[2:]).layout().subtitle.endswith(" tokens")
 
 
 def test_a_planted_critical_point(tmp_path):

@@ -12,7 +12,7 @@ SHORTEST = 2  # logged entries of a stretch: a single point says little
 RELEVANT = 0.01  # nats a token: the difference for which needed seeds are counted
 
 Cost = Literal["parameters", "tokens", "flops"]
-COSTS: dict[Cost, str] = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOPs"}
+COSTS: dict[str, str] = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOPs"}
 
 
 class Setting(Frozen):

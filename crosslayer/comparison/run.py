@@ -197,10 +197,9 @@ class _Job:
                 continue
             if before is not None:
                 state = self._forget(cell, state)
-            with self.progress(f"run {number} of {len(cells)}: {cell.name}", 0):
-                pass
             try:
-                placed.append(Placed(self._train(cell), str(self.folder / RUNS / cell.name), cell.setting.label))
+                run = self._train(cell, f"run {number} of {len(cells)}, {cell.name}")
+                placed.append(Placed(run, str(self.folder / RUNS / cell.name), cell.setting.label))
             except TrainingStopped as stop:
                 if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
                     raise
@@ -222,11 +221,11 @@ class _Job:
         self._keep(state)
         return state
 
-    def _train(self, cell: Cell) -> TrainingRun:
+    def _train(self, cell: Cell, name: str) -> TrainingRun:
         """Return a finished run of the very recipe, or train it to its end."""
         place = self.folder / RUNS / cell.name
         if not (place / RECORD).is_file():
-            train(cell.recipe, place, resume=True, progress=self.progress)
+            train(cell.recipe, place, resume=True, progress=lambda what, total: self.progress(f"{name}: {what}", total))
         run = load_run(place)
         if run.recipe != cell.recipe.model_dump(mode="json"):
             raise ValueError(f"{RUNS}/{cell.name} is of another recipe; name another folder, or remove that run")

@@ -13,6 +13,7 @@ from crosslayer.comparison.budget import measured, read_budget, whole_steps
 from crosslayer.comparison.grid import read_grid
 from crosslayer.comparison.words import sentences
 from tests.cli.test_bad_input import type_in
+from tests.helpers.meters import Recorder
 from tests.helpers.runs import run
 from tests.output.test_page import LOOK
 
@@ -200,9 +201,12 @@ def test_budgets_are_whole_steps(tmp_path):
 
 
 def test_a_budget_of_flops(recipe, tmp_path):
-    flops = crosslayer.compare(
-        folder=tmp_path / "flops", recipe=recipe, methods="vanilla, cla", seeds=1, budget="flops=4e7"
-    )
+    meter = Recorder()
+    options = {"folder": tmp_path / "flops", "recipe": recipe, "methods": "vanilla, cla", "progress": meter}
+    flops = crosslayer.compare(**options, seeds=1, budget="flops=4e7")
+    told = [what for what, _ in meter.works]
+    assert told[:2] == ["measuring a step of vanilla", "measuring a step of cla"]
+    assert told[2].startswith("run 1 of 2, vanilla-0: ") and told[-1].startswith("run 2 of 2, cla-0: ")
     spent = {part.arm: part.flops_per_token * part.tokens for part in flops.runs}
     for part in flops.runs:
         step = part.flops_per_token * part.tokens / part.steps

@@ -108,7 +108,8 @@ def _law(side: Side, baseline: Side, cost: Cost) -> dict[str, Any] | None:
         return None
     law, reference = _fit(rows, cost), _fit([baseline[seed] for seed in seeds], cost)
     each = [(_fit([side[seed]], cost), _fit([baseline[seed]], cost)) for seed in seeds]
-    needed = relative_cost(law, reference, reference.largest)
+    falls = law.exponent > 0 and reference.exponent > 0
+    needed = relative_cost(law, reference, reference.largest) if falls else None
     by_seed = [relative_cost(own, other, other.largest) for own, other in each]
     return {
         "costs": _costs(rows[0], cost),

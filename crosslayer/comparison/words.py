@@ -13,7 +13,7 @@ def sentences(record: ComparisonRecord) -> list[str]:
         *(line for setting in record.settings for line in _setting_words(record, setting.label)),
         *_many_words(record),
         *_critical_words(record),
-        *(line for law in record.laws if law.arm != record.baseline for line in _law_words(law, record.baseline)),
+        *(line for law in record.laws if law.arm != record.baseline for line in _law_words(law, record)),
         *([f"No power law: {record.no_laws}."] if record.no_laws and len(record.settings) > 1 else []),
         *(_trend_words(trend, record.baseline) for trend in record.trends),
         *_inside_words(record),
@@ -150,8 +150,13 @@ def _critical_words(record: ComparisonRecord) -> list[str]:
     return lines
 
 
-def _law_words(law: Law, baseline: str) -> list[str]:
-    place = f"{law.where}: " if law.where else ""
+def _law_words(law: Law, record: ComparisonRecord) -> list[str]:
+    place, baseline = f"{law.where}: " if law.where else "", record.baseline
+    sides = [part for part in record.laws if part.where == law.where and part.arm in (baseline, law.arm)]
+    rising = [part.arm for part in sides if part.exponent <= 0]
+    if rising:
+        names = " and ".join(rising)
+        return [f"{place}the loss of {names} does not fall with {COSTS[law.cost]}; no law says what would reach it."]
     if law.fewer is None:
         return [f"{place}the power law of {law.arm} does not reach the loss of {baseline}."]
     sign, word = (1, "fewer") if law.fewer >= 0 else (-1, "more")

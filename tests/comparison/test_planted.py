@@ -216,6 +216,18 @@ def test_two_sizes_with_two_seeds_have_a_law_without_intervals(tmp_path):
     assert abs(law.fewer + 0.5) < 1e-9 and law.extrapolated  # it needs half as much again, more than was trained
 
 
+def test_where_a_larger_model_is_worse_no_law_says_what_would_be_saved(tmp_path):
+    runs = []
+    for size, parameters, plain in (("tiny", 10**6, 3.0), ("mini", 4 * 10**6, 3.3)):
+        for seed in range(3):
+            runs.append(run("vanilla", seed, plain + seed / 100, size=size, parameters=parameters))
+            runs.append(run("resformer", seed, plain - 0.5 + seed / 90, size=size, parameters=parameters))
+    result = compared(tmp_path, *runs)
+    assert [law.fewer for law in result.laws] == [None, None]
+    (words,) = [line for line in sentences(result) if "no law says" in line]
+    assert words == "The loss of vanilla and resformer does not fall with parameters; no law says what would reach it."
+
+
 def test_tokens_make_a_law_too(tmp_path):
     runs = [
         run(arm, seed, 6 * steps**-0.1 * factor, steps=steps)

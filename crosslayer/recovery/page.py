@@ -8,7 +8,7 @@ from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import QUIET, Line, Panel, same_scale
 from crosslayer.recovery.early_stop import averages
 from crosslayer.recovery.record import Arm, RecoveryRecord, Standing, State
-from crosslayer.recovery.words import LOSSES, estimate, percent, sentences, stage_words
+from crosslayer.recovery.words import LOSSES, estimate, kind_of, percent, sentences, stage_words
 
 SMOOTHING = 0.95
 
@@ -85,7 +85,7 @@ def _domain(record: RecoveryRecord, place: int) -> Table:
     rows = [
         [f"{name}, {state.name}", *_figures(state.domains[place], number)] for name, number, state in _states(record)
     ]
-    return f"{named.name} ({'seen' if named.seen else 'unseen'}, {named.damage.windows} windows)", head, rows
+    return f"{named.name} ({kind_of(record, named)}, {named.damage.windows} windows)", head, rows
 
 
 def _figures(domain: Standing, number: int) -> list[str]:

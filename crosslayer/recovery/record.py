@@ -83,6 +83,9 @@ class RecoveryRecord(Frozen):
     untrained_original: State
     trained_original: State | None
     left_out: dict[str, int] = Field(description="instructions that are longer than a row, by domain")
+    overlapping: tuple[str, ...] = Field(
+        description="domains that were trained on and fitted to: their windows may hold text that W_c was fitted to"
+    )
     windows: int
     length: int
     environment: Environment

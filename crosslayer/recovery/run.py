@@ -20,7 +20,7 @@ from crosslayer.models.load import load_model, public_name
 from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
-from crosslayer.recovery.measure import Judge, Measurement, judging_windows
+from crosslayer.recovery.measure import Judge, Measurement
 from crosslayer.recovery.models import save_healed
 from crosslayer.recovery.parameters import compensations
 from crosslayer.recovery.recipe import HealRecipe, embedded_source, load_heal_recipe
@@ -31,6 +31,7 @@ from crosslayer.recovery.rows import RecoveryRows, read_rows
 from crosslayer.recovery.stages import MODEL, Stage, finished
 from crosslayer.recovery.summary import Summary, shown_order
 from crosslayer.recovery.trainer import Teacher
+from crosslayer.recovery.windows import Judging, judging
 
 RECIPE, HEALED = "recipe.yaml", "heal.json"
 BEFORE, LOSSES = "before.json", "losses.json"
@@ -97,6 +98,7 @@ class _Job:
     model: PreTrainedModel  # the original
     rows: RecoveryRows
     judge: Judge
+    judging: Judging
     progress: Meter
     runs: dict[Path, StageRun | str] = field(default_factory=dict)  # of a stage's folder; why it was skipped
 
@@ -105,6 +107,7 @@ class _Job:
         cls, recipe: HealRecipe, retrofits: list[Retrofit], original: str, folder: Path, progress: Meter
     ) -> "_Job":
         """Load the original, and cut all text into tokens."""
+        how = judging(recipe, retrofits)
         with progress(f"loading {public_name(original)}", 0):
             model, tokenizer = load_model(original, dtype=torch.float32)
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -118,7 +121,7 @@ class _Job:
                     "another model"
                 )
         with progress("cutting the text into tokens", 0):
-            windows = judging_windows(recipe, tokenizer)
+            windows = how.windows(recipe, tokenizer)
         rows = read_rows(recipe, tokenizer, progress)
         for number, part in enumerate(recipe.stages):
             try:
@@ -126,7 +129,7 @@ class _Job:
             except ValueError as error:
                 raise ValueError(f"stages.{number}: {error}") from None
         judge = Judge(model, windows, rows.held_out(), progress)
-        return cls(recipe, retrofits, folder, original, model, rows, judge, progress)
+        return cls(recipe, retrofits, folder, original, model, rows, judge, how, progress)
 
     def heal(self) -> Recovery:
         """Train and measure everything that is not done yet."""
@@ -207,11 +210,12 @@ class _Job:
         before = measured[self._before(self.retrofits[0])].losses
         judged = set(before.domains)
         seen = {name for retrofit in self.retrofits for name in retrofit.receipt.texts.fitted}
-        seen |= {part.name for part in self.recipe.data.domains if embedded_source(part)}
-        seen = frozenset(seen & judged)
+        trained_on = {part.name for part in self.recipe.data.domains if embedded_source(part)}
+        overlapping = sorted(seen & trained_on & judged)
+        seen = frozenset((seen | trained_on) & judged)
         trained = measured.get(self._original / LOSSES)
         reference = before.before if trained is None else trained.losses.after
-        summary = Summary(shown_order(before, seen), seen, reference, trained is not None, self.recipe.seed)
+        summary = Summary(shown_order(before, seen), seen, reference, trained is not None, self.judging.seed)
         return Recovery(  # pyright: ignore[reportCallIssue]
             name=self.recipe.name,
             original=public_name(self.original),
@@ -223,7 +227,8 @@ class _Job:
             trained_original=None if trained is None else self._trained_state(trained, summary),
             left_out=self.rows.left_out(),
             windows=len(before.before),
-            length=self.recipe.eval.length,
+            length=self.judging.length,
+            overlapping=tuple(overlapping),
             environment=Environment.model_validate(environment()),
         )
 

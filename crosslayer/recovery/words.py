@@ -34,6 +34,13 @@ def percent(figure: Estimate | None) -> str:
     return f"{figure.value:.0%} ({low:.0%} to {high:.0%})"
 
 
+def kind_of(record: RecoveryRecord, domain: Standing) -> str:
+    """Return whether a domain was seen; "seen: fitted" where its very windows may hold text that was fitted to."""
+    if domain.name in record.overlapping:
+        return "seen: fitted"
+    return "seen" if domain.seen else "unseen"
+
+
 def stage_words(state: State) -> str:
     """Return what a state is, in a line of a table."""
     if state.skipped is not None:
@@ -46,8 +53,8 @@ def stage_words(state: State) -> str:
 
 def _arm(record: RecoveryRecord, arm: Arm) -> str:
     before, after = arm.states[0].domains[0], arm.states[-1].domains[0]
-    kind = "seen" if before.seen else "unseen"
     kls = " → ".join(with_interval(state.domains[0].damage.kl, state.domains[0].damage.kl_ci95) for state in arm.states)
+    kind = kind_of(record, before)
     return (
         f"{arm.name} ({arm.title}; {arm.cache_share:.0%} of the cache): on {before.name} ({kind}) the KL to the "
         f"original goes {kls} nats a token, the perplexity ratio {before.damage.ratio:.3f} → {after.damage.ratio:.3f}. "

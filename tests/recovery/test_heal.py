@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 import crosslayer
 from crosslayer.conversion.losses import logits_of, losses
 from crosslayer.recovery import stages
-from crosslayer.recovery.measure import judging_windows
 from crosslayer.recovery.recipe import load_heal_recipe
+from crosslayer.recovery.retrofits import open_retrofits
+from crosslayer.recovery.windows import judging
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, resize
 from tests.helpers.recovery import instructions_in, original_in, recipe_in, retrofit_in
@@ -44,6 +45,11 @@ def whole(base, tmp_path_factory):
     recipe = recipe_in(folder)
     recovery = crosslayer.heal([base / name for name in NAMES], recipe, folder / "out", original=str(base / "original"))
     return recovery, folder / "out"
+
+
+def windows_of(base, recipe, tokenizer):
+    retrofits, _ = open_retrofits([base / name for name in NAMES], str(base / "original"))
+    return judging(recipe, retrofits).windows(recipe, tokenizer)
 
 
 def weights_of(folder):
@@ -93,7 +99,7 @@ def test_the_record_has_what_a_measurement_of_the_saved_models_gives(base, whole
     """The damage after each stage, without the verb's own bookkeeping; and the comparison with the trained original."""
     recovery, folder = whole
     original, tokenizer = crosslayer.load_model(str(base / "original"))
-    windows = judging_windows(load_heal_recipe(folder / "recipe.yaml"), tokenizer)
+    windows = windows_of(base, load_heal_recipe(folder / "recipe.yaml"), tokenizer)
     places = {
         "before": base / "fitted",
         "stage 1": folder / "fitted" / "stage-1" / "model",
@@ -127,9 +133,10 @@ def test_unseen_domains_come_first_and_the_fitted_and_the_trained_ones_are_seen(
 
 def test_text_to_judge_on_is_not_trained_on(base, whole):
     """Windows of a domain that is trained on come from the pieces that are held out of it."""
-    recipe = load_heal_recipe(whole[1] / "recipe.yaml", ["eval.length=300"])  # so long that no two pieces share it
+    settings = ["eval.length=300", "eval.domains=[web]", "eval.windows=16"]  # so long that no two pieces share it
+    recipe = load_heal_recipe(whole[1] / "recipe.yaml", settings)
     _, tokenizer = crosslayer.load_model(str(base / "original"))
-    windows = judging_windows(recipe, tokenizer)
+    windows = windows_of(base, recipe, tokenizer)
     domain = recipe.data.domains[0].domain()
     trained, held_out = "\n".join(domain.training()), "\n".join(domain.held_out())
     texts = [tokenizer.decode(ids) for ids in windows.by_domain()["web"]]
@@ -214,7 +221,7 @@ def test_a_whole_recovery_is_not_done_again(base, whole, tmp_path, monkeypatch):
 
 
 def test_a_stage_that_ends_early_says_so_and_the_next_goes_on_from_it(base, tmp_path):
-    settings = ["stages.0.stop.patience=1", "stages.0.stop.least=0.9", "baseline=false"]
+    settings = ["stages.0.stop.smoothing=0", "stages.0.stop.patience=1", "stages.0.stop.least=0.9", "baseline=false"]
     recovery = crosslayer.heal(
         [base / "fitted"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"), settings=settings
     )

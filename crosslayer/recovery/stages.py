@@ -30,7 +30,7 @@ from crosslayer.recovery.rows import RecoveryRows
 from crosslayer.recovery.trainer import DistillTrainer, Teacher
 from crosslayer.training.arguments import Schedule, training_arguments
 from crosslayer.training.checkpoints import PARTIAL, checkpoints
-from crosslayer.training.record import Curve
+from crosslayer.training.record import curve_of, training_seconds
 from crosslayer.training.trainer import CrossLayerTrainer
 
 DONE, MODEL = "stage.json", "model"
@@ -66,7 +66,6 @@ class Stage:
             trainer.train(resume_from_checkpoint=True)
             run = self._run(trainer, trained_parameters(trained))
             self._finish(merged(trained, part.parameters), folder, run)
-        model.requires_grad_(True)
         return run
 
     def arguments(self, folder: Path) -> TrainingArguments:
@@ -93,9 +92,9 @@ class Stage:
 
     def _trainer(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None) -> CrossLayerTrainer:
         part, arguments = self.part, self.arguments(folder)
-        data, held_out = self.rows.training(self._steps() * self._sequences()), self.rows.held_out()
+        data = self.rows.training(self._steps() * self._sequences())
         kind = CrossLayerTrainer if teacher is None else DistillTrainer
-        trainer = kind(model, arguments, data, held_out, self.rows.tokenizer, self.meter)
+        trainer = kind(model, arguments, data, {}, self.rows.tokenizer, self.meter)
         if isinstance(trainer, DistillTrainer):
             assert teacher is not None
             teacher.model.to(arguments.device)  # type: ignore[arg-type]
@@ -107,25 +106,14 @@ class Stage:
 
     def _run(self, trainer: CrossLayerTrainer, trained: int) -> StageRun:
         history, state = trainer.state.log_history, trainer.state
-        losses = [entry for entry in history if "loss" in entry]
-        tokens, seconds = 0, 0.0
-        for entry in losses:
-            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
-            tokens = entry["tokens"]
         return StageRun(
             parameters=self.part.parameters,
             trained=trained,
             steps=state.global_step,
             planned=state.max_steps,
             tokens=state.num_input_tokens_seen,
-            seconds=seconds,
-            curve=Curve(
-                steps=[int(entry["step"]) for entry in losses],
-                losses=[entry["loss"] for entry in losses],
-                learning_rates=[entry["learning_rate"] for entry in losses],
-                gradient_norms=[entry.get("grad_norm") for entry in losses],
-                tokens_per_second=[entry["tokens_per_second"] for entry in losses],
-            ),
+            seconds=training_seconds(history),
+            curve=curve_of(history),
         )
 
     def _finish(self, model: PreTrainedModel, folder: Path, run: StageRun) -> None:

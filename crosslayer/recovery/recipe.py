@@ -200,6 +200,22 @@ class HealRecipe(Part):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        """Refuse a text that would go by the name of another on which models are measured."""
+        judged = EMBEDDED if self.eval.domains is None else self.eval.domains
+        for place, domain in enumerate(self.data.domains):
+            if domain.name in judged and not embedded_source(domain):
+                raise Misplaced(
+                    f"is {domain.name!r}, an embedded domain to measure on, and its source is {domain.source!r}; "
+                    "give that text another name",
+                    "data",
+                    "domains",
+                    place,
+                    "name",
+                )
+        return self
+
     @property
     def trains_original(self) -> bool:
         """Whether there is a trained original to compare with: it has no W_c, and nothing to learn from itself."""

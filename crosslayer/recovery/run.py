@@ -22,11 +22,11 @@ from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 from crosslayer.recovery.measure import Judge, Measurement
 from crosslayer.recovery.models import save_healed
-from crosslayer.recovery.parameters import compensations
+from crosslayer.recovery.parameters import check_parameters, compensations
 from crosslayer.recovery.recipe import HealRecipe, embedded_source, load_heal_recipe
 from crosslayer.recovery.record import Arm, StageRun, State
 from crosslayer.recovery.result import Recovery
-from crosslayer.recovery.retrofits import Retrofit, open_retrofits
+from crosslayer.recovery.retrofits import Retrofit, check_original, open_retrofits
 from crosslayer.recovery.rows import RecoveryRows, read_rows
 from crosslayer.recovery.stages import MODEL, Stage, finished
 from crosslayer.recovery.summary import Summary, shown_order
@@ -75,8 +75,11 @@ def heal(
         recipe = load_heal_recipe(recipe, settings)
     elif settings:
         raise ValueError("settings are for a recipe that is a file; change the loaded one by load_heal_recipe")
-    opened, name = open_retrofits(retrofits, original)
     target = Path(folder).expanduser().resolve()
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"the folder {target.name!r} is a file; name another")
+    check_parameters(recipe.stages)
+    opened, name = open_retrofits(retrofits, original)
     with held(target):
         files = _files(recipe, opened)
         _check_folder(target, files, resume)
@@ -112,14 +115,7 @@ class _Job:
             model, tokenizer = load_model(original, dtype=torch.float32)
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ValueError(f"the tokenizer of {original!r} is no fast one (tokenizer.json); training needs such")
-        size = sum(parameter.numel() for parameter in model.parameters())
-        for retrofit in retrofits:
-            before = retrofit.receipt.architecture.parameters_before
-            if before != size:
-                raise ValueError(
-                    f"{retrofit.name!r} comes from {before:,} parameters, and {public_name(original)!r} has {size:,}: "
-                    "another model"
-                )
+        check_original(public_name(original), model, retrofits)
         with progress("cutting the text into tokens", 0):
             windows = how.windows(recipe, tokenizer)
         rows = read_rows(recipe, tokenizer, progress)
@@ -215,7 +211,8 @@ class _Job:
         seen = frozenset((seen | trained_on) & judged)
         trained = measured.get(self._original / LOSSES)
         reference = before.before if trained is None else trained.losses.after
-        summary = Summary(shown_order(before, seen), seen, reference, trained is not None, self.judging.seed)
+        order = shown_order([measured[self._before(retrofit)].losses for retrofit in self.retrofits], seen)
+        summary = Summary(order, seen, reference, trained is not None, self.judging.seed)
         return Recovery(  # pyright: ignore[reportCallIssue]
             name=self.recipe.name,
             original=public_name(self.original),
@@ -267,7 +264,7 @@ def _state(
 
 
 def _files(recipe: HealRecipe, retrofits: list[Retrofit]) -> dict[str, str]:
-    """Return the files that say what a folder is of: the recipe, and the retrofits by their receipts."""
+    """Return the files that say what a folder is of: the recipe, and the retrofits by digests."""
     receipts = {retrofit.name: retrofit.digest() for retrofit in retrofits}
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return {RECIPE: text, HEALED: json.dumps(receipts, indent=1)}

@@ -178,7 +178,7 @@ class HealRecipe(Part):
     stages: list[StagePart] = Field(min_length=1, max_length=STAGES)
     """One after the other."""
     baseline: bool = True
-    """Whether the original trains as well: on the same rows, with the last stage's settings."""
+    """Whether the original trains as well: as the last stage, on its rows, to its last step."""
     eval: MeasurePart = MeasurePart()
     """What is measured."""
 

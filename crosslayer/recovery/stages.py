@@ -31,10 +31,15 @@ from crosslayer.recovery.trainer import DistillTrainer, Teacher
 from crosslayer.training.arguments import Schedule, training_arguments
 from crosslayer.training.checkpoints import PARTIAL, checkpoints
 from crosslayer.training.record import curve_of, training_seconds
-from crosslayer.training.trainer import CrossLayerTrainer
+from crosslayer.training.trainer import CrossLayerTrainer, TrainingStopped
 
 DONE, MODEL = "stage.json", "model"
+STOPPED = "stopped.txt"
 LOGGED = {"logging_steps": 1}  # a stage is short, and its end may depend on every loss
+
+
+class Stopped(str):
+    """Why a stage ended for good before it was whole."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,10 @@ class Stage:
     rows: RecoveryRows
     meter: Meter
 
-    def train(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None) -> StageRun:
+    def train(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None) -> StageRun | Stopped:
         """Train a model, in place, and save it; where the folder holds a whole checkpoint, go on from there.
+
+        Where the loss is not finite, return what happened, which the folder keeps too.
 
         Args:
             model: in float32.
@@ -55,7 +62,7 @@ class Stage:
             teacher: of a stage that is distilled.
 
         Raises:
-            TrainingStopped: the loss is not finite, or a checkpoint cannot be written.
+            TrainingStopped: a checkpoint cannot be written.
 
         """
         part, folder = self.part, folder.resolve()
@@ -63,7 +70,13 @@ class Stage:
         trained = unfreeze(model, part.parameters, part.lora)
         with quiet_transformers():
             trainer = self._trainer(trained, folder, teacher)
-            trainer.train(resume_from_checkpoint=True)
+            try:
+                trainer.train(resume_from_checkpoint=True)
+            except TrainingStopped as stop:
+                if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
+                    raise
+                write_whole(folder / STOPPED, str(stop))
+                return Stopped(stop)
             run = self._run(trainer, trained_parameters(trained))
             self._finish(merged(trained, part.parameters), folder, run)
         return run
@@ -138,13 +151,15 @@ class _LastStep(TrainerCallback):
             control.should_save = control.should_evaluate = False
 
 
-def finished(folder: Path) -> StageRun | None:
-    """Return how a stage went, None where its folder is not whole.
+def finished(folder: Path) -> StageRun | Stopped | None:
+    """Return how a stage went, or why it stopped; None where its folder is not whole.
 
     Raises:
         ValueError: its record is damaged.
 
     """
+    if (folder / STOPPED).is_file():
+        return Stopped((folder / STOPPED).read_text(encoding="utf-8"))
     path = folder / DONE
     if not path.is_file():
         return None

@@ -18,7 +18,7 @@ def sentences(record: RecoveryRecord) -> list[str]:
     said = [_arm(record, arm) for arm in record.arms]
     if len(record.arms) > 1:
         said.append(_order(record))
-    return [*said, _held_out(record), _rests_on(record)]
+    return [*said, *_stops(record), *_baseline(record), _held_out(record), _rests_on(record)]
 
 
 def estimate(figure: Estimate | None, digits: int = 3) -> str:
@@ -45,6 +45,8 @@ def stage_words(state: State) -> str:
     """Return what a state is, in a line of a table."""
     if state.skipped is not None:
         return f"{state.name}: skipped, {state.skipped}"
+    if state.stopped is not None:
+        return f"{state.name}: stopped, as before it"
     if state.run is None:
         return state.name
     early = f" of {state.run.planned:,}, ended early" if state.run.steps < state.run.planned else ""
@@ -80,6 +82,35 @@ def _order(record: RecoveryRecord) -> str:
         f"At the end, by KL on {ends[0].states[0].domains[0].name}: {listed}. One run of each: no interval here holds "
         "the spread over seeds."
     )
+
+
+def _stops(record: RecoveryRecord) -> list[str]:
+    """Say which models stopped; their figures from then on are those of the state before."""
+    stops = [(f"{arm.name}, {state.name}", state.stopped) for arm in record.arms for state in arm.states]
+    stops.append((f"{record.original}, which was to be trained as well", record.original_stopped))
+    return [f"Stopped: {place}: {why}." for place, why in stops if why is not None]
+
+
+def as_the_last_stage(record: RecoveryRecord) -> str:
+    """Return how the original was trained."""
+    assert record.trained_original is not None and record.trained_original.run is not None
+    return f"trained as the last stage, {record.trained_original.run.tokens:,} tokens"
+
+
+def _baseline(record: RecoveryRecord) -> list[str]:
+    """Say how much text each model read."""
+    if record.trained_original is None:
+        return []
+    read = ", ".join(f"{arm.name} {sum(tokens_read(arm)):,}" for arm in record.arms)
+    return [
+        f"The reference is {record.original} {as_the_last_stage(record)}, to the last step; the retrofits read, over "
+        f"all stages: {read}."
+    ]
+
+
+def tokens_read(arm: Arm) -> list[int]:
+    """Return how many tokens each stage of a retrofit read."""
+    return [0 if state.run is None else state.run.tokens for state in arm.states[1:]]
 
 
 def _held_out(record: RecoveryRecord) -> str:

@@ -7,7 +7,7 @@ Shapes: S seeds, N logged steps.
 import numpy as np
 from scipy import stats
 
-from crosslayer.comparison.paired import FEWEST, LEVEL
+from crosslayer.comparison.paired import FEWEST, t_quantile
 
 SHARE = 20  # a curve is smoothed over its 20th part, unless it is said otherwise
 FARTHEST = 10  # times the length of a run, beyond which nothing is expected
@@ -53,7 +53,7 @@ def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         return None
     if count < FEWEST:
         return curves.min(axis=0), curves.max(axis=0)
-    half = stats.t.ppf((1 + LEVEL) / 2, count - 1) * stats.sem(curves, axis=0)
+    half = t_quantile(count - 1) * stats.sem(curves, axis=0)
     return curves.mean(axis=0) - half, curves.mean(axis=0) + half
 
 
@@ -71,7 +71,7 @@ def critical_point(steps: np.ndarray, relative: np.ndarray) -> float | None:
     return float(steps[last] - low * (steps[last + 1] - steps[last]) / (high - low))
 
 
-def expected_critical_point(steps: np.ndarray, relative: np.ndarray, last: int | None = None) -> float | None:
+def expected_critical_point(steps: np.ndarray, relative: np.ndarray) -> float | None:
     """Return where the straight line through the last points of a relative curve (N,) will cross 0.
 
     They are 1,000, or the second half of a shorter curve. None where the curve does not rise, or is above 0 already;
@@ -79,7 +79,7 @@ def expected_critical_point(steps: np.ndarray, relative: np.ndarray, last: int |
     """
     if relative[-1] > 0 or len(steps) < 2:
         return None
-    count = max(2, min(LAST, len(steps) // 2)) if last is None else last
+    count = max(2, min(LAST, len(steps) // 2))
     slope, intercept = np.polyfit(steps[-count:], relative[-count:], 1)
     if slope <= 0:
         return None

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from crosslayer.comparison.record import ComparedRun, ComparisonRecord, Glance, Law, Outcome, Setting
-from crosslayer.comparison.words import COSTS
+from crosslayer.comparison.record import COSTS, ComparedRun, ComparisonRecord, Glance, Law, Outcome, Setting
 from crosslayer.output.panel import COLORS, QUIET, Dots, Line, Panel, same_scale
 
 TOGETHER = 6  # lines of arms in a figure

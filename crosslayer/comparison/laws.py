@@ -5,6 +5,7 @@ Shapes: K settings, S seeds that all of them have.
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ import numpy as np
 from crosslayer.comparison.outcomes import Outcome
 from crosslayer.comparison.paired import Interval, t_interval
 from crosslayer.comparison.read import Sorted, setting_of
-from crosslayer.comparison.record import ComparedRun, Cost, Law, LengthTrend, Setting
+from crosslayer.comparison.record import COSTS, ComparedRun, Cost, Law, LengthTrend, Setting
 from crosslayer.comparison.scaling import PowerLaw, fit_power_law, relative_cost
 
-SCALED = ("model.", "schedule.", "train.", "eval.")  # keys that may differ between the sizes of a law
-ALONG = ("data.length", "schedule.", "train.", "eval.")  # and between the lengths of a trend
+SCALED = ("model.", "schedule.", "budget", "train.", "eval.")  # keys that may differ between the sizes of a law
+ALONG = ("data.length", "schedule.", "budget", "train.", "eval.")  # and between the lengths of a trend
+APART = 1.5  # the least factor between neighbours in cost: closer ones say nothing of how the loss falls
 CLOSE = 1 + 1e-6  # the largest cost, give or take rounding
 Side = dict[int, list[ComparedRun]]  # seed → its runs, setting by setting
 
@@ -34,9 +36,16 @@ def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
     for where, group in groups.items():
         names = [setting.label for setting in group]
         sides = {arm.label: _side(runs, names, arm.label) for arm in runs.arms}
-        cost = _cost(sides[baseline])
-        if cost is None:
-            reason = f"two of the settings cost the same, or no seed of {baseline} has run in all of them"
+        if not sides[baseline]:
+            reason = f"no seed of {baseline} has run in all of the settings"
+            continue
+        row = next(iter(sides[baseline].values()))
+        cost = _cost(row)
+        if not _apart(_costs(row, cost)):
+            each = ", ".join(f"{value:.4g}" for value in _costs(row, cost))
+            reason = (
+                f"the runs of {baseline} cost {each} {COSTS[cost]}, and a law needs a factor of {APART} between them"
+            )
             continue
         others = [label for label in sides if label != baseline]
         for label in (baseline, *others):
@@ -62,17 +71,17 @@ def _side(runs: Sorted, settings: Sequence[str], arm: str) -> Side:
     return {seed: [own[setting, seed] for setting in settings] for seed in whole}
 
 
-def _cost(side: Side) -> Cost | None:
-    """Return what differs between the settings of a side: parameters alone, tokens alone, or both, which FLOPs sum."""
-    if not side:
-        return None
-    row = next(iter(side.values()))
+def _cost(row: Sequence[ComparedRun]) -> Cost:
+    """Return what differs between runs of a law (K,): parameters alone, tokens alone, or both, which FLOPs sum."""
     parameters, tokens = {run.parameters for run in row}, {run.tokens for run in row}
     if len(tokens) == 1 and len(parameters) == len(row):
         return "parameters"
-    if len(parameters) == 1 and len(tokens) == len(row):
-        return "tokens"
-    return "flops" if len({run.flops_per_token * run.tokens for run in row}) == len(row) else None
+    return "tokens" if len(parameters) == 1 and len(tokens) == len(row) else "flops"
+
+
+def _apart(costs: Sequence[float]) -> bool:
+    """Return whether each of the costs (K,) is at least `APART` times the next lower one."""
+    return all(higher >= APART * lower for lower, higher in pairwise(sorted(costs)))
 
 
 def _costs(row: Sequence[ComparedRun], cost: Cost) -> list[float]:
@@ -92,10 +101,10 @@ def _losses(rows: Sequence[Sequence[ComparedRun]]) -> list[float]:
 
 
 def _law(side: Side, baseline: Side, cost: Cost) -> dict[str, Any] | None:
-    """Return the law of an arm; None where it has no seed in all settings, or the same cost in two."""
+    """Return the law of an arm; None where it has no seed in all settings, or costs that are too close."""
     seeds = [seed for seed in side if seed in baseline]
     rows = [side[seed] for seed in seeds]
-    if not rows or len(set(_costs(rows[0], cost))) < len(rows[0]):
+    if not rows or not _apart(_costs(rows[0], cost)):
         return None
     law, reference = _fit(rows, cost), _fit([baseline[seed] for seed in seeds], cost)
     each = [(_fit([side[seed]], cost), _fit([baseline[seed]], cost)) for seed in seeds]
@@ -122,21 +131,22 @@ def _fewer_interval(needed: Sequence[float | None]) -> Interval | None:
 
 
 def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
-    """Return how the critical point of each arm moves with the length of a sequence, where two lengths have reached it.
+    """Return how many tokens it takes to overtake each arm by the length of a sequence, where it is in two lengths.
 
     Settings belong together if they differ in length, schedule and arguments alone. The trend is continued to twice the
     longest length.
     """
     lengths = {run.setting: run.length for run in runs.runs}
+    batches = {run.setting: run.tokens / run.steps for run in runs.runs}  # tokens of a step
     lines = []
     for where, group in _groups(runs.settings, ALONG).items():
         for arm in runs.arms:
             names = {setting.label for setting in group}
             reached = {
-                lengths[result.setting]: result.critical.mean
+                lengths[result.setting]: result.critical.mean * batches[result.setting]
                 for result in results
                 if result.arm == arm.label and result.setting in names
-                if result.critical is not None and result.critical.mean is not None
+                if result.overtaken and result.critical is not None and result.critical.mean is not None
             }
             if len(reached) > 1:
                 lines.append(_trend(arm.label, where, dict(sorted(reached.items()))))
@@ -151,9 +161,9 @@ def _trend(arm: str, where: str, reached: dict[int, float]) -> LengthTrend:
         arm=arm,
         where=where,
         lengths=tuple(reached),
-        steps=tuple(reached.values()),
+        tokens=tuple(reached.values()),
         exponent=-law.exponent,
         interval=None if interval is None else (-interval[1], -interval[0]),
         next_length=2 * longest,
-        next_steps=law.loss(2 * longest),
+        next_tokens=law.loss(2 * longest),
     )

@@ -81,8 +81,7 @@ def _with_curves(
         low=None if edges is None else tuple(edges[0].tolist()),
         high=None if edges is None else tuple(edges[1].tolist()),
     )
-    ahead = min(curve.high or curve.mean) < 0
-    return result.model_copy(update={"curve": curve, "critical": _critical(steps, relative) if ahead else None})
+    return result.model_copy(update={"curve": curve, "critical": _critical(steps, relative) if curve.ahead else None})
 
 
 def _relative(pairs: Sequence[Pair], window: int) -> np.ndarray:

@@ -21,13 +21,16 @@ def layout(record: ComparisonRecord) -> Page:
 
 
 def _subtitle(record: ComparisonRecord) -> str:
-    seeds, machine = len({run.seed for run in record.runs}), record.runs[0].machine
+    seeds = len({seed for result in record.outcomes for seed in result.seeds})
+    machines = {run.machine.gpu or run.machine.processor for run in record.runs}
+    machine = f" · {machines.pop()}" if len(machines) == 1 else ""
     tokens = sorted({run.tokens for run in record.runs})
     span_of_tokens = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
+    counted = f"{seeds} seed{'' if seeds == 1 else 's'}, paired"
     settings = f"{len(record.settings)} settings · " if len(record.settings) > 1 else ""
     return (
-        f"{len(record.arms) - 1} beside {record.baseline} · {settings}{seeds} seed{'s' if seeds > 1 else ''}, paired · "
-        f"{len(record.runs)} runs of {span_of_tokens} tokens · {machine.gpu or machine.processor}"
+        f"{len(record.arms) - 1} beside {record.baseline} · {settings}{counted} · "
+        f"{len(record.runs)} runs of {span_of_tokens} tokens{machine}"
     )
 
 

@@ -69,7 +69,7 @@ def t_interval(values: Sequence[float] | np.ndarray) -> Interval | None:
     """Return the 95 % interval of the mean of values (S,) by Student's t; None below three."""
     if len(values) < FEWEST:
         return None
-    mean, half = float(np.mean(values)), _quantile(len(values)) * float(stats.sem(values))
+    mean, half = float(np.mean(values)), float(stats.sem(values)) * t_quantile(len(values) - 1)
     return mean - half, mean + half
 
 
@@ -103,11 +103,12 @@ def seeds_needed(values: Sequence[float], difference: float) -> int | None:
     spread = float(np.std(values, ddof=1))
     count = max(FEWEST, math.ceil((stats.norm.ppf((1 + LEVEL) / 2) * spread / difference) ** 2))  # t is wider
     while count <= MOST:
-        if _quantile(count) * spread / math.sqrt(count) < abs(difference):
+        if t_quantile(count - 1) * spread / math.sqrt(count) < abs(difference):
             return count
         count += 1
     return None
 
 
-def _quantile(pairs: int) -> float:
-    return float(stats.t.ppf((1 + LEVEL) / 2, pairs - 1))
+def t_quantile(degrees: int) -> float:
+    """Return by how many standard errors a 95 % interval reaches to either side, by Student's t."""
+    return float(stats.t.ppf((1 + LEVEL) / 2, degrees))

@@ -1,11 +1,12 @@
 """Reads finished training runs, which may come from anyone, and sorts them into settings and arms.
 
-A setting is a recipe but for name, seed and method; only `record.json` of a run is read.
+A setting is a recipe but for name, seed and method. Of a run only `record.json` is read, and `grid.json` of the
+comparison that trained it: a budget of time or FLOPs gives each arm a schedule of its own.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from crosslayer.comparison.arms import label_of
-from crosslayer.comparison.record import Arm, ComparedRun, Glance, Setting, Trace
+from crosslayer.comparison.record import Arm, Budget, ComparedRun, Glance, Setting, Trace
+from crosslayer.comparison.state import read_state
 from crosslayer.output.record import read_record
 from crosslayer.output.result import load_as
 from crosslayer.training.record import Look
@@ -21,6 +23,7 @@ from crosslayer.training.result import TrainingRun
 
 RECORD, RUNS = "record.json", "runs"
 OWN = (("name",), ("seed",), ("model", "method"))  # keys of a recipe in which runs of a setting differ
+STEPS = ("schedule.steps", "schedule.tokens")  # what a budget of time or FLOPs decides arm by arm
 MISSING = "not set"
 
 
@@ -32,6 +35,7 @@ class Sorted:
     arms: tuple[Arm, ...]
     domains: tuple[str, ...]
     runs: tuple[ComparedRun, ...]
+    budget: Budget | None = None
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,12 @@ def sort_runs(folders: Sequence[Path]) -> Sorted:
     """Read the runs of folders and tell settings and arms by their recipes.
 
     Raises:
-        ValueError: as `load_run` and `assemble`.
+        ValueError: as `load_run`, `read_state` and `assemble`.
 
     """
+    budgets = {str(folder): _budget(folder) for folder in folders}
     runs = {str(folder): load_run(folder) for folder in folders}
-    common = {where: _flat({key: value for key, value in _shared(run).items()}) for where, run in runs.items()}
+    common = {where: _decided(_flat(_shared(run)), budgets[where]) for where, run in runs.items()}
     keys = list(dict.fromkeys(key for flat in common.values() for key in flat))
     differing = [key for key in keys if len({json.dumps(flat.get(key, MISSING)) for flat in common.values()}) > 1]
     telling = _telling(differing, list(common.values()))
@@ -109,7 +114,34 @@ def sort_runs(folders: Sequence[Path]) -> Sorted:
         setting = setting_of(values, telling)
         settings[setting.label] = setting
         placed.append(Placed(run, where, setting.label))
-    return assemble(list(settings.values()), placed)
+    return replace(assemble(list(settings.values()), placed), budget=_agreed(list(budgets.values())))
+
+
+def _budget(folder: Path) -> Budget | None:
+    """Return the budget of the comparison that trained a run, None where it had none or was trained alone."""
+    runs = folder.resolve().parent
+    state = read_state(runs.parent) if runs.name == RUNS else None
+    return None if state is None else state.budget
+
+
+def _decided(recipe: dict[str, Any], budget: Budget | None) -> dict[str, Any]:
+    """Return a recipe with a budget of time or FLOPs instead of the steps that it decided."""
+    if budget is None or budget.kind == "tokens":
+        return recipe
+    kept = {key: value for key, value in recipe.items() if key not in STEPS}
+    return {**kept, "budget": f"{budget.kind}={budget.amount:g}"}
+
+
+def _agreed(budgets: Sequence[Budget | None]) -> Budget | None:
+    """Return the budget that all runs had; times of a step are those of a single comparison."""
+    first = budgets[0]
+    if first is None or any(other is None or _amount(other) != _amount(first) for other in budgets):
+        return None
+    return first if all(other == first for other in budgets) else first.model_copy(update={"step_seconds": {}})
+
+
+def _amount(budget: Budget) -> tuple[str, float]:
+    return budget.kind, budget.amount
 
 
 def setting_of(values: dict[str, Any], telling: Sequence[str] | None = None) -> Setting:
@@ -139,7 +171,7 @@ def assemble(settings: Sequence[Setting], placed: Sequence[Placed]) -> Sorted:
     """Return runs as they are compared.
 
     Raises:
-        ValueError: two are the same, or runs of a setting have read different text.
+        ValueError: two are the same, or runs of a setting have read different text or other amounts of it in a step.
 
     """
     arms: dict[str, Arm] = {}
@@ -156,6 +188,7 @@ def assemble(settings: Sequence[Setting], placed: Sequence[Placed]) -> Sorted:
             )
         taken[key] = part
         _check_text(first.setdefault(part.setting, part), part)
+        _check_tokens(first[part.setting], part)
     names = tuple(domain.name for domain in placed[0].run.domains)
     runs = tuple(_compared(part) for part in placed)
     return Sorted(tuple(settings), tuple(arms.values()), names, runs)
@@ -172,6 +205,16 @@ def _check_text(first: Placed, other: Placed) -> None:
                 f"{Path(first.where).name} and {Path(other.where).name} have the same recipe but read different text "
                 f"in the domain {name!r}; runs are compared on the same text only"
             )
+
+
+def _check_tokens(first: Placed, other: Placed) -> None:
+    """Refuse two runs of a setting whose steps read different amounts of text; a budget alone may change the steps."""
+    sides = [part.run.tokens / part.run.steps for part in (first, other)]
+    if first.run.tokens * other.run.steps != other.run.tokens * first.run.steps:
+        raise ValueError(
+            f"{Path(first.where).name} and {Path(other.where).name} have the same recipe but read {sides[0]:,.0f} and "
+            f"{sides[1]:,.0f} tokens a step, as with another number of processes; train one of them anew"
+        )
 
 
 def _compared(part: Placed) -> ComparedRun:

@@ -8,9 +8,11 @@ from crosslayer.comparison.paired import Difference, Interval, Verdict
 from crosslayer.output.record import Environment, Frozen, Machine
 
 ALPHA = 0.05  # adjusted p-values below it decide
+SHORTEST = 2  # logged entries of a stretch: a single point says little
 RELEVANT = 0.01  # nats a token: the difference for which needed seeds are counted
 
 Cost = Literal["parameters", "tokens", "flops"]
+COSTS: dict[str, str] = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOPs"}
 
 
 class Setting(Frozen):
@@ -78,7 +80,8 @@ class ComparedRun(Frozen):
 class RelativeCurve(Frozen):
     """Smoothed training loss less the baseline's by step: mean over pairs, and a band from two pairs on.
 
-    The band is the 95 % Student-t interval from three pairs on, and both curves of two.
+    The band is the 95 % Student-t interval from three pairs on, and both curves of two. It holds point by point
+    and strays somewhere by chance, so what is said of the curve must hold of the band over a stretch.
     """
 
     window: int = Field(ge=1, description="logged entries that are averaged")
@@ -92,6 +95,31 @@ class RelativeCurve(Frozen):
         if {len(values) for values in (self.mean, self.low, self.high) if values is not None} != {len(self.steps)}:
             raise ValueError("the parts of a relative curve have different lengths")
         return self
+
+    @property
+    def stretch(self) -> int:
+        """Over how many logged entries a band must lie on one side of 0."""
+        return max(SHORTEST, self.window)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the arm was lower for a stretch; one pair alone has no band and does not tell."""
+        length = 0
+        for edge in self.high or ():
+            length = length + 1 if edge < 0 else 0
+            if length == self.stretch:
+                return True
+        return False
+
+    @property
+    def ends_ahead(self) -> bool:
+        """Whether the arm is lower over the last stretch."""
+        return self.high is not None and max(self.high[-self.stretch :]) < 0
+
+    @property
+    def ends_behind(self) -> bool:
+        """Whether the baseline is lower over the last stretch."""
+        return self.low is not None and min(self.low[-self.stretch :]) > 0
 
 
 class CriticalPoints(Frozen):
@@ -119,7 +147,7 @@ class Outcome(Frozen):
     domains: dict[str, Difference]
     seeds_needed: int | None = Field(ge=1, description=f"for an interval that shows {RELEVANT}")
     curve: RelativeCurve | None = Field(description="None where steps differ: each arm has a schedule of its own then")
-    critical: CriticalPoints | None = Field(description="None where the arm is never seen ahead: no band below 0")
+    critical: CriticalPoints | None = Field(description="None where the arm is never seen ahead for a stretch")
 
     @property
     def verdict(self) -> Verdict:
@@ -130,9 +158,15 @@ class Outcome(Frozen):
 
     @property
     def overtaken(self) -> bool:
-        """Whether every pair has a critical point, and the relative curve ends with its band above 0."""
-        above = self.curve is not None and (self.curve.low or self.curve.mean)[-1] > 0
-        return above and self.critical is not None and self.critical.mean is not None
+        """Whether the arm was ahead, every pair has a critical point, and the relative curve ends above 0."""
+        behind = self.curve is not None and self.curve.ends_behind
+        return behind and self.critical is not None and self.critical.mean is not None
+
+    @property
+    def losing(self) -> bool:
+        """Whether the arm is still ahead at the end, but a pair is expected to be overtaken."""
+        ahead = self.curve is not None and self.curve.ends_ahead
+        return ahead and self.critical is not None and any(point is not None for point in self.critical.expected)
 
 
 class Law(Frozen):
@@ -158,16 +192,16 @@ class Law(Frozen):
 
 
 class LengthTrend(Frozen):
-    """Critical points of an arm over lengths of a sequence: steps = scale · length^exponent, and continued."""
+    """Critical points of an arm over lengths of a sequence: tokens read = scale · length^exponent, and continued."""
 
     arm: str
     where: str = Field(description="in what its settings are alike and others are not")
     lengths: tuple[int, ...] = Field(min_length=2)
-    steps: tuple[float, ...]
+    tokens: tuple[float, ...] = Field(description="that were read by then; steps of two lengths may differ in them")
     exponent: float
     interval: Interval | None = Field(description="of the exponent, from three lengths on")
     next_length: int
-    next_steps: float
+    next_tokens: float
 
 
 class Budget(Frozen):

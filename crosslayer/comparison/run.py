@@ -5,13 +5,13 @@ folder for each run, and at the end `record.json` with its page.
 """
 
 import gc
+import hashlib
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import Field, ValidationError
+from typing import Any
 
 from crosslayer.comparison.arms import label_of, pick_baseline
 from crosslayer.comparison.budget import SHORT, measured, read_budget
@@ -21,28 +21,17 @@ from crosslayer.comparison.outcomes import outcomes
 from crosslayer.comparison.read import RECORD, RUNS, Placed, Sorted, assemble, load_run, run_folders, sort_runs
 from crosslayer.comparison.record import Budget
 from crosslayer.comparison.result import Comparison
+from crosslayer.comparison.state import STATE, State, Stopped, read_state
 from crosslayer.environment import environment
 from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.output.record import Environment, Frozen
+from crosslayer.output.record import Environment
 from crosslayer.training.recipe import load_recipe
 from crosslayer.training.result import TrainingRun
 from crosslayer.training.run import train
 from crosslayer.training.trainer import TrainingStopped
 
-STATE = "grid.json"
 SEEDS = 3
-
-
-class State(Frozen):
-    """What a folder of runs keeps beside them, so that they can be resumed."""
-
-    schema_: Literal["crosslayer/grid/1"] = Field(
-        "crosslayer/grid/1", validation_alias="schema", serialization_alias="schema"
-    )
-    budget: Budget | None = None
-    steps: dict[str, int] = Field({}, description="of every arm in every setting, where the budget decides them")
-    stopped: dict[str, str] = Field({}, description="runs that diverged, and how")
 
 
 def compare(
@@ -145,8 +134,7 @@ class _Job:
             self._keep(state)
             cells = self.grid.cells(state.steps or None)
             placed, state = self._train_all(cells, state)
-            if not placed:
-                raise ValueError(f"no run has ended: {'; '.join(state.stopped.values())}")
+            _check_ended(placed, words.baseline, state)
             settings = {cell.setting.label: cell.setting for cell in cells}
             result = _comparison(assemble(list(settings.values()), placed), words, state)
             result.save_within(self.folder)
@@ -175,13 +163,9 @@ class _Job:
             return State(budget=self.budget)  # pyright: ignore[reportCallIssue]
         if not resume:
             raise ValueError(f"the folder {name!r} exists; give another name, or `resume` to go on with its runs")
-        try:
-            state = State.model_validate_json((self.folder / STATE).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError):
-            raise ValueError(f"the folder {name!r} is of no comparison that can be resumed; name another") from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ValueError(f"{STATE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        state = read_state(self.folder)
+        if state is None:
+            raise ValueError(f"the folder {name!r} is of no comparison that can be resumed; name another")
         kept, asked = _asked(state.budget), _asked(self.budget)
         if kept != asked:
             raise ValueError(f"the folder {name!r} has runs with {kept}, not with {asked}; name another")
@@ -205,28 +189,43 @@ class _Job:
         return state.model_copy(update={"budget": budget, "steps": steps})
 
     def _train_all(self, cells: Sequence[Cell], state: State) -> tuple[list[Placed], State]:
-        """Train what is not there yet; runs that diverge are noted in the state."""
+        """Train what is not there yet; runs that diverge are noted in the state, and are not trained twice."""
         placed: list[Placed] = []
         for number, cell in enumerate(cells, 1):
-            if cell.name in state.stopped:
+            before = state.stopped.get(cell.name)
+            if before is not None and before.recipe == _digest(cell):
                 continue
-            with self.progress(f"run {number} of {len(cells)}: {cell.name}", 0):
-                pass
+            if before is not None:
+                state = self._forget(cell, state)
             try:
-                placed.append(Placed(self._train(cell), str(self.folder / RUNS / cell.name), cell.setting.label))
+                run = self._train(cell, f"run {number} of {len(cells)}, {cell.name}")
+                placed.append(Placed(run, str(self.folder / RUNS / cell.name), cell.setting.label))
             except TrainingStopped as stop:
                 if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
                     raise
-                state = state.model_copy(update={"stopped": {**state.stopped, cell.name: str(stop)}})
+                what = Stopped(what=str(stop), recipe=_digest(cell))
+                state = state.model_copy(update={"stopped": {**state.stopped, cell.name: what}})
                 self._keep(state)
             gc.collect()  # a trainer refers to itself, and would hold its model's memory
-        return placed, state
+        names = {cell.name for cell in cells}
+        stopped = {name: what for name, what in state.stopped.items() if name in names}
+        return placed, state.model_copy(update={"stopped": stopped})
 
-    def _train(self, cell: Cell) -> TrainingRun:
+    def _forget(self, cell: Cell, state: State) -> State:
+        """Remove what a run left that diverged by another recipe."""
+        place = self.folder / RUNS / cell.name
+        if not (place / RECORD).is_file():
+            shutil.rmtree(place, ignore_errors=True)
+        stopped = {name: what for name, what in state.stopped.items() if name != cell.name}
+        state = state.model_copy(update={"stopped": stopped})
+        self._keep(state)
+        return state
+
+    def _train(self, cell: Cell, name: str) -> TrainingRun:
         """Return a finished run of the very recipe, or train it to its end."""
         place = self.folder / RUNS / cell.name
         if not (place / RECORD).is_file():
-            train(cell.recipe, place, resume=True, progress=self.progress)
+            train(cell.recipe, place, resume=True, progress=lambda what, total: self.progress(f"{name}: {what}", total))
         run = load_run(place)
         if run.recipe != cell.recipe.model_dump(mode="json"):
             raise ValueError(f"{RUNS}/{cell.name} is of another recipe; name another folder, or remove that run")
@@ -235,6 +234,18 @@ class _Job:
     def _keep(self, state: State) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / STATE, state.model_dump_json(by_alias=True, indent=1))
+
+
+def _digest(cell: Cell) -> str:
+    return hashlib.sha256(cell.recipe.model_dump_json().encode()).hexdigest()
+
+
+def _check_ended(placed: Sequence[Placed], baseline: str | None, state: State) -> None:
+    """Refuse to compare where the baseline, or all others, have diverged; say which runs, and why."""
+    ended = {label_of(part.run.model.methods) for part in placed}
+    if baseline not in ended or len(ended) < 2:
+        each = "; ".join(f"{name}: {part.what}" for name, part in state.stopped.items())
+        raise ValueError(f"there is nothing to compare with {baseline}, since these runs stopped: {each}")
 
 
 def _asked(budget: Budget | None) -> str:
@@ -251,12 +262,12 @@ def _comparison(runs: Sorted, words: _Words, state: State | None = None) -> Comp
         name=words.name,
         baseline=baseline,
         smooth=words.smooth,
-        budget=None if state is None else state.budget,
+        budget=runs.budget if state is None else state.budget,
         settings=runs.settings,
         arms=runs.arms,
         domains=runs.domains,
         runs=runs.runs,
-        stopped={} if state is None else state.stopped,
+        stopped={} if state is None else {name: part.what for name, part in state.stopped.items()},
         outcomes=results,
         laws=lines,
         no_laws=no_laws,

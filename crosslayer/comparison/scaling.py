@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-LEVEL = 0.95
-FEWEST = 3  # points with an interval: two lie on a line
+from crosslayer.comparison.paired import FEWEST, Interval, t_quantile
+
 FARTHEST = 1000  # times a cost at which a law says anything
 
 
@@ -28,7 +28,7 @@ class PowerLaw:
 
     scale: float
     exponent: float
-    exponent_interval: tuple[float, float] | None
+    exponent_interval: Interval | None
     smallest: float
     largest: float
 
@@ -54,8 +54,8 @@ def fit_power_law(costs: Sequence[float], losses: Sequence[float]) -> PowerLaw:
         raise ValueError("a power law needs costs and losses above 0")
     line: Any = stats.linregress(np.log(costs), np.log(losses))
     interval = None
-    if len(costs) >= FEWEST:
-        half = float(stats.t.ppf((1 + LEVEL) / 2, len(costs) - 2) * line.stderr)
+    if len(costs) >= FEWEST:  # two lie on a line
+        half = t_quantile(len(costs) - 2) * float(line.stderr)
         interval = (-line.slope - half, -line.slope + half)
     return PowerLaw(float(np.exp(line.intercept)), float(-line.slope), interval, min(costs), max(costs))
 

@@ -3,8 +3,8 @@
 import statistics
 from collections.abc import Callable, Sequence
 
-from crosslayer.comparison.record import ComparedRun, ComparisonRecord, Law, Outcome
-from crosslayer.comparison.words import COSTS, in_words, inside, percent, signed, span, with_values
+from crosslayer.comparison.record import COSTS, ComparedRun, ComparisonRecord, Law, Outcome
+from crosslayer.comparison.words import in_words, inside, percent, signed, span, with_values
 from crosslayer.output.page import Table
 
 UNKNOWN = "–"
@@ -68,11 +68,11 @@ def domains(record: ComparisonRecord) -> list[Table]:
 
 
 def critical(record: ComparisonRecord) -> list[Table]:
-    """Return the critical points of the pairs; nothing where no arm is overtaken or expected to be."""
+    """Return the critical points of the pairs; nothing where no arm is overtaken, or ahead and expected to be."""
     rows = []
     for result in record.outcomes:
         points = result.critical
-        if points is None or not any(point is not None for point in (*points.reached, *points.expected)):
+        if points is None or not (result.overtaken or result.losing):
             continue
         pairs = zip(points.reached, points.expected, strict=True)
         mean = UNKNOWN if points.mean is None else f"{points.mean:,.0f}"

@@ -1,11 +1,9 @@
 """What a comparison says in sentences: what is shown, what is not, and what it would take."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from crosslayer.comparison.paired import FEWEST, Difference, Interval, Verdict
-from crosslayer.comparison.record import RELEVANT, ComparedRun, ComparisonRecord, Law, LengthTrend, Outcome
-
-COSTS = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOPs"}
+from crosslayer.comparison.record import COSTS, RELEVANT, ComparedRun, ComparisonRecord, Law, LengthTrend, Outcome
 
 
 def sentences(record: ComparisonRecord) -> list[str]:
@@ -60,11 +58,14 @@ def _budget_words(record: ComparisonRecord) -> list[str]:
     if budget is None:
         return []
     if budget.kind == "tokens":
-        return [f"Every run was given {budget.amount:,.0f} tokens."]
+        tokens = {run.tokens for run in record.runs}
+        words = f"Every run was given {_range(tokens, ',')} tokens"
+        return [f"{words}." if tokens == {budget.amount} else f"{words}: {budget.amount:,.0f} in whole steps."]
     if budget.kind == "flops":
+        costs = {run.flops_per_token * run.tokens for run in record.runs}
         return [
             f"Every run was given {budget.amount:.3g} FLOPs: each arm the whole steps that fit, by the FLOPs of its "
-            "tokens, and a schedule over these."
+            f"tokens, and a schedule over these. The runs took {_range(costs, '.3g')}."
         ]
     times = [run.seconds for run in record.runs]
     return [
@@ -72,6 +73,12 @@ def _budget_words(record: ComparisonRecord) -> list[str]:
         "turns; each arm has the whole steps that fit, and a learning rate that ends with them. The runs took "
         f"{min(times):.1f} to {max(times):.1f} s."
     ]
+
+
+def _range(values: Collection[float], form: str) -> str:
+    """Write the least and the greatest of values, or the only one."""
+    ends = dict.fromkeys(f"{value:{form}}" for value in (min(values), max(values)))
+    return " to ".join(ends)
 
 
 def _setting_words(record: ComparisonRecord, setting: str) -> list[str]:
@@ -132,7 +139,7 @@ def _many_words(record: ComparisonRecord) -> list[str]:
 def _critical_words(record: ComparisonRecord) -> list[str]:
     lines = []
     for result in record.outcomes:
-        if result.overtaken and result.critical is not None and len(result.seeds) > 1:
+        if result.overtaken and result.critical is not None:
             place = f"{result.setting}: " if result.setting else ""
             ends = [point for point in result.critical.reached if point is not None]
             lines.append(
@@ -166,12 +173,12 @@ def percent(share: float) -> str:
 
 def _trend_words(trend: LengthTrend, baseline: str) -> str:
     place = f"{trend.where}: " if trend.where else ""
-    points = zip(trend.steps, trend.lengths, strict=True)
-    steps = ", ".join(f"{step:,.0f} with {length:,} tokens" for step, length in points)
+    points = zip(trend.tokens, trend.lengths, strict=True)
+    reached = ", ".join(f"{tokens:,.0f} tokens with sequences of {length:,}" for tokens, length in points)
     interval = "no interval from two lengths" if trend.interval is None else span(trend.interval, 2)
     return (
-        f"{place}{baseline} overtakes {trend.arm} at step {steps}; on a straight line in logarithms, length to the "
-        f"power {signed(trend.exponent, 2)} ({interval}), that would be about {trend.next_steps:,.0f} with "
+        f"{place}{baseline} overtakes {trend.arm} after {reached}; on a straight line in logarithms, length to the "
+        f"power {signed(trend.exponent, 2)} ({interval}), that would be about {trend.next_tokens:,.0f} with "
         f"{trend.next_length:,}."
     )
 

@@ -48,7 +48,7 @@ def training_arguments(
         train: any other field of `TrainingArguments`.
 
     Raises:
-        ValueError: `train` sets what the trainer needs to be as it is.
+        ValueError: `train` sets what the trainer needs to be as it is, or a single process sees several GPUs.
 
     """
     own = {
@@ -73,4 +73,10 @@ def training_arguments(
     taken = sorted(own.keys() & chosen.keys())
     if taken:
         raise ValueError(f"train.{taken[0]} is set by the trainer itself; leave it out")
-    return TrainingArguments(**own, **chosen)
+    arguments = TrainingArguments(**own, **chosen)
+    if arguments.n_gpu > 1:  # DataParallel, where a batch is another one
+        raise ValueError(
+            f"a single process sees {arguments.n_gpu} GPUs; start as many by torchrun --nproc-per-node, or choose one "
+            "by CUDA_VISIBLE_DEVICES"
+        )
+    return arguments

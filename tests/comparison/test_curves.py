@@ -39,10 +39,10 @@ def test_a_curve_that_is_not_overtaken_has_no_critical_point(relative):
 
 def test_a_crossing_to_come():
     steps = np.arange(0, 1000, 5)
-    relative = -1 + steps / 2000 + np.where(steps < 500, 5.0, 0.0)  # only the last points are on the line
-    assert np.isclose(expected_critical_point(steps, relative, last=50), 2000)
-    assert expected_critical_point(steps, -relative, last=50) is None  # above 0
-    assert expected_critical_point(steps, -1 - steps / 1000, last=50) is None  # falling
+    relative = -1 + steps / 2000 + np.where(steps < 400, 5.0, 0.0)  # the second half alone is on the line
+    assert np.isclose(expected_critical_point(steps, relative), 2000)
+    assert expected_critical_point(steps, -relative) is None  # above 0
+    assert expected_critical_point(steps, -1 - steps / 1000) is None  # falling
 
 
 def test_a_window_of_no_step_is_refused():

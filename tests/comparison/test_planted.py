@@ -99,6 +99,16 @@ def test_pairs_that_lack_a_side_are_left_out_and_named(tmp_path):
         in words
     )
     assert "no pair" in result.page()
+    assert "2 beside vanilla · 3 seeds, paired · 8 runs of 102,400 tokens · " in result.layout().subtitle
+
+
+def test_a_machine_is_named_where_all_runs_had_it(tmp_path):
+    runs = [run(arm, seed) for seed in range(2) for arm in ("vanilla", "resformer")]
+    environment = runs[0].environment
+    elsewhere = environment.model_copy(update={"machine": environment.machine.model_copy(update={"gpu": "GPU X"})})
+    other = [part.model_copy(update={"environment": elsewhere}) for part in runs]
+    assert compared(tmp_path / "there", *other).layout().subtitle.endswith(" tokens · GPU X")
+    assert compared(tmp_path / "both", *runs[:2], *other[2:]).layout().subtitle.endswith(" tokens")
 
 
 def test_a_planted_critical_point(tmp_path):
@@ -133,10 +143,41 @@ def test_critical_points_over_lengths_are_continued(tmp_path):
         runs += [run("svformer", seed, 3.1, gap, length=length) for seed in range(3)]
     result = compared(tmp_path, *runs, smooth=1)
     (trend,) = result.trends
-    exponent = np.log(148 / 52) / np.log(4)
-    assert trend.lengths == (64, 256) and np.allclose(trend.steps, (52, 148)) and np.isclose(trend.exponent, exponent)
-    assert trend.interval is None and trend.next_length == 512 and np.isclose(trend.next_steps, 148 * 2**exponent)
-    assert any("no interval from two lengths" in line for line in sentences(result)) and not result.laws
+    reached = np.array([52 * 8 * 64, 148 * 8 * 256])  # steps, of eight sequences
+    exponent = np.log(reached[1] / reached[0]) / np.log(4)
+    assert trend.lengths == (64, 256) and np.allclose(trend.tokens, reached) and np.isclose(trend.exponent, exponent)
+    assert trend.interval is None and trend.next_length == 512
+    assert np.isclose(trend.next_tokens, reached[1] * 2**exponent) and not result.laws
+    (words,) = [line for line in sentences(result) if "no interval from two lengths" in line]
+    assert "overtakes svformer after 26,624 tokens with sequences of 64, 303,104 tokens with sequences of 256;" in words
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+def test_nothing_is_said_of_curves_that_differ_by_noise(tmp_path, seeds):
+    """A band that holds point by point lies below 0 somewhere on most pages, and noise crosses 0 all the time."""
+    generator = np.random.default_rng(0)
+    told = 0
+    for page in range(20):
+        runs = []
+        for length in (64, 256):
+            for seed in range(seeds):
+                noise = generator.normal(0, 0.01, len(STEPS))
+                runs += [run("vanilla", seed, length=length), run("svformer", seed, 3.0, noise, length=length)]
+        result = compared(tmp_path / f"{page}", *runs)
+        told += any("overtake" in line for line in sentences(result)) or "Critical points" in result.page()
+    assert told <= 2
+
+
+def test_an_arm_that_is_not_overtaken_has_no_trend(tmp_path):
+    """Every pair ends above 0, but so unevenly that the band does not."""
+    runs = []
+    for length in (64, 256):
+        for seed, slope in enumerate((0.0001, 0.0001, 0.01)):
+            rise = np.where(np.array(STEPS) > 120, slope, 0.01) * (np.array(STEPS) - 120.0)
+            runs += [run("vanilla", seed, length=length), run("svformer", seed, 3.0, rise, length=length)]
+    result = compared(tmp_path, *runs, smooth=1)
+    assert all(outcome.critical.mean is not None and not outcome.overtaken for outcome in result.outcomes)
+    assert not result.trends and "Critical points" not in result.page()
 
 
 SIZES = {"tiny": 1_000_000, "mini": 3_000_000, "small": 9_000_000}
@@ -195,13 +236,34 @@ def test_settings_of_the_same_cost_have_no_law(tmp_path):
             runs.append(part.model_copy(update={"recipe": recipe}))
     result = compared(tmp_path, *runs)
     assert [setting.label for setting in result.settings] == ["train.learning_rate=0.001", "train.learning_rate=0.003"]
-    assert not result.laws and "No power law: two of the settings cost the same" in "\n".join(sentences(result))
+    assert not result.laws and "No power law: the runs of vanilla cost 6.144e+11, 6.144e+11 F" in (
+        "\n".join(sentences(result))
+    )
+
+
+def test_settings_that_cost_nearly_the_same_have_no_law(tmp_path):
+    """A budget of FLOPs over sizes: a line through costs that differ by rounding would have any exponent."""
+    runs = []
+    for size, parameters in SIZES.items():
+        steps = 10_000 * 1_000_000 // parameters + 1
+        for seed in range(3):
+            common = {"size": size, "parameters": parameters, "steps": steps}
+            runs += [run(arm, seed, 3.0 + 0.01 * seed, **common) for arm in ("vanilla", "resformer")]
+    result = compared(tmp_path, *runs)
+    costs = sorted(part.flops_per_token * part.tokens for part in result.runs)
+    assert costs[0] < costs[-1] < 1.01 * costs[0] and not result.laws
+    assert "and a law needs a factor of 1.5 between them." in "\n".join(sentences(result))
+
+
+def halved(part):
+    """Return a run of half as many steps, and of half the text."""
+    return part.model_copy(update={"steps": part.steps // 2, "tokens": part.tokens // 2})
 
 
 def test_steps_that_differ_leave_no_relative_curve(tmp_path):
     """Under a budget arms have schedules of their own, and step 100 of one is not step 100 of another."""
     runs = three(0.0)
-    runs = [part if part.model.methods == [] else part.model_copy(update={"steps": 150}) for part in runs]
+    runs = [part if part.model.methods == [] else halved(part) for part in runs]
     assert compared(tmp_path, *runs).outcomes[0].curve is None
 
 

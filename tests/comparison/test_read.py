@@ -92,6 +92,57 @@ def test_runs_on_other_text_are_not_paired(tmp_path):
         crosslayer.compare(written(tmp_path, PAIR[0], other))
 
 
+def test_runs_with_other_batches_are_not_paired(tmp_path):
+    """Four processes read four times as much in a step, and the recipe does not say so."""
+    other = PAIR[1].model_copy(update={"tokens": 4 * PAIR[1].tokens})
+    message = "00-0 and 01-0 have the same recipe but read 512 and 2,048 tokens a step"
+    with pytest.raises(ValueError, match=message):
+        crosslayer.compare(written(tmp_path / "other", PAIR[0], other))
+    shorter = PAIR[1].model_copy(update={"steps": 100, "tokens": PAIR[1].tokens // 2})  # as a budget has it
+    assert crosslayer.compare(written(tmp_path / "shorter", PAIR[0], shorter)).outcomes[0].final is not None
+
+
+def under_budget(folder, budget, steps):
+    """Write runs of two arms with steps of their own, as a comparison under a budget leaves them; return its folder."""
+    runs = []
+    for arm, count in steps.items():
+        part = run(arm, steps=count)
+        runs.append(part.model_copy(update={"recipe": {**part.recipe, "schedule": {"tokens": None, "steps": count}}}))
+    written(folder / "runs", *runs)
+    state = {"schema": "crosslayer/grid/1", "budget": {**budget, "step_seconds": {}}, "steps": steps}
+    (folder / "grid.json").write_text(json.dumps(state))
+    return folder
+
+
+def test_runs_under_a_budget_are_read_again(tmp_path):
+    folder = under_budget(tmp_path / "a", {"kind": "time", "amount": 60}, {"vanilla": 200, "resformer": 150})
+    for paths in ([folder], [folder / "runs"], sorted((folder / "runs").iterdir())):
+        result = crosslayer.compare(paths)
+        assert [setting.label for setting in result.settings] == [""] and result.budget.amount == 60
+        assert result.outcomes[0].seeds == (0,) and "was given 60 s" in result.page()
+    longer = under_budget(tmp_path / "b", {"kind": "time", "amount": 90}, {"vanilla": 300, "resformer": 225})
+    both = crosslayer.compare([folder, longer])
+    assert [setting.label for setting in both.settings] == ["budget=time=60", "budget=time=90"]
+    assert both.budget is None and [outcome.seeds for outcome in both.outcomes] == [(0,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ("[]", "grid.json: : Input should be an object"),
+        ('{"budget": {"kind": "time", "amount": -1, "step_seconds": {}}}', "grid.json: budget.amount: "),
+        ('{"steps": {"a\x1b[2J": "x"}}', r"grid.json: "),
+        ("[" * 100_000, "grid.json: : Invalid JSON"),
+    ],
+)
+def test_a_hostile_budget_is_refused(tmp_path, state, message):
+    written(tmp_path / "runs", *PAIR)
+    (tmp_path / "grid.json").write_text(state)
+    with pytest.raises(ValueError) as error:
+        crosslayer.compare([tmp_path])
+    assert message in str(error.value) and str(error.value).isprintable()
+
+
 def test_the_same_run_twice_is_refused(tmp_path):
     with pytest.raises(ValueError, match="01-0 and 02-0 are both resformer with seed 0; leave one out"):
         crosslayer.compare(written(tmp_path, *PAIR, PAIR[1]))

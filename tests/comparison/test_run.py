@@ -13,6 +13,7 @@ from crosslayer.comparison.budget import measured, read_budget, whole_steps
 from crosslayer.comparison.grid import read_grid
 from crosslayer.comparison.words import sentences
 from tests.cli.test_bad_input import type_in
+from tests.helpers.meters import Recorder
 from tests.helpers.runs import run
 from tests.output.test_page import LOOK
 
@@ -167,6 +168,19 @@ def test_a_run_that_diverges_is_left_out_and_stays_out(recipe, tmp_path, monkeyp
     assert len(calls) == 3 and again.stopped == result.stopped
 
 
+def test_a_baseline_that_diverges_is_said(recipe, tmp_path):
+    """And with a learning rate that it survives, --resume trains it, in the folder where it had stopped."""
+    options = {"folder": tmp_path / "out", "recipe": recipe, "methods": METHODS, "seeds": 1}
+    with pytest.raises(ValueError) as error:
+        crosslayer.compare(**options, settings=["train.learning_rate=1e30"])
+    message = str(error.value)
+    assert message.startswith("there is nothing to compare with vanilla, since these runs stopped: vanilla-0: the loss")
+    assert "; svformer-0: the loss" in message and "\n" not in message
+    result = crosslayer.compare(**options, resume=True)
+    assert result.stopped == {} and [part.arm for part in result.runs] == METHODS.split(", ")
+    assert json.loads((tmp_path / "out" / "grid.json").read_text())["stopped"] == {}
+
+
 def test_budgets_are_whole_steps(tmp_path):
     assert whole_steps(60.0, 0.5, "a") == 120 and whole_steps(0.99, 0.5, "a") == 1
     with pytest.raises(ValueError, match="`budget` is too small for a step of a, which takes 0.5 of 0.4"):
@@ -187,14 +201,19 @@ def test_budgets_are_whole_steps(tmp_path):
 
 
 def test_a_budget_of_flops(recipe, tmp_path):
-    flops = crosslayer.compare(
-        folder=tmp_path / "flops", recipe=recipe, methods="vanilla, cla", seeds=1, budget="flops=4e7"
-    )
+    meter = Recorder()
+    options = {"folder": tmp_path / "flops", "recipe": recipe, "methods": "vanilla, cla", "progress": meter}
+    flops = crosslayer.compare(**options, seeds=1, budget="flops=4e7")
+    told = [what for what, _ in meter.works]
+    assert told[:2] == ["measuring a step of vanilla", "measuring a step of cla"]
+    assert told[2].startswith("run 1 of 2, vanilla-0: ") and told[-1].startswith("run 2 of 2, cla-0: ")
     spent = {part.arm: part.flops_per_token * part.tokens for part in flops.runs}
     for part in flops.runs:
         step = part.flops_per_token * part.tokens / part.steps
         assert 4e7 - step < spent[part.arm] <= 4e7
     assert json.loads((tmp_path / "flops" / "grid.json").read_text())["steps"] == {p.arm: p.steps for p in flops.runs}
+    again = crosslayer.compare([tmp_path / "flops"])
+    assert again.budget == flops.budget and again.outcomes == flops.outcomes and again.settings == flops.settings
 
 
 @pytest.mark.slow
@@ -213,11 +232,11 @@ def test_a_budget_of_time_is_measured_once(recipe, tmp_path, monkeypatch):
 
 def test_the_command_trains(recipe, tmp_path, capsys, monkeypatch):
     words = ["compare", "--recipe", str(recipe), "--methods", METHODS, "--seeds", "1", "--out", str(tmp_path / "out")]
-    assert type_in(monkeypatch, [*words, "--budget", "tokens=300", "--vary", "model.shape.num_hidden_layers=2,3"]) == 0
+    assert type_in(monkeypatch, [*words, "--budget", "tokens=300", "--vary", "model.shape.hidden_size=32,64"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    settings = [f"model.shape.num_hidden_layers={layers}" for layers in (2, 3)]
+    settings = [f"model.shape.hidden_size={width}" for width in (32, 64)]
     assert [part["setting"] for part in json.loads(last)["results"]] == settings
-    assert lines[0] == "Every run was given 300 tokens."
+    assert lines[0] == "Every run was given 320 tokens: 300 in whole steps."
     result = crosslayer.load_result(tmp_path / "out")
     assert {part.tokens for part in result.runs} == {5 * 64} and {law.cost for law in result.laws} == {"parameters"}
     assert type_in(monkeypatch, words) == 2

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from crosslayer.decoder import CrossLayerForCausalLM
 from crosslayer.training.arguments import Schedule
@@ -239,6 +239,13 @@ def test_gradient_norms_by_depth_are_those_before_clipping(limit, tmp_path):
 def test_settings_that_would_change_what_a_run_is_are_refused(train, text, tmp_path):
     with pytest.raises(ValueError, match=text):
         trainer_of(tmp_path, **train)
+
+
+def test_several_gpus_in_a_single_process_are_refused(tmp_path, monkeypatch):
+    """Trainer would spread a batch over them, and read more rows a step than the run has."""
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
+    with pytest.raises(ValueError, match="a single process sees 2 GPUs; start as many by torchrun"):
+        trainer_of(tmp_path)
 
 
 def test_data_that_end_before_the_last_step_are_refused(tmp_path):

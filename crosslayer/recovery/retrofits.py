@@ -33,8 +33,9 @@ class Retrofit:
 
     def digest(self) -> str:
         """Return a SHA-256 of its receipt and its embedding, which tells retrofits and originals of a name apart."""
-        embedding = self.embedding().contiguous().view(torch.uint8).numpy().tobytes()
-        return hashlib.sha256(dumps(self.receipt.record()).encode() + embedding).hexdigest()
+        digest = hashlib.sha256(dumps(self.receipt.record()).encode())
+        digest.update(self.embedding().contiguous().view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def embedding(self) -> Tensor:
         """Return its embedding (V, C), which no wiring changes: the original's.

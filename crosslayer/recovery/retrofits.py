@@ -34,7 +34,7 @@ class Retrofit:
     def digest(self) -> str:
         """Return a SHA-256 of its receipt and its embedding, which tells retrofits and originals of a name apart."""
         digest = hashlib.sha256(dumps(self.receipt.record()).encode())
-        digest.update(memoryview(self.embedding().contiguous().view(torch.uint8).numpy()))
+        digest.update(self.embedding().contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def embedding(self) -> Tensor:

@@ -86,7 +86,7 @@ def split_domains(
             raise ValueError(f"{name}: {error}" if len(domains) > 1 else str(error)) from None
         for part, windows in cut.items():
             windows_of[part].append((name, windows))
-    return {part: _joined(pairs) for part, pairs in windows_of.items() if pairs}
+    return {part: joined(pairs) for part, pairs in windows_of.items() if pairs}
 
 
 def _split_ids(ids: Tensor, parts: Mapping[str, int]) -> dict[str, Windows]:
@@ -101,8 +101,8 @@ def _split_ids(ids: Tensor, parts: Mapping[str, int]) -> dict[str, Windows]:
     return windows
 
 
-def _joined(pairs: list[tuple[str, Windows]]) -> Windows:
-    """Return the windows of several domains together, with documents numbered anew."""
+def joined(pairs: list[tuple[str, Windows]]) -> Windows:
+    """Return the windows of several domains together, by name, with documents numbered anew."""
     keys = [(name, document) for name, windows in pairs for document in windows.documents]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     ids = torch.cat([windows.ids for _, windows in pairs])

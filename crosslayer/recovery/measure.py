@@ -1,8 +1,4 @@
-"""What models lose on text that they were not trained on, window by window; files keep it for a run that goes on.
-
-Windows are those of a retrofit's receipt, cut the same way: of the embedded domains, at the same places for the same
-options. Of a domain that is trained on, they come from what is held out of it.
-"""
+"""What models lose on text that they were not trained on, window by window; files keep it for a run that goes on."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -18,15 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from crosslayer.conversion.losses import Losses, logits_of, losses
-from crosslayer.corpus.domains import embedded_domains, shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_model
 from crosslayer.output.folder import write_whole
 from crosslayer.output.progress import Meter
-from crosslayer.recovery.recipe import HealRecipe, embedded_source
 from crosslayer.training.mixture import IGNORED
 
 SHARE = 2  # of the free memory, models that are measured together take at most a half
@@ -125,27 +119,6 @@ class Judge:
         lists: dict[str, Any] = {name: vars(measured.losses)[name].tolist() for name in ("before", "after", "kl")}
         content = Measured(text=self.text, held_out=measured.held_out, **lists)
         write_whole(path, content.model_dump_json(by_alias=True))
-
-
-def judging_windows(recipe: HealRecipe, tokenizer: PreTrainedTokenizerBase) -> Windows:
-    """Cut the windows to measure on.
-
-    Raises:
-        ValueError: a domain has too little text; the message names it.
-
-    """
-    domains: dict[str, Any] = embedded_domains(recipe.eval.domains)
-    for part in recipe.data.domains:
-        if embedded_source(part) and part.name in domains:
-            domains[part.name] = list(part.domain().held_out())
-    counts = shared_out(recipe.eval.windows, list(domains))
-    try:
-        cut = split_domains(
-            domains, tokenizer, parts={"evaluation": counts}, length=recipe.eval.length, seed=recipe.seed
-        )
-    except ValueError as error:
-        raise ValueError(f"eval.length is {recipe.eval.length}: {error}") from None
-    return cut["evaluation"]
 
 
 @torch.no_grad()

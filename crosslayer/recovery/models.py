@@ -15,19 +15,21 @@ from crosslayer.output.record import dumps
 from crosslayer.recovery.retrofits import Retrofit
 
 RECEIPT = "retrofit.json"
+UNTRAINED = "> `crosslayer heal` trained nothing in this model: it is the retrofit that is described below.\n\n"
 HEALED = (
     "> This model was trained after the retrofit that is described below, by `crosslayer heal`. The figures below are "
     "of the retrofit before that; the record of the recovery has those of this model.\n\n"
 )
 
 
-def save_healed(source: Path, retrofit: Retrofit, target: Path) -> None:
+def save_healed(source: Path, retrofit: Retrofit, target: Path, trained: bool) -> None:
     """Write the folder of a healed model, whole or not at all.
 
     Args:
         source: where its weights and its tokenizer are.
         retrofit: that it was.
         target: the folder.
+        trained: whether any stage trained it.
 
     """
     model, tokenizer = load_model(str(source), device="cpu")
@@ -37,5 +39,6 @@ def save_healed(source: Path, retrofit: Retrofit, target: Path) -> None:
             tokenizer.save_pretrained(partial)
         (partial / RECEIPT).write_text(dumps(retrofit.receipt.record()), encoding="utf-8")
         header, _, body = model_card(retrofit.receipt).partition("\n\n")
-        (partial / "README.md").write_text(f"{header}\n\n{HEALED}{body}", encoding="utf-8")
+        note = HEALED if trained else UNTRAINED
+        (partial / "README.md").write_text(f"{header}\n\n{note}{body}", encoding="utf-8")
         write_manifest(partial, model)

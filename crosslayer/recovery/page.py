@@ -8,7 +8,16 @@ from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import QUIET, Line, Panel, same_scale
 from crosslayer.recovery.early_stop import averages
 from crosslayer.recovery.record import Arm, RecoveryRecord, Standing, State
-from crosslayer.recovery.words import LOSSES, estimate, percent, sentences, stage_words
+from crosslayer.recovery.words import (
+    LOSSES,
+    as_the_last_stage,
+    estimate,
+    kind_of,
+    percent,
+    sentences,
+    stage_words,
+    tokens_read,
+)
 
 SMOOTHING = 0.95
 
@@ -26,6 +35,7 @@ def layout(record: RecoveryRecord) -> Page:
         tables=[
             *(_domain(record, place) for place in range(len(record.arms[0].states[0].domains))),
             _held_out(record),
+            _tokens(record),
             _stages(record),
         ],
     )
@@ -36,11 +46,14 @@ def _cards(record: RecoveryRecord) -> list[tuple[str, str, str]]:
     best = min(record.arms, key=lambda arm: arm.states[-1].domains[0].damage.kl)
     before, after = best.states[0].domains[0], best.states[-1].domains[0]
     low, high = after.damage.kl_ci95
+    reference = "original"
+    if record.trained_original is not None:
+        reference += f" {as_the_last_stage(record)}"
     share = "—" if after.closed is None else f"{after.closed.value:.0%}"
     return [
         ("KL, lowest", f"{after.damage.kl:.3f}", f"95 %: {low:.3f} to {high:.3f}, {best.name} on {after.name}"),
         ("Before training", f"{before.damage.kl:.3f}", "the same retrofit"),
-        ("Gap closed", share, f"of its loss to the {record.reference}"),
+        ("Gap closed", share, f"of its loss to the {reference}"),
     ]
 
 
@@ -85,7 +98,7 @@ def _domain(record: RecoveryRecord, place: int) -> Table:
     rows = [
         [f"{name}, {state.name}", *_figures(state.domains[place], number)] for name, number, state in _states(record)
     ]
-    return f"{named.name} ({'seen' if named.seen else 'unseen'}, {named.damage.windows} windows)", head, rows
+    return f"{named.name} ({kind_of(record, named)}, {named.damage.windows} windows)", head, rows
 
 
 def _figures(domain: Standing, number: int) -> list[str]:
@@ -119,9 +132,9 @@ def _courses(record: RecoveryRecord) -> list[Panel]:
         if place is None:
             continue
         title = f"KL by stage on {domains[place].name} ({kind})"
-        sentence = (
-            "To the original as it was; dotted: the original trained on the same rows. Bands: 95 %, over windows."
-        )
+        sentence = "To the original as it was. Bands: 95 %, over windows."
+        if record.trained_original is not None:
+            sentence += f" Dotted: the original {as_the_last_stage(record)}."
         ticks = {float(number): state.name for number, state in enumerate(record.arms[0].states)}
         lines = [_course(arm, place) for arm in record.arms]
         if record.trained_original is not None:
@@ -188,6 +201,17 @@ def _stages(record: RecoveryRecord) -> Table:
             ]
         )
     return "Training (losses as in the figures)", head, rows
+
+
+def _tokens(record: RecoveryRecord) -> Table:
+    """Return how many tokens each model read; the trained original those of the last stage alone."""
+    stages = [state.name for state in record.arms[0].states[1:]]
+    counts = [(arm.name, tokens_read(arm)) for arm in record.arms]
+    trained = record.trained_original
+    if trained is not None and trained.run is not None:
+        counts.append((f"{record.original}, trained", [0] * (len(stages) - 1) + [trained.run.tokens]))
+    rows = [[name, *(f"{count:,}" if count else "–" for count in read), f"{sum(read):,}"] for name, read in counts]
+    return "Tokens read", ["model", *stages, "in all"], rows
 
 
 def _held_out(record: RecoveryRecord) -> Table:

@@ -1,13 +1,15 @@
 """Which parameters a stage trains: W_c alone, all of them, or adapters of low rank that are merged when it ends."""
 
+import importlib.util
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from crosslayer.method import Compensation
-from crosslayer.recovery.recipe import LoraPart
+from crosslayer.recovery.recipe import LoraPart, StagePart
 
 
 def compensations(model: nn.Module) -> list[Compensation]:
@@ -15,13 +17,19 @@ def compensations(model: nn.Module) -> list[Compensation]:
     return [module for module in model.modules() if isinstance(module, Compensation)]
 
 
-def unfreeze(model: PreTrainedModel, parameters: str, lora: LoraPart | None = None) -> PreTrainedModel:
-    """Let a stage's parameters alone have gradients, and return what trains: the model, or the model with adapters.
+def check_parameters(stages: Sequence[StagePart]) -> None:
+    """Refuse stages whose parameters need what is not installed.
 
     Raises:
-        ValueError: adapters are wanted and peft is missing.
+        ValueError: there are adapters, and peft is missing.
 
     """
+    if any(stage.parameters == "lora" for stage in stages) and importlib.util.find_spec("peft") is None:
+        raise ValueError("stages with parameters: lora need peft: pip install 'crosslayer[heal]'")
+
+
+def unfreeze(model: PreTrainedModel, parameters: str, lora: LoraPart | None = None) -> PreTrainedModel:
+    """Let a stage's parameters alone have gradients, and return what trains: the model, or the model with adapters."""
     if parameters == "lora":
         return _with_adapters(model, lora or LoraPart())
     model.requires_grad_(parameters == "all")
@@ -46,10 +54,8 @@ def merged(model: PreTrainedModel, parameters: str) -> PreTrainedModel:
 
 def _with_adapters(model: PreTrainedModel, lora: LoraPart) -> PreTrainedModel:
     """Wrap every linear map but the head; a map that several layers share gets a single adapter, which they share."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ValueError("stages with parameters: lora need peft: pip install 'crosslayer[heal]'") from error
+    from peft import LoraConfig, get_peft_model
+
     options = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

@@ -89,7 +89,7 @@ class StopPart(Part):
     smoothing: float = Field(default=0.95, ge=0, lt=1)
     """β of the exponential moving average of the logged losses."""
     patience: Count = 50
-    """Logged losses within which the lowest average must fall, or the stage ends."""
+    """Logged losses within which the average must fall, or the stage ends."""
     least: float = Field(default=0.001, gt=0, lt=1)
     """By which share of itself."""
 
@@ -132,27 +132,30 @@ class StagePart(Part):
 class MeasurePart(Part):
     """What the model is measured on before, after each stage, and beside the trained original."""
 
-    domains: list[str] = Field(default=list(EMBEDDED), min_length=1)
-    """Embedded domains: books, science, speeches, web, docs, code. Those that nothing was trained on say most."""
-    windows: Count = 96
+    domains: list[str] | None = Field(default=None, min_length=1)
+    """Embedded domains: books, science, speeches, web, docs, code. Those that nothing was trained on say most. Null, as
+    for the next two: those of the receipts."""
+    windows: Count | None = None
     """Windows of all of them together; at least 16 of each."""
-    length: int = Field(default=512, ge=2, lt=2**31)
+    length: int | None = Field(default=None, ge=2, lt=2**31)
     """Tokens of a window."""
     held_out: Count = 8
     """Rows of each domain that is trained on, held out, for the loss at the end of a stage."""
 
     @field_validator("domains")
     @classmethod
-    def _check_domains(cls, domains: list[str]) -> list[str]:
-        for place, name in enumerate(domains):
+    def _check_domains(cls, domains: list[str] | None) -> list[str] | None:
+        for place, name in enumerate(domains or ()):
             if name not in EMBEDDED:
                 raise Misplaced(f"is {name!r}, no embedded domain; {nearest(name, list(EMBEDDED))}", place)
-            if name in domains[:place]:
+            if domains is not None and name in domains[:place]:
                 raise Misplaced(f"is {name!r} a second time", place)
         return domains
 
     @model_validator(mode="after")
     def _check_windows(self) -> Self:
+        if self.domains is None or self.windows is None:
+            return self
         least = FEWEST * len(self.domains)
         if self.windows < least:
             raise Misplaced(f"is {self.windows}; {len(self.domains)} domains need at least {least}", "windows")
@@ -165,7 +168,7 @@ class HealRecipe(Part):
     name: str = Field(default="", max_length=100)
     """How the result calls it; by default the file's name."""
     seed: Seed = 0
-    """Of the order of data, dropout, adapters and windows."""
+    """Of the order of data, dropout and adapters; windows are drawn with the receipts' seed."""
     objective: ObjectivePart = ObjectivePart()
     """What is made smaller."""
     data: HealDataPart
@@ -175,7 +178,7 @@ class HealRecipe(Part):
     stages: list[StagePart] = Field(min_length=1, max_length=STAGES)
     """One after the other."""
     baseline: bool = True
-    """Whether the original trains as well: on the same rows, with the last stage's settings."""
+    """Whether the original trains as well: as the last stage, on its rows, to its last step."""
     eval: MeasurePart = MeasurePart()
     """What is measured."""
 
@@ -194,6 +197,22 @@ class HealRecipe(Part):
                     "domains",
                     place,
                     "columns",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        """Refuse a text that would go by the name of another on which models are measured."""
+        judged = EMBEDDED if self.eval.domains is None else self.eval.domains
+        for place, domain in enumerate(self.data.domains):
+            if domain.name in judged and not embedded_source(domain):
+                raise Misplaced(
+                    f"is {domain.name!r}, an embedded domain to measure on, and its source is {domain.source!r}; "
+                    "give that text another name",
+                    "data",
+                    "domains",
+                    place,
+                    "name",
                 )
         return self
 

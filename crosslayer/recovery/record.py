@@ -53,6 +53,9 @@ class State(Frozen):
 
     name: str
     skipped: str | None = Field(default=None, description="why the stage trained nothing")
+    stopped: str | None = Field(
+        default=None, description="why the stage ended for good; the figures are those of the state before"
+    )
     run: StageRun | None = None
     domains: tuple[Standing, ...] = Field(min_length=1)
     all: Standing
@@ -81,8 +84,15 @@ class RecoveryRecord(Frozen):
     reference: Literal["trained original", "original"]
     arms: tuple[Arm, ...] = Field(min_length=1)
     untrained_original: State
-    trained_original: State | None
+    trained_original: State | None = Field(description="trained as the last stage says, to its last step")
+    original_stopped: str | None = Field(
+        default=None, description="why there is no trained original, where it diverged"
+    )
     left_out: dict[str, int] = Field(description="instructions that are longer than a row, by domain")
+    overlapping: tuple[str, ...] = Field(
+        default=(),
+        description="domains that were trained on and fitted to: their windows may hold text that W_c was fitted to",
+    )
     windows: int
     length: int
     environment: Environment

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from crosslayer.conversion.result import Receipt
@@ -12,6 +15,7 @@ from crosslayer.models.load import load_config, public_name
 from crosslayer.output.record import dumps
 from crosslayer.output.result import load_as
 
+EMBEDDING = "embed_tokens.weight"
 TAKEN = ("original", "figures")  # names in the folder of a recovery
 
 
@@ -28,8 +32,24 @@ class Retrofit:
         return self.folder.name
 
     def digest(self) -> str:
-        """Return a SHA-256 of its receipt, which tells retrofits of the same name apart."""
-        return hashlib.sha256(dumps(self.receipt.record()).encode()).hexdigest()
+        """Return a SHA-256 of its receipt and its embedding, which tells retrofits and originals of a name apart."""
+        digest = hashlib.sha256(dumps(self.receipt.record()).encode())
+        digest.update(self.embedding().contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def embedding(self) -> Tensor:
+        """Return its embedding (V, C), which no wiring changes: the original's.
+
+        Raises:
+            ValueError: there is none in its files.
+
+        """
+        for path in sorted(self.folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  safetensors hands out no iterator
+                    if name.endswith(EMBEDDING):
+                        return file.get_tensor(name)
+        raise ValueError(f"{self.name!r} has no weights {EMBEDDING} in safetensors; name a folder of a whole retrofit")
 
     def layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """Return which layer of the original each layer of its model is."""
@@ -75,6 +95,27 @@ def open_retrofits(folders: Sequence[str | Path], original: str | None = None) -
         raise ValueError(f"the receipt's original cannot be opened, name it with `original`: {error}") from None
     _check_original(public_name(name), config, retrofits)
     return retrofits, name
+
+
+def check_original(called: str, original: PreTrainedModel, retrofits: Sequence[Retrofit]) -> None:
+    """Refuse an original that has other weights than that from which the retrofits come.
+
+    Raises:
+        ValueError: its parameters are more or fewer, or its embedding is another.
+
+    """
+    size = sum(parameter.numel() for parameter in original.parameters())
+    weights = original.get_input_embeddings().weight.detach().cpu()  # type: ignore[operator, union-attr]
+    for retrofit in retrofits:
+        before, own = retrofit.receipt.architecture.parameters_before, retrofit.embedding()
+        if before != size:
+            raise ValueError(
+                f"{retrofit.name!r} comes from {before:,} parameters, and {called!r} has {size:,}: another model"
+            )
+        if not torch.equal(own, weights.to(own.dtype)):
+            raise ValueError(
+                f"{retrofit.name!r} has another embedding than {called!r}: it comes from another model of that shape"
+            )
 
 
 def _open(folder: Path) -> Retrofit:

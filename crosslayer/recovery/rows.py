@@ -37,7 +37,7 @@ class RecoveryRows:
         return Mixture(texts, weights, data.length, self.recipe.seed, items, rows)
 
     def held_out(self) -> dict[str, Dataset[dict[str, Tensor]]]:
-        """Return the first rows of each domain that nobody trains on.
+        """Return rows of each domain that nobody trains on, spread evenly over it.
 
         Raises:
             ValueError: a domain has less than a row; the message names it.
@@ -50,7 +50,7 @@ class RecoveryRows:
             if part.columns is None:
                 rows[part.name] = validation_windows(text, length, min(count, windows_of(text, length, part.name)))
             else:
-                rows[part.name] = _First(self._examples(part, text), count)
+                rows[part.name] = _Spread(self._examples(part, text), count)
         return rows
 
     def left_out(self) -> dict[str, int]:
@@ -66,8 +66,8 @@ class RecoveryRows:
         return ExampleRows(text, self.recipe.data.length, padding, part.name, alone)
 
 
-class _First(Dataset[dict[str, Tensor]]):
-    """The first of some rows."""
+class _Spread(Dataset[dict[str, Tensor]]):
+    """So many of some rows, spread evenly over them."""
 
     def __init__(self, rows: ExampleRows, count: int):
         self.rows, self.count = rows, min(count, len(rows))
@@ -78,7 +78,7 @@ class _First(Dataset[dict[str, Tensor]]):
     def __getitem__(self, item: int) -> dict[str, Tensor]:
         if not 0 <= item < self.count:
             raise IndexError(f"row {item} of {self.count}")
-        return self.rows[item]
+        return self.rows[len(self.rows) * item // self.count]
 
 
 def read_rows(recipe: HealRecipe, tokenizer: PreTrainedTokenizerFast, meter: Meter = Silent) -> RecoveryRows:

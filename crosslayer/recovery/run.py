@@ -20,21 +20,26 @@ from crosslayer.models.load import load_model, public_name
 from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
-from crosslayer.recovery.measure import Judge, Measurement, judging_windows
+from crosslayer.recovery.measure import Judge, Measurement
 from crosslayer.recovery.models import save_healed
-from crosslayer.recovery.parameters import compensations
+from crosslayer.recovery.parameters import check_parameters, compensations
 from crosslayer.recovery.recipe import HealRecipe, embedded_source, load_heal_recipe
 from crosslayer.recovery.record import Arm, StageRun, State
 from crosslayer.recovery.result import Recovery
-from crosslayer.recovery.retrofits import Retrofit, open_retrofits
+from crosslayer.recovery.retrofits import Retrofit, check_original, open_retrofits
 from crosslayer.recovery.rows import RecoveryRows, read_rows
-from crosslayer.recovery.stages import MODEL, Stage, finished
+from crosslayer.recovery.stages import MODEL, Stage, Stopped, finished
 from crosslayer.recovery.summary import Summary, shown_order
 from crosslayer.recovery.trainer import Teacher
+from crosslayer.recovery.windows import Judging, judging
 
 RECIPE, HEALED = "recipe.yaml", "heal.json"
 BEFORE, LOSSES = "before.json", "losses.json"
 NO_COMPENSATION = "there is no W_c"
+
+
+class Skipped(str):
+    """Why a stage trained nothing."""
 
 
 def heal(
@@ -48,7 +53,11 @@ def heal(
     command: str | None = None,
     progress: Meter = Silent,
 ) -> Recovery:
-    """Train retrofits until they recover, and measure them after every stage, beside the original trained likewise.
+    """Train retrofits until they recover, and measure them after every stage.
+
+    Beside them stands the original, trained as the last stage says, to its last step.
+
+    A model whose loss is not finite stops there, which the result says; the others go on.
 
     Args:
         retrofits: folders that `crosslayer retrofit` wrote, all of the same original.
@@ -65,7 +74,7 @@ def heal(
 
     Raises:
         ValueError: recipe, retrofits or text are wrong, or the folder cannot be taken.
-        TrainingStopped: the loss is not finite, or a checkpoint cannot be written.
+        TrainingStopped: a checkpoint cannot be written.
 
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -74,8 +83,11 @@ def heal(
         recipe = load_heal_recipe(recipe, settings)
     elif settings:
         raise ValueError("settings are for a recipe that is a file; change the loaded one by load_heal_recipe")
-    opened, name = open_retrofits(retrofits, original)
     target = Path(folder).expanduser().resolve()
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"the folder {target.name!r} is a file; name another")
+    check_parameters(recipe.stages)
+    opened, name = open_retrofits(retrofits, original)
     with held(target):
         files = _files(recipe, opened)
         _check_folder(target, files, resume)
@@ -97,28 +109,23 @@ class _Job:
     model: PreTrainedModel  # the original
     rows: RecoveryRows
     judge: Judge
+    judging: Judging
     progress: Meter
-    runs: dict[Path, StageRun | str] = field(default_factory=dict)  # of a stage's folder; why it was skipped
+    runs: dict[Path, StageRun | Skipped | Stopped] = field(default_factory=dict)  # of a stage's folder
 
     @classmethod
     def ready(
         cls, recipe: HealRecipe, retrofits: list[Retrofit], original: str, folder: Path, progress: Meter
     ) -> "_Job":
         """Load the original, and cut all text into tokens."""
+        how = judging(recipe, retrofits)
         with progress(f"loading {public_name(original)}", 0):
             model, tokenizer = load_model(original, dtype=torch.float32)
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ValueError(f"the tokenizer of {original!r} is no fast one (tokenizer.json); training needs such")
-        size = sum(parameter.numel() for parameter in model.parameters())
-        for retrofit in retrofits:
-            before = retrofit.receipt.architecture.parameters_before
-            if before != size:
-                raise ValueError(
-                    f"{retrofit.name!r} comes from {before:,} parameters, and {public_name(original)!r} has {size:,}: "
-                    "another model"
-                )
+        check_original(public_name(original), model, retrofits)
         with progress("cutting the text into tokens", 0):
-            windows = judging_windows(recipe, tokenizer)
+            windows = how.windows(recipe, tokenizer)
         rows = read_rows(recipe, tokenizer, progress)
         for number, part in enumerate(recipe.stages):
             try:
@@ -126,7 +133,7 @@ class _Job:
             except ValueError as error:
                 raise ValueError(f"stages.{number}: {error}") from None
         judge = Judge(model, windows, rows.held_out(), progress)
-        return cls(recipe, retrofits, folder, original, model, rows, judge, progress)
+        return cls(recipe, retrofits, folder, original, model, rows, judge, how, progress)
 
     def heal(self) -> Recovery:
         """Train and measure everything that is not done yet."""
@@ -169,10 +176,14 @@ class _Job:
         if done is not None:
             self.runs[folder] = done
             return
+        for earlier in range(1, number):
+            if isinstance(self.runs[self._stage(retrofit, earlier)], Stopped):
+                self.runs[folder] = Skipped(f"stage {earlier} stopped")
+                return
         with self.progress(f"{retrofit.name}, stage {number} of {len(self.recipe.stages)}", 0):
             model, _ = load_model(str(self._entered(retrofit, number)), dtype=torch.float32)
         if part.parameters == "compensation" and not compensations(model):
-            self.runs[folder] = NO_COMPENSATION
+            self.runs[folder] = Skipped(NO_COMPENSATION)
             return
         teacher = None
         if self.recipe.objective.loss == "distill":
@@ -180,13 +191,14 @@ class _Job:
         self.runs[folder] = Stage(self.recipe, part, self.rows, self.progress).train(model, folder, teacher)
 
     def _train_original(self) -> None:
-        """Train the original as the last stage trains a retrofit; the one in memory stays as it is."""
+        """Train the original as the last stage says, to its last step; the one in memory stays as it is."""
         folder = self._original
         done = finished(folder)
         if done is None:
             with self.progress("the original, as the last stage", 0):
                 model, _ = load_model(self.original, dtype=torch.float32)
-            done = Stage(self.recipe, self.recipe.stages[-1], self.rows, self.progress).train(model, folder)
+            part = self.recipe.stages[-1].model_copy(update={"stop": None})
+            done = Stage(self.recipe, part, self.rows, self.progress).train(model, folder)
         self.runs[folder] = done
 
     def _trained(self, number: int) -> dict[Path, Path]:
@@ -201,17 +213,20 @@ class _Job:
         target = self.folder / retrofit.name / MODEL
         if not target.exists():
             with self.progress(f"writing {retrofit.name}/{MODEL}", 0):
-                save_healed(self._entered(retrofit, len(self.recipe.stages) + 1), retrofit, target)
+                source = self._entered(retrofit, len(self.recipe.stages) + 1)
+                save_healed(source, retrofit, target, trained=source != retrofit.folder)
 
     def _result(self, measured: dict[Path, Measurement]) -> Recovery:
         before = measured[self._before(self.retrofits[0])].losses
         judged = set(before.domains)
         seen = {name for retrofit in self.retrofits for name in retrofit.receipt.texts.fitted}
-        seen |= {part.name for part in self.recipe.data.domains if embedded_source(part)}
-        seen = frozenset(seen & judged)
-        trained = measured.get(self._original / LOSSES)
+        trained_on = {part.name for part in self.recipe.data.domains if embedded_source(part)}
+        overlapping = sorted(seen & trained_on & judged)
+        seen = frozenset((seen | trained_on) & judged)
+        trained, stopped = measured.get(self._original / LOSSES), self.runs.get(self._original)
         reference = before.before if trained is None else trained.losses.after
-        summary = Summary(shown_order(before, seen), seen, reference, trained is not None, self.recipe.seed)
+        order = shown_order([measured[self._before(retrofit)].losses for retrofit in self.retrofits], seen)
+        summary = Summary(order, seen, reference, trained is not None, self.judging.seed)
         return Recovery(  # pyright: ignore[reportCallIssue]
             name=self.recipe.name,
             original=public_name(self.original),
@@ -221,9 +236,11 @@ class _Job:
             arms=tuple(self._arm(retrofit, measured, summary) for retrofit in self.retrofits),
             untrained_original=_state("before", measured[self._original / BEFORE], summary),
             trained_original=None if trained is None else self._trained_state(trained, summary),
+            original_stopped=str(stopped) if isinstance(stopped, Stopped) else None,
             left_out=self.rows.left_out(),
             windows=len(before.before),
-            length=self.recipe.eval.length,
+            length=self.judging.length,
+            overlapping=tuple(overlapping),
             environment=Environment.model_validate(environment()),
         )
 
@@ -233,8 +250,9 @@ class _Job:
         for number in range(1, len(self.recipe.stages) + 1):
             folder = self._stage(retrofit, number)
             how, now = self.runs[folder], measured.get(folder / LOSSES, earlier)
-            told = {"skipped": how} if isinstance(how, str) else {"run": how}
-            states.append(_state(f"stage {number}", now, summary, earlier, first).model_copy(update=told))
+            kind = {Skipped: "skipped", Stopped: "stopped", StageRun: "run"}[type(how)]
+            told = how if isinstance(how, StageRun) else str(how)
+            states.append(_state(f"stage {number}", now, summary, earlier, first).model_copy(update={kind: told}))
             earlier = now
         receipt = retrofit.receipt
         return Arm(
@@ -262,7 +280,7 @@ def _state(
 
 
 def _files(recipe: HealRecipe, retrofits: list[Retrofit]) -> dict[str, str]:
-    """Return the files that say what a folder is of: the recipe, and the retrofits by their receipts."""
+    """Return the files that say what a folder is of: the recipe, and the retrofits by digests."""
     receipts = {retrofit.name: retrofit.digest() for retrofit in retrofits}
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return {RECIPE: text, HEALED: json.dumps(receipts, indent=1)}

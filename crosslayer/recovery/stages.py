@@ -30,11 +30,16 @@ from crosslayer.recovery.rows import RecoveryRows
 from crosslayer.recovery.trainer import DistillTrainer, Teacher
 from crosslayer.training.arguments import Schedule, training_arguments
 from crosslayer.training.checkpoints import PARTIAL, checkpoints
-from crosslayer.training.record import Curve
-from crosslayer.training.trainer import CrossLayerTrainer
+from crosslayer.training.record import curve_of, training_seconds
+from crosslayer.training.trainer import CrossLayerTrainer, TrainingStopped
 
 DONE, MODEL = "stage.json", "model"
+STOPPED = "stopped.txt"
 LOGGED = {"logging_steps": 1}  # a stage is short, and its end may depend on every loss
+
+
+class Stopped(str):
+    """Why a stage ended for good before it was whole."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,10 @@ class Stage:
     rows: RecoveryRows
     meter: Meter
 
-    def train(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None) -> StageRun:
+    def train(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None) -> StageRun | Stopped:
         """Train a model, in place, and save it; where the folder holds a whole checkpoint, go on from there.
+
+        Where the loss is not finite, return what happened, which the folder keeps too.
 
         Args:
             model: in float32.
@@ -55,7 +62,7 @@ class Stage:
             teacher: of a stage that is distilled.
 
         Raises:
-            TrainingStopped: the loss is not finite, or a checkpoint cannot be written.
+            TrainingStopped: a checkpoint cannot be written.
 
         """
         part, folder = self.part, folder.resolve()
@@ -63,10 +70,15 @@ class Stage:
         trained = unfreeze(model, part.parameters, part.lora)
         with quiet_transformers():
             trainer = self._trainer(trained, folder, teacher)
-            trainer.train(resume_from_checkpoint=True)
+            try:
+                trainer.train(resume_from_checkpoint=True)
+            except TrainingStopped as stop:
+                if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
+                    raise
+                write_whole(folder / STOPPED, str(stop))
+                return Stopped(stop)
             run = self._run(trainer, trained_parameters(trained))
             self._finish(merged(trained, part.parameters), folder, run)
-        model.requires_grad_(True)
         return run
 
     def arguments(self, folder: Path) -> TrainingArguments:
@@ -93,9 +105,9 @@ class Stage:
 
     def _trainer(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None) -> CrossLayerTrainer:
         part, arguments = self.part, self.arguments(folder)
-        data, held_out = self.rows.training(self._steps() * self._sequences()), self.rows.held_out()
+        data = self.rows.training(self._steps() * self._sequences())
         kind = CrossLayerTrainer if teacher is None else DistillTrainer
-        trainer = kind(model, arguments, data, held_out, self.rows.tokenizer, self.meter)
+        trainer = kind(model, arguments, data, {}, self.rows.tokenizer, self.meter)
         if isinstance(trainer, DistillTrainer):
             assert teacher is not None
             teacher.model.to(arguments.device)  # type: ignore[arg-type]
@@ -107,25 +119,14 @@ class Stage:
 
     def _run(self, trainer: CrossLayerTrainer, trained: int) -> StageRun:
         history, state = trainer.state.log_history, trainer.state
-        losses = [entry for entry in history if "loss" in entry]
-        tokens, seconds = 0, 0.0
-        for entry in losses:
-            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
-            tokens = entry["tokens"]
         return StageRun(
             parameters=self.part.parameters,
             trained=trained,
             steps=state.global_step,
             planned=state.max_steps,
             tokens=state.num_input_tokens_seen,
-            seconds=seconds,
-            curve=Curve(
-                steps=[int(entry["step"]) for entry in losses],
-                losses=[entry["loss"] for entry in losses],
-                learning_rates=[entry["learning_rate"] for entry in losses],
-                gradient_norms=[entry.get("grad_norm") for entry in losses],
-                tokens_per_second=[entry["tokens_per_second"] for entry in losses],
-            ),
+            seconds=training_seconds(history),
+            curve=curve_of(history),
         )
 
     def _finish(self, model: PreTrainedModel, folder: Path, run: StageRun) -> None:
@@ -150,13 +151,15 @@ class _LastStep(TrainerCallback):
             control.should_save = control.should_evaluate = False
 
 
-def finished(folder: Path) -> StageRun | None:
-    """Return how a stage went, None where its folder is not whole.
+def finished(folder: Path) -> StageRun | Stopped | None:
+    """Return how a stage went, or why it stopped; None where its folder is not whole.
 
     Raises:
         ValueError: its record is damaged.
 
     """
+    if (folder / STOPPED).is_file():
+        return Stopped((folder / STOPPED).read_text(encoding="utf-8"))
     path = folder / DONE
     if not path.is_file():
         return None

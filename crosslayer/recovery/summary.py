@@ -5,6 +5,7 @@
 Shapes: N windows.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,10 +74,14 @@ class Summary:
         )
 
 
-def shown_order(before: Losses, seen: frozenset[str]) -> list[str]:
-    """Return domains as results show them: those first that nothing saw, and of each kind those with the highest KL."""
-    kl = {name: before.of(name).kl.mean() for name in dict.fromkeys(before.domains)}
-    return sorted(kl, key=lambda name: (name in seen, -kl[name]))
+def shown_order(before: Sequence[Losses], seen: frozenset[str]) -> list[str]:
+    """Return domains as results show them, whatever the order of the retrofits, of which each has its losses.
+
+    Those come first that nothing saw, and of each kind those with the highest mean KL.
+    """
+    names = sorted(set(before[0].domains))
+    kl = {name: math.fsum(losses.of(name).kl.mean() for losses in before) for name in names}
+    return sorted(names, key=lambda name: (name in seen, -kl[name]))
 
 
 def _rows(losses: Losses, rows: np.ndarray) -> Losses:

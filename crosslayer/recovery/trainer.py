@@ -38,8 +38,8 @@ class Teacher:
 
     @torch.no_grad()
     def states(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return what each layer of the original reads, and the final norm's output, (B, T, C) each."""
-        return _states(self.model, inputs)
+        """Return the original's last states, and with λ > 0 before them what each layer reads, (B, T, C) each."""
+        return _states(self.model, inputs, self.hidden > 0)
 
 
 class DistillTrainer(CrossLayerTrainer):
@@ -55,9 +55,12 @@ class DistillTrainer(CrossLayerTrainer):
         labels = inputs["labels"]
         counts = labels[:, 1:] != IGNORED  # (B, T − 1): the token before each predicts it
         given = {name: value for name, value in inputs.items() if name != "labels"}
-        states, targets = _states(model, given), self.teacher.states(given)
-        head = head_of(self.accelerator.unwrap_model(model))
-        loss = divergence(states[-1][:, :-1][counts], head, targets[-1][:, :-1][counts], self.teacher.head)
+        student: Any = self.accelerator.unwrap_model(model)
+        with self.accelerator.autocast():  # accelerate itself wraps the forward of the model that trains, and no more
+            states, targets = _states(student, given, self.teacher.hidden > 0), self.teacher.states(given)
+            loss = divergence(
+                states[-1][:, :-1][counts], head_of(student), targets[-1][:, :-1][counts], self.teacher.head
+            )
         if self.teacher.hidden:
             loss = loss + self.teacher.hidden * self._distance(states, targets, counts)
         if num_items_in_batch is not None:
@@ -84,6 +87,7 @@ def head_of(model: nn.Module) -> Head:
     return Head(embeddings.weight, translated.final_logit_softcapping)
 
 
-def _states(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return what each layer reads, and the final norm's output; of the logits only the last token's are made."""
-    return model(**inputs, use_cache=False, output_hidden_states=True, logits_to_keep=1).hidden_states
+def _states(model: Any, inputs: dict[str, Tensor], every: bool) -> tuple[Tensor, ...]:
+    """Return the final norm's output, last, and before it, where `every` is set, what each layer reads; no logits."""
+    output = model.get_decoder()(**inputs, use_cache=False, output_hidden_states=every)
+    return output.hidden_states if every else (output.last_hidden_state,)

@@ -18,7 +18,7 @@ def sentences(record: RecoveryRecord) -> list[str]:
     said = [_arm(record, arm) for arm in record.arms]
     if len(record.arms) > 1:
         said.append(_order(record))
-    return [*said, _held_out(record), _rests_on(record)]
+    return [*said, *_stops(record), *_baseline(record), _held_out(record), _rests_on(record)]
 
 
 def estimate(figure: Estimate | None, digits: int = 3) -> str:
@@ -34,10 +34,19 @@ def percent(figure: Estimate | None) -> str:
     return f"{figure.value:.0%} ({low:.0%} to {high:.0%})"
 
 
+def kind_of(record: RecoveryRecord, domain: Standing) -> str:
+    """Return whether a domain was seen; "seen: fitted" where its very windows may hold text that was fitted to."""
+    if domain.name in record.overlapping:
+        return "seen: fitted"
+    return "seen" if domain.seen else "unseen"
+
+
 def stage_words(state: State) -> str:
     """Return what a state is, in a line of a table."""
     if state.skipped is not None:
         return f"{state.name}: skipped, {state.skipped}"
+    if state.stopped is not None:
+        return f"{state.name}: stopped, as before it"
     if state.run is None:
         return state.name
     early = f" of {state.run.planned:,}, ended early" if state.run.steps < state.run.planned else ""
@@ -46,8 +55,8 @@ def stage_words(state: State) -> str:
 
 def _arm(record: RecoveryRecord, arm: Arm) -> str:
     before, after = arm.states[0].domains[0], arm.states[-1].domains[0]
-    kind = "seen" if before.seen else "unseen"
     kls = " → ".join(with_interval(state.domains[0].damage.kl, state.domains[0].damage.kl_ci95) for state in arm.states)
+    kind = kind_of(record, before)
     return (
         f"{arm.name} ({arm.title}; {arm.cache_share:.0%} of the cache): on {before.name} ({kind}) the KL to the "
         f"original goes {kls} nats a token, the perplexity ratio {before.damage.ratio:.3f} → {after.damage.ratio:.3f}. "
@@ -73,6 +82,35 @@ def _order(record: RecoveryRecord) -> str:
         f"At the end, by KL on {ends[0].states[0].domains[0].name}: {listed}. One run of each: no interval here holds "
         "the spread over seeds."
     )
+
+
+def _stops(record: RecoveryRecord) -> list[str]:
+    """Say which models stopped; their figures from then on are those of the state before."""
+    stops = [(f"{arm.name}, {state.name}", state.stopped) for arm in record.arms for state in arm.states]
+    stops.append((f"{record.original}, which was to be trained as well", record.original_stopped))
+    return [f"Stopped: {place}: {why}." for place, why in stops if why is not None]
+
+
+def as_the_last_stage(record: RecoveryRecord) -> str:
+    """Return how the original was trained."""
+    assert record.trained_original is not None and record.trained_original.run is not None
+    return f"trained as the last stage, {record.trained_original.run.tokens:,} tokens"
+
+
+def _baseline(record: RecoveryRecord) -> list[str]:
+    """Say how much text each model read."""
+    if record.trained_original is None:
+        return []
+    read = ", ".join(f"{arm.name} {sum(tokens_read(arm)):,}" for arm in record.arms)
+    return [
+        f"The reference is {record.original} {as_the_last_stage(record)}, to the last step; the retrofits read, over "
+        f"all stages: {read}."
+    ]
+
+
+def tokens_read(arm: Arm) -> list[int]:
+    """Return how many tokens each stage of a retrofit read."""
+    return [0 if state.run is None else state.run.tokens for state in arm.states[1:]]
 
 
 def _held_out(record: RecoveryRecord) -> str:

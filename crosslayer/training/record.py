@@ -1,5 +1,6 @@
 """What `record.json` of a training run holds: losses in nats a token, times in seconds."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -48,6 +49,28 @@ class Curve(Frozen):
         if len({len(entries) for entries in vars(self).values()}) > 1:
             raise ValueError("the parts of the curve have different lengths")
         return self
+
+
+def curve_of(history: Sequence[Mapping[str, Any]]) -> Curve:
+    """Return the curve of what a trainer has logged."""
+    losses = [entry for entry in history if "loss" in entry]
+    return Curve(
+        steps=[int(entry["step"]) for entry in losses],
+        losses=[entry["loss"] for entry in losses],
+        learning_rates=[entry["learning_rate"] for entry in losses],
+        gradient_norms=[entry.get("grad_norm") for entry in losses],
+        tokens_per_second=[entry["tokens_per_second"] for entry in losses],
+    )
+
+
+def training_seconds(history: Sequence[Mapping[str, Any]]) -> float:
+    """Return how long training took by what a trainer has logged, over all parts of a run that was resumed."""
+    tokens, seconds = 0, 0.0
+    for entry in history:
+        if "loss" in entry:
+            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
+            tokens = entry["tokens"]
+    return seconds
 
 
 class Validation(Frozen):

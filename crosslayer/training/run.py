@@ -29,7 +29,7 @@ from crosslayer.training.initialise import initialise
 from crosslayer.training.looks import looks_in, windows_of_each
 from crosslayer.training.mixture import FixedRows, Mixture, validation_windows, windows_of
 from crosslayer.training.recipe import Recipe, config_of_recipe, load_recipe
-from crosslayer.training.record import Curve, TrainedDomain, TrainedModel, Validation
+from crosslayer.training.record import TrainedDomain, TrainedModel, Validation, curve_of, training_seconds
 from crosslayer.training.result import TrainingRun
 from crosslayer.training.shards import Shards
 from crosslayer.training.texts import Domain, DomainShards
@@ -153,7 +153,6 @@ class _Run:
         self, trainer: CrossLayerTrainer, costs: _Costs, mixture: Mixture, held_out: dict[str, FixedRows]
     ) -> TrainingRun:
         history = trainer.state.log_history
-        losses = [entry for entry in history if "loss" in entry]
         names = list(held_out)
         total = sum(mixture.units)
         passes = mixture.passes()
@@ -169,10 +168,6 @@ class _Run:
             )
             for name, units in zip(names, mixture.units, strict=True)
         ]
-        tokens, seconds = 0, 0.0
-        for entry in losses:
-            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
-            tokens = entry["tokens"]
         return TrainingRun(  # pyright: ignore[reportCallIssue]
             command=self.command,
             name=self.recipe.name,
@@ -180,13 +175,7 @@ class _Run:
             recipe=self.recipe.model_dump(mode="json"),
             model=costs.model,
             domains=tuple(domains),
-            curve=Curve(
-                steps=[int(entry["step"]) for entry in losses],
-                losses=[entry["loss"] for entry in losses],
-                learning_rates=[entry["learning_rate"] for entry in losses],
-                gradient_norms=[entry.get("grad_norm") for entry in losses],
-                tokens_per_second=[entry["tokens_per_second"] for entry in losses],
-            ),
+            curve=curve_of(history),
             validation=tuple(
                 Validation(step=step, losses=entry) for step, entry in _validation_losses(history, names).items()
             ),
@@ -194,7 +183,7 @@ class _Run:
             looks=looks_in(history),
             steps=trainer.state.max_steps,
             tokens=trainer.state.num_input_tokens_seen,
-            seconds=seconds,
+            seconds=training_seconds(history),
             peak_bytes=costs.peak_bytes,
             matrix_flops=costs.matrix_flops,
             environment=Environment.model_validate(environment()),

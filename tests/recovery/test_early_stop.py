@@ -2,14 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from crosslayer.recovery.early_stop import averages, has_stopped_falling
+from crosslayer.recovery.early_stop import EarlyStop, Falling, averages
+from tests.helpers.training import trainer_of
 
 
 def first_end(losses, smoothing, patience, least=0.001):
-    ends = (k for k in range(1, len(losses) + 1) if has_stopped_falling(losses[:k], smoothing, patience, least))
-    return next(ends, None)
+    falling = Falling(smoothing, patience, least)
+    return next((k for k, loss in enumerate(losses, 1) if not falling.add(loss)), None)
 
 
 def test_the_average_is_the_weighted_mean():
@@ -50,5 +52,30 @@ def test_a_fall_that_is_too_slow_to_count_ends_it():
     assert first_end(slow, 0.0, 50, least=1e-4) is None
 
 
-def test_no_losses_do_not_end_it():
-    assert not has_stopped_falling([], 0.9, 1, 0.001)
+def test_noise_at_the_start_of_a_real_curve_does_not_end_it_and_its_plateau_does():
+    """A loss that falls by 0.25 with a time constant of 150, and varies by 0.2 from batch to batch."""
+    steps = np.arange(4000)
+    curve = 1.75 + 0.25 * np.exp(-steps / 150)
+    noise = np.random.default_rng(0).normal(0, 0.2, (400, len(steps)))
+    ends = [first_end((curve + noise[seed]).tolist(), 0.95, 50) for seed in range(400)]
+    assert all(end is not None for end in ends)
+    early = [end for end in ends if end is not None and end <= 60]
+    assert len(early) < 0.05 * len(ends)
+    assert sum(end is not None and end <= 100 for end in ends) < 0.25 * len(ends)  # the average's own noise
+
+
+def test_an_average_counts_from_its_first_full_window():
+    assert [Falling(smoothing, 1, 0.1).first for smoothing in (0.0, 0.5, 0.9, 0.95)] == [1, 2, 10, 20]
+
+
+def test_no_checkpoint_is_left_of_the_step_that_ends_it(tmp_path):
+    """A resumed run would go on from there, and train longer than the one that was not interrupted."""
+    trainer = trainer_of(tmp_path)  # saves every second step
+    trainer.add_callback(EarlyStop(0.0, 3, 0.9))
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    again = trainer_of(tmp_path)
+    again.add_callback(EarlyStop(0.0, 3, 0.9))
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4

@@ -11,8 +11,11 @@ from safetensors.torch import load_file
 import crosslayer
 from crosslayer.conversion.losses import logits_of, losses
 from crosslayer.recovery import stages
-from crosslayer.recovery.measure import judging_windows
 from crosslayer.recovery.recipe import load_heal_recipe
+from crosslayer.recovery.retrofits import open_retrofits
+from crosslayer.recovery.windows import judging
+from crosslayer.recovery.words import tokens_read
+from crosslayer.training.trainer import TrainingStopped
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, resize
 from tests.helpers.recovery import instructions_in, original_in, recipe_in, retrofit_in
@@ -44,6 +47,11 @@ def whole(base, tmp_path_factory):
     recipe = recipe_in(folder)
     recovery = crosslayer.heal([base / name for name in NAMES], recipe, folder / "out", original=str(base / "original"))
     return recovery, folder / "out"
+
+
+def windows_of(base, recipe, tokenizer):
+    retrofits, _ = open_retrofits([base / name for name in NAMES], str(base / "original"))
+    return judging(recipe, retrofits).windows(recipe, tokenizer)
 
 
 def weights_of(folder):
@@ -93,7 +101,7 @@ def test_the_record_has_what_a_measurement_of_the_saved_models_gives(base, whole
     """The damage after each stage, without the verb's own bookkeeping; and the comparison with the trained original."""
     recovery, folder = whole
     original, tokenizer = crosslayer.load_model(str(base / "original"))
-    windows = judging_windows(load_heal_recipe(folder / "recipe.yaml"), tokenizer)
+    windows = windows_of(base, load_heal_recipe(folder / "recipe.yaml"), tokenizer)
     places = {
         "before": base / "fitted",
         "stage 1": folder / "fitted" / "stage-1" / "model",
@@ -127,9 +135,10 @@ def test_unseen_domains_come_first_and_the_fitted_and_the_trained_ones_are_seen(
 
 def test_text_to_judge_on_is_not_trained_on(base, whole):
     """Windows of a domain that is trained on come from the pieces that are held out of it."""
-    recipe = load_heal_recipe(whole[1] / "recipe.yaml", ["eval.length=300"])  # so long that no two pieces share it
+    settings = ["eval.length=300", "eval.domains=[web]", "eval.windows=16"]  # so long that no two pieces share it
+    recipe = load_heal_recipe(whole[1] / "recipe.yaml", settings)
     _, tokenizer = crosslayer.load_model(str(base / "original"))
-    windows = judging_windows(recipe, tokenizer)
+    windows = windows_of(base, recipe, tokenizer)
     domain = recipe.data.domains[0].domain()
     trained, held_out = "\n".join(domain.training()), "\n".join(domain.held_out())
     texts = [tokenizer.decode(ids) for ids in windows.by_domain()["web"]]
@@ -214,7 +223,7 @@ def test_a_whole_recovery_is_not_done_again(base, whole, tmp_path, monkeypatch):
 
 
 def test_a_stage_that_ends_early_says_so_and_the_next_goes_on_from_it(base, tmp_path):
-    settings = ["stages.0.stop.patience=1", "stages.0.stop.least=0.9", "baseline=false"]
+    settings = ["stages.0.stop.smoothing=0", "stages.0.stop.patience=1", "stages.0.stop.least=0.9", "baseline=false"]
     recovery = crosslayer.heal(
         [base / "fitted"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"), settings=settings
     )
@@ -223,6 +232,69 @@ def test_a_stage_that_ends_early_says_so_and_the_next_goes_on_from_it(base, tmp_
     assert "2 steps of 4, ended early" in recovery.page()
     stage = tmp_path / "out" / "fitted" / "stage-1" / "model"
     assert len(changed(base / "fitted", stage)) == 1 and (recovery.kl[0, 1] != recovery.kl[0, 0]).all()
+
+
+def test_the_original_trains_to_the_last_step_and_the_page_says_how(base, tmp_path):
+    settings = ["stages.1.stop={smoothing: 0, patience: 1, least: 0.9}"]
+    recovery = crosslayer.heal(
+        [base / "fitted"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"), settings=settings
+    )
+    assert (recovery.arms[0].states[2].run.steps, recovery.trained_original.run.steps) == (2, 5)
+    assert "original trained as the last stage, 640 tokens" in recovery.page()
+    words = " ".join(recovery.sentences())
+    assert (
+        "trained as the last stage, 640 tokens, to the last step; the retrofits read, over all stages: fitted 768."
+        in words
+    )
+    assert tokens_read(recovery.arms[0]) == [512, 256] and "Tokens read" in recovery.page()
+
+
+def diverging(place, cause=None):
+    """A trainer whose loss is not a number at step 2 of a stage; or whose checkpoint cannot be written."""
+
+    class Diverging(stages.CrossLayerTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            if place in str(self._folder) and self.state.global_step == 1:
+                if cause is not None:
+                    raise TrainingStopped("the disk is full", 2, None) from cause
+                self._check_finite("loss", float("nan"), 0, 0)
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    return Diverging
+
+
+def test_a_retrofit_that_diverges_stops_alone(base, tmp_path, monkeypatch):
+    folders, options = [base / "fitted", base / "without"], {"original": str(base / "original")}
+    recipe, folder = recipe_in(tmp_path), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "CrossLayerTrainer", diverging("fitted/stage-1"))
+        recovery = crosslayer.heal(folders, recipe, folder, **options)
+    first, second = recovery.arms[0].states[1:]
+    assert first.stopped.startswith("the loss is nan at step 2") and first.run is None
+    assert second.skipped == "stage 1 stopped" and second.domains[0].damage == first.domains[0].damage
+    assert recovery.arms[1].states[2].run.steps == 5 and recovery.trained_original.run.steps == 5
+    assert "Stopped: fitted, stage 1: the loss is nan at step 2" in recovery.page()
+    assert not changed(base / "fitted", folder / "fitted" / "model")
+    assert "trained nothing in this model" in (folder / "fitted" / "model" / "README.md").read_text()
+    assert "was trained after the retrofit" in (folder / "without" / "model" / "README.md").read_text()
+    again = crosslayer.heal(folders, recipe, folder, **options, resume=True)
+    assert again.arms == recovery.arms
+
+
+def test_without_a_trained_original_that_diverged_the_original_is_the_reference(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "CrossLayerTrainer", diverging("out/original"))
+    recovery = crosslayer.heal(
+        [base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original")
+    )
+    assert recovery.reference == "original" and recovery.trained_original is None
+    assert "Stopped: original, which was to be trained as well: the loss is nan" in " ".join(recovery.sentences())
+
+
+def test_a_disk_fault_ends_it_all(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "CrossLayerTrainer", diverging("without/stage-2", OSError("no space")))
+    with pytest.raises(TrainingStopped, match="the disk is full"):
+        crosslayer.heal([base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"))
+    assert not (tmp_path / "out" / "without" / "stage-2" / "stopped.txt").exists()
 
 
 def test_adapters_are_resumed_bit_for_bit(base, tmp_path, monkeypatch):

@@ -8,9 +8,12 @@ from torch.nn import functional
 
 from crosslayer.corpus.documents import TextSource
 from crosslayer.recovery.instructions import PROMPT, Columns, ExampleRows, Instructions, read_examples
+from crosslayer.recovery.recipe import load_heal_recipe
+from crosslayer.recovery.rows import read_rows
 from crosslayer.training.mixture import Mixture
 from crosslayer.training.shards import tokenise
 from crosslayer.training.tokenizers import make_tokenizer
+from tests.helpers.recovery import recipe_in
 from tests.helpers.training import model_of, trainer_of
 
 COLUMNS = Columns(input="input", choices="choices")
@@ -145,3 +148,18 @@ def test_a_mixture_takes_rows_that_are_cut_otherwise(tmp_path, tokenizer):
     assert sorted(numbers[: len(rows)]) == sorted(numbers[len(rows) :]) == list(range(len(rows)))
     for item, number in enumerate(numbers):
         assert torch.equal(mixture[item]["input_ids"], rows[number]["input_ids"])
+
+
+def test_rows_that_are_held_out_come_from_all_files(tmp_path, monkeypatch):
+    """Not from the first alone, whatever the number of files."""
+    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "cache"))
+    for letter in "abcd":
+        rows = [{"instruction": letter, "response": letter * 90} for _ in range(200)]
+        (tmp_path / f"{letter}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    domain = {"name": "say", "source": str(tmp_path / "*.jsonl"), "columns": {}}
+    data = {"length": 512, "domains": [domain]}
+    recipe = load_heal_recipe(recipe_in(tmp_path, data=data), ["eval.held_out=8"])
+    tokenizer = make_tokenizer("bytes", list)
+    held_out = read_rows(recipe, tokenizer).held_out()["say"]
+    texts = [tokenizer.decode(held_out[number]["input_ids"]) for number in range(8)]
+    assert all(any(letter * 90 in text for text in texts) for letter in "abcd")

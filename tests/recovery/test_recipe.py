@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import crosslayer
 from crosslayer.recovery.recipe import HealRecipe, load_heal_recipe
-from crosslayer.recovery.retrofits import open_retrofits
+from crosslayer.recovery.retrofits import Retrofit, open_retrofits
 from crosslayer.training.recipe_parts import Part
 from tests.helpers.recovery import original_in, recipe_in, retrofit_in
 
@@ -49,6 +50,11 @@ def test_shipped_recipes_are_read(path):
         ("eval.windows=20", "--set: eval.windows is 20; 2 domains need at least 32"),
         ("eval.domains=[wob]", "--set: eval.domains.0 is 'wob', no embedded domain; did you mean 'web'?"),
         ("eval.every=3", "--set: eval.every is not known; known are domains, windows, length, held_out"),
+        (
+            "data.domains.0.source=own.txt",
+            "data.domains.0.name is 'web', an embedded domain to measure on, and its source is 'own.txt'; "
+            "give that text another name",
+        ),
         ("baseline=1", "--set: baseline is 1; it must be true or false"),
         ("seed=-1", "--set: seed is -1"),
     ],
@@ -117,6 +123,43 @@ def test_retrofits_of_two_originals_are_refused(base):
         ValueError, match="'without' comes from 'original' and 'zero' from 'another'; heal them one by one"
     ):
         open_retrofits([folder / "without", other / "zero"])
+
+
+def test_another_original_of_the_same_shape_is_refused(base, tmp_path):
+    folder, other = base
+    with pytest.raises(ValueError, match="'without' has another embedding than 'another': it comes from another model"):
+        crosslayer.heal(
+            [folder / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(other / "another")
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_digest_of_a_retrofit_tells_originals_apart(base, tmp_path):
+    retrofit = open_retrofits([base[0] / "without"], str(base[0] / "original"))[0][0]
+    copy = Retrofit(tmp_path, retrofit.receipt)
+    weights = load_file(retrofit.folder / "model.safetensors")
+    save_file(weights, tmp_path / "model.safetensors")
+    assert copy.digest() == retrofit.digest()
+    weights["model.embed_tokens.weight"][0, 0] += 1
+    save_file(weights, tmp_path / "model.safetensors")
+    assert copy.digest() != retrofit.digest()
+
+
+def test_missing_peft_is_told_before_anything_is_trained(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="stages with parameters: lora need peft: pip install"):
+        crosslayer.heal(
+            [base[0] / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base[0] / "original"),
+            settings=["stages.1.parameters=lora"],
+        )  # fmt: skip
+
+
+def test_a_file_in_the_place_of_the_folder_is_told(base, tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ValueError, match="the folder 'out' is a file; name another"):
+        crosslayer.heal(
+            [base[0] / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base[0] / "original")
+        )
 
 
 def test_what_is_no_retrofit_is_refused(base, tmp_path):

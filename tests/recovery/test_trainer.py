@@ -6,6 +6,8 @@ import torch
 import crosslayer
 from crosslayer import testing as contract
 from crosslayer.decoder import CrossLayerForCausalLM
+from crosslayer.recovery import trainer as recovery_trainer
+from crosslayer.recovery.divergence import divergence
 from crosslayer.recovery.parameters import compensations, merged, trained_parameters, unfreeze
 from crosslayer.recovery.recipe import LoraPart
 from crosslayer.recovery.trainer import DistillTrainer, Teacher
@@ -75,6 +77,40 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(hidden, layers, tmp
     for name, gradient in results[0][1].items():
         torch.testing.assert_close(gradient, results[1][1][name], rtol=1e-3, atol=1e-6, msg=name)
     assert all(parameter.grad is None for parameter in teacher.model.parameters())
+
+
+def test_bfloat16_reaches_teacher_and_divergence(tmp_path, monkeypatch):
+    """On a CPU too; the loss is near float32's."""
+    seen, values = [], []
+    for bf16 in (False, True):
+        student, teacher = student_and_teacher()
+        trainer = distiller(tmp_path / str(bf16), student, teacher, 2, bf16=bf16)
+        hook = (
+            teacher.model.get_decoder()
+            .layers[0]
+            .mlp.down_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        )
+        monkeypatch.setattr(recovery_trainer, "divergence", watched(seen))
+        trainer.train()
+        hook.remove()
+        values.append(losses(trainer)[1])
+    assert seen == [torch.float32, False] * 2 + [torch.bfloat16, True] * 2
+    assert values[1] == pytest.approx(values[0], rel=0.05) and values[1] != values[0]
+
+
+def watched(seen):
+    def call(*args):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return divergence(*args)
+
+    return call
+
+
+def test_hidden_states_are_kept_only_where_they_are_matched(tmp_path):
+    for hidden, count in ((0.0, 1), (0.5, 4)):
+        _, teacher = student_and_teacher(hidden)
+        given = {name: value for name, value in batch_of(2).items() if name != "labels"}
+        assert len(teacher.states(given)) == count
 
 
 def test_accumulated_batches_count_by_their_tokens(tmp_path):

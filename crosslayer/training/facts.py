@@ -18,8 +18,7 @@ from crosslayer.wiring.read import read_plan
 
 PASSES = 3  # a backward pass costs two forward passes
 COUNTED = 128  # tokens of the longer sequence over which FLOPs are counted
-ROWS = {"cpu": 1024}  # of the square matrices whose product is timed
-MANY_ROWS = 8192  # on an accelerator
+ROWS, MANY_ROWS = 1024, 8192  # of the square matrices whose product is timed: on a CPU, on an accelerator
 
 
 def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
@@ -43,7 +42,7 @@ def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
 
 def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a large product of square matrices, the median of five."""
-    rows = ROWS.get(device.type, MANY_ROWS)
+    rows = ROWS if device.type == "cpu" else MANY_ROWS
     left = torch.full((rows, rows), 0.5, device=device, dtype=dtype)
     right = left.clone()
     times = [seconds(lambda: left @ right, device) for _ in range(6)]

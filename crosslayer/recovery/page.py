@@ -14,6 +14,7 @@ from crosslayer.recovery.words import (
     estimate,
     kind_of,
     percent,
+    place_words,
     sentences,
     stage_words,
     tokens_read,
@@ -33,6 +34,7 @@ def layout(record: RecoveryRecord) -> Page:
         panels=[*_courses(record), *_losses(record)],
         lead=[_overview(record)],
         tables=[
+            *([_order(record)] if count > 1 else []),
             *(_domain(record, place) for place in range(len(record.arms[0].states[0].domains))),
             _held_out(record),
             _tokens(record),
@@ -80,6 +82,16 @@ def _overview(record: RecoveryRecord) -> Table:
         for name, number, state in _states(record)
     ]
     return "Stage by stage (against the original as it was; 95 % intervals)", head, rows
+
+
+def _order(record: RecoveryRecord) -> Table:
+    """Return the retrofits at the end, from the lowest KL to the highest, a column for each domain."""
+    head = ["place", *record.order]
+    rows = [
+        [f"{number + 1}", *(f"{places[number].arm} {place_words(places[number])}" for places in record.order.values())]
+        for number in range(len(record.arms))
+    ]
+    return "By KL at the end (what each has over the one before it, paired by window)", head, rows
 
 
 def _domain(record: RecoveryRecord, place: int) -> Table:

@@ -9,7 +9,7 @@ from crosslayer.conversion.record import Damage
 from crosslayer.output.record import Environment, Frozen
 from crosslayer.training.record import Curve
 
-SCHEMA = "crosslayer/recovery/1"
+SCHEMA = "crosslayer/recovery/2"
 
 
 class StageRun(Frozen):
@@ -72,10 +72,20 @@ class Arm(Frozen):
     states: tuple[State, ...] = Field(min_length=2)
 
 
+class Place(Frozen):
+    """A retrofit's place among all at the end, by KL on a domain."""
+
+    arm: str
+    kl: float
+    over_previous: Estimate | None = Field(
+        description="KL minus that of the retrofit before it, paired by window; None for the first"
+    )
+
+
 class RecoveryRecord(Frozen):
     """Retrofits of an original, stage by stage, beside the original."""
 
-    schema_: Literal["crosslayer/recovery/1"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["crosslayer/recovery/2"] = Field(default=SCHEMA, alias="schema")
     command: str | None = None
     name: str
     original: str
@@ -83,6 +93,7 @@ class RecoveryRecord(Frozen):
     objective: Literal["text", "response", "distill"]
     reference: Literal["trained original", "original"]
     arms: tuple[Arm, ...] = Field(min_length=1)
+    order: dict[str, tuple[Place, ...]] = Field(description="of the retrofits at the end, lowest KL first, by domain")
     untrained_original: State
     trained_original: State | None = Field(description="trained as the last stage says, to its last step")
     original_stopped: str | None = Field(
@@ -106,6 +117,11 @@ class RecoveryRecord(Frozen):
             raise ValueError("states are of different domains")
         if len({len(arm.states) for arm in self.arms}) != 1:
             raise ValueError("retrofits have different numbers of stages")
+        names = sorted(arm.name for arm in self.arms)
+        if any(sorted(place.arm for place in places) != names for places in self.order.values()):
+            raise ValueError("an order is not of these retrofits")
+        if list(self.order) != [domain.name for domain in self.untrained_original.domains]:
+            raise ValueError("the orders are of other domains than the states")
         if (self.reference == "trained original") != (self.trained_original is not None):
             raise ValueError("the reference is missing, or not the one that was trained")
         return self

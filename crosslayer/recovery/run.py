@@ -234,6 +234,7 @@ class _Job:
             objective=self.recipe.objective.loss,
             reference="original" if trained is None else "trained original",
             arms=tuple(self._arm(retrofit, measured, summary) for retrofit in self.retrofits),
+            order=summary.order({retrofit.name: self._last(retrofit, measured).losses for retrofit in self.retrofits}),
             untrained_original=_state("before", measured[self._original / BEFORE], summary),
             trained_original=None if trained is None else self._trained_state(trained, summary),
             original_stopped=str(stopped) if isinstance(stopped, Stopped) else None,
@@ -262,6 +263,14 @@ class _Job:
             fit=receipt.calibration.fit,
             states=tuple(states),
         )
+
+    def _last(self, retrofit: Retrofit, measured: dict[Path, Measurement]) -> Measurement:
+        """Return what was measured after the last stage that trained a retrofit, or before any."""
+        for number in range(len(self.recipe.stages), 0, -1):
+            path = self._stage(retrofit, number) / LOSSES
+            if path in measured:
+                return measured[path]
+        return measured[self._before(retrofit)]
 
     def _trained_state(self, trained: Measurement, summary: Summary) -> State:
         return _state("trained", trained, summary).model_copy(update={"run": self.runs[self._original]})

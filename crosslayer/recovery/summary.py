@@ -6,7 +6,7 @@ Shapes: N windows.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from crosslayer.conversion.bootstrap import Bootstrap, percentiles
 from crosslayer.conversion.damage import damage
 from crosslayer.conversion.losses import Losses
-from crosslayer.recovery.record import Estimate, Standing
+from crosslayer.recovery.record import Estimate, Place, Standing
 
 ALL = "all windows"
 
@@ -56,6 +56,18 @@ class Summary:
         everything = np.full(len(names), True)
         return tuple(by_domain), self._standing(ALL, bool(self.seen), everything, (state, earlier, first))
 
+    def order(self, ends: Mapping[str, Losses]) -> dict[str, tuple[Place, ...]]:
+        """Return the retrofits by KL on each domain, lowest first, each beside the one before it.
+
+        Args:
+            ends: losses at the end, by retrofit.
+
+        """
+        return {
+            domain: _places({name: losses.of(domain) for name, losses in ends.items()}, self.seed)
+            for domain in self.domains
+        }
+
     def _standing(
         self, name: str, seen: bool, rows: np.ndarray, states: tuple[Losses, Losses | None, Losses | None]
     ) -> Standing:
@@ -72,6 +84,18 @@ class Summary:
             to_reference=None if first is None else _ratio(bootstrap, state.after - reference),
             closed=None if first is None else _closed(bootstrap, first.after - reference, state.after - reference),
         )
+
+
+def _places(ends: Mapping[str, Losses], seed: int) -> tuple[Place, ...]:
+    """Return the places of retrofits by their losses on a domain; equal ones keep the order in which they came."""
+    names = sorted(ends, key=lambda name: float(ends[name].kl.mean()))
+    places = []
+    for number, name in enumerate(names):
+        over = None
+        if number > 0:
+            over = _mean(Bootstrap(ends[name].documents, seed), ends[name].kl - ends[names[number - 1]].kl)
+        places.append(Place(arm=name, kl=float(ends[name].kl.mean()), over_previous=over))
+    return tuple(places)
 
 
 def shown_order(before: Sequence[Losses], seen: frozenset[str]) -> list[str]:

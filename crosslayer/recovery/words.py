@@ -3,7 +3,7 @@
 from statistics import fmean
 
 from crosslayer.conversion.words import with_interval
-from crosslayer.recovery.record import Arm, Estimate, RecoveryRecord, Standing, State
+from crosslayer.recovery.record import Arm, Estimate, Place, RecoveryRecord, Standing, State
 
 LOSSES = {
     "text": "the loss of all tokens",
@@ -76,12 +76,20 @@ def _gap(record: RecoveryRecord, after: Standing) -> str:
 
 def _order(record: RecoveryRecord) -> str:
     """Say the retrofits from the lowest KL to the highest, on the first domain at the end."""
-    ends = sorted(record.arms, key=lambda arm: arm.states[-1].domains[0].damage.kl)
-    listed = ", ".join(f"{arm.name} {arm.states[-1].domains[0].damage.kl:.3f}" for arm in ends)
+    domain, places = next(iter(record.order.items()))
+    listed = "; ".join(f"{place.arm} {place_words(place)}" for place in places)
     return (
-        f"At the end, by KL on {ends[0].states[0].domains[0].name}: {listed}. One run of each: no interval here holds "
-        "the spread over seeds."
+        f"At the end, by KL on {domain}, each with what it has over the one before: {listed}. One run of each: no "
+        "interval here holds the spread over seeds."
     )
+
+
+def place_words(place: Place) -> str:
+    """Return the KL of a retrofit at its place, and how far it is above the one before it."""
+    if place.over_previous is None:
+        return f"{place.kl:.3f}"
+    low, high = place.over_previous.ci95
+    return f"{place.kl:.3f}, {place.over_previous.value:+.3f} ({low:+.3f} to {high:+.3f})".replace("-", "−")
 
 
 def _stops(record: RecoveryRecord) -> list[str]:

@@ -133,6 +133,15 @@ def test_unseen_domains_come_first_and_the_fitted_and_the_trained_ones_are_seen(
     assert recovery.kl.shape == (3, 3, 2)
 
 
+def test_the_order_is_that_of_the_last_states(whole):
+    recovery, _ = whole
+    assert tuple(recovery.order) == recovery.domains
+    for number, places in enumerate(recovery.order.values()):
+        ends = {arm.name: arm.states[-1].domains[number].damage.kl for arm in recovery.arms}
+        assert [place.arm for place in places] == sorted(ends, key=ends.__getitem__)
+        assert [place.kl for place in places] == pytest.approx(sorted(ends.values()))
+
+
 def test_text_to_judge_on_is_not_trained_on(base, whole):
     """Windows of a domain that is trained on come from the pieces that are held out of it."""
     settings = ["eval.length=300", "eval.domains=[web]", "eval.windows=16"]  # so long that no two pieces share it

@@ -21,7 +21,7 @@ from links import faults
 ROOT = Path(__file__).resolve().parent.parent
 ELSEWHERE = ("CHANGELOG.md", "CONTRIBUTING.md", "crosslayer/data/SOURCES.md")  # on the site beside the pages of docs/
 LINK = re.compile(r"(?<=\]\()[^)#:]+(?=[)#])")
-FORMULA = re.compile(r'<(div|span) class="arithmatex">\s*\\[\[(](.*?)\\[\])]\s*</\1>', re.S)
+FORMULA = re.compile(r'<div class="formula">(.*?)</div>|<span class="arithmatex">\\\((.*?)\\\)</span>', re.S)
 
 
 def main(out: Path) -> list[str]:
@@ -85,9 +85,9 @@ def api() -> dict[str, str]:
 
 def mathml(formula: re.Match) -> str:
     """Return a formula, in LaTeX as it stands on a page, in MathML."""
-    block = formula[1] == "div"
-    drawn = convert(html.unescape(formula[2]).strip(), display="block" if block else "inline")
-    return f'<{formula[1]} class="arithmatex">{drawn}</{formula[1]}>'
+    if formula[1] is None:
+        return convert(html.unescape(formula[2]), display="inline")
+    return f'<div class="formula">{convert(html.unescape(formula[1]).strip(), display="block")}</div>'
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def page(script: Path, printed: list[str]) -> str:
     """Return the page of a notebook with what its cells have printed."""
     outputs, parts = iter(printed), []
     for text, body in cells(script.read_text(encoding="utf-8")):
-        parts.append(body if text else f'```python title="a cell of {script.name}"\n{body}\n```')
+        parts.append(body if text else f"```python\n{body}\n```")
         if not text and (output := next(outputs)):
             parts.append(f"```text\n{output}\n```")
     return "\n\n".join(parts) + "\n"

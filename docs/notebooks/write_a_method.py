@@ -20,7 +20,6 @@ from crosslayer import CrossLayerConfig
 
 config = CrossLayerConfig(num_hidden_layers=8, cross_layer=[sandwich.Sandwich(below=3, above=2)])
 print(config.plan.diagram())
-print(f"cached share: {config.plan.cached_fraction():.1%}")
 
 # %% [markdown]
 # Is it right? The contract that the package's own methods pass runs over it: cached = uncached = chunked, left padding,
@@ -55,4 +54,4 @@ with torch.no_grad():
 # %% [markdown]
 # From here on `crosslayer.retrofit("smollm2", method={"name": "sandwich", "below": 24, "above": 2, "compensation":
 # "attention"})` fits W_c and gives a receipt, and `crosslayer compare --methods 'vanilla, sandwich' --allow-methods
-# sandwich` trains it against others. All that a method may answer: [A method of your own](../YOUR_METHOD.md).
+# sandwich` trains it against others (its folder in `PYTHONPATH`). All that a method may answer: [A method of your own](../YOUR_METHOD.md).

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,22 @@ def test_a_link_that_leads_nowhere_is_found(website, tmp_path):
         "index.html: #gone has no such anchor",
         "index.html: x.png does not exist",
     ]
+
+
+def test_every_page_stands_in_the_navigation(website):
+    import build
+
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    pages |= {Path(path).name for path in build.ELSEWHERE} | {f"api/{name}.md" for name in build.api()}
+    nav = tomllib.loads((WEBSITE / "zensical.toml").read_text())["project"]["nav"]
+    assert sorted(leaves(nav)) == sorted(pages)
+
+
+def leaves(nav):
+    """The pages that a navigation names."""
+    for entry in nav:
+        for page in entry.values():
+            yield from [page] if isinstance(page, str) else leaves(page)
 
 
 @pytest.mark.slow

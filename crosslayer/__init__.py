@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from crosslayer.wiring.read import read_plan
     from crosslayer.wiring.result import ModelPlan
 
+    __version__: str
+
 # Where each public name is defined; the imports above say the same to type checkers and editors.
 _HOMES = {
     "Ablate": "intervention.kinds",
@@ -126,11 +128,12 @@ __all__ = [
     "waiver",
     "what_if",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str):
     """Load a public name when it is first used (PEP 562), and keep it."""
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'crosslayer' has no attribute {name!r}")
     from importlib import import_module
@@ -138,6 +141,16 @@ def __getattr__(name: str):
     public = getattr(import_module(f"crosslayer.{_HOMES[name]}"), name)
     globals()[name] = public
     return public
+
+
+def _version() -> str:
+    """Return the version that is installed, or in a source tree that is not, that of pyproject.toml's fallback."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("crosslayer")
+    except PackageNotFoundError:
+        return "0.1.0.dev0"
 
 
 def __dir__() -> list[str]:

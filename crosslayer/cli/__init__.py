@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from crosslayer import __version__
 from crosslayer._start import INTERRUPT_LINE, INTERRUPTED, interrupts
 from crosslayer.cli import (
     bench,
@@ -44,6 +43,8 @@ for verb in VERBS:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from crosslayer import __version__
+
         print_line(f"crosslayer {__version__}")
         raise typer.Exit
 

@@ -1,0 +1,142 @@
+"""Every block of code in README.md and docs/ runs as it stands there, on a tiny model, or says what it needs.
+
+A block says so in its first line: ```` ```console title="needs a GPU" ````; the site shows it, and what it needs is not
+here. All commands, those too, are at least read by the command line.
+"""
+
+import inspect
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import typer
+
+import crosslayer
+from crosslayer.cli import app, main
+from crosslayer.methods import method_names
+from tests.helpers.text import WORDS, tokenizer, words
+from tests.helpers.tiny import tiny
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+ELSEWHERE = {"docs/YOUR_METHOD.md"}  # executed by tests/methods/test_your_method.py
+NOTEBOOKS = {page.relative_to(ROOT).as_posix() for page in (DOCS / "notebooks").glob("*.md")}  # … test_notebooks.py
+PAGES = sorted({page.relative_to(ROOT).as_posix() for page in DOCS.rglob("*.md")} - ELSEWHERE - NOTEBOOKS)
+FENCE = re.compile(r'(?m)^```(\w*)(?: title="(.*)")?\n(.*?)^```$', re.S)
+SMALLER = {  # what pages say → the same for the tiny model of a test, in less time
+    "diagnosis = crosslayer.diagnose(": "diagnosis = crosslayer.diagnose(text=NOTES, sequences=2, length=32, model=",
+    'effect("smollm2", ': 'effect("tiny", NOTES, sequences=2, length=16, ',
+    "waiver(255)": "waiver(5)",
+    'retrofit("smollm2"': 'retrofit("tiny", windows=96',
+    "length=256": "length=32",
+    "num_hidden_layers=8": "num_hidden_layers=8, hidden_size=32, num_attention_heads=4",
+    '"smollm2"': '"tiny"',
+}
+WITH_RETROFIT = {"docs/verbs/verify.md", "docs/verbs/bench.md"}  # speak of the folder that retrofit has made
+
+
+class Block(NamedTuple):
+    """A block of code on a page."""
+
+    kind: str
+    title: str
+    body: str
+
+    @property
+    def runs(self) -> bool:
+        return not self.title
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The words of each command of ours: in `console` behind a prompt, else every line; `#` begins a comment."""
+        found, open_line = [], ""
+        for line in self.body.splitlines():
+            if open_line or line.startswith("$ ") or self.kind == "sh":
+                try:
+                    found.append(shlex.split(open_line + line.removeprefix("$ "), comments=True))
+                    open_line = ""
+                except ValueError:  # a quotation goes on in the next line
+                    open_line += line + " "
+        return [words for words in found if words[:1] == ["crosslayer"]]
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(*(part or "" for part in found)) for found in FENCE.findall((ROOT / page).read_text())]
+
+
+@pytest.fixture
+def folder(request, tmp_path, monkeypatch):
+    """A working directory with the models and the recipes that pages speak of; "tiny" has as many layers as smollm2."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"vocab_size": len(WORDS), "max_position_embeddings": 512, "dtype": torch.float32}
+    tiny("llama", num_hidden_layers=30, **sizes).save_pretrained("tiny")
+    tokenizer(unk_token="[UNK]").save_pretrained("tiny")
+    if request.node.callspec.params["page"] in WITH_RETROFIT:
+        crosslayer.rewire(tiny("llama", **sizes), {"name": "cla"}).model.save_pretrained("small")
+        tokenizer(unk_token="[UNK]").save_pretrained("small")
+    Path("notes.txt").write_text(words(0, 500))
+    shutil.copytree(ROOT / "recipes", "recipes")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
+def test_every_block_says_what_it_is(page):
+    for block in blocks(page):
+        assert block.kind in {"console", "sh", "python", "yaml", "text", "math"}, block
+        assert not block.title or block.title.startswith("needs "), block.title
+
+
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
+def test_the_command_line_knows_every_command(page):
+    cli = typer.main.get_command(app)
+    for block in blocks(page):
+        for _, verb, *rest in block.commands:
+            cli.commands[verb].make_context(verb, rest, resilient_parsing=False)
+
+
+def test_the_commands_of_the_readme_stand_on_the_pages_of_their_verbs():
+    shown = {tuple(words) for page in PAGES for block in blocks(page) for words in block.commands}
+    for block in blocks("README.md"):
+        for command in block.commands:
+            assert tuple(command) in shown, " ".join(command)
+
+
+def test_every_verb_has_a_page():
+    assert {page.stem for page in (DOCS / "verbs").glob("*.md")} >= set(typer.main.get_command(app).commands)
+
+
+def test_every_method_has_its_equation():
+    headings = re.findall(r"(?m)^### `(\w+)`\n\n```math\n", (DOCS / "EQUATIONS.md").read_text())
+    assert sorted(headings) == sorted(method_names())
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page))])
+def test_what_needs_nothing_runs(page, folder, monkeypatch, capsys):
+    model, tokens = crosslayer.load_model("tiny")
+    space = {"crosslayer": crosslayer, "torch": torch, "model": model, "tokenizer": tokens}
+    space |= {"ids": torch.arange(3, 15)[None], "NOTES": crosslayer.TextSource("notes.txt")}
+    for block in blocks(page):
+        if block.runs and block.kind == "python":
+            exec(compile(smaller(block.body), page, "exec"), space)
+        for command in block.commands if block.runs else []:
+            monkeypatch.setattr("sys.argv", ["tiny" if word == "smollm2" else word for word in command])
+            with pytest.raises(SystemExit) as ended:
+                main()
+            assert ended.value.code == 0, capsys.readouterr().err
+
+
+def smaller(code: str) -> str:
+    for said, instead in SMALLER.items():
+        code = code.replace(said, instead)
+    return code
+
+
+def test_the_version_of_a_source_tree_is_the_fallback_of_the_build():
+    import tomllib
+
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["version"]["fallback-version"]
+    assert f'return "{built}"' in inspect.getsource(crosslayer._version)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
     from crosslayer.diagnosis.result import Diagnosis
     from crosslayer.diagnosis.scan import diagnose
+    from crosslayer.formats.run import export
     from crosslayer.generation.run import generate
     from crosslayer.intervention.apply import intervene
     from crosslayer.intervention.kinds import Ablate, Forbid, PositionSwap, ScaleValues, TokenSwap, Waiver, waiver
@@ -72,6 +73,7 @@ _HOMES = {
     "compare": "comparison.run",
     "diagnose": "diagnosis.scan",
     "effect": "intervention.measure",
+    "export": "formats.run",
     "generate": "generation.run",
     "heal": "recovery.run",
     "intervene": "intervention.apply",
@@ -115,6 +117,7 @@ __all__ = [
     "compare",
     "diagnose",
     "effect",
+    "export",
     "generate",
     "heal",
     "intervene",

@@ -17,6 +17,7 @@ from crosslayer.cli import (
     compare,
     diagnose,
     errors,
+    export,
     generate,
     heal,
     intervene,
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attention across depth: what one Transformer layer takes from another.",
 )
-VERBS = (diagnose, intervene, retrofit, train, heal, compare, bench, verify, generate, methods, plan)
+VERBS = (diagnose, intervene, retrofit, train, heal, compare, bench, verify, generate, export, methods, plan)
 for verb in VERBS:
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
 

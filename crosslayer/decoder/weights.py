@@ -121,10 +121,18 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
     result = AutoConfig.for_model(family, **kept)
     back = to_config(result).to_dict()
     for key in OURS:
-        open_either_way = key == "attention_output_bias" and None in (values[key], back[key])
-        if values[key] != back[key] and not open_either_way:
+        same = (
+            _output_bias(values) == _output_bias(back) if key == "attention_output_bias" else values[key] == back[key]
+        )
+        if not same:
             raise ValueError(f"{family} cannot express {key} = {values[key]!r}")
     return result
+
+
+def _output_bias(values: Mapping[str, Any]) -> bool:
+    """Return whether the map behind attention has a bias."""
+    own = values["attention_output_bias"]
+    return values["attention_bias"] if own is None else own
 
 
 @torch.no_grad()

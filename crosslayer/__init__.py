@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from crosslayer.models.load import load_model
     from crosslayer.plan import DepthPlan
     from crosslayer.probe.what_if import what_if
+    from crosslayer.publication.run import push
     from crosslayer.recovery.result import Recovery
     from crosslayer.recovery.run import heal
     from crosslayer.results import load_result
@@ -79,6 +80,7 @@ _HOMES = {
     "intervene": "intervention.apply",
     "load_model": "models.load",
     "load_result": "results",
+    "push": "publication.run",
     "read_plan": "wiring.read",
     "retrofit": "conversion.job",
     "rewire": "conversion.rewire",
@@ -123,6 +125,7 @@ __all__ = [
     "intervene",
     "load_model",
     "load_result",
+    "push",
     "read_plan",
     "retrofit",
     "rewire",

@@ -23,6 +23,7 @@ from crosslayer.cli import (
     intervene,
     methods,
     plan,
+    push,
     retrofit,
     train,
     verify,
@@ -37,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attention across depth: what one Transformer layer takes from another.",
 )
-VERBS = (diagnose, intervene, retrofit, train, heal, compare, bench, verify, generate, export, methods, plan)
+VERBS = (diagnose, intervene, retrofit, train, heal, compare, bench, verify, generate, export, push, methods, plan)
 for verb in VERBS:
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
 

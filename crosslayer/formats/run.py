@@ -60,6 +60,8 @@ def export(
     if named and dtype is None:
         dtype = config.dtype or torch.float32
     loaded, words, name, _ = ready_model(model, tokenizer, dtype=dtype, device="cpu" if named else None, meter=progress)
+    if not loaded.can_generate():
+        raise ValueError(f"export needs a causal LM; {type(loaded).__name__} is none")
     if loaded.dtype not in DTYPES:
         raise ValueError(f"`dtype` is {loaded.dtype}; weights are written in float32, bfloat16 or float16")
     folder = Path(str(model)).expanduser() if named else None

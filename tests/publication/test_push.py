@@ -13,11 +13,11 @@ from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 
 import crosslayer
 from crosslayer.output.manifest import check_files
-from crosslayer.output.record import dumps
 from crosslayer.publication.texts import eval_entries
 from tests.cli.test_cli import run
 from tests.formats.models import ours, words
 from tests.helpers.hub import TOKEN, running_hub
+from tests.helpers.saved import edit_manifest
 from tests.helpers.text import tokenizer
 from tests.helpers.tiny import VOCABULARY, tiny
 
@@ -170,9 +170,13 @@ def test_the_command_takes_the_server_from_the_environment(small):
 def test_a_healed_models_folder_keeps_its_note(hub, small, receipt):
     """Its receipt lies there under another name, and its card says that the figures are older than the training."""
     (small / "record.json").rename(small / "retrofit.json")
-    card = (small / "README.md").read_text().replace("# ", "> trained since.\n\n# ", 1)
-    manifest = json.loads((small / "manifest.json").read_text())
-    (small / "README.md").write_text(card)
-    manifest["files"]["retrofit.json"] = manifest["files"].pop("record.json")
-    (small / "manifest.json").write_text(dumps(manifest))
-    assert "> trained since." in crosslayer.push(small, "me/healed").card
+    card = (small / "README.md").read_text()
+    (small / "README.md").write_text(card.replace("\n\n# ", "\n\n> trained since.\n\n# ", 1))
+
+    def change(manifest):
+        manifest["files"]["retrofit.json"] = manifest["files"].pop("record.json")
+        return ["README.md"]
+
+    edit_manifest(small, change)
+    card = crosslayer.push(small, "me/healed").card
+    assert "> trained since." in card and 'from_pretrained("me/healed")' in card

@@ -37,9 +37,6 @@ class DeciLMConfig(LlamaConfig):
         if name == "block_configs":
             value = [Block({part: Block(facts) for part, facts in block.items()}) for block in value]
         super().__setattr__(name, value)
-
-    def validate_architecture(self):
-        """Allow any head size."""
 '''
 
 

@@ -10,14 +10,13 @@ Queries and keys are rotated in pairs of neighbours there, and in halves here: t
 from pathlib import Path
 
 import gguf
-import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from crosslayer.decoder import CrossLayerConfig
+from crosslayer.decoder.parts import rotary
 from crosslayer.formats.layers import LAYER, Left, left, renumbered
 from crosslayer.formats.vocabulary import add_vocabulary
 
@@ -137,5 +136,7 @@ def _slowed(config: CrossLayerConfig) -> Tensor:
     assert config.head_dim is not None
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     plain = config.rope_parameters["rope_theta"] ** -exponents
-    frequencies = LlamaRotaryEmbedding(config=config, device=torch.device("cpu")).inv_freq
-    return (plain / np.asarray(frequencies, dtype=np.float64)).float()
+    with torch.device("cpu"):
+        table = rotary(config)
+    assert table is not None
+    return (plain / table.inv_freq.double()).float()

@@ -28,6 +28,8 @@ def no_deci(config: CrossLayerConfig) -> str | None:
     odd = strange(config) or unlike_llama(config)
     if odd is not None:
         return odd
+    if config.hidden_size % config.num_attention_heads:
+        return f"hidden_size is {config.hidden_size}, no multiple of num_attention_heads ({config.num_attention_heads})"
     layers = left(config)
     linear = [layer.number for layer in layers if layer.attention == "compensation"]
     if linear:

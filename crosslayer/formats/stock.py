@@ -3,8 +3,8 @@
 import copy
 from pathlib import Path
 
-import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.decoder.weights import FAMILIES, from_config
@@ -19,16 +19,12 @@ def stock_model(model: PreTrainedModel) -> PreTrainedModel:
     config, _ = stock_config(plain_config(model.config))
     assert config is not None
     config._experts_implementation = model.config._experts_implementation
-    with torch.device("meta"):
+    with no_init_weights():
         stock = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    weights = renumbered(model.state_dict(), left(model.config))
-    stock.load_state_dict(weights, strict=True, assign=True)
+    stock.load_state_dict(renumbered(model.state_dict(), left(model.config)), strict=True, assign=True)
     stock.tie_weights()
-    for name, buffer in model.named_buffers():  # such as the frequencies of the rotary embedding, in no checkpoint
-        place, _, last = name.rpartition(".")
-        stock.get_submodule(place).register_buffer(last, buffer, persistent=False)
     stock.generation_config = copy.deepcopy(model.generation_config)
-    return stock.eval()
+    return stock.to(model.device).eval()
 
 
 def write(model: PreTrainedModel, folder: Path) -> None:

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from gguf import GGUFWriter, TokenType
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BYTES = {**GPT2, "use_regex": False}
@@ -27,10 +27,9 @@ def bpe(tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> tuple[str
         ValueError: there is none, llama.cpp has no name for it, or it has more tokens than the model.
 
     """
-    backend = None if tokenizer is None else getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError("a GGUF file holds its tokenizer, and this model has none that is a tokenizer.json")
-    data = json.loads(backend.to_str())
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
     model = data["model"]
     if model["type"] != "BPE" or model.get("byte_fallback"):
         raise ValueError(f"gguf: the tokenizer is {model['type']}; only byte-level BPE can be written")

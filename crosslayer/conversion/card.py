@@ -41,6 +41,7 @@ def _facts(record: RetrofitRecord) -> ModelCardData:
             task_type="text-generation",
             dataset_type="text",
             dataset_name=domain.name,
+            dataset_config=domain.name,  # results are told apart by it, not by the name
             metric_type="perplexity",
             metric_name="perplexity after the retrofit",
             metric_value=round(domain.perplexity_after, 4),

@@ -20,12 +20,12 @@ class Hub:
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            if name.startswith("others/"):
+                return 403, {"error": "You don't have the rights to create a model under the namespace 'others'."}
             known = name in self.repos
             self.repos.setdefault(name, {})
             private = asked.get("visibility") == "private" or bool(asked.get("private"))
             self.private.setdefault(name, private)
-            if name.startswith("others/"):
-                return 403, {"error": "You don't have the rights to create a model under the namespace 'others'."}
             return (409 if known else 200), {"url": f"{self.address}/{name}"}
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
@@ -40,7 +40,7 @@ class Hub:
                 if entry["key"] == "file":
                     self.repos[name][entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
             return 200, {"commitUrl": f"{self.address}/{name}/commit/{40 * 'a'}", "commitOid": 40 * "a"}
-        if method == "GET" and path.startswith("/api/models/"):
+        if method == "GET" and path.startswith("/api/models/") and name in self.repos:
             return 200, {"id": name, "private": self.private[name], "tags": [], "downloads": 0, "siblings": []}
         return 404, {"error": f"nothing at {path}"}
 

@@ -18,7 +18,8 @@ def stock_model(model: PreTrainedModel) -> PreTrainedModel:
         return model
     config, _ = stock_config(plain_config(model.config))
     assert config is not None
-    config._experts_implementation = model.config._experts_implementation
+    if model.config.num_local_experts is not None:
+        config._experts_implementation = model.config._experts_implementation
     with no_init_weights():
         stock = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     stock.load_state_dict(renumbered(model.state_dict(), left(model.config)), strict=True, assign=True)

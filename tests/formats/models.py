@@ -12,7 +12,7 @@ LLAMA3 = {
 }  # fmt: skip
 SHAPES = {
     "plain": ([], {}),
-    "untied": ([], {"tie_word_embeddings": False}),
+    "tied": ([], {"tie_word_embeddings": True}),
     "without attention": ([{"name": "drop", "attention": [2, 4]}], {}),
     "with W_c": ([{"name": "drop", "attention": [0, 3], "compensation": "attention"}], {}),
     "whole layers": ([{"name": "drop", "layers": [0, 5]}], {}),

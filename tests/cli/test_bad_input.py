@@ -217,7 +217,7 @@ CASES = [
     ("generate {kit}/bert w1", "generate needs a causal LM"),
     ("generate {kit}/small_vocabulary w400", "not in the model's vocabulary of 64"),
     # export, push
-    ("export {kit}/model", "Missing option 'to'"),
+    ("export {kit}/model", "Missing option '--to'"),
     ("export {kit}/model --to onnx", "--to is 'onnx'; it must be one of hf, deci, gguf"),
     ("export {kit}/model --to gguf", "the tokenizer is WordLevel; only byte-level BPE can be written"),
     ("export {kit}/model --to hf --dtype int3", "'int3' is not known; use float32"),

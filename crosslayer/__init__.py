@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
     from crosslayer.diagnosis.result import Diagnosis
     from crosslayer.diagnosis.scan import diagnose
+    from crosslayer.formats.run import export
     from crosslayer.generation.run import generate
     from crosslayer.intervention.apply import intervene
     from crosslayer.intervention.kinds import Ablate, Forbid, PositionSwap, ScaleValues, TokenSwap, Waiver, waiver
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from crosslayer.models.load import load_model
     from crosslayer.plan import DepthPlan
     from crosslayer.probe.what_if import what_if
+    from crosslayer.publication.run import push
     from crosslayer.recovery.result import Recovery
     from crosslayer.recovery.run import heal
     from crosslayer.results import load_result
@@ -72,11 +74,13 @@ _HOMES = {
     "compare": "comparison.run",
     "diagnose": "diagnosis.scan",
     "effect": "intervention.measure",
+    "export": "formats.run",
     "generate": "generation.run",
     "heal": "recovery.run",
     "intervene": "intervention.apply",
     "load_model": "models.load",
     "load_result": "results",
+    "push": "publication.run",
     "read_plan": "wiring.read",
     "retrofit": "conversion.job",
     "rewire": "conversion.rewire",
@@ -115,11 +119,13 @@ __all__ = [
     "compare",
     "diagnose",
     "effect",
+    "export",
     "generate",
     "heal",
     "intervene",
     "load_model",
     "load_result",
+    "push",
     "read_plan",
     "retrofit",
     "rewire",

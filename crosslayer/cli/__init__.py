@@ -17,11 +17,13 @@ from crosslayer.cli import (
     compare,
     diagnose,
     errors,
+    export,
     generate,
     heal,
     intervene,
     methods,
     plan,
+    push,
     retrofit,
     train,
     verify,
@@ -36,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attention across depth: what one Transformer layer takes from another.",
 )
-VERBS = (diagnose, intervene, retrofit, train, heal, compare, bench, verify, generate, methods, plan)
+VERBS = (diagnose, intervene, retrofit, train, heal, compare, bench, verify, generate, export, push, methods, plan)
 for verb in VERBS:
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
 

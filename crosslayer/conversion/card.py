@@ -1,7 +1,9 @@
 """The model card of a retrofit: README.md of its folder, from its record alone."""
 
+from huggingface_hub import EvalResult, ModelCardData
+
 from crosslayer.conversion.record import RetrofitRecord
-from crosslayer.conversion.words import sentences
+from crosslayer.conversion.words import kl, ratio, sentences
 
 OURS = "CrossLayerForCausalLM"  # all other classes open without this package
 LIMITS = """- The figures hold for the text they were measured on; other text, tasks and lengths can suffer more.
@@ -11,22 +13,61 @@ LIMITS = """- The figures hold for the text they were measured on; other text, t
 
 
 def model_card(record: RetrofitRecord) -> str:
-    """Return the card as Markdown."""
-    tags = ", ".join(["crosslayer", *(entry["name"] for entry in record.methods)])
-    header = ["---", "library_name: transformers", f"tags: [{tags}]", "---"]
+    """Return the card as Markdown; where it says FOLDER, the name of the model's folder or repository belongs."""
     versions = ", ".join(f"{name} {version}" for name, version in record.environment.versions.items() if version)
     body = [
         f"# {record.architecture.name}, rewired",
         *sentences(record),
+        "## What it costs",
+        _costs(record),
         "## Use",
         _use(record),
+        "## Who reads from whom",
+        f"```text\n{record.plan.diagram()}\n```",
         "## How it came about",
         _how(record),
         f"Seed {record.options.seed}. {versions}.",
         "## Limits",
         LIMITS,
     ]
-    return "\n".join(header) + "\n\n" + "\n\n".join(body) + "\n"
+    return f"---\n{_facts(record).to_yaml()}\n---\n\n" + "\n\n".join(body) + "\n"
+
+
+def _facts(record: RetrofitRecord) -> ModelCardData:
+    """Return what the hub reads of a card: among it the perplexity on each domain, as `model-index`."""
+    name = record.architecture.name
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="text",
+            dataset_name=domain.name,
+            dataset_config=domain.name,  # results are told apart by it, not by the name
+            metric_type="perplexity",
+            metric_name="perplexity after the retrofit",
+            metric_value=round(domain.perplexity_after, 4),
+        )
+        for domain in record.damage.domains
+    ]
+    return ModelCardData(
+        library_name="transformers",
+        tags=["crosslayer", *(entry["name"] for entry in record.methods)],
+        base_model=name if "/" in name else None,  # only the hub's names have a slash
+        model_name=f"{name}, rewired",
+        eval_results=results,
+    )
+
+
+def _costs(record: RetrofitRecord) -> str:
+    """Return the table of the damage by domain."""
+    rows = [
+        "| text | fitted to | perplexity before | after | ratio (95 %) | KL to the original, nats a token (95 %) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for domain in record.damage.domains:
+        before, after = f"{domain.perplexity_before:.2f}", f"{domain.perplexity_after:.2f}"
+        cells = [domain.name.replace("|", "\\|"), "yes" if domain.seen else "no", before, after, ratio(domain)]
+        rows.append(f"| {' | '.join([*cells, kl(domain)])} |")
+    return "\n".join(rows)
 
 
 def _use(record: RetrofitRecord) -> str:

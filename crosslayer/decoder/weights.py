@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from crosslayer.decoder.configuration import CrossLayerConfig
@@ -118,13 +119,24 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
     kept |= {name: values[ours] for name, ours in calls.items()}
     if "use_sliding_window" in AutoConfig.for_model(family).to_dict():
         kept["use_sliding_window"] = config.sliding_window is not None
-    result = AutoConfig.for_model(family, **kept)
+    try:
+        result = AutoConfig.for_model(family, **kept)
+    except StrictDataclassFieldValidationError as error:  # such as no experts, for a family that has some
+        raise ValueError(f"{family} cannot express it: {error.__cause__}") from error
     back = to_config(result).to_dict()
     for key in OURS:
-        open_either_way = key == "attention_output_bias" and None in (values[key], back[key])
-        if values[key] != back[key] and not open_either_way:
+        same = (
+            _output_bias(values) == _output_bias(back) if key == "attention_output_bias" else values[key] == back[key]
+        )
+        if not same:
             raise ValueError(f"{family} cannot express {key} = {values[key]!r}")
     return result
+
+
+def _output_bias(values: Mapping[str, Any]) -> bool:
+    """Return whether the map behind attention has a bias."""
+    own = values["attention_output_bias"]
+    return values["attention_bias"] if own is None else own
 
 
 @torch.no_grad()

@@ -249,8 +249,11 @@ def _is_ours(folder: Path) -> bool:
     names = {entry.name for entry in folder.iterdir()}
     if not names:
         return True
-    if "record.json" not in names or not names <= WRITTEN | _listed(folder):
+    listed = _listed(folder)
+    if not names <= WRITTEN | listed:
         return False
+    if "record.json" not in names:
+        return names <= listed  # an export has a manifest alone
     try:
         record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -24,6 +24,8 @@ from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 
 NAME = "manifest.json"
+NOT_LISTED = (NAME, ".gitattributes")  # the hub gives every repository the latter
+CLIENT = ".cache/huggingface/"  # where its client notes what it has fetched into a folder
 IDS, LOGITS = 24, 16  # tokens of the fingerprint, and how many logits of the last of them it keeps
 LARGEST = 2**24  # bytes of a manifest; 100,000 files need less
 
@@ -73,7 +75,7 @@ def write_manifest(folder: Path, model: PreTrainedModel) -> None:
         fingerprint=fingerprint(model),
         versions=environment()["versions"],
     )
-    text = json.dumps(manifest.model_dump(by_alias=True), ensure_ascii=False, allow_nan=False, indent=1)
+    text = manifest_text(manifest)
     handle, partial = tempfile.mkstemp(prefix=f".{NAME}-", dir=folder)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -83,6 +85,11 @@ def write_manifest(folder: Path, model: PreTrainedModel) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             Path(partial).unlink()
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """Return what `manifest.json` holds as JSON."""
+    return json.dumps(manifest.model_dump(by_alias=True), ensure_ascii=False, allow_nan=False, indent=1)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -166,10 +173,13 @@ def fingerprint(model: PreTrainedModel, ids: list[int] | None = None) -> Fingerp
 
 
 def _entries(folder: Path) -> dict[str, Path]:
-    """Return everything below a folder but folders and the manifest; a link to a folder counts, it is not followed."""
+    """Return everything below a folder but folders, the manifest, and what the hub and its client put beside it.
+
+    A link to a folder counts, it is not followed.
+    """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
     names = {path.relative_to(folder).as_posix(): path for path in paths}
-    return {name: path for name, path in names.items() if name != NAME}
+    return {name: path for name, path in names.items() if name not in NOT_LISTED and not name.startswith(CLIENT)}
 
 
 def _digest(path: Path) -> str:

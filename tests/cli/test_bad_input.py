@@ -17,6 +17,8 @@ USUAL = {
     "bench": "--context 8 --new-tokens 2 --repeats 1 --out out",
     "verify": "--out out",
     "generate": "",
+    "export": "--out out",
+    "push": "",
     "methods": "",
     "plan": "",
 }
@@ -214,6 +216,18 @@ CASES = [
     ("generate {kit}/model w1 --chat", "no chat template"),
     ("generate {kit}/bert w1", "generate needs a causal LM"),
     ("generate {kit}/small_vocabulary w400", "not in the model's vocabulary of 64"),
+    # export, push
+    ("export {kit}/model", "Missing option '--to'"),
+    ("export {kit}/model --to onnx", "--to is 'onnx'; it must be one of hf, deci, gguf"),
+    ("export {kit}/model --to gguf", "the tokenizer is WordLevel; only byte-level BPE can be written"),
+    ("export {kit}/model --to hf --dtype int3", "'int3' is not known; use float32"),
+    ("export {kit}/model --to hf --dtype float64", "weights are written in float32, bfloat16 or float16"),
+    ("export {kit}/gpt2 --to deci", "'gpt2' cannot be converted; llama, "),
+    ("export {kit}/bert --to hf", "export needs a causal LM; BertModel is none"),
+    ("export {kit}/nothing --to hf", "does not exist"),
+    ("push {kit}/model 'my model'", "'my model' is no name of a repository: it is NAME or OWNER/NAME"),
+    ("push {kit}/model me/model", "'model' is no model's folder of crosslayer: it has no manifest.json"),
+    ("push {kit}/nothing me/model", "'nothing' is no model's folder of crosslayer"),
     # methods
     ("methods --layers 1", "'--layers'.*greater than or equal to 2"),
     ("methods --layers 1000000000000", "'--layers'.*less than or equal to"),

@@ -12,12 +12,14 @@ from crosslayer.cli import (
     bench,
     compare,
     diagnose,
+    export,
     generate,
     heal,
     intervene,
     methods,
     options,
     plan,
+    push,
     retrofit,
     train,
     verify,
@@ -34,6 +36,8 @@ CALLS = {
     verify: crosslayer.verify,
     bench: crosslayer.bench,
     generate: crosslayer.generate,
+    export: crosslayer.export,
+    push: crosslayer.push,
     plan: crosslayer.read_plan,
     train: crosslayer.train,
     heal: crosslayer.heal,
@@ -47,6 +51,7 @@ NAMES = {  # where a command's option goes by another name in Python
     bench: {"model": "candidate", "context": "contexts", "batch": "batches"},
     generate: {"max_new_tokens": "new_tokens"},
 }
+OTHER_DTYPES = (plan, export)  # of a cache, and of a file: not of a model that runs
 SHARED = {
     "seed": options.Seed,
     "bos": options.Bos,
@@ -90,7 +95,7 @@ def test_defaults_are_the_same(verb):
     if verb is retrofit:
         assert shell.pop("remote_code_shim") is defaults(crosslayer.Receipt.save)["remote_code_shim"]
     shell = {names.get(name, name): in_python(default) for name, default in shell.items()}
-    assert shell == {name: default for name, default in expected.items() if name not in PYTHON}
+    assert shell == {name: default for name, default in expected.items() if name not in PYTHON | ALONE}
 
 
 @pytest.mark.parametrize("call", MODELS, ids=lambda call: call.__name__)
@@ -105,7 +110,7 @@ def test_the_options_of_a_verb_are_those_of_its_call(call):
 def test_an_option_that_verbs_share_is_the_same_in_all():
     """The same name is the same type, with the same help, and the same default."""
     seen: dict = {}
-    for verb in (*(verb for verb in CALLS if verb is not plan), methods):  # a plan's dtype is the cache's alone
+    for verb in (*(verb for verb in CALLS if verb not in OTHER_DTYPES), methods):
         for parameter in inspect.signature(verb.command).parameters.values():
             seen.setdefault(parameter.name, []).append((verb, parameter))
     for name in SHARED:

@@ -24,6 +24,7 @@ VERBS = {
     "bench": "bench . --baseline . --context 8 --out {out}",
     "verify": "verify .",
     "generate": "generate . w1",
+    "export": "export . --to gguf --out {out}",
 }
 
 

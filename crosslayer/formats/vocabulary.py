@@ -1,0 +1,97 @@
+"""The tokenizer of a GGUF file: byte-level BPE, whose cutting of text into words llama.cpp knows by a name."""
+
+import json
+from typing import Any
+
+from gguf import GGUFWriter, TokenType
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+BYTES = {**GPT2, "use_regex": False}
+LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# llama.cpp's name of a pre-tokenizer → what tokenizer.json has in its place
+KNOWN = {
+    "gpt-2": [GPT2],
+    "smollm": [{"type": "Digits", "individual_digits": True}, GPT2],
+    "llama-bpe": [rf"{LETTERS}|\p{{N}}{{1,3}}|{REST}", BYTES],
+    "qwen2": [rf"{LETTERS}|\p{{N}}|{REST}", BYTES],
+}
+WHOLE_WORDS = ("llama-bpe",)  # those that take a word that is a token as it is, without merging
+
+
+def bpe(tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> tuple[str, dict[str, Any]]:
+    """Return llama.cpp's name of how a tokenizer cuts text into words, and the tokenizer as plain data.
+
+    Raises:
+        ValueError: there is none, llama.cpp has no name for it, or it has more tokens than the model.
+
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError("a GGUF file holds its tokenizer, and this model has none that is a tokenizer.json")
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = data["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback"):
+        raise ValueError(f"gguf: the tokenizer is {model['type']}; only byte-level BPE can be written")
+    name = next((name for name, parts in KNOWN.items() if _parts(data["pre_tokenizer"]) == parts), None)
+    if name is None or bool(model.get("ignore_merges")) != (name in WHOLE_WORDS):
+        raise ValueError(
+            f"gguf: the tokenizer cuts text into words in a way that has no name here; {', '.join(KNOWN)} have"
+        )
+    largest = max([*model["vocab"].values(), *(token["id"] for token in data["added_tokens"])])
+    if largest >= vocabulary:
+        raise ValueError(f"gguf: the tokenizer has a token {largest}, and the model a vocabulary of {vocabulary}")
+    return name, data
+
+
+def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+    """Write tokens, their types, merges, special tokens and the chat template.
+
+    Ids up to `vocabulary` that the tokenizer does not use become unused tokens.
+    """
+    name, data = bpe(tokenizer, vocabulary)
+    tokens = [f"[PAD{number}]" for number in range(vocabulary)]
+    types = [TokenType.UNUSED] * vocabulary
+    for text, number in data["model"]["vocab"].items():
+        tokens[number], types[number] = text, TokenType.NORMAL
+    for token in data["added_tokens"]:
+        kind = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+        tokens[token["id"]], types[token["id"]] = token["content"], kind
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(name)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in data["model"]["merges"]])
+    _add_special(writer, tokenizer)
+
+
+def _add_special(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer("a")["input_ids"]
+    assert isinstance(ids, list)
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id)
+    add = {
+        "bos": writer.add_bos_token_id,
+        "eos": writer.add_eos_token_id,
+        "unk": writer.add_unk_token_id,
+        "pad": writer.add_pad_token_id,
+    }
+    for kind, write in add.items():
+        number = getattr(tokenizer, f"{kind}_token_id")
+        if number is not None:
+            write(number)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _parts(pre: dict[str, Any] | None) -> list[Any]:
+    """Return the steps of a pre-tokenizer; of a split by a pattern whose matches are words, the pattern alone."""
+    steps = [] if pre is None else pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    return [_pattern(step) for step in steps]
+
+
+def _pattern(step: dict[str, Any]) -> Any:
+    words = {"type": "Split", "behavior": "Isolated", "invert": False}
+    if {**step, "pattern": None} == {**words, "pattern": None}:
+        return step["pattern"].get("Regex")
+    return {**step, "trim_offsets": True} if step["type"] == "ByteLevel" else step  # offsets change no id

@@ -1,0 +1,1 @@
+"""A model's folder on the Hugging Face hub."""

@@ -1,0 +1,19 @@
+"""The result of a push."""
+
+from typing import Any
+
+from crosslayer.output.record import Frozen
+
+
+class Pushed(Frozen):
+    """What was uploaded, or would be: files by name with their bytes, and the card; `url` is None of a dry run."""
+
+    repo: str
+    url: str | None
+    files: dict[str, int]
+    card: str
+    eval_results: str | None
+
+    def headline(self) -> dict[str, Any]:
+        """Return the few figures that the last line of the command line holds."""
+        return {"repo": self.repo, "url": self.url, "files": len(self.files), "bytes": sum(self.files.values())}

@@ -151,11 +151,11 @@ def __getattr__(name: str):
 
 def _version() -> str:
     """Return the version that is installed, or in a source tree that is not, that of pyproject.toml's fallback."""
-    from importlib.metadata import PackageNotFoundError, version
+    import importlib.metadata
 
     try:
-        return version("crosslayer")
-    except PackageNotFoundError:
+        return importlib.metadata.version("crosslayer")
+    except importlib.metadata.PackageNotFoundError:
         return "0.1.0.dev0"
 
 

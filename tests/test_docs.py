@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 ELSEWHERE = {"docs/YOUR_METHOD.md"}  # executed by tests/methods/test_your_method.py
 NOTEBOOKS = {page.relative_to(ROOT).as_posix() for page in (DOCS / "notebooks").glob("*.md")}  # … test_notebooks.py
 PAGES = sorted({page.relative_to(ROOT).as_posix() for page in DOCS.rglob("*.md")} - ELSEWHERE - NOTEBOOKS)
-FENCE = re.compile(r'(?m)^```(\w*)(?: title="(.*)")?\n(.*?)^```$', re.S)
+FENCE = re.compile(r'(?m)^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.S)
 SMALLER = {  # what pages say → the same for the tiny model of a test, in less time
     "diagnosis = crosslayer.diagnose(": "diagnosis = crosslayer.diagnose(text=NOTES, sequences=2, length=32, model=",
     'effect("smollm2", ': 'effect("tiny", NOTES, sequences=2, length=16, ',

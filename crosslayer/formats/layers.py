@@ -6,7 +6,7 @@ Layers of which nothing is left are not written at all, and those behind them mo
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -75,6 +75,12 @@ def unlike_llama(config: CrossLayerConfig) -> str | None:
         f"hidden_act is {config.hidden_act!r}": config.hidden_act != "silu",
     }
     return next((fact for fact, so in facts.items() if so), None)
+
+
+def rope(config: CrossLayerConfig) -> dict[str, Any]:
+    """Return the parameters of the rotary embedding, whose type in transformers lets all of them be missing."""
+    assert config.rope_parameters is not None
+    return dict(config.rope_parameters)
 
 
 def culprits(config: CrossLayerConfig, layers: Iterable[int]) -> str:

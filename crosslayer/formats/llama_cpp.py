@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.decoder import CrossLayerConfig
 from crosslayer.decoder.parts import rotary
-from crosslayer.formats.layers import LAYER, Left, left, renumbered
+from crosslayer.formats.layers import LAYER, Left, left, renumbered, rope
 from crosslayer.formats.vocabulary import add_vocabulary
 
 FILE = "model.gguf"
@@ -43,14 +43,14 @@ INNER = {
 
 
 def write(
-    model: PreTrainedModel, config: CrossLayerConfig, tokenizer: PreTrainedTokenizerBase, name: str, folder: Path
+    model: PreTrainedModel, config: CrossLayerConfig, tokenizer: PreTrainedTokenizerBase | None, name: str, folder: Path
 ) -> None:
     """Write the file into a folder, matrices in the model's dtype and vectors in float32.
 
     Args:
         model: ours or one of a family whose weights have our names.
         config: what it is as a model of ours; `refusal` lets it pass.
-        tokenizer: what goes with it.
+        tokenizer: what goes with it; None is refused.
         name: what the file says that it is called.
         folder: where the file goes.
 
@@ -68,7 +68,7 @@ def write(
         for key, weight in renumbered(model.state_dict(), layers).items():
             if key != "lm_head.weight" or not config.tie_word_embeddings:
                 _add_tensor(writer, _tensor_name(key), _permuted(key, weight, config))
-        if config.rope_parameters["rope_type"] == "llama3":
+        if rope(config)["rope_type"] == "llama3":
             writer.add_tensor("rope_freqs.weight", _slowed(config).numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -84,7 +84,7 @@ def architecture(layers: list[Left]) -> str:
 
 def _add_shape(writer: gguf.GGUFWriter, config: CrossLayerConfig, layers: list[Left]) -> None:
     heads, pairs, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    rope = config.rope_parameters
+    parameters = rope(config)
     assert pairs is not None and size is not None
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
@@ -102,10 +102,10 @@ def _add_shape(writer: gguf.GGUFWriter, config: CrossLayerConfig, layers: list[L
     writer.add_value_length(size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(size)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
+    writer.add_rope_freq_base(parameters["rope_theta"])
+    if parameters["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_factor(parameters["factor"])
 
 
 def _tensor_name(key: str) -> str:
@@ -135,7 +135,7 @@ def _slowed(config: CrossLayerConfig) -> Tensor:
     """Return by what each rotary frequency is divided, (D / 2,), in float32."""
     assert config.head_dim is not None
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    plain = config.rope_parameters["rope_theta"] ** -exponents
+    plain = rope(config)["rope_theta"] ** -exponents
     with torch.device("cpu"):
         table = rotary(config)
     assert table is not None

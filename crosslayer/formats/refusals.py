@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from crosslayer.decoder import CrossLayerConfig
-from crosslayer.formats.layers import culprits, left, strange, unlike_llama
+from crosslayer.formats.layers import culprits, left, rope, strange, unlike_llama
 from crosslayer.formats.stock import plain_config, stock_config
 from crosslayer.output.words import ranges
 
@@ -45,9 +45,9 @@ def no_gguf(config: CrossLayerConfig) -> str | None:
     odd = strange(config) or unlike_llama(config)
     if odd is not None:
         return odd
-    rope = config.rope_parameters["rope_type"]
-    if rope not in ROPES:
-        return f"rope_type is {rope!r}; {', '.join(ROPES)} are written"
+    kind = rope(config)["rope_type"]
+    if kind not in ROPES:
+        return f"rope_type is {kind!r}; {', '.join(ROPES)} are written"
     layers, biased = left(config), config.wiring.compensation_bias
     bare = [layer.number for layer in layers if not layer.mlp]
     if bare:

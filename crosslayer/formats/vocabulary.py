@@ -44,7 +44,7 @@ def bpe(tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> tuple[str
     return name, data
 
 
-def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
     """Write tokens, their types, merges, special tokens and the chat template.
 
     Ids up to `vocabulary` that the tokenizer does not use become unused tokens.
@@ -62,6 +62,7 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in data["model"]["merges"]])
+    assert tokenizer is not None, "bpe() has refused that"
     _add_special(writer, tokenizer)
 
 

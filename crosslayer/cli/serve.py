@@ -1,6 +1,7 @@
 """`crosslayer serve`."""
 
 import os
+import shlex
 import sys
 from typing import Annotated
 
@@ -31,6 +32,5 @@ def command(
     words = serve_command(
         served, host=host, port=port, kv_memory=kv_memory, max_length=max_length, dtype=dtype, flags=flags or []
     )
-    say(f"vllm {' '.join(words[3:])}")
-    sys.stdout.flush()
+    say(f"python {shlex.join(words)}")
     os.execv(sys.executable, [sys.executable, *words])  # signals now reach vLLM itself

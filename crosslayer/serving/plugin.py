@@ -1,12 +1,11 @@
 """The plugin that vLLM loads in each of its processes (entry point group `vllm.general_plugins`)."""
 
 import logging
-from typing import Any
+import os
 
 ARCHITECTURE = "CrossLayerForCausalLM"
-VERSIONS = ("0.32",)  # that were tested; the methods of vLLM's backend that are overridden are private
-# where vLLM does not define what is overridden, it is another version, whatever it calls itself
-BACKEND = "vllm.model_executor.models.transformers"
+VERSIONS = ("0.32",)  # that were tested: what is overridden in vLLM's backend is private
+ALLOWED = "CROSSLAYER_ALLOW_METHODS"  # modules of users' own methods, with commas between, for vLLM's processes
 
 logger = logging.getLogger("vllm.crosslayer")  # vLLM shows what is logged below its own name
 
@@ -20,12 +19,12 @@ def register() -> None:
     if fault is not None:
         logger.error("%s: no crosslayer model can be served", fault)
         return
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from vllm import ModelRegistry  # type: ignore[import-not-found]
 
     import crosslayer.decoder  # noqa: F401  registers our config and model with the Auto classes
+    from crosslayer.methods import allow_methods
 
-    ALL_MASK_ATTENTION_FUNCTIONS.register("vllm", _no_mask)
+    allow_methods(*filter(None, os.environ.get(ALLOWED, "").split(",")))
     ModelRegistry.register_model(ARCHITECTURE, "crosslayer.serving.model:CrossLayerForCausalLM")
 
 
@@ -38,7 +37,3 @@ def version_fault() -> str | None:
     if not vllm.__version__.startswith(VERSIONS):
         return f"crosslayer's plugin is for vLLM {' and '.join(VERSIONS)}, and this is vLLM {vllm.__version__}"
     return None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Return no mask: vLLM's attention knows the requests, whose tokens stand in one row."""

@@ -16,6 +16,7 @@ class ServedModel(Frozen):
     layers: int
     kv_blocks: PositiveInt
     kv_tokens: PositiveInt
+    not_saved: str | None = Field(description="what its plan saves, and vLLM does not, in words")
 
 
 class ServingSettings(Frozen):

@@ -48,6 +48,7 @@ class ServingBenchmark(ServingRecord, Result):
             f"{size(self.settings.kv_bytes)} of KV cache hold {candidate.kv_tokens:,} tokens of {candidate.name} and "
             f"{baseline.kv_tokens:,} of {baseline.name}: {self.kv_tokens_ratio:.2f}x."
         ]
+        words += [f"{model.name}: {model.not_saved}" for model in (candidate, baseline) if model.not_saved is not None]
         if self.settings.repeats < 3:
             words.append("Fewer than three pairs of runs give no interval, so nothing is called faster or slower.")
         longest = max(self.settings.contexts) + self.settings.new_tokens

@@ -7,7 +7,8 @@ import sys
 
 def steps(output):
     """The candidates of every step beside the token that stands there; the first token of a prompt has none."""
-    yield from zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+    if output.prompt_logprobs is not None:
+        yield from zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
     yield from zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)
 
 
@@ -17,8 +18,13 @@ def answer(job):
 
     llm = LLM(job["folder"], **{**OPTIONS, **job.get("options", {})})
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    sampling = SamplingParams(temperature=0, max_tokens=job["new"], ignore_eos=True, logprobs=0, prompt_logprobs=0)
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    of_prompts = None if job.get("new_logprobs_alone") else 0  # those of prompts keep vLLM from reusing a prefix
+    sampling = SamplingParams(
+        temperature=0, max_tokens=job["new"], ignore_eos=True, logprobs=0, prompt_logprobs=of_prompts
+    )
+    for _ in range(job.get("times", 1)):
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     cache = llm.llm_engine.vllm_config.cache_config
     llm.llm_engine.engine_core.shutdown()
     return {
@@ -26,6 +32,7 @@ def answer(job):
         "logprobs": [[chosen[token].logprob for chosen, token in steps(output)] for output in outputs],
         "kv_blocks": cache.num_gpu_blocks,
         "kv_tokens": cache.kv_cache_size_tokens,
+        "metrics": metrics,
     }
 
 
@@ -51,7 +58,8 @@ OPTIONS = {
     "kv_cache_memory_bytes": 64 * 2**20,
     "block_size": 32,
     "skip_tokenizer_init": True,
-    "enable_prefix_caching": False,  # prompt_logprobs asks for the prompt to be computed
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,  # metrics are read
 }
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import types
 
 import pytest
 
+from crosslayer import methods
 from crosslayer.serving import engine, plugin
 from crosslayer.testing import build, config_of
 from tests.cli.test_cli import run
 from tests.decoder.test_every_method import CASES
+from tests.helpers.tiny import tiny
 
 
 @pytest.fixture
@@ -32,13 +34,13 @@ def servable(folder, **options):
     return engine.servable(folder, **{"kv_memory": None, "length": None, "dtype": None, **options})
 
 
-def test_the_plugin_registers_our_class_and_a_mask_function(vllm):
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
+def test_the_plugin_registers_our_class_and_allows_what_is_allowed(vllm, monkeypatch):
+    monkeypatch.setattr(methods, "_allowed", set())
+    monkeypatch.setenv(plugin.ALLOWED, "mine.first,other")
     plugin.register()
     plugin.register()  # vLLM may do so
     assert vllm.registered == {"CrossLayerForCausalLM": "crosslayer.serving.model:CrossLayerForCausalLM"}
-    assert ALL_MASK_ATTENTION_FUNCTIONS["vllm"](1, kv_length=2) is None
+    assert methods.allowed_modules() == ("mine.first", "other")
 
 
 def test_another_version_registers_nothing_and_says_so(vllm, caplog):
@@ -66,17 +68,29 @@ def test_plugins_that_are_chosen_must_have_ours(vllm, monkeypatch):
 
 def test_memory_must_hold_the_longest_request(folder):
     # 3 caches of 2 heads of 8 numbers, keys and values, in bfloat16: 192 bytes a token
-    assert servable(folder, kv_memory=64 * 192 / engine.GIB).name == "model"
-    line = (
-        r"^`kv_memory` of .* GiB holds 63 tokens of model, fewer than a request may have: give .* set max_length to 63"
-    )
+    assert servable(folder, kv_memory=(64 + 16) * 192 / engine.GIB).name == "model"
+    line = r"^`kv_memory` of .* GiB holds 48 tokens of model, and a request may have 64: give 0\.0001 GiB or more, or "
     with pytest.raises(ValueError, match=line):
-        servable(folder, kv_memory=63 * 192 / engine.GIB)
-    assert servable(folder, kv_memory=63 * 192 / engine.GIB, length=63)
+        servable(folder, kv_memory=(64 + 15) * 192 / engine.GIB)
+    assert servable(folder, kv_memory=0.0001)
+    assert servable(folder, kv_memory=(48 + 16) * 192 / engine.GIB, length=48)
     with pytest.raises(ValueError, match="^`max_length` is 65; model has 64 positions"):
         servable(folder, length=65)
     with pytest.raises(ValueError, match="^`dtype` is 'int3'"):
         servable(folder, dtype="int3")
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])
+def test_memory_must_be_a_size(folder, size):
+    with pytest.raises(ValueError, match=f"^`kv_memory` is {size:g}; it must be above 0 GiB"):
+        servable(folder, kv_memory=size)
+
+
+def test_what_windows_hold_is_left_to_vllm(tmp_path):
+    tiny("mistral").save_pretrained(tmp_path / "model")
+    assert servable(str(tmp_path / "model"), kv_memory=1e-6)
+    tiny("bloom").save_pretrained(tmp_path / "other")  # says nothing of positions
+    assert servable(str(tmp_path / "other"), kv_memory=1e-6)
 
 
 def test_what_vllm_cannot_hold_is_refused_by_name(tmp_path):
@@ -90,7 +104,9 @@ def test_a_port_in_use_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"^port {port} of 127.0.0.1 cannot be used \(Address already in use\)"):
+        with pytest.raises(
+            ValueError, match=rf"^port {port} of 127.0.0.1 cannot be used \(Address already in use\); choose another"
+        ):
             engine.check_port("127.0.0.1", port)
     engine.check_port("127.0.0.1", port)
 

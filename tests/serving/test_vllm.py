@@ -3,6 +3,7 @@
 It needs an environment of its own, which `make test-serving` makes.
 """
 
+import copy
 import importlib.util
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.testing import build, config_of
+from crosslayer.testing import build, config_of, tokens
 from tests.decoder.test_every_method import CASES
 
 pytestmark = [
@@ -37,8 +38,8 @@ def by_vllm(jobs, **environment):
     return json.loads(done.stdout), done.stderr
 
 
-def job(folder, **options):
-    return {"folder": str(folder), "prompts": PROMPTS, "new": NEW, "options": options}
+def job(folder, prompts=PROMPTS, new=NEW, **options):
+    return {"folder": str(folder), "prompts": prompts, "new": new, "options": options}
 
 
 def model_of(methods, **shape):
@@ -47,14 +48,14 @@ def model_of(methods, **shape):
 
 
 @torch.no_grad()
-def check(model, answer):
+def check(model, answer, prompts=PROMPTS):
     """Each token is the likeliest where another is not as likely within 1e-3; log probabilities are as near."""
-    for prompt, tokens, logprobs in zip(PROMPTS, answer["tokens"], answer["logprobs"], strict=True):
-        ids = torch.tensor([prompt + tokens])
+    for prompt, chosen, logprobs in zip(prompts, answer["tokens"], answer["logprobs"], strict=True):
+        ids = torch.tensor([prompt + chosen])
         ours = model(ids, use_cache=False).logits[0].log_softmax(-1)  # (T, V)
-        said = ours[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        assert (said - torch.tensor(logprobs)).abs().max() < CLOSE
-        for row, token in zip(ours[len(prompt) - 1 : -1], tokens, strict=True):
+        expected = ours[:-1].gather(1, ids[0, 1:, None])[:, 0][-len(logprobs) :]
+        assert (expected - torch.tensor(logprobs)).abs().max() < CLOSE
+        for row, token in zip(ours[len(prompt) - 1 : -1], chosen, strict=True):
             best, second = row.topk(2).values
             assert token == row.argmax() or best - second < CLOSE
 
@@ -107,10 +108,46 @@ def test_worker_processes_load_the_plugin_and_compile(tmp_path):
     assert answer["kv_blocks"] == 64 * 2**20 // (3 * 2 * 2 * 32 * 4 * 32)  # caches, states, heads, size, bytes, tokens
 
 
-def failure(folder, **environment):
+def test_prompts_in_pieces_that_are_reused_and_requests_that_are_put_off(tmp_path):
+    """Prompts of several blocks, cut into pieces, sent twice, with too little cache for all of them at once."""
+    model = model_of(WIRINGS["attnres + cla"])
+    model.save_pretrained(tmp_path / "model")
+    prompts = [tokens(1, 150, seed=number)[0].tolist() for number in range(3)]
+    options = {
+        "enable_prefix_caching": True,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 14 * 32 * 3 * 2 * 2 * 32 * 4,  # 14 blocks of 32 tokens; three requests end with 18
+    }
+    reused = {**job(tmp_path / "model", prompts, 40, **options), "new_logprobs_alone": True, "times": 2}
+    ((answer,), _) = by_vllm([reused])
+    check(model, answer, prompts)
+    assert answer["metrics"]["vllm:num_preemptions"] > 0
+    assert answer["metrics"]["vllm:prefix_cache_hits"] > 0
+
+
+def test_bfloat16_is_as_near_as_ours(tmp_path):
+    model = model_of(WIRINGS["cla"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.3)
+    model.save_pretrained(tmp_path / "model")
+    ((answer,), _) = by_vllm([job(tmp_path / "model", dtype="bfloat16")])
+    for prompt, chosen, logprobs in zip(PROMPTS, answer["tokens"], answer["logprobs"], strict=True):
+        ids = torch.tensor([prompt + chosen])
+        exact, rounded = (said(m, ids) for m in (model.float(), copy.deepcopy(model).bfloat16()))
+        assert (torch.tensor(logprobs) - exact).abs().max() < 3 * (rounded - exact).abs().max()
+
+
+@torch.no_grad()
+def said(model, ids):
+    """Our log probability of each token but the first, (T − 1,)."""
+    return model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def failure(folder, options=None, **environment):
     """The errors of a vLLM that must not start."""
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
-    words = json.dumps([job(folder)])
+    words = json.dumps([job(folder, **(options or {}))])
     done = subprocess.run([sys.executable, SCRIPT], input=words, capture_output=True, text=True, env=env)
     assert done.returncode != 0
     return done.stderr
@@ -125,6 +162,20 @@ def test_what_it_cannot_hold_is_refused_in_a_line(tmp_path):
     model_of(CASES["cross_attention"][0]).save_pretrained(tmp_path / "model")
     line = "ValueError: vLLM cannot serve this crosslayer model: cross_attention lets layer "
     assert line in failure(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "split over several devices"),
+        ({"kv_sharing_fast_prefill": True}, "would see no tokens but the last"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "its cache is quantised"),
+    ],
+)
+def test_what_was_not_tried_is_refused_in_a_line(tmp_path, options, words):
+    model_of(WIRINGS["cla"]).save_pretrained(tmp_path / "model")
+    lines = failure(tmp_path / "model", options, VLLM_ENABLE_V1_MULTIPROCESSING="1").splitlines()
+    assert any("ValueError: vLLM cannot serve this crosslayer model: " in line and words in line for line in lines)
 
 
 def test_an_export_needs_no_plugin(tmp_path):

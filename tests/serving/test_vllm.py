@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,13 +113,13 @@ def test_prompts_in_pieces_that_are_reused_and_requests_that_are_put_off(tmp_pat
     """Prompts of several blocks, cut into pieces, sent twice, with too little cache for all of them at once."""
     model = model_of(WIRINGS["attnres + cla"])
     model.save_pretrained(tmp_path / "model")
-    prompts = [tokens(1, 150, seed=number)[0].tolist() for number in range(3)]
+    prompts = [tokens(1, 70, seed=number)[0].tolist() for number in range(3)]
     options = {
         "enable_prefix_caching": True,
         "max_num_batched_tokens": 64,
         "kv_cache_memory_bytes": 14 * 32 * 3 * 2 * 2 * 32 * 4,  # 14 blocks of 32 tokens; three requests end with 18
     }
-    reused = {**job(tmp_path / "model", prompts, 40, **options), "new_logprobs_alone": True, "times": 2}
+    reused = {**job(tmp_path / "model", prompts, 120, **options), "new_logprobs_alone": True, "times": 2}
     ((answer,), _) = by_vllm([reused])
     check(model, answer, prompts)
     assert answer["metrics"]["vllm:num_preemptions"] > 0
@@ -167,7 +168,6 @@ def test_what_it_cannot_hold_is_refused_in_a_line(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tensor_parallel_size": 2}, "split over several devices"),
         ({"kv_sharing_fast_prefill": True}, "would see no tokens but the last"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "its cache is quantised"),
     ],
@@ -176,6 +176,28 @@ def test_what_was_not_tried_is_refused_in_a_line(tmp_path, options, words):
     model_of(WIRINGS["cla"]).save_pretrained(tmp_path / "model")
     lines = failure(tmp_path / "model", options, VLLM_ENABLE_V1_MULTIPROCESSING="1").splitlines()
     assert any("ValueError: vLLM cannot serve this crosslayer model: " in line and words in line for line in lines)
+
+
+@pytest.mark.filterwarnings("ignore")  # what vLLM's imports raise
+@pytest.mark.parametrize(
+    ("part", "changes", "words"),
+    [
+        ("parallel_config", {"tensor_parallel_size": 2}, "split over several devices"),
+        ("parallel_config", {"pipeline_parallel_size": 2}, "split over several devices"),
+        (None, {"quant_config": "awq"}, "its weights are quantised"),
+    ],
+)
+def test_what_needs_more_than_is_here_is_refused(part, changes, words):
+    from crosslayer.serving.model import CrossLayerForCausalLM
+
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto", kv_sharing_fast_prefill=False),
+        quant_config=None,
+    )
+    assert CrossLayerForCausalLM._unsupported(config) is None
+    vars(config if part is None else getattr(config, part)).update(changes)
+    assert words in CrossLayerForCausalLM._unsupported(config)
 
 
 def test_an_export_needs_no_plugin(tmp_path):

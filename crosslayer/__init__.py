@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from crosslayer.recovery.result import Recovery
     from crosslayer.recovery.run import heal
     from crosslayer.results import load_result
+    from crosslayer.serving.bench import bench_vllm
+    from crosslayer.serving.result import ServingBenchmark
     from crosslayer.training.result import TrainingRun
     from crosslayer.training.run import train
     from crosslayer.verification.result import Verification
@@ -64,6 +66,7 @@ _HOMES = {
     "Residual": "method",
     "Rewired": "conversion.rewire",
     "ScaleValues": "intervention.kinds",
+    "ServingBenchmark": "serving.result",
     "TextSource": "corpus.documents",
     "TokenSwap": "intervention.kinds",
     "TrainingRun": "training.result",
@@ -71,6 +74,7 @@ _HOMES = {
     "Waiver": "intervention.kinds",
     "allow_methods": "methods",
     "bench": "benchmark.run",
+    "bench_vllm": "serving.bench",
     "compare": "comparison.run",
     "diagnose": "diagnosis.scan",
     "effect": "intervention.measure",
@@ -109,6 +113,7 @@ __all__ = [
     "Residual",
     "Rewired",
     "ScaleValues",
+    "ServingBenchmark",
     "TextSource",
     "TokenSwap",
     "TrainingRun",
@@ -116,6 +121,7 @@ __all__ = [
     "Waiver",
     "allow_methods",
     "bench",
+    "bench_vllm",
     "compare",
     "diagnose",
     "effect",

@@ -19,6 +19,7 @@ OPTIONAL = {
     "datasets",
     "gguf",
     "peft",
+    "vllm",
     "pyarrow",
 }  # imported where they are used, named in the error otherwise
 HEAVY = ("torch", "transformers", "numpy")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import crosslayer
+from crosslayer.verification.gradients import checkpointing
 from tests.helpers.browser import complaints, resize
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
@@ -85,7 +86,7 @@ def test_a_model_that_is_training_is_measured_without_dropout_or_checkpointing(c
     training.config.attention_dropout = 0.5
     for layer in training.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    training.activation_checkpointing_enable()
+    checkpointing(training, "enable")()
     training.train()
     expected = results.get(call.__name__) or call(model)
     assert FIGURES[call](call(training)) == FIGURES[call](expected)

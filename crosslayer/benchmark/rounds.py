@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
-from transformers.cache_utils import DummyLayer, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from crosslayer.benchmark.costs import Structure
 from crosslayer.benchmark.machine import measure_rates, operators, seconds
@@ -101,7 +101,7 @@ class SideBySide:
 
     def static(self, side: Side, cache: Cache) -> Cache:
         """Return a static cache with the prompt: copied from the dynamic cache, or, if a window has cut that, run."""
-        if all(type(layer) in (DynamicLayer, DummyLayer) for layer in cache.layers):
+        if all(_is_whole(layer) for layer in cache.layers):
             return static_copy(self.models[side], cache, self.load)
         filled = StaticCache(config=self.models[side].config, max_cache_len=self.load.total)
         self.models[side](self.ids[:, : self.load.context], past_key_values=filled, use_cache=True)
@@ -151,3 +151,8 @@ class SideBySide:
 
     def _time(self, measure: str, side: Side, work: Callable[[], Any], steps: int = 1) -> None:
         self.times[measure][side].append(seconds(work, self.device) / steps)
+
+
+def _is_whole(layer: Any) -> bool:
+    """Return whether a layer of a dynamic cache has the states of every token, or of none: of a follower."""
+    return type(layer) is DynamicLayer or hasattr(layer, "keys") and layer.keys is None

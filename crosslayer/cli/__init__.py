@@ -25,6 +25,7 @@ from crosslayer.cli import (
     plan,
     push,
     retrofit,
+    serve,
     train,
     verify,
 )
@@ -38,7 +39,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attention across depth: what one Transformer layer takes from another.",
 )
-VERBS = (diagnose, intervene, retrofit, train, heal, compare, bench, verify, generate, export, push, methods, plan)
+VERBS = (
+    diagnose,
+    intervene,
+    retrofit,
+    train,
+    heal,
+    compare,
+    bench,
+    verify,
+    generate,
+    serve,
+    export,
+    push,
+    methods,
+    plan,
+)
 for verb in VERBS:
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
 

@@ -30,6 +30,8 @@ def command(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the prompt.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs; intervals need three.")] = 5,
     attention: Annotated[str, typer.Option(help="Attention of both: sdpa (flash on a GPU) or eager.")] = "sdpa",
+    engine: Annotated[str, typer.Option(help="What runs them: transformers or vllm.")] = "transformers",
+    kv_memory: Annotated[float | None, typer.Option(help="GiB for the KV cache of each in vLLM; default 1.")] = None,
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for report.html, record.json and the figures.")] = None,
     device: Device = None,
@@ -47,6 +49,15 @@ def command(
 
     if out is not None:
         check_target(out, force)
+    if engine == "vllm":
+        if device is not None or attention != "sdpa":
+            raise ValueError("--device and --attention are for --engine transformers; vLLM has its own")
+        _bench_vllm(model, baseline, contexts, batches, new_tokens, repeats, kv_memory, seed, dtype, out, force)
+        return
+    if engine != "transformers":
+        raise ValueError(f"--engine is {engine!r}; it must be transformers or vllm")
+    if kv_memory is not None:
+        raise ValueError("--kv-memory is for --engine vllm; transformers allocates what is needed")
     benchmark = bench(
         model,
         baseline,
@@ -69,15 +80,54 @@ def command(
     print_headline(benchmark.headline())
 
 
+def _bench_vllm(
+    model: str,
+    baseline: str,
+    contexts: tuple[int, ...],
+    requests: tuple[int, ...],
+    new_tokens: int,
+    repeats: int,
+    kv_memory: float | None,
+    seed: int,
+    dtype: str | None,
+    out: Path | None,
+    force: bool,
+) -> None:
+    from crosslayer.serving.bench import bench_vllm
+
+    benchmark = bench_vllm(
+        model,
+        baseline,
+        contexts=contexts,
+        requests=requests,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        kv_memory=1.0 if kv_memory is None else kv_memory,
+        seed=seed,
+        dtype=dtype,
+        progress=Progress,
+    ).model_copy(update={"command": command_line()})
+    _print_table(*benchmark.overview())
+    for sentence in benchmark.sentences():
+        print_line(sentence)
+    if out is not None:
+        print_line(f"report: {benchmark.save(out, force)}")
+    print_headline(benchmark.headline())
+
+
 def print_overview(benchmark: Any) -> None:
-    """Print the short table; where the output is no terminal, as wide as it is."""
+    """Print the short table."""
+    from crosslayer.benchmark.tables import overview
+
+    _print_table(*overview(benchmark))
+
+
+def _print_table(title: str, head: list[str], rows: list[list[Any]]) -> None:
+    """Print a table; where the output is no terminal, as wide as it is."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
 
-    from crosslayer.benchmark.tables import overview
-
-    title, head, rows = overview(benchmark)
     grid = Table(*head, show_lines=True)
     for cells in rows:
         grid.add_row(*cells)

@@ -141,7 +141,11 @@ class CrossLayerConfig(LlamaConfig):
         mlps = PLAIN_MLP if self.family == "gpt2" else GATED_MLP if self.num_local_experts is None else EXPERTS
         linear = LINEAR if self.linear_layers else {}
         positions = {"embed_positions": WHOLE} if self.family == "gpt2" else {}
-        return {**attention, **mlps, **linear, **positions}
+        return {"embed_tokens": "embedding_rowwise", **attention, **mlps, **linear, **positions}
+
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
+        """Leave the plan as it is: transformers before 5.21 would add the embedding, which stands in it."""
 
     @property
     def has_post_norms(self) -> bool:

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
-from crosslayer.decoder.caches import check_cache, check_quantized, without_empty_layers
+from crosslayer.decoder.caches import check_cache, check_quantized, mark_empty_layers, without_empty_layers
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.decoder.layer import ROUTERS, CrossLayerDecoderLayer
@@ -83,7 +83,19 @@ class CrossLayerPreTrainedModel(PreTrainedModel):
         options = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
         if options["use_reentrant"]:
             raise ValueError("use_reentrant=True loses the gradients of what layers lend to each other; use False")
-        super().activation_checkpointing_enable(options, every_n_layers, offload)
+        before = getattr(super(), "gradient_checkpointing_enable")  # noqa: B009  its only name before 5.23
+        enable = getattr(super(), "activation_checkpointing_enable", before)
+        enable(options, every_n_layers, offload)
+
+    if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+
+        def gradient_checkpointing_enable(  # type: ignore[override]
+            self, gradient_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
+        ) -> None:
+            """Turn on checkpointing by the name that transformers had for it before 5.23."""
+            self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
+
+        activation_checkpointing_disable = PreTrainedModel.gradient_checkpointing_disable
 
 
 class CrossLayerModel(CrossLayerPreTrainedModel):
@@ -135,6 +147,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         check_flex(self.config._attn_implementation, stream.device)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        mark_empty_layers(self.config, past_key_values)
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(stream.shape[1], device=stream.device) + seen).unsqueeze(0)

@@ -153,6 +153,8 @@ def from_model(model: CrossLayerForCausalLM, family: str) -> PreTrainedModel:
 
 def _copied(cls: Any, config: PreTrainedConfig, source: PreTrainedModel) -> Any:
     implementation = source.config._attn_implementation
+    if implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+        implementation = "eager"  # before 5.23 transformers let SDPA run there, which does not cap scores
     config._experts_implementation = source.config._experts_implementation
     if cls is AutoModelForCausalLM:
         target = cls.from_config(config, dtype=source.dtype, attn_implementation=implementation)

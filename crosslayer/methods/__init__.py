@@ -42,6 +42,11 @@ def allow_methods(*names: str) -> None:
     _allowed.update(names)
 
 
+def allowed_modules() -> tuple[str, ...]:
+    """Return the modules that `allow_methods` was told of, for processes of this one that are to allow them too."""
+    return tuple(sorted(_allowed))
+
+
 def method_names() -> list[str]:
     """Return the names of the methods that come with the package: the files here without a leading _."""
     return list(_files())

@@ -58,7 +58,7 @@ def load_model(
     import crosslayer.decoder  # noqa: F401  registers our model
 
     target = resolve_device(device)
-    folder = _source(name)
+    folder = model_source(name)
     wanted = resolve_dtype(dtype, target)
     with _one_line_errors(name):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -107,7 +107,7 @@ def load_config(name: str) -> PreTrainedConfig:
             raise ValueError(f"{name!r} has no config.json; {_alternatives()}")
         source = str(folder)
     else:
-        source = _source(name)
+        source = model_source(name)
     with _one_line_errors(name):
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
@@ -120,7 +120,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     """
     folder = Path(name).expanduser()
-    source = str(folder) if name not in EMBEDDED and folder.is_dir() else _source(name)
+    source = str(folder) if name not in EMBEDDED and folder.is_dir() else model_source(name)
     with _one_line_errors(name):
         return _tokenizer(source)
 
@@ -195,7 +195,7 @@ def is_causal(config: PreTrainedConfig) -> bool:
     return any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
 
 
-def _source(name: str) -> str:
+def model_source(name: str) -> str:
     """Return the folder or hub name from which transformers loads a model.
 
     Raises:

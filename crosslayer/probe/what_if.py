@@ -114,7 +114,7 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
             lenders' states are gone.
 
     """
-    if model.is_activation_checkpointing and model.training:
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(CHECKPOINTED)
     sublayers = sublayers or look(model)
     plan = plan if isinstance(plan, DepthPlan) else _plan_of(plan, len(sublayers.shapes))

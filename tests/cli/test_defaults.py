@@ -21,6 +21,7 @@ from crosslayer.cli import (
     plan,
     push,
     retrofit,
+    serve,
     train,
     verify,
 )
@@ -92,6 +93,8 @@ def test_defaults_are_the_same(verb):
         assert all(shell.pop(kind) is None for kind in KINDS)
     if verb in (train, heal, compare):
         assert not shell.pop("set_") and not expected["settings"]
+    if verb is bench:  # another engine is another call
+        assert (shell.pop("engine"), shell.pop("kv_memory")) == ("transformers", None)
     if verb is retrofit:
         assert shell.pop("remote_code_shim") is defaults(crosslayer.Receipt.save)["remote_code_shim"]
     shell = {names.get(name, name): in_python(default) for name, default in shell.items()}
@@ -119,6 +122,15 @@ def test_an_option_that_verbs_share_is_the_same_in_all():
         assert len({parameter.default for _, parameter in seen[name]}) == 1, name
 
 
+def test_what_is_measured_in_vllm_has_the_defaults_of_its_call():
+    shell, expected = defaults(bench.command), defaults(crosslayer.bench_vllm)
+    assert [shell[name] for name in ("new_tokens", "repeats", "seed", "dtype")] == [
+        expected[name] for name in ("new_tokens", "repeats", "seed", "dtype")
+    ]
+
+
 def test_every_verb_is_compared():
     verbs = set(typer.main.get_command(cli.app).commands)
-    assert verbs == {verb.__name__.rpartition(".")[2] for verb in (*CALLS, methods)}
+    assert verbs == {
+        verb.__name__.rpartition(".")[2] for verb in (*CALLS, methods, serve)
+    }  # vLLM itself serves from Python

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 from transformers.models.llama import modeling_llama
 
 from crosslayer import verify
+from crosslayer.decoder.weights import to_model
 from tests.cli.test_cli import run
 from tests.helpers.tiny import tiny
 from tests.helpers.verifications import by_name, only
@@ -20,7 +21,7 @@ def test_what_a_model_or_machine_lacks_is_not_applicable(monkeypatch):
 
     only(monkeypatch, "compiled", "static cache", "eager and SDPA")
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
-    rows = by_name(verify(tiny("gemma2", dtype=torch.float32), dtypes=("float32",)))
+    rows = by_name(verify(to_model(tiny("gemma2", dtype=torch.float32)), dtypes=("float32",)))
     assert {rows[name].status for name in ("compiled", "eager and SDPA")} == {"NOT APPLICABLE"}
     assert "no C++ compiler" in rows["compiled"].reason and "no SDPA" in rows["eager and SDPA"].reason
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "_can_compile_fullgraph", False)

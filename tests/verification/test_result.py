@@ -5,6 +5,7 @@ import json
 import pytest
 
 from crosslayer import load_model, verify
+from crosslayer.decoder.weights import to_model
 from crosslayer.verification.result import Verification
 from tests.helpers.meters import Recorder
 from tests.helpers.saved import ours, save, tokenizer
@@ -31,12 +32,12 @@ def test_a_folder_and_its_loaded_model_give_the_same_rows(monkeypatch, saved):
 
 def test_a_saved_verification_is_loaded_again_equal(monkeypatch, tmp_path):
     only(monkeypatch, "cache bytes", "eager and SDPA")
-    verification = verify(tiny("gemma2"), dtypes=("float32",))
+    verification = verify(to_model(tiny("gemma2")), dtypes=("float32",))
     page = verification.save(tmp_path / "out")
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert record == verification.record() and record["schema"] == "crosslayer/verify/2"
     assert Verification.from_record(record) == verification and page.read_text() == verification.page()
-    assert "<iframe" in verification._repr_html_() and "Verification of Gemma2ForCausalLM" in page.read_text()
+    assert "<iframe" in verification._repr_html_() and "Verification of CrossLayerForCausalLM" in page.read_text()
     assert [check.name for check in verification.skipped] == ["manifest", "eager and SDPA"] and verification.passed
     assert verification.headline()["not_applicable"] == 2 and verification.headline()["passed"] == 1
     with pytest.raises(ValueError, match="crosslayer/verify/2"):

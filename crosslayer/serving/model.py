@@ -1,0 +1,89 @@
+"""Our decoder within vLLM's Transformers backend; only vLLM imports this module.
+
+vLLM runs the decoder of `crosslayer.decoder` as it stands, with its own linear layers, norms and attention in it.
+Tokens of all requests stand in one row; attention alone looks across them, and it is vLLM's. What layers lend to each
+other are states of the new tokens, as without a cache.
+"""
+
+from typing import Any
+
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from vllm.logger import init_logger  # type: ignore[import-not-found]
+from vllm.model_executor.layers.attention import Attention  # type: ignore[import-not-found]
+from vllm.model_executor.models.transformers import (  # type: ignore[import-not-found]
+    VLLM_ATTN_ATTR,
+    TransformersForCausalLM,
+)
+from vllm.model_executor.models.utils import maybe_prefix  # type: ignore[import-not-found]
+
+from crosslayer.decoder.attention import CrossLayerAttention
+from crosslayer.serving.caches import cache_owner, not_saved, not_servable
+
+logger = init_logger(__name__)
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+OVERRIDDEN = "_create_attention_instances"
+if not hasattr(TransformersForCausalLM, OVERRIDDEN):
+    raise ImportError(
+        f"vLLM's Transformers backend has no {OVERRIDDEN}, which crosslayer overrides: use another release"
+    )
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Return no mask: vLLM's attention knows the requests, whose tokens stand in one row."""
+
+
+ALL_MASK_ATTENTION_FUNCTIONS.register("vllm", _no_mask)
+
+
+class CrossLayerForCausalLM(TransformersForCausalLM):
+    """The model that vLLM builds for our architecture."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        config = vllm_config.model_config.hf_config
+        reason = not_servable(config) or self._unsupported(vllm_config)
+        if reason is not None:
+            raise ValueError(f"vLLM cannot serve this crosslayer model: {reason}")
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        waste = not_saved(config)
+        if waste is not None:
+            logger.warning_once(waste)
+
+    @staticmethod
+    def _unsupported(vllm_config: Any) -> str | None:
+        parallel = vllm_config.parallel_config
+        if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+            return "it is split over several devices (tensor or pipeline parallel), which has not been tried"
+        if vllm_config.quant_config is not None:
+            return "its weights are quantised, which has not been tried"
+        if vllm_config.cache_config.cache_dtype not in CACHE_DTYPES:
+            return "its cache is quantised, which has not been tried"
+        if vllm_config.cache_config.kv_sharing_fast_prefill:
+            return "with kv_sharing_fast_prefill some layers would see no tokens but the last"
+        return None
+
+    def _create_attention_instances(self, prefix: str = "") -> None:
+        """Give each layer that attends vLLM's attention, with its own cache or that of the layer that it reads.
+
+        The backend's own method has a cache for every layer, and expects attention in every layer.
+        """
+        config, parallel = self.config, self.parallel_config
+        names: dict[int, str] = {}
+        for number, layer in enumerate(self.model.layers):
+            module: CrossLayerAttention | None = layer.self_attn
+            owner = cache_owner(config, number)
+            if module is None or owner is None:
+                continue
+            names[number] = maybe_prefix(prefix, f"model.layers.{number}.self_attn.{VLLM_ATTN_ATTR}")
+            attention = Attention(
+                num_heads=self.model_config.get_num_attention_heads(parallel),
+                head_size=module.head_dim,
+                scale=module.scaling,
+                num_kv_heads=self.model_config.get_num_kv_heads(parallel),
+                cache_config=self.cache_config,
+                quant_config=self.quant_config,
+                logits_soft_cap=config.attn_logit_softcapping,
+                per_layer_sliding_window=module.sliding_window,
+                prefix=names[number],
+                kv_sharing_target_layer_name=None if owner == number else names[owner],
+            )
+            setattr(module, VLLM_ATTN_ATTR, attention)

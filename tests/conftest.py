@@ -1,8 +1,13 @@
 """What pytest must know before it collects, and what all tests share."""
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.browser import offline_browser
+
+# a machine that is busy with other things draws examples slowly
+settings.register_profile("default", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("default")
 
 # of transformers' own tests, which tests/decoder/test_transformers.py runs where they are
 MARKS = """accelerate_tests executorch_export_test flash_attn_3_test flash_attn_4_test flash_attn_test generate

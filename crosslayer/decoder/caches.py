@@ -78,7 +78,8 @@ class NoState:
 def mark_empty_layers(config: CrossLayerConfig, cache: Cache | None) -> None:
     """Tell a cache which layers store nothing, where transformers does not read that from the config (before 5.23).
 
-    Otherwise the first of them would stand for a cache without tokens.
+    Otherwise the first of them would stand for a cache without tokens. Memory that was allocated before anything was
+    known of the model stays as it is.
 
     Raises:
         ValueError: the cache is offloaded, which those versions do by counting layers.
@@ -86,13 +87,15 @@ def mark_empty_layers(config: CrossLayerConfig, cache: Cache | None) -> None:
     """
     if cache is None or hasattr(cache_utils, "DummyLayer"):
         return
+    if cache.layers and all(layer.is_initialized for layer in cache.layers):
+        return
     empty = [layer for layer, mode in enumerate(config.kv_sharing_modes) if mode == "reuse"]
     if empty and cache.offloading:
         raise ValueError("an offloaded cache with layers that store nothing needs transformers 5.23")
     while empty and cache.layer_class_to_replicate is not None and len(cache.layers) < config.num_hidden_layers:
         cache.layers.append(cache.layer_class_to_replicate())
     for layer in empty:
-        if not isinstance(cache.layers[layer], NoState):
+        if not cache.layers[layer].is_initialized:
             cache.layers[layer] = NoState()  # type: ignore[call-overload]
 
 

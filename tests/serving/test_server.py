@@ -134,7 +134,7 @@ def test_bench_of_a_retrofit_beside_the_original(smollm2, tmp_path):
     benchmark = crosslayer.bench_vllm(
         tmp_path / "cla", "smollm2", contexts=[64], requests=[4], new_tokens=8, repeats=3, kv_memory=0.125
     )
-    assert benchmark.kv_tokens_ratio == pytest.approx(2, rel=0.01)
+    assert benchmark.kv_tokens_ratio == pytest.approx(2, rel=0.05)  # whole blocks of 128 tokens, of 3,240
     (row,) = benchmark.rows
     assert row.time.interval is not None and row.tokens_per_second.candidate > 0
     benchmark.save(tmp_path / "out")

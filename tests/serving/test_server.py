@@ -129,6 +129,7 @@ def test_a_server_gives_our_tokens_and_holds_what_the_plan_says(smollm2, tmp_pat
         assert kv_blocks(port) == int(MEMORY * 2**30 / block)
 
 
+@pytest.mark.filterwarnings("ignore")  # what vLLM's imports raise
 def test_bench_of_a_retrofit_beside_the_original(smollm2, tmp_path):
     retrofit(smollm2, tmp_path / "cla", METHODS["cla"])
     benchmark = crosslayer.bench_vllm(

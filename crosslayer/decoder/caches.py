@@ -87,7 +87,7 @@ def mark_empty_layers(config: CrossLayerConfig, cache: Cache | None) -> None:
     """
     if cache is None or hasattr(cache_utils, "DummyLayer"):
         return
-    if cache.layers and all(layer.is_initialized for layer in cache.layers):
+    if cache.layers and all(getattr(layer, "is_initialized", True) for layer in cache.layers):  # linear ones have none
         return
     empty = [layer for layer, mode in enumerate(config.kv_sharing_modes) if mode == "reuse"]
     if empty and cache.offloading:
@@ -95,7 +95,7 @@ def mark_empty_layers(config: CrossLayerConfig, cache: Cache | None) -> None:
     while empty and cache.layer_class_to_replicate is not None and len(cache.layers) < config.num_hidden_layers:
         cache.layers.append(cache.layer_class_to_replicate())
     for layer in empty:
-        if not cache.layers[layer].is_initialized:
+        if not getattr(cache.layers[layer], "is_initialized", True):
             cache.layers[layer] = NoState()  # type: ignore[call-overload]
 
 

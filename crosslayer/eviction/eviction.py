@@ -1,0 +1,122 @@
+"""What is asked for: a policy, and how much of the cache goes or how many tokens stay, in all layers or in some.
+
+In words: `h2o:0.4` evicts 40 % of what is cached, `h2o:512` keeps 512 tokens, `h2o:0.2@0-11,0.6@12-29` evicts by layer.
+"""
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+
+from crosslayer.eviction.policies import POLICIES, Policy
+
+BLOCK = 16  # tokens that are read between two evictions
+AMOUNT = re.compile(r"(?P<amount>\d+\.\d*|\.\d+|\d+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?", re.ASCII)
+EXAMPLE = "as h2o:0.4 (evicts 40 %), h2o:512 (keeps 512 tokens) or h2o:0.2@0-11,0.6@12-29 (by layer)"
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much of the cache a layer gives up: a share of it (0 to 1), or all but some tokens.
+
+    Attributes:
+        share: of the tokens read so far that goes at every eviction; None where `tokens` says it.
+        tokens: that the cache has room for.
+
+    """
+
+    share: float | None = None
+    tokens: int | None = None
+
+    def keep(self, seen: int, room: int = BLOCK) -> int:
+        """Return how many of `seen` tokens an eviction leaves, so that another `room` of them fits beside them."""
+        if self.share is not None:
+            return math.ceil((1 - self.share) * seen - 1e-9)  # 0.6 · 10 is 6, in floating point as well
+        assert self.tokens is not None
+        return self.tokens - room
+
+    def check(self) -> None:
+        """Refuse what leaves nothing, or no room for what is read next."""
+        if self.share is not None and not 0 <= self.share < 1:
+            raise ValueError(f"an eviction of {self.share:g} of the cache; give a share from 0 to below 1")
+        if self.tokens is not None and self.tokens < 2 * BLOCK:
+            raise ValueError(f"an eviction that keeps {self.tokens} tokens; at least {2 * BLOCK} must stay")
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """A policy with its amounts.
+
+    Attributes:
+        policy: its name: streaming, h2o, sinks or snapkv.
+        amounts: of the layers, in their order; a single one stands for all.
+        text: as it was asked for.
+
+    """
+
+    policy: str
+    amounts: tuple[Amount | None, ...]
+    text: str
+
+    @property
+    def rule(self) -> Policy:
+        """The policy itself."""
+        return POLICIES[self.policy]
+
+    def amount(self, layer: int) -> Amount | None:
+        """Return what a layer gives up; None where it keeps all."""
+        if len(self.amounts) == 1:
+            return self.amounts[0]
+        return self.amounts[layer] if layer < len(self.amounts) else None
+
+    def check_layers(self, layers: int) -> None:
+        """Refuse an eviction that names layers which a model does not have."""
+        if len(self.amounts) > layers:
+            raise ValueError(f"eviction {self.text!r} names layer {len(self.amounts) - 1}; the last is {layers - 1}")
+
+
+def parse_eviction(text: str) -> Eviction:
+    """Return the eviction that a text asks for.
+
+    Args:
+        text: the policy's name, a colon, and amounts with commas between: a share with a decimal point goes, or a
+            whole number of tokens stays; `@0-11` behind an amount says in which layers, and others keep all.
+
+    Raises:
+        ValueError: the policy is unknown, or an amount cannot be read or leaves nothing.
+
+    """
+    name, colon, rest = text.strip().partition(":")
+    if name not in POLICIES:
+        near = difflib.get_close_matches(name, POLICIES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(POLICIES)}"
+        raise ValueError(f"no eviction policy is called {name!r}; {hint}")
+    if not colon:
+        raise ValueError(f"eviction {text!r} says not how much; write it {EXAMPLE}")
+    pieces = rest.split(",")
+    amounts: dict[int, Amount] = {}
+    for piece in pieces:
+        match = AMOUNT.fullmatch(piece.strip())
+        if match is None:
+            raise ValueError(f"eviction {text!r} cannot be read at {piece!r}; write it {EXAMPLE}")
+        amount = _amount(match["amount"])
+        if match["first"] is None:
+            if len(pieces) > 1:
+                raise ValueError(f"eviction {text!r}: with several amounts, each says its layers, {EXAMPLE}")
+            return Eviction(name, (amount,), text.strip())
+        first, last = int(match["first"]), int(match["last"] or match["first"])
+        if not first <= last < 10_000:
+            raise ValueError(f"eviction {text!r}: layers {first}-{last} are none")
+        for layer in range(first, last + 1):
+            if layer in amounts:
+                raise ValueError(f"eviction {text!r} names layer {layer} twice")
+            amounts[layer] = amount
+    by_layer = tuple(amounts.get(layer) for layer in range(max(amounts) + 1))
+    return Eviction(name, by_layer if len(by_layer) > 1 else (*by_layer, None), text.strip())
+
+
+def _amount(text: str) -> Amount:
+    """Return an amount from digits: with a decimal point a share, else tokens; checked."""
+    amount = Amount(share=float(text)) if "." in text else Amount(tokens=int(text))
+    amount.check()
+    return amount

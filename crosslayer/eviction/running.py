@@ -1,0 +1,141 @@
+"""Run a model so that cached tokens go by a policy: in `generate`, in batches, and where a text is only scored.
+
+A handler of every attention call takes the leader's calls in, sets what each query attends to, and cuts what the layer
+stores; the model's own attention function computes. So any attention implementation that takes a mask will do.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from crosslayer.eviction.cache import EvictionCache
+from crosslayer.eviction.eviction import Eviction, parse_eviction
+from crosslayer.eviction.state import GroupState, Step
+from crosslayer.plan import CACHED, DepthPlan
+from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted
+from crosslayer.wiring.read import read_plan
+
+NewCache = Callable[[], EvictionCache]
+
+
+@contextmanager
+def evicting(model: PreTrainedModel, eviction: Eviction | str) -> Iterator[NewCache]:
+    """Let cached tokens go while the block runs; gives a function that makes an empty cache.
+
+    Pass such a cache as `past_key_values` to the model or to its `generate`. A call without a cache, which scores a
+    text, reads it as it would be read token by token: each token attends to what was still cached then. Gradients are
+    not supported. Everything is restored on exit.
+
+    Args:
+        model: a causal language model, stock or of this package, with sdpa or eager attention.
+        eviction: as `parse_eviction` returns or reads it, "h2o:0.4" say.
+
+    Raises:
+        ValueError: the eviction cannot be read, or the model's attention is none that it is defined for: encoders,
+            sliding windows, linear attention, caches of compressed states, flash attention.
+
+    """
+    eviction = parse_eviction(eviction) if isinstance(eviction, str) else eviction
+    plan = _checked_plan(model, eviction)
+    run = _Run(plan, eviction)
+    hook = model.register_forward_pre_hook(run.begin, with_kwargs=True)
+    try:
+        with torch.no_grad(), evaluating(model), intercepted(model, run.handle):
+            yield run.new_cache
+    finally:
+        hook.remove()
+
+
+def sharing_groups(plan: DepthPlan) -> list[list[int]]:
+    """Return the layers with attention in groups that share keys or values, directly or through others; in order."""
+    groups: list[set[int]] = []
+    for layer in range(plan.layers):
+        if not plan.attends(layer):
+            continue
+        joined = {layer}
+        for state in CACHED:
+            joined.update(plan.reads(state, layer))
+        apart = [group for group in groups if not group & joined]
+        for group in groups:
+            if group & joined:
+                joined |= group
+        groups = [*apart, joined]
+    return sorted(sorted(group) for group in groups)
+
+
+class _Run:
+    """What a model's calls have in common while tokens go."""
+
+    def __init__(self, plan: DepthPlan, eviction: Eviction):
+        self.eviction, self.layers = eviction, plan.layers
+        groups = sharing_groups(plan)
+        self.leaders = [group[0] for group in groups]
+        self.group_of = {layer: number for number, group in enumerate(groups) for layer in group}
+        self.stores = [bool(plan.stored(layer)) for layer in range(plan.layers)]
+        self.cache = self.new_cache()
+        self.is_stored = False
+        self.steps: dict[int, Step] = {}  # of the call that is running, by group
+
+    def new_cache(self) -> EvictionCache:
+        """Return an empty cache."""
+        amounts = [self.eviction.amount(leader) for leader in self.leaders]
+        return EvictionCache(self.layers, [GroupState(self.eviction.rule, amount) for amount in amounts])
+
+    def begin(self, _: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Look at the cache that a forward pass is given."""
+        cache = kwargs.get("past_key_values")
+        if cache is not None and not isinstance(cache, EvictionCache):
+            raise ValueError(
+                f"the model runs with eviction, and was given a {type(cache).__name__}; pass "
+                "past_key_values=new_cache(), with the function that `evicting` gives"
+            )
+        self.is_stored = cache is not None
+        self.cache = self.new_cache() if cache is None else cache
+        self.steps = {}
+
+    def handle(self, call: AttentionCall) -> AttentionCall:
+        """Set what a call attends to, and cut what its layer stores."""
+        number = self.group_of[call.layer]
+        if number not in self.steps:
+            self.steps[number] = self.cache.groups[number].step(call)
+        step = self.steps[number]
+        if self.is_stored and step.kept is not None and self.stores[call.layer]:
+            self.cache.layers[call.layer].keep(step.kept, step.room)  # type: ignore[union-attr]
+        return replace(call, mask=_mask_for(call, step.mask)) if step.replaces else call
+
+
+def _mask_for(call: AttentionCall, mask: Tensor | None) -> Tensor | None:
+    """Return a mask (B, H_kv, T, S) as a call's attention function takes it, (B, H, T, S)."""
+    if mask is None:
+        return None
+    groups = call.query.shape[1] // mask.shape[1]
+    mask = mask.repeat_interleave(groups, dim=1) if groups > 1 else mask
+    if call.implementation == "sdpa":
+        return mask
+    hidden = torch.finfo(call.query.dtype).min
+    return torch.zeros(mask.shape, dtype=call.query.dtype, device=mask.device).masked_fill(~mask, hidden)
+
+
+def _checked_plan(model: PreTrainedModel, eviction: Eviction) -> DepthPlan:
+    """Return who stores and who reads in a model, if eviction is defined for it."""
+    wiring = read_plan(model)
+    name = f"{type(model).__name__} ({wiring.type})"
+    if not wiring.caches or not model.can_generate():
+        raise ValueError(f"{name} keeps no KV cache, so that nothing can be evicted")
+    kind = model.config.get_text_config()._attn_implementation or "eager"
+    if kind not in ("sdpa", "eager"):
+        raise ValueError(f"eviction needs sdpa or eager attention, which take a mask; the model has {kind!r}")
+    plan = wiring.plan
+    for layer, states in enumerate(wiring.layers):
+        if states.mask != "no attention" and (states.keys == 0 or states.window or states.every or states.index):
+            raise ValueError(f"{name}: layer {layer} has {states.mask}; eviction is defined for full attention")
+        several = [state for state in CACHED if plan.read_count(state, layer) > 1]
+        if plan.value_shares[layer] < 1 or several:
+            raise ValueError(f"{name}: layer {layer} reads states of several layers; no eviction is defined for them")
+    eviction.check_layers(plan.layers)
+    return plan

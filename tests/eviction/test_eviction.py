@@ -1,0 +1,278 @@
+"""Eviction: against a loop, however a text is cut into calls, alone or padded in a batch, over layers that share."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from crosslayer.decoder.caches import cache_bytes
+from crosslayer.eviction.eviction import BLOCK, Amount, parse_eviction
+from crosslayer.eviction.running import evicting, sharing_groups
+from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
+from tests.eviction.naive import Naive, room, share
+from tests.helpers.tiny import tiny
+
+LENGTH = 57  # tokens: three evictions, and a block that is not full
+ASKED = ["h2o:0.4", "h2o:32", "streaming:0.4", "streaming:32", "sinks:0.5", "sinks:32"]
+UNIATTN = {"name": "uniattn", "superblocks": [[2, 3], [4, 5]]}
+PLANS = [None, "cla", "svformer", "resformer", UNIATTN, {"name": "drop", "layers": [1, 4]}, [{"name": "attnres"}, "cla"]]
+
+
+@pytest.fixture
+def naive_function():
+    """Give a place for a naive attention function among transformers' own."""
+    name = "naive_eviction"
+    yield lambda function: (AttentionInterface.register(name, function), name)[1]
+    del AttentionInterface._global_mapping[name]
+
+
+def held_positions(cache):
+    """Return what each group holds: sorted positions by row and head, without empty columns."""
+    return [
+        [sorted(p for p in head.tolist() if p >= 0) for row in group.positions for head in row]
+        for group in cache.groups
+    ]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_text_is_read_as_a_loop_over_tokens_and_lists_reads_it(family, asked, naive_function):
+    policy, amount = asked.split(":")
+    naive = Naive(policy, share(float(amount)) if "." in amount else room(int(amount)))
+    model, ids = tiny(family), tokens(2, LENGTH)
+    with evicting(model, asked) as new_cache:
+        cache = new_cache()
+        ours = model(ids, past_key_values=cache).logits
+    model.set_attn_implementation(naive_function(naive))
+    expected = model(ids, use_cache=False).logits
+    assert (ours - expected).abs().max() < TOLERANCE
+    assert held_positions(cache) == [naive.kept[layer] for layer in sorted(naive.kept)]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_cuts_padding_and_caches_change_nothing(plan, data):
+    model = build(config_of(plan))
+    asked = data.draw(st.sampled_from(ASKED))
+    ids = tokens(3, LENGTH, seed=data.draw(st.integers(0, 99)))
+    with evicting(model, asked) as new_cache:
+        whole = model(ids, use_cache=False).logits
+        cuts = sorted(data.draw(st.sets(st.integers(1, LENGTH - 1), max_size=6)))
+        sizes = [end - start for start, end in zip([0, *cuts], [*cuts, LENGTH], strict=True)]
+        cache = new_cache()
+        pieces = [model(part, past_key_values=cache).logits for part in ids.split(sizes, dim=1)]
+        assert (torch.cat(pieces, 1) - whole).abs().max() < TOLERANCE
+        pads = [0, *(data.draw(st.integers(0, 20)) for _ in range(2))]
+        mask = torch.tensor([[0] * pad + [1] * (LENGTH - pad) for pad in pads])
+        alone = [model(ids[row : row + 1, pad:], use_cache=False).logits[0] for row, pad in enumerate(pads)]
+        start = data.draw(st.integers(max(pads) + 1, LENGTH - 1))
+        padded = new_cache()
+        places = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits, first = [], 0
+        for end in range(start, LENGTH + 1):
+            new = {"input_ids": ids[:, first:end], "position_ids": places[:, first:end]}
+            logits.append(model(**new, attention_mask=mask[:, :end], past_key_values=padded).logits)
+            first = end
+        together = torch.cat(logits, 1)
+        for row, pad in enumerate(pads):
+            assert (together[row, pad:] - alone[row]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("asked", ["h2o:128", "streaming:128", "sinks:128", "h2o:0.0", "snapkv:128"])
+def test_room_for_the_whole_text_changes_no_bit(asked, implementation):
+    model, ids = tiny("llama", implementation, torch.float32), tokens(2, LENGTH)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model(ids).logits
+    text = model.generate(ids[:, :40], **options)
+    sizes, plain = [40, 1, 1, 15], DynamicCache(config=model.config)
+    pieces = [model(part, past_key_values=plain).logits for part in ids.split(sizes, dim=1)]
+    with evicting(model, asked) as new_cache:
+        assert torch.equal(model(ids).logits, expected)
+        assert torch.equal(model.generate(ids[:, :40], past_key_values=new_cache(), **options), text)
+        cache = new_cache()
+        for part, piece in zip(ids.split(sizes, dim=1), pieces, strict=True):
+            assert torch.equal(model(part, past_key_values=cache).logits, piece)
+
+
+@pytest.mark.parametrize("asked", [*ASKED, "snapkv:0.3"])
+def test_a_later_token_changes_nothing_that_was_kept_before_it(asked):
+    model, ids = build(config_of(UNIATTN)), tokens(1, LENGTH)
+    other = ids.clone()
+    other[0, 40:] = (other[0, 40:] + 7) % 60 + 3
+    held = []
+    for text in (ids, other):
+        with evicting(model, asked) as new_cache:
+            cache, steps = new_cache(), []
+            for part in text.split([30, *[1] * (LENGTH - 30)], dim=1):
+                model(part, past_key_values=cache)
+                steps.append(held_positions(cache))
+            held.append(steps)
+    assert held[0][:11] == held[1][:11]  # up to token 39
+    if not asked.startswith("s"):
+        assert held[0][-1] != held[1][-1]  # which could have shown
+
+
+def test_keys_and_values_of_a_group_hold_the_leaders_tokens():
+    """The first group that evicts has read what a full cache holds, up to its first eviction at the end of the text."""
+    model, ids = build(config_of(UNIATTN)), tokens(2, LENGTH)
+    with evicting(model, "h2o:0.4@2-5") as new_cache:
+        cache = new_cache()
+        model(ids[:, :48], past_key_values=cache)
+    full = DynamicCache(config=model.config)
+    model(ids[:, :48], past_key_values=full)
+    groups = sharing_groups(model.config.plan)
+    assert groups == [[0], [1], [2, 3], [4, 5]]
+    group = cache.groups[2]
+    columns = group.positions.long()[..., None].expand(-1, -1, -1, 8)
+    held = columns.shape[2]
+    assert held == 29 and torch.equal(cache.layers[2].keys[:, :, :held], full.layers[2].keys.gather(2, columns))
+    assert torch.equal(cache.layers[2].values[:, :, :held], full.layers[2].values.gather(2, columns))
+    assert cache.layers[3].values.shape[-1] == 0 and cache.layers[3].used == held  # values alone, in the first place
+
+
+def test_values_of_followers_are_those_of_the_same_tokens():
+    """SnapKV cuts after the prompt, so that every layer has read what a full cache holds."""
+    model, ids = build(config_of(UNIATTN, max_position_embeddings=256)), tokens(2, 150)
+    full = DynamicCache(config=model.config)
+    expected = model(ids, past_key_values=full).logits
+    with evicting(model, "snapkv:0.4") as new_cache:
+        cache = new_cache()
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+    for number, layers in enumerate(sharing_groups(model.config.plan)):
+        columns = cache.groups[number].positions.long()[..., None].expand(-1, -1, -1, 8)
+        assert columns.shape[2] == 90
+        for layer in layers:
+            states = cache.layers[layer].keys[:, :, :90]
+            assert torch.equal(states, full.layers[layer].keys.gather(2, columns))
+
+
+@pytest.mark.parametrize("plan", [None, "cla", "svformer", UNIATTN], ids=str)
+def test_allocated_bytes_are_the_budget(plan):
+    model, ids = build(config_of(plan)), tokens(2, 64)
+    states = model.config.plan.stored_states()
+    token = 2 * states * 2 * 8 * 8  # rows, states, heads, sizes, bytes
+    with evicting(model, "h2o:32") as new_cache:
+        cache = new_cache()
+        for part in ids.split([40, *[1] * 24], dim=1):
+            model(part, past_key_values=cache)
+            assert cache_bytes(cache) == 32 * token
+    with evicting(model, "h2o:0.5") as new_cache:
+        cache = new_cache()
+        model(ids, past_key_values=cache)
+        assert cache_bytes(cache) == (32 + BLOCK) * token
+        groups = len(cache.groups)
+        assert cache.overhead_bytes() == groups * 2 * 2 * 32 * 8  # rows, heads, tokens, a position and a sum
+        assert cache.get_seq_length() == 64
+
+
+def test_beams_keep_what_they_have_read():
+    model, ids = build(config_of("svformer")), tokens(2, 30)
+    options = {"max_new_tokens": 20, "do_sample": False, "num_beams": 3, "length_penalty": 0.0, "pad_token_id": 0}
+    with evicting(model, "h2o:0.4") as new_cache:
+        out = model.generate(
+            ids, past_key_values=new_cache(), return_dict_in_generate=True, output_scores=True, **options
+        )
+        logits = model(out.sequences, use_cache=False).logits
+    scores = logits.log_softmax(-1)[:, 29:-1].gather(-1, out.sequences[:, 30:, None])[..., 0].sum(-1)
+    assert (scores - out.sequences_scores).abs().max() < 1e-5  # generate keeps its scores in float32
+
+
+def test_layers_may_give_up_different_shares():
+    model, ids = tiny("llama"), tokens(1, 48)
+    with evicting(model, "streaming:0.5@1,0.25@2") as new_cache:
+        cache = new_cache()
+        model(ids, past_key_values=cache)
+    assert [layer.used for layer in cache.layers] == [48, 24, 36]
+    assert [layer.keys.shape[2] for layer in cache.layers] == [48, 24 + BLOCK, 36 + BLOCK]
+
+
+def test_sinks_are_kept_wherever_they_are():
+    """A key that outweighs all others in the middle of a text stays; without it, only the latest do."""
+    model = tiny("gpt2", n_layer=1, n_head=1)
+    ids = tokens(1, 50)
+    with torch.no_grad():
+        attention = model.transformer.h[0].attn.c_attn
+        attention.weight.zero_()
+        attention.bias.zero_()
+        attention.bias[:32] = 1.0  # queries are all ones, so that the sum of a key decides
+        model.transformer.wpe.weight.zero_()
+        model.transformer.wte.weight[:, 31] = -20.0
+        model.transformer.wte.weight[int(ids[0, 9]), 31] = 20.0
+        attention.weight[31, 32:64] = 1.0  # the sum of a key is the last channel of the token
+    ids[0, 10:] = torch.where(ids[0, 10:] == ids[0, 9], ids[0, 0], ids[0, 10:])
+    with evicting(model, "sinks:32") as new_cache:
+        cache = new_cache()
+        model(ids, past_key_values=cache)
+    assert held_positions(cache)[0][0] == [9, *range(33, 50)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("h20:0.4", "did you mean h2o?"),
+        ("lru:0.4", "there are streaming, h2o, sinks, snapkv"),
+        ("h2o", "says not how much"),
+        ("h2o:1.0", "from 0 to below 1"),
+        ("h2o:8", "at least 32 must stay"),
+        ("h2o:0.4x", "cannot be read at '0.4x'"),
+        ("h2o:0.4,0.5", "each says its layers"),
+        ("h2o:0.4@3-1", "layers 3-1 are none"),
+        ("h2o:0.4@0-2,0.5@2", "names layer 2 twice"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_said(asked, words):
+    with pytest.raises(ValueError, match=words.replace("?", r"\?")):
+        parse_eviction(asked)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("bert", "keeps no KV cache"),
+        ("mistral", "layer 0 has"),
+        ("qwen3_next", "layer 0 has linear attention"),
+        ("gemma2", "eviction is defined for full attention"),
+    ],
+)
+def test_models_without_full_attention_are_refused(family, words):
+    with pytest.raises(ValueError, match=words), evicting(tiny(family), "h2o:0.4"):
+        pass
+
+
+def test_wrong_use_is_refused():
+    model, ids = tiny("llama"), tokens(1, 20)
+    with pytest.raises(ValueError, match="names layer 5; the last is 2"), evicting(model, "h2o:0.4@5"):
+        pass
+    with evicting(model, "h2o:0.4") as new_cache:
+        with pytest.raises(ValueError, match="was given a DynamicCache"):
+            model(ids, past_key_values=DynamicCache(config=model.config))
+        window = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril().triu(-3)
+        with pytest.raises(ValueError, match="hides more than padding"):
+            model(ids, attention_mask=window, past_key_values=new_cache())
+        with pytest.raises(ValueError, match="cannot be cropped"):
+            cache = new_cache()
+            model(ids, past_key_values=cache)
+            cache.crop(-3)
+    row = {"name": "cross_attention"}
+    with pytest.raises(ValueError, match="reads states of several layers"), evicting(build(config_of(row)), "h2o:0.4"):
+        pass
+
+
+def test_the_model_is_as_before_afterwards():
+    model, ids = tiny("llama"), tokens(1, 40)
+    model.train()
+    before, functions = model(ids).logits, dict(ALL_ATTENTION_FUNCTIONS)
+    with evicting(model, "h2o:0.4"):
+        assert not model.training
+        assert not torch.equal(model(ids).logits, before)
+    assert model.training and torch.equal(model(ids).logits, before)
+    assert dict(ALL_ATTENTION_FUNCTIONS) == functions
+    assert isinstance(model(ids, use_cache=True).past_key_values.layers[0], DynamicLayer)
+
+
+def test_shares_of_whole_tokens_are_exact():
+    assert [Amount(share=0.4).keep(tokens) for tokens in (10, 16, 20, 160)] == [6, 10, 12, 96]

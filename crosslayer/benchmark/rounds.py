@@ -22,6 +22,8 @@ from crosslayer.benchmark.room import Models, eager_skip
 from crosslayer.benchmark.settings import Settings
 from crosslayer.benchmark.summary import WarmUp, row
 from crosslayer.decoder.caches import cache_bytes
+from crosslayer.eviction.cache import EvictionCache
+from crosslayer.eviction.running import NewCache
 
 EAGER_REPEATS = 2  # eager prefill is many times slower and nobody's choice: a figure to quote, without an interval
 
@@ -56,7 +58,14 @@ def static_copy(model: PreTrainedModel, cache: Cache, load: Load) -> StaticCache
 class SideBySide:
     """A setting: a warm-up of each side, which also counts bytes and operators, then pairs of timed runs."""
 
-    def __init__(self, models: Models, structures: Mapping[Side, Structure], load: Load, settings: Settings):
+    def __init__(
+        self,
+        models: Models,
+        structures: Mapping[Side, Structure],
+        load: Load,
+        settings: Settings,
+        new_cache: NewCache | None = None,
+    ):
         self.models, self.structures, self.load, self.settings = models, structures, load, settings
         self.device = models["baseline"].device
         vocabulary = min(model.config.get_text_config().vocab_size for model in models.values())
@@ -65,7 +74,10 @@ class SideBySide:
         self.times: dict[str, dict[Side, list[float]]] = {}  # measure -> side -> seconds of each repeat
         for measure in (*MEASURES, "eager"):
             self.times[measure] = {side: [] for side in SIDES}
+        self.evictions: dict[Side, NewCache] = {} if new_cache is None else {"candidate": new_cache}
         self.no_eager = "attention is eager already" if settings.attention == "eager" else None
+        if self.evictions:
+            self.no_eager = "tokens are evicted"
 
     def run(self, tick: Callable[[], None]) -> Row:
         """Return the row of the record; `tick` is called after the warm-up and after every round."""
@@ -85,9 +97,9 @@ class SideBySide:
         return row(self.load, self.times, warm_ups, self.structures, rates, self.no_eager)
 
     def prefill(self, side: Side) -> Cache:
-        """Run the prompt through a fresh dynamic cache; only the last logits are computed."""
+        """Run the prompt through a fresh dynamic cache, or one that evicts; only the last logits are computed."""
         model = self.models[side]
-        cache = DynamicCache(config=model.config)
+        cache = self.evictions[side]() if side in self.evictions else DynamicCache(config=model.config)
         options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             options["logits_to_keep"] = 1
@@ -100,7 +112,12 @@ class SideBySide:
             self.models[side](self.ids[:, at : at + 1], past_key_values=cache, use_cache=True)
 
     def static(self, side: Side, cache: Cache) -> Cache:
-        """Return a static cache with the prompt: copied from the dynamic cache, or, if a window has cut that, run."""
+        """Return a static cache with the prompt: copied from the dynamic cache, or, if a window has cut that, run.
+
+        A side that evicts has a single kind of cache, which the prompt fills again.
+        """
+        if side in self.evictions:
+            return self.prefill(side)
         if all(_is_whole(layer) for layer in cache.layers):
             return static_copy(self.models[side], cache, self.load)
         filled = StaticCache(config=self.models[side].config, max_cache_len=self.load.total)
@@ -112,16 +129,15 @@ class SideBySide:
         with peak_memory(self.device) as peak:
             dynamic = self.prefill(side)
             self.decode(side, dynamic)
-        dynamic_bytes = cache_bytes(dynamic)
+        dynamic_bytes = _allocated(dynamic)
         static = self.static(side, dynamic)
         del dynamic
         self.decode(side, static)
-        config = self.models[side].config
-        counts = Operators(
-            dynamic=self._operators(side, DynamicCache(config=config)),
-            static=self._operators(side, StaticCache(config=config, max_cache_len=2)),
-        )
-        return WarmUp(peak.bytes, peak.reason, dynamic_bytes, cache_bytes(static), counts)
+        config, new_cache = self.models[side].config, self.evictions.get(side)
+        kinds = (DynamicCache(config=config), StaticCache(config=config, max_cache_len=2))
+        kinds = kinds if new_cache is None else (new_cache(), new_cache())
+        counts = Operators(dynamic=self._operators(side, kinds[0]), static=self._operators(side, kinds[1]))
+        return WarmUp(peak.bytes, peak.reason, dynamic_bytes, _allocated(static), counts)
 
     def _operators(self, side: Side, cache: Cache) -> int:
         """Return how many operators a decoding step runs, whatever the length."""
@@ -151,6 +167,11 @@ class SideBySide:
 
     def _time(self, measure: str, side: Side, work: Callable[[], Any], steps: int = 1) -> None:
         self.times[measure][side].append(seconds(work, self.device) / steps)
+
+
+def _allocated(cache: Cache) -> int:
+    """Return the bytes of a cache's states, with what is known of the tokens where some are evicted."""
+    return cache_bytes(cache) + (cache.overhead_bytes() if isinstance(cache, EvictionCache) else 0)
 
 
 def _is_whole(layer: Any) -> bool:

@@ -23,6 +23,7 @@ from crosslayer.benchmark.room import Models, too_large
 from crosslayer.benchmark.rounds import SideBySide, attention_of
 from crosslayer.benchmark.settings import Settings
 from crosslayer.environment import environment, quiet_transformers
+from crosslayer.eviction.running import NewCache, evicting
 from crosslayer.models.load import public_name, ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
@@ -41,6 +42,7 @@ def bench(
     new_tokens: int = 64,
     repeats: int = 5,
     attention: str = "sdpa",
+    evict: str | None = None,
     seed: int = 0,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -56,6 +58,7 @@ def bench(
         new_tokens: tokens to decode after the prompt.
         repeats: pairs of runs; an interval needs three, and five to decide.
         attention: attention of both, "sdpa" or "eager".
+        evict: what the candidate's cache evicts, "h2o:0.4" say (see `parse_eviction`); the baseline's keeps all.
         seed: of the random tokens.
         dtype: of models that are named; default that of the other model if it is loaded, else as `load_model` has it.
         device: likewise.
@@ -72,13 +75,15 @@ def bench(
         new_tokens=new_tokens,
         repeats=repeats,
         attention=attention,
+        evict=evict,
         seed=seed,
     )
     models = _loaded({"candidate": candidate, "baseline": baseline}, settings, dtype, device, progress)
     started = time.perf_counter()
     with torch.no_grad(), quiet_transformers(), _ready(models, settings):
-        structures, reason = _structures(models)
-        rows, skipped = _measured(models, structures, settings, progress)
+        structures, reason = _structures(models, settings)
+        with _evicting(models["candidate"], settings) as new_cache:
+            rows, skipped = _measured(models, new_cache, structures, settings, progress)
     if not rows:
         raise ValueError(f"nothing was measured: {skipped[0].reason}")
     return Benchmark(
@@ -104,6 +109,16 @@ def _ready(models: Models, settings: Settings) -> Iterator[None]:
             stack.enter_context(evaluating(model))
         stack.enter_context(attention_of(models, settings.attention))
         yield
+
+
+@contextmanager
+def _evicting(candidate: PreTrainedModel, settings: Settings) -> Iterator[NewCache | None]:
+    """Let the candidate's tokens go, where that is asked for; gives what makes its caches."""
+    if settings.evict is None:
+        yield None
+        return
+    with evicting(candidate, settings.evict) as new_cache:
+        yield new_cache
 
 
 def check(models: Models, settings: Settings) -> None:
@@ -156,9 +171,13 @@ def _loaded(
 
 
 def _measured(
-    models: Models, structures: dict[Side, Structure], settings: Settings, progress: Meter
+    models: Models,
+    new_cache: NewCache | None,
+    structures: dict[Side, Structure],
+    settings: Settings,
+    progress: Meter,
 ) -> tuple[list[Row], list[Skip]]:
-    """Measure every setting that fits into memory."""
+    """Measure every setting that fits into memory; `new_cache` makes the candidate's caches, if tokens go."""
     loads = [Load(context, batch, settings.new_tokens) for batch in settings.batches for context in settings.contexts]
     rounds = settings.repeats + 1
     total, done = len(loads) * rounds, itertools.count(1)
@@ -171,7 +190,7 @@ def _measured(
         for load in loads:
             reason = too_large(models, structures, load)
             if reason is None:
-                rows.append(SideBySide(models, structures, load, settings).run(tick))
+                rows.append(SideBySide(models, structures, load, settings, new_cache).run(tick))
                 continue
             skipped.append(Skip(context=load.context, batch=load.batch, reason=reason))
             for _ in range(rounds):
@@ -179,8 +198,10 @@ def _measured(
     return rows, skipped
 
 
-def _structures(models: Models) -> tuple[dict[Side, Structure], str | None]:
+def _structures(models: Models, settings: Settings) -> tuple[dict[Side, Structure], str | None]:
     """Return both structures, or none and the reason."""
+    if settings.evict is not None:
+        return {}, "no prediction: tokens are evicted"
     try:
         return {side: structure(models[side]) for side in SIDES}, None
     except ValueError as error:

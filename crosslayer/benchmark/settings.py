@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
+from crosslayer.eviction.eviction import parse_eviction
 from crosslayer.output.record import Options, Seed
 
 ATTENTION = ("sdpa", "eager")
@@ -13,8 +14,11 @@ ATTENTION = ("sdpa", "eager")
 class Settings(Options):
     """What is measured: every context (tokens of the prompt) with every batch size.
 
+    `evict` says what the candidate's cache evicts, as `parse_eviction` reads it; None for nothing.
+
     Raises:
-        ValueError: a number below 1, no context, no batch, or an attention that is not offered.
+        ValueError: a number below 1, no context, no batch, an attention that is not offered, or an eviction that cannot
+            be read.
 
     """
 
@@ -24,6 +28,7 @@ class Settings(Options):
     repeats: int
     attention: str
     seed: Seed
+    evict: str | None = None
 
     @field_validator("contexts", "batches", mode="before")
     @classmethod
@@ -48,4 +53,6 @@ class Settings(Options):
                 raise ValueError(f"{name} is {min(values)}; it must be at least 1")
         if self.attention not in ATTENTION:
             raise ValueError(f"attention {self.attention!r} is not measured; use {' or '.join(ATTENTION)}")
+        if self.evict is not None:
+            parse_eviction(self.evict)
         return self

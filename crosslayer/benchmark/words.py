@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from crosslayer.benchmark.record import CLEAR, MEASURES, BenchmarkRecord, Note, Row, Skip
 from crosslayer.benchmark.units import percent, span
+from crosslayer.eviction.eviction import parse_eviction
 
 TITLES = {
     "ttft": "time to first token",
@@ -19,6 +20,7 @@ def sentences(record: BenchmarkRecord) -> list[str]:
         *(_time_words(record.rows, measure) for measure in MEASURES),
         *_memory_words(record.rows),
         _pairs_words(record),
+        *_eviction_words(record),
         *_prediction_words(record),
         *(f"{setting(skip)}: skipped, {skip.reason}." for skip in record.skipped),
     ]
@@ -71,6 +73,17 @@ def _pairs_words(record: BenchmarkRecord) -> str:
     if record.interval_coverage < CLEAR:
         return f"{words}: too little to call anything faster or slower; five pairs are enough."
     return f"{words}. Faster or slower is only what has an interval without 1."
+
+
+def _eviction_words(record: BenchmarkRecord) -> list[str]:
+    asked = record.settings.evict
+    if asked is None:
+        return []
+    about = parse_eviction(asked).rule.about
+    return [
+        f"The candidate evicts ({asked}): {about} stay. It has a single kind of cache, whose bytes include what is "
+        "known of its tokens, and which stands beside the baseline's dynamic cache and beside its static one."
+    ]
 
 
 def _prediction_words(record: BenchmarkRecord) -> list[str]:

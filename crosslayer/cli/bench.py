@@ -30,6 +30,7 @@ def command(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the prompt.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs; intervals need three.")] = 5,
     attention: Annotated[str, typer.Option(help="Attention of both: sdpa (flash on a GPU) or eager.")] = "sdpa",
+    evict: Annotated[str | None, typer.Option(help="What the candidate's cache evicts, as h2o:0.4.")] = None,
     engine: Annotated[str, typer.Option(help="What runs them: transformers or vllm.")] = "transformers",
     kv_memory: Annotated[float | None, typer.Option(help="GiB for the KV cache of each in vLLM; default 1.")] = None,
     seed: Seed = 0,
@@ -50,8 +51,8 @@ def command(
     if out is not None:
         check_target(out, force)
     if engine == "vllm":
-        if device is not None or attention != "sdpa":
-            raise ValueError("--device and --attention are for --engine transformers; vLLM has its own")
+        if device is not None or attention != "sdpa" or evict is not None:
+            raise ValueError("--device, --attention and --evict are for --engine transformers; vLLM has its own")
         _bench_vllm(model, baseline, contexts, batches, new_tokens, repeats, kv_memory, seed, dtype, out, force)
         return
     if engine != "transformers":
@@ -66,6 +67,7 @@ def command(
         new_tokens=new_tokens,
         repeats=repeats,
         attention=attention,
+        evict=evict,
         seed=seed,
         dtype=dtype,
         device=device,

@@ -1,0 +1,1 @@
+"""Lets cached tokens go: which, when, and how a model runs meanwhile."""

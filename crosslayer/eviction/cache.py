@@ -102,12 +102,13 @@ class EvictionCache(Cache):
     """
 
     def __init__(self, layers: int, groups: list[GroupState]) -> None:
-        super().__init__(layers=[EvictionLayer() for _ in range(layers)])
+        self.states = [EvictionLayer() for _ in range(layers)]
+        super().__init__(layers=list(self.states))
         self.groups = groups
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens the text has so far, whatever layer stores them."""
-        return max(layer.get_seq_length() for layer in self.layers)
+        return max(layer.seen for layer in self.states)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return that masks are as wide as the text, whatever layer stores it."""
@@ -125,7 +126,7 @@ class EvictionCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
-        stored = next(layer.keys for layer in self.layers if layer.keys is not None)
+        stored = next(layer.keys for layer in self.states if layer.keys is not None)
         rows = torch.arange(stored.shape[0], device=stored.device)
         self.batch_select_indices(rows.repeat_interleave(repeats))
 

@@ -105,7 +105,7 @@ class _Run:
             self.steps[number] = self.cache.groups[number].step(call)
         step = self.steps[number]
         if self.is_stored and step.kept is not None and self.stores[call.layer]:
-            self.cache.layers[call.layer].keep(step.kept, step.room)  # type: ignore[union-attr]
+            self.cache.states[call.layer].keep(step.kept, step.room)
         return replace(call, mask=_mask_for(call, step.mask)) if step.replaces else call
 
 

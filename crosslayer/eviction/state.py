@@ -23,9 +23,9 @@ QUERIES = 128  # whose scores are computed at a time: memory
 class Step:
     """What a call changes for every layer of a group.
 
-    With `replaces`, `mask` (B, H_kv, T, S) says what each query attends to, None for everything, and the model's own mask
-    holds no more. `kept` (B, H_kv, W) are the columns that stay in the cache, in their order; None where all do. `room` is for
-    how many columns memory is needed until tokens go again.
+    With `replaces`, `mask` (B, H_kv, T, S) says what each query attends to, None for everything, and the model's own
+    mask holds no more. `kept` (B, H_kv, W) are the columns that stay in the cache, in their order; None where all do.
+    `room` says for how many columns memory is needed until tokens go again.
     """
 
     replaces: bool

@@ -17,7 +17,15 @@ from tests.helpers.tiny import tiny
 LENGTH = 57  # tokens: three evictions, and a block that is not full
 ASKED = ["h2o:0.4", "h2o:32", "streaming:0.4", "streaming:32", "sinks:0.5", "sinks:32"]
 UNIATTN = {"name": "uniattn", "superblocks": [[2, 3], [4, 5]]}
-PLANS = [None, "cla", "svformer", "resformer", UNIATTN, {"name": "drop", "layers": [1, 4]}, [{"name": "attnres"}, "cla"]]
+PLANS = [
+    None,
+    "cla",
+    "svformer",
+    "resformer",
+    UNIATTN,
+    {"name": "drop", "layers": [1, 4]},
+    [{"name": "attnres"}, "cla"],
+]
 
 
 @pytest.fixture

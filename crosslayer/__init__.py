@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
     from crosslayer.diagnosis.result import Diagnosis
     from crosslayer.diagnosis.scan import diagnose
+    from crosslayer.eviction.running import evicting
     from crosslayer.formats.run import export
     from crosslayer.generation.run import generate
     from crosslayer.intervention.apply import intervene
@@ -78,6 +79,7 @@ _HOMES = {
     "compare": "comparison.run",
     "diagnose": "diagnosis.scan",
     "effect": "intervention.measure",
+    "evicting": "eviction.running",
     "export": "formats.run",
     "generate": "generation.run",
     "heal": "recovery.run",
@@ -125,6 +127,7 @@ __all__ = [
     "compare",
     "diagnose",
     "effect",
+    "evicting",
     "export",
     "generate",
     "heal",

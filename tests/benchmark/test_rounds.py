@@ -56,7 +56,23 @@ def test_the_attention_of_a_model_comes_back(monkeypatch):
     short(*models, 4)
     assert {"sdpa", "eager"} <= set(seen)
     assert [model.config._attn_implementation for model in models] == ["eager", "sdpa"]
-    monkeypatch.setattr(module, "_structures", lambda models: 1 / 0)
+    monkeypatch.setattr(module, "_structures", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         short(*models, 4)
     assert [model.config._attn_implementation for model in models] == ["eager", "sdpa"]
+
+
+def test_a_candidate_may_evict_beside_a_full_cache():
+    candidate, baseline = build(config_of("cla")), build(config_of(None))
+    benchmark = short(candidate, baseline, 48, new_tokens=4, evict="h2o:32")
+    row = benchmark.rows[0]
+    states, heads, text = 2 * 8 * 8, 2, 52
+    assert row.cache.dynamic.baseline == 6 * states * heads * text
+    known = 3 * heads * 20 * 8  # of each pair of layers: a position and a sum for 16 tokens and 4 new ones
+    assert row.cache.dynamic.candidate == 3 * states * heads * 32 + known
+    assert row.cache.static.candidate == row.cache.dynamic.candidate  # a single kind of cache
+    assert row.eager is None and row.no_eager == "tokens are evicted" and row.reads is None
+    assert "The candidate evicts (h2o:32): half the latest" in " ".join(benchmark.sentences())
+    assert benchmark.record()["no_prediction"] == "no prediction: tokens are evicted"
+    with pytest.raises(ValueError, match="did you mean h2o"):
+        short(candidate, baseline, 48, evict="h20:32")

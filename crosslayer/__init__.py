@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
     from crosslayer.diagnosis.result import Diagnosis
     from crosslayer.diagnosis.scan import diagnose
+    from crosslayer.evaluation.local_tasks import write_local_tasks
+    from crosslayer.evaluation.result import Evaluation
+    from crosslayer.evaluation.run import evaluate
     from crosslayer.formats.run import export
     from crosslayer.generation.run import generate
     from crosslayer.intervention.apply import intervene
@@ -56,6 +59,7 @@ _HOMES = {
     "DepthPlan": "plan",
     "Diagnosis": "diagnosis.result",
     "Effect": "intervention.result",
+    "Evaluation": "evaluation.result",
     "Forbid": "intervention.kinds",
     "HeadMixer": "method",
     "Method": "method",
@@ -78,6 +82,7 @@ _HOMES = {
     "compare": "comparison.run",
     "diagnose": "diagnosis.scan",
     "effect": "intervention.measure",
+    "evaluate": "evaluation.run",
     "export": "formats.run",
     "generate": "generation.run",
     "heal": "recovery.run",
@@ -92,6 +97,7 @@ _HOMES = {
     "verify": "verification.run",
     "waiver": "intervention.kinds",
     "what_if": "probe.what_if",
+    "write_local_tasks": "evaluation.local_tasks",
 }
 
 __all__ = [
@@ -103,6 +109,7 @@ __all__ = [
     "DepthPlan",
     "Diagnosis",
     "Effect",
+    "Evaluation",
     "Forbid",
     "HeadMixer",
     "Method",
@@ -125,6 +132,7 @@ __all__ = [
     "compare",
     "diagnose",
     "effect",
+    "evaluate",
     "export",
     "generate",
     "heal",
@@ -139,6 +147,7 @@ __all__ = [
     "verify",
     "waiver",
     "what_if",
+    "write_local_tasks",
 ]
 
 

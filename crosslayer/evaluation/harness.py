@@ -41,10 +41,11 @@ def check_installed() -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence lm-eval inside the block: its log, bars and prints, and the warnings of what it imports."""
+    """Silence lm-eval inside the block: log, bars, prints, import warnings; random numbers stay as they were."""
     import datasets
     from tqdm.std import tqdm
 
+    python, numpy, devices = random.getstate(), np.random.get_state(), [*range(torch.cuda.device_count())]
     logs = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
     levels, bars, start = [log.level for log in logs], datasets.are_progress_bars_disabled(), tqdm.__init__
     for log in logs:
@@ -52,11 +53,18 @@ def quiet() -> Iterator[None]:
     datasets.disable_progress_bars()
     tqdm.__init__ = functools.partialmethod(start, disable=True)  # type: ignore[assignment, method-assign]
     try:
-        with quiet_transformers(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            quiet_transformers(),
+            torch.random.fork_rng(devices),
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             warnings.filterwarnings("ignore", category=DeprecationWarning)  # of lm-eval's dependencies, and of fork
             warnings.filterwarnings("ignore", category=FutureWarning)
             yield
     finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
         tqdm.__init__ = start  # type: ignore[method-assign]
         if not bars:
             datasets.enable_progress_bars()
@@ -111,42 +119,30 @@ class Tasks:
 def score(
     lm: Any, loaded: Sequence[Any], manager: Any, *, limit: int | None, num_fewshot: int | None, seed: int
 ) -> dict[str, Any]:
-    """Return what lm-eval's simple_evaluate returns; the state of random numbers is left as it was.
+    """Return what lm-eval's simple_evaluate returns; run inside of `quiet`, since it sets all seeds.
 
     Raises:
         ValueError: lm-eval refuses a task, or the model.
 
     """
-    from lm_eval import simple_evaluate
+    from lm_eval.evaluator import simple_evaluate
 
-    with _own_randomness(lm.device):
-        results = simple_evaluate(
-            model=lm,
-            tasks=list(loaded),
-            task_manager=manager,
-            num_fewshot=num_fewshot,
-            batch_size=lm.batch_size,
-            device=str(lm.device),
-            limit=limit,
-            log_samples=True,
-            random_seed=seed,
-            numpy_random_seed=(seed + ARITHMETIC) % 2**32,
-            torch_random_seed=seed + ARITHMETIC,
-            fewshot_random_seed=seed + ARITHMETIC,
-        )
+    results = simple_evaluate(
+        model=lm,
+        tasks=list(loaded),
+        task_manager=manager,
+        num_fewshot=num_fewshot,
+        batch_size=lm.batch_size,
+        device=str(lm.device),
+        limit=limit,
+        log_samples=True,
+        random_seed=seed,
+        numpy_random_seed=(seed + ARITHMETIC) % 2**32,
+        torch_random_seed=seed + ARITHMETIC,
+        fewshot_random_seed=seed + ARITHMETIC,
+    )
     assert results is not None  # only the other processes of several get none
     return dict(results)
-
-
-@contextlib.contextmanager
-def _own_randomness(device: torch.device) -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _check_names(names: Sequence[str], known: Sequence[str], own: set[str]) -> None:

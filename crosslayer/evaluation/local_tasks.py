@@ -44,7 +44,11 @@ STOCK = {
     "social_iqa": Stock("siqa/siqa.yaml", ("social_i_qa", "siqa")),
     "commonsense_qa": Stock("commonsense_qa/default.yaml"),
     # the set itself has `answer`, true or false, where its copy in SuperGLUE has `label`, 1 or 0
-    "boolq": Stock("super_glue/boolq/default.yaml", (), {"doc_to_target": "{{ 1 if (answer or label) else 0 }}"}),
+    "boolq": Stock(
+        "super_glue/boolq/default.yaml",
+        (),
+        {"doc_to_target": "{{ 1 if (answer if answer is defined else label) else 0 }}"},
+    ),
     "sciq": Stock("sciq/sciq.yaml"),
     "lambada_openai": Stock("lambada/lambada_openai.yaml"),
     "pubmedqa": Stock("pubmedqa/pubmedqa.yaml", ("pubmedqa_l",)),

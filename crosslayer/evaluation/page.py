@@ -1,5 +1,6 @@
 """The page of an evaluation, from its record alone."""
 
+from crosslayer.evaluation.paired import Interval
 from crosslayer.evaluation.record import EvaluationRecord, GroupRow, ModelFacts, Row
 from crosslayer.evaluation.words import UNKNOWN, difference, score, score_of, sentences, signed, title
 from crosslayer.output.dots import Dots
@@ -74,22 +75,22 @@ def _panels(record: EvaluationRecord) -> list[Panel]:
     for row in (*record.groups, *record.rows):
         kind = "share" if isinstance(row, GroupRow) else row.kind
         if row.paired is not None and kind == "share":
-            low, high = row.paired.interval or (None, None)
-            name = title(row)
-            points.append((name, 100 * row.paired.estimate, *(None if x is None else 100 * x for x in (low, high))))
+            points.append((title(row), 100 * row.paired.estimate, *_percents(row.paired.interval, 0.0)))
     if points:
         words = "Right of 0 the candidate answers more items right. Bars: 95 % intervals, paired by item."
         panels.append(_forest("differences", "Differences", words, "points, candidate − baseline", points))
     ratios: list[Drawn] = []
     for row in record.rows:
         if row.paired is not None and row.paired.form == "ratio":
-            low, high = row.paired.interval or (None, None)
-            ends = (None if x is None else 100 * (x - 1) for x in (low, high))
-            ratios.append((title(row), 100 * (row.paired.estimate - 1), *ends))
+            ratios.append((title(row), 100 * (row.paired.estimate - 1), *_percents(row.paired.interval, 1.0)))
     if ratios:
         words = "Left of 0 the candidate's perplexity is lower. Bars: 95 % intervals, paired by item."
         panels.append(_forest("perplexities", "Perplexities", words, "% above the baseline's", ratios))
     return panels
+
+
+def _percents(interval: Interval | None, nothing: float) -> tuple[float | None, float | None]:
+    return (None, None) if interval is None else (100 * (interval[0] - nothing), 100 * (interval[1] - nothing))
 
 
 def _forest(key: str, heading: str, words: str, axis: str, rows: list[Drawn]) -> Panel:

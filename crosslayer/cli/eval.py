@@ -18,14 +18,16 @@ from crosslayer.cli.options import (
     print_line,
     print_table,
 )
+from crosslayer.evaluation.groups import GROUPS
 from crosslayer.output.progress import Progress, say
 
+NAMES = f"Tasks of lm-eval with commas between, or groups: {', '.join(GROUPS)}."
 OWN = "Folder of task files of your own. They are code, whose templates run: name only folders that you trust."
 
 
 def command(
     model: Annotated[str, typer.Argument(help="The candidate: hub name, local folder, or smollm2 (embedded).")],
-    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, or groups: resformer, uniattn-general, …")],
+    tasks: Annotated[str, typer.Option(help=NAMES)],
     baseline: Annotated[str | None, typer.Option(help="A model to compare with, item by item.")] = None,
     include_path: Annotated[Path | None, typer.Option(help=OWN)] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="The first items of each task; default all.")] = None,

@@ -1,22 +1,23 @@
-"""Groups of tasks: a name that stands for the tasks on which a paper reports a mean."""
+"""Groups of tasks: a name that stands for the tasks on which a paper reports a mean. groups.json has them.
 
+A group's tasks are lists of names: the first that a folder of local tasks has, else the last.
+"""
+
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 LOCAL = "_local"  # what the name of a task that reads local files ends in
-# a group's tasks; where there are several names, the first that a folder of local tasks has, else the last
-GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "resformer": (  # Table 2 of arXiv 2410.17897
-        ("hellaswag",),
-        ("openbookqa",),
-        ("winogrande",),
-        ("arc_easy",),
-        ("arc_challenge",),
-        ("piqa",),
-    ),
-    "uniattn-general": (("social_iqa",), ("commonsense_qa",)),  # arXiv 2502.00439
-    "uniattn-medical": (("pubmedqa",), ("medmcqa",), ("medqa_5options", "medqa_4options")),
-}
+Options = tuple[str, ...]  # names of a task
+
+
+def _read() -> dict[str, tuple[Options, ...]]:
+    groups = json.loads(Path(__file__).with_name("groups.json").read_text(encoding="utf-8"))
+    return {name: tuple(tuple(options) for options in group["tasks"]) for name, group in groups.items()}
+
+
+GROUPS = _read()
 
 
 @dataclass(frozen=True)

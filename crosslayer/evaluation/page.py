@@ -1,5 +1,6 @@
 """The page of an evaluation, from its record alone."""
 
+from crosslayer.evaluation.groups import LOCAL
 from crosslayer.evaluation.paired import Interval
 from crosslayer.evaluation.record import EvaluationRecord, GroupRow, ModelFacts, Row
 from crosslayer.evaluation.words import UNKNOWN, difference, score, score_of, sentences, signed, title
@@ -10,6 +11,7 @@ from crosslayer.output.panel import Panel
 KINDS = {"better": "pass", "worse": "fail", "no difference seen": "skip"}
 HEAD = ["task", "metric", "baseline", "candidate", "difference (95 %)", "items", "verdict", "items for 1 point"]
 ALONE = ["task", "metric", "score ± standard error", "items", "examples"]
+LONGEST = 16  # characters of a name in a figure
 Drawn = tuple[str, float, float | None, float | None]  # name, estimate, ends of its interval
 
 
@@ -75,18 +77,27 @@ def _panels(record: EvaluationRecord) -> list[Panel]:
     for row in (*record.groups, *record.rows):
         kind = "share" if isinstance(row, GroupRow) else row.kind
         if row.paired is not None and kind == "share":
-            points.append((title(row), 100 * row.paired.estimate, *_percents(row.paired.interval, 0.0)))
+            points.append((_label(row), 100 * row.paired.estimate, *_percents(row.paired.interval, 0.0)))
     if points:
-        words = "Right of 0 the candidate answers more items right. Bars: 95 % intervals, paired by item."
-        panels.append(_forest("differences", "Differences", words, "points, candidate − baseline", points))
+        words = (
+            "Candidate − baseline: right of 0 the candidate has more items right. Bars: 95 % intervals, paired by item."
+        )
+        panels.append(_forest("differences", "Differences", words, "points", points))
     ratios: list[Drawn] = []
     for row in record.rows:
         if row.paired is not None and row.paired.form == "ratio":
-            ratios.append((title(row), 100 * (row.paired.estimate - 1), *_percents(row.paired.interval, 1.0)))
+            ratios.append((_label(row), 100 * (row.paired.estimate - 1), *_percents(row.paired.interval, 1.0)))
     if ratios:
-        words = "Left of 0 the candidate's perplexity is lower. Bars: 95 % intervals, paired by item."
-        panels.append(_forest("perplexities", "Perplexities", words, "% above the baseline's", ratios))
+        words = "Candidate's above the baseline's: left of 0 it is lower. Bars: 95 % intervals, paired by item."
+        panels.append(_forest("perplexities", "Perplexities", words, "% above", ratios))
     return panels
+
+
+def _label(row: Row | GroupRow) -> str:
+    """Name a row of a figure, in little room: the ends of a long name tell it from others."""
+    name = (row.task if isinstance(row, Row) else row.group).removesuffix(LOCAL)
+    short = name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}…{name[-8:]}"
+    return f"{short} ({row.metric if isinstance(row, GroupRow) else _metric(row)})"
 
 
 def _percents(interval: Interval | None, nothing: float) -> tuple[float | None, float | None]:
@@ -107,10 +118,10 @@ def _cells(row: Row) -> list:
         _metric(row),
         score_of(row, row.baseline),
         score_of(row, row.candidate),
-        difference(row.paired, row.kind),
+        difference(row.paired, row.kind).replace(" (", "\n("),
         f"{row.items:,}{only}",
         UNKNOWN if row.paired is None else Mark(row.paired.verdict, KINDS[row.paired.verdict]),
-        UNKNOWN if needed is None else f"{needed:,}{' (1 %)' if row.kind == 'perplexity' else ''}",
+        UNKNOWN if needed is None else f"{needed:,}" + ("\n(1 %)" if row.kind == "perplexity" else ""),
     ]
 
 
@@ -118,7 +129,7 @@ def _only(row: Row) -> str:
     """Return how many items only one of both has right, and McNemar's p."""
     assert row.paired is not None and row.paired.discordant is not None
     both = row.paired.discordant
-    return f"; +{both.candidate} {signed(-both.baseline, 0)}, p = {row.paired.p:.2g}"
+    return f"\n+{both.candidate} {signed(-both.baseline, 0)}\np = {row.paired.p:.2g}"
 
 
 def _group_cells(row: GroupRow) -> list:

@@ -4,10 +4,17 @@
 
 x and y are the items of the candidate and of the baseline; w is 1 but for perplexities over words or bytes. For equal
 weights this is the paired t interval of a mean. It is taken rather than a bootstrap since it is the same at every call,
-needs no draws, and agrees with one for the hundreds of items that tasks have. For items that are right or wrong, where
-few of them differ, the interval is too narrow: there a difference is only seen if McNemar's exact test sees it too.
+needs no draws, and agrees with one for the hundreds of items that tasks have.
 
-Shapes: n items, T tasks. Sources: McNemar (1947); Connor (1987) for the number of items; Welch (1947) for groups.
+Of items that are right or wrong, b only for the candidate and c only for the baseline, it would be of no width where
+none differ. There it is Agresti and Min's, which adds half an item to each cell of the table:
+
+    (b − c) / (n + 2) ± z(0.975) · √(b + c + 1 − (b − c)² / (n + 2)) / (n + 2)
+
+and a difference is only seen if McNemar's exact test sees it too.
+
+Shapes: n items, T tasks. Sources: McNemar (1947); Agresti and Min (2005), 10.1002/sim.1781; Connor (1987) for the
+number of items.
 """
 
 import math
@@ -22,7 +29,8 @@ from crosslayer.output.record import Frozen
 
 LEVEL, POWER = 0.95, 0.8
 POINT = 0.01  # the difference for which items are counted: a point of a share, 1 % of a perplexity
-FEWEST = 3  # items that give an interval
+NORMAL = float(stats.norm.ppf((1 + LEVEL) / 2))
+FEWEST = 3  # items that give an interval of a mean
 
 Interval = tuple[float, float]
 Verdict = Literal["better", "worse", "no difference seen"]
@@ -40,8 +48,8 @@ class Paired(Frozen):
 
     form: Literal["difference", "ratio"]
     estimate: float
-    interval: Interval | None = Field(description="None below three items")
-    p: float | None = Field(ge=0, le=1, description="two-sided: McNemar's exact test, or Student's t")
+    interval: Interval | None = Field(description="None below three items, unless they are right or wrong")
+    p: float | None = Field(ge=0, le=1, description="two-sided: McNemar's exact test, Student's t, or of groups normal")
     discordant: Discordant | None = None
     verdict: Verdict
     items_for_a_point: int | None = Field(description="for 1 point, or 1 % of a perplexity, with a power of 80 %")
@@ -50,16 +58,17 @@ class Paired(Frozen):
 def compare_shares(candidate: np.ndarray, baseline: np.ndarray, higher_is_better: bool = True) -> Paired:
     """Return the paired difference of shares of items (n,) that are 0 or 1."""
     only = int(((candidate == 1) & (baseline == 0)).sum()), int(((candidate == 0) & (baseline == 1)).sum())
-    estimate, error = _weighted(candidate - baseline, np.ones(len(candidate)))
-    interval, p = _interval(estimate, error, len(candidate)), mcnemar(*only)
+    count, p = len(candidate), mcnemar(*only)
+    half, middle = NORMAL * _share_error(*only, count), (only[0] - only[1]) / (count + 2)
+    interval = (middle - half, middle + half)
     seen = interval if p < 1 - LEVEL else None
     return Paired(
         form="difference",
-        estimate=estimate,
+        estimate=(only[0] - only[1]) / count,
         interval=interval,
         p=p,
         discordant=Discordant(candidate=only[0], baseline=only[1]),
-        verdict=_verdict(seen, 0.0, higher_is_better),
+        verdict=_verdict(seen, higher_is_better),
         items_for_a_point=items_for_shares(sum(only) / len(candidate)),
     )
 
@@ -75,7 +84,7 @@ def compare_means(
         estimate=estimate,
         interval=interval,
         p=_p_value(estimate, error, len(candidate)),
-        verdict=_verdict(interval, 0.0, higher_is_better),
+        verdict=_verdict(interval, higher_is_better),
         items_for_a_point=None,
     )
 
@@ -90,32 +99,26 @@ def compare_perplexities(candidate: np.ndarray, baseline: np.ndarray, weights: n
         estimate=math.exp(estimate),
         interval=None if interval is None else (math.exp(interval[0]), math.exp(interval[1])),
         p=_p_value(estimate, error, len(candidate)),
-        verdict=_verdict(interval, 0.0, higher_is_better=False),
+        verdict=_verdict(interval, higher_is_better=False),
         items_for_a_point=needed,
     )
 
 
-def compare_groups(differences: Sequence[np.ndarray], higher_is_better: bool = True) -> Paired:
-    """Return the difference of the mean over T tasks, each counting the same, out of the differences (n,) of each.
+def compare_groups(differences: Sequence[np.ndarray]) -> Paired:
+    """Return the difference of the mean over T tasks, each counting the same, out of those of its items (n,), −1 to 1.
 
-    Tasks are independent, so their variances add up; the degrees of freedom are Welch's.
+    Tasks are independent, so their variances, each as above, add up.
     """
     estimate = float(np.mean([values.mean() for values in differences]))
-    if min(len(values) for values in differences) < FEWEST:
-        return Paired(form="difference", estimate=estimate, interval=None, p=None,
-                      verdict="no difference seen", items_for_a_point=None)  # fmt: skip
-    parts = np.array([values.var(ddof=1) / len(values) for values in differences]) / len(differences) ** 2  # (T,)
-    error = math.sqrt(parts.sum())
-    freedom = np.array([len(values) - 1 for values in differences])
-    degrees = float(parts.sum() ** 2 / (parts**2 / freedom).sum()) if error else float(freedom.sum())
-    half = error * float(stats.t.ppf((1 + LEVEL) / 2, degrees))
-    interval = (estimate - half, estimate + half)
+    errors = [_share_error(int((d > 0).sum()), int((d < 0).sum()), len(d)) for d in differences]
+    error = math.sqrt(sum(part**2 for part in errors)) / len(differences)
+    interval = (estimate - NORMAL * error, estimate + NORMAL * error)
     return Paired(
         form="difference",
         estimate=estimate,
         interval=interval,
-        p=float(2 * stats.t.sf(abs(estimate) / error, degrees)) if error else 1.0,
-        verdict=_verdict(interval, 0.0, higher_is_better),
+        p=float(2 * stats.norm.sf(abs(estimate) / error)),
+        verdict=_verdict(interval, higher_is_better=True),
         items_for_a_point=None,
     )
 
@@ -132,16 +135,22 @@ def items_for_shares(discordance: float) -> int:
     Where fewer than 1 % differ, no difference of a point is possible; then so many are taken as it needs.
     """
     share = max(discordance, POINT)
-    low, high = stats.norm.ppf((1 + LEVEL) / 2), stats.norm.ppf(POWER)
-    return math.ceil(((low * math.sqrt(share) + high * math.sqrt(share - POINT**2)) / POINT) ** 2)
+    high = stats.norm.ppf(POWER)
+    return math.ceil(((NORMAL * math.sqrt(share) + high * math.sqrt(share - POINT**2)) / POINT) ** 2)
 
 
 def _items(spread: float, difference: float) -> int | None:
     """Return with how many items of a standard deviation a difference is seen in 80 % of cases."""
     if not spread:
         return None
-    quantiles = stats.norm.ppf((1 + LEVEL) / 2) + stats.norm.ppf(POWER)
+    quantiles = NORMAL + stats.norm.ppf(POWER)
     return max(FEWEST, math.ceil((quantiles * spread / difference) ** 2))
+
+
+def _share_error(candidate: int, baseline: int, count: int) -> float:
+    """Return the standard error of a difference of shares, from the items that only one of both has right."""
+    total = count + 2
+    return math.sqrt(candidate + baseline + 1 - (candidate - baseline) ** 2 / total) / total
 
 
 def _weighted(differences: np.ndarray, weights: np.ndarray) -> tuple[float, float | None]:
@@ -168,7 +177,7 @@ def _p_value(estimate: float, error: float | None, count: int) -> float | None:
     return float(2 * stats.t.sf(abs(estimate) / error, count - 1))
 
 
-def _verdict(interval: Interval | None, nothing: float, higher_is_better: bool) -> Verdict:
-    if interval is None or interval[0] <= nothing <= interval[1]:
+def _verdict(interval: Interval | None, higher_is_better: bool) -> Verdict:
+    if interval is None or interval[0] <= 0 <= interval[1]:
         return "no difference seen"
-    return "better" if (interval[0] > nothing) == higher_is_better else "worse"
+    return "better" if (interval[0] > 0) == higher_is_better else "worse"

@@ -25,7 +25,7 @@ class Settings(Options):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.tasks or not all(name.strip() for name in self.tasks):
-            raise ValueError("there is no task; name some, such as arc_easy,piqa or resformer")
+            raise ValueError("there is no task; name some, such as arc_easy,piqa")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; it is a number of items, at least 1")
         if self.num_fewshot is not None and self.num_fewshot < 0:

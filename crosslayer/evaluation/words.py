@@ -7,6 +7,7 @@ from crosslayer.evaluation.record import EvaluationRecord, GroupRow, Row, Score
 
 MINUS = "−"
 UNKNOWN = "–"
+NAMED = 6  # rows that a sentence names
 
 
 def sentences(record: EvaluationRecord) -> list[str]:
@@ -28,8 +29,8 @@ def title(row: Row | GroupRow) -> str:
 def score(value: float, kind: str | None, error: float | None = None) -> str:
     """Write a score: a share in percent, with its standard error where there is one."""
     if kind == "share":
-        return f"{value:.2%}" + ("" if error is None else f" ± {error:.2%}")
-    return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
+        return f"{value:.2%}" + ("" if error is None else f"\n± {error:.2%}")
+    return f"{value:.4g}" + ("" if error is None else f"\n± {error:.2g}")
 
 
 def score_of(row: Row, side: Score | None) -> str:
@@ -69,23 +70,18 @@ def _row_words(rows: Sequence[Row]) -> list[str]:
     for verdict in ("better", "worse"):
         found = [row for row in rows if row.paired is not None and row.paired.verdict == verdict]
         if found:
-            named = [f"{title(row)} {difference(row.paired, row.kind)}" for row in found]
-            words.append(f"{verdict.capitalize()} than the baseline: {'; '.join(named)}.")
-    open_rows = [row for row in rows if row.paired is not None and row.paired.verdict == "no difference seen"]
-    if open_rows:
-        words.append(f"No difference seen: {'; '.join(map(_open_words, open_rows))}.")
+            named = [f"{title(row)} {difference(row.paired, row.kind)}" for row in found[:NAMED]]
+            more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+            words.append(f"{verdict.capitalize()} than the baseline: {'; '.join(named)}{more}.")
+    unseen = [row for row in rows if row.paired is not None and row.paired.verdict == "no difference seen"]
+    if unseen:
+        named = [f"{title(row)} {difference(row.paired, row.kind)}" for row in unseen[:NAMED]]
+        more = f"; and {len(unseen) - NAMED} more" if len(unseen) > NAMED else ""
+        words.append(f"No difference seen: {'; '.join(named)}{more}. The table says how many items 1 point needs.")
     lone = [row for row in rows if row.paired is None]
     if lone:
         words.append(f"Not paired, since their scores are no means over items: {', '.join(map(title, lone))}.")
     return words
-
-
-def _open_words(row: Row) -> str:
-    assert row.paired is not None
-    needed = row.paired.items_for_a_point
-    unit = "1 %" if row.paired.form == "ratio" else "1 point"
-    more = "" if needed is None else f", {row.items:,} items, {unit} needs {needed:,}"
-    return f"{title(row)} {difference(row.paired, row.kind)}{more}"
 
 
 def _sample_words(record: EvaluationRecord) -> list[str]:

@@ -18,14 +18,35 @@ def naive_t(differences):
     return mean, (mean - half, mean + half)
 
 
-def test_the_interval_of_shares_is_the_naive_paired_one():
+def naive_table(x, y):
+    """Agresti and Min's interval, as the Wald interval of the 2 × 2 table with half an item more in each cell."""
+    cells = {(a, b): 0.5 + sum((p, q) == (a, b) for p, q in zip(x, y, strict=True)) for a in (0, 1) for b in (0, 1)}
+    total = sum(cells.values())
+    first, second = cells[1, 0] / total, cells[0, 1] / total
+    half = 1.959964 * math.sqrt((first + second - (first - second) ** 2) / total)
+    return first - second - half, first - second + half
+
+
+def test_the_interval_of_shares_is_that_of_the_table():
     draw = np.random.default_rng(0)
     x, y = (draw.random(200) < 0.6).astype(float), (draw.random(200) < 0.5).astype(float)
     found = paired.compare_shares(x, y)
-    estimate, interval = naive_t([a - b for a, b in zip(x, y, strict=True)])
-    assert found.estimate == pytest.approx(estimate) and found.interval == pytest.approx(interval)
+    assert found.estimate == pytest.approx(x.mean() - y.mean())
+    assert found.interval == pytest.approx(naive_table(x, y))
+    assert found.interval == pytest.approx(naive_t((x - y).tolist())[1], abs=5e-3)
     both = sum(a > b for a, b in zip(x, y, strict=True)), sum(a < b for a, b in zip(x, y, strict=True))
     assert (found.discordant.candidate, found.discordant.baseline) == both
+    equal = paired.compare_shares(x, x)
+    assert equal.interval == pytest.approx(naive_table(x, x)) and equal.interval[1] > 0.009
+
+
+def test_means_have_the_naive_paired_interval():
+    draw = np.random.default_rng(6)
+    x, y = draw.normal(0.2, 1, 50), draw.normal(0, 1, 50)
+    found = paired.compare_means(x, y, np.ones(50))
+    estimate, interval = naive_t((x - y).tolist())
+    assert found.estimate == pytest.approx(estimate) and found.interval == pytest.approx(interval)
+    assert found.p == pytest.approx(stats.ttest_rel(x, y).pvalue)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(0, 0), (3, 0), (7, 2), (5, 5), (1, 12)])
@@ -65,13 +86,13 @@ def test_a_perplexity_is_compared_on_the_scale_of_its_logarithm():
 
 def test_a_group_adds_up_the_variances_of_its_tasks():
     draw = np.random.default_rng(2)
-    tasks = [draw.normal(0.1, spread, count) for spread, count in ((0.5, 40), (1.0, 300), (0.2, 90))]
+    tasks = [draw.choice([-1.0, 0.0, 1.0], size, p=[0.1, 0.8, 0.1]) for size in (400, 3000, 900)]
     found = paired.compare_groups(tasks)
     error = math.sqrt(sum(np.var(task, ddof=1) / len(task) for task in tasks)) / 3
     assert found.estimate == pytest.approx(sum(task.mean() for task in tasks) / 3)
     assert (found.interval[1] - found.interval[0]) / 2 == pytest.approx(1.96 * error, rel=0.02)
-    one = paired.compare_groups(tasks[:1])
-    assert one.interval == pytest.approx(naive_t(tasks[0].tolist())[1])
+    assert paired.compare_groups([np.ones(50), np.ones(50)]).verdict == "better"
+    assert paired.compare_groups([-np.ones(50), np.ones(50)]).verdict == "no difference seen"
 
 
 def answers(draw, items, discordance, difference):
@@ -116,15 +137,13 @@ def test_so_many_items_are_needed_as_a_simulation_needs():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_few_items_give_no_interval(count):
+def test_few_items_give_no_interval_of_a_mean_and_a_wide_one_of_a_share(count):
     ones, zeros = np.ones(count), np.zeros(count)
-    found = [
-        paired.compare_shares(ones, zeros),
-        paired.compare_means(ones, zeros, ones),
-        paired.compare_perplexities(ones, zeros, ones),
-        paired.compare_groups([ones, np.ones(9)]),
-    ]
-    assert all(entry.interval is None and entry.verdict == "no difference seen" for entry in found)
+    found = [paired.compare_means(ones, zeros, ones), paired.compare_perplexities(ones, zeros, ones)]
+    assert all(entry.interval is None and entry.p is None for entry in found)
+    found.append(paired.compare_shares(ones, zeros))
+    assert found[-1].interval[0] < 0
+    assert all(entry.verdict == "no difference seen" for entry in found)
 
 
 def test_items_are_what_gives_the_reported_score():

@@ -7,7 +7,7 @@ import pytest
 
 import crosslayer
 from crosslayer.environment import environment
-from crosslayer.evaluation.lm import cpu_batch
+from crosslayer.evaluation.metered import cpu_batch
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, resize
 from tests.output.test_page import LOOK
@@ -132,7 +132,7 @@ def test_nothing_on_the_page_is_cut_or_overlaps(browser, evaluation, tmp_path, w
     assert len(browser.find_elements("css selector", ".figure")) == 2
     assert browser.execute_script(LOOK) == [] and not complaints(browser)
     page = result.page()
-    for words in ("+3.00 (+2.00 to +4.00)", "10,042; +800 −500, p = 1e-07", "10,231", "class='pass'>better", "worse"):
+    for words in ("+3.00\n(+2.00 to +4.00)", "10,042\n+800 −500\np = 1e-07", "10,231", "class='pass'>better", "worse"):
         assert words in page, words
 
 

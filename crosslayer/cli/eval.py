@@ -1,7 +1,8 @@
 """`crosslayer eval`."""
 
+import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -85,12 +86,11 @@ def _batch(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def _print_tables(evaluation) -> None:
+def _print_tables(evaluation: Any) -> None:
     """Print the tables of the page that come first."""
-    import sys
-
     from rich.box import SIMPLE
     from rich.console import Console
+    from rich.markup import escape
     from rich.measure import Measurement
     from rich.table import Table
 
@@ -100,7 +100,7 @@ def _print_tables(evaluation) -> None:
     for title, head, rows in tables(evaluation):
         grid = Table(*head, box=SIMPLE, pad_edge=False)
         for cells in rows:
-            grid.add_row(*(cell.text if isinstance(cell, Mark) else cell for cell in cells))
+            grid.add_row(*(escape(cell.text if isinstance(cell, Mark) else cell) for cell in cells))
         wide = Console(width=1000)
         fitting = Measurement.get(wide, wide.options, grid).maximum
         print_line(title)

@@ -59,8 +59,8 @@ def quiet() -> Iterator[None]:
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),
         ):
-            warnings.filterwarnings("ignore", category=DeprecationWarning)  # of lm-eval's dependencies, and of fork
-            warnings.filterwarnings("ignore", category=FutureWarning)
+            # lm-eval draws its bootstrap in processes that it forks, of which Python 3.12 warns beside torch's threads
+            warnings.filterwarnings("ignore", message=".*use of fork\\(\\)", category=DeprecationWarning)
             yield
     finally:
         random.setstate(python)

@@ -38,8 +38,8 @@ test: $(STAMP) style browser
 
 # What runs and serves models, with the oldest transformers that pyproject.toml allows: it stands before the other on the
 # import path. Training, and reading the wiring of models that came later, are tested with the newest alone.
-OLDEST_TESTS := benchmark comparison conversion decoder generation intervention methods models probe recovery serving \
-  verification
+OLDEST_TESTS := benchmark comparison conversion decoder evaluation generation intervention methods models probe recovery \
+  serving verification
 OLDEST := $(VENV)/transformers-5.19
 $(OLDEST): $(STAMP)
 	rm -rf $@ $@.part

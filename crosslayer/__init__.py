@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from crosslayer.diagnosis.result import Diagnosis
     from crosslayer.diagnosis.scan import diagnose
     from crosslayer.eviction.running import evicting
+    from crosslayer.evaluation.local_tasks import write_local_tasks
+    from crosslayer.evaluation.result import Evaluation
+    from crosslayer.evaluation.run import evaluate
     from crosslayer.formats.run import export
     from crosslayer.generation.run import generate
     from crosslayer.intervention.apply import intervene
@@ -57,6 +60,7 @@ _HOMES = {
     "DepthPlan": "plan",
     "Diagnosis": "diagnosis.result",
     "Effect": "intervention.result",
+    "Evaluation": "evaluation.result",
     "Forbid": "intervention.kinds",
     "HeadMixer": "method",
     "Method": "method",
@@ -80,6 +84,7 @@ _HOMES = {
     "diagnose": "diagnosis.scan",
     "effect": "intervention.measure",
     "evicting": "eviction.running",
+    "evaluate": "evaluation.run",
     "export": "formats.run",
     "generate": "generation.run",
     "heal": "recovery.run",
@@ -94,6 +99,7 @@ _HOMES = {
     "verify": "verification.run",
     "waiver": "intervention.kinds",
     "what_if": "probe.what_if",
+    "write_local_tasks": "evaluation.local_tasks",
 }
 
 __all__ = [
@@ -105,6 +111,7 @@ __all__ = [
     "DepthPlan",
     "Diagnosis",
     "Effect",
+    "Evaluation",
     "Forbid",
     "HeadMixer",
     "Method",
@@ -128,6 +135,7 @@ __all__ = [
     "diagnose",
     "effect",
     "evicting",
+    "evaluate",
     "export",
     "generate",
     "heal",
@@ -142,6 +150,7 @@ __all__ = [
     "verify",
     "waiver",
     "what_if",
+    "write_local_tasks",
 ]
 
 

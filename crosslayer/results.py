@@ -6,6 +6,7 @@ from crosslayer.benchmark.result import Benchmark
 from crosslayer.comparison.result import Comparison
 from crosslayer.conversion.result import Receipt
 from crosslayer.diagnosis.result import Diagnosis
+from crosslayer.evaluation.result import Evaluation
 from crosslayer.intervention.result import Effect
 from crosslayer.output.result import load_as
 from crosslayer.recovery.result import Recovery
@@ -13,12 +14,34 @@ from crosslayer.serving.result import ServingBenchmark
 from crosslayer.training.result import TrainingRun
 from crosslayer.verification.result import Verification
 
-KINDS = (Diagnosis, Effect, Receipt, Verification, Benchmark, TrainingRun, Comparison, Recovery, ServingBenchmark)
+KINDS = (
+    Diagnosis,
+    Effect,
+    Receipt,
+    Verification,
+    Benchmark,
+    Evaluation,
+    TrainingRun,
+    Comparison,
+    Recovery,
+    ServingBenchmark,
+)
 
 
 def load_result(
     folder: str | Path,
-) -> Diagnosis | Effect | Receipt | Verification | Benchmark | TrainingRun | Comparison | Recovery | ServingBenchmark:
+) -> (
+    Diagnosis
+    | Effect
+    | Receipt
+    | Verification
+    | Benchmark
+    | Evaluation
+    | TrainingRun
+    | Comparison
+    | Recovery
+    | ServingBenchmark
+):
     """Load the result that `save`, or the command line, wrote into a folder; it equals the result that was saved.
 
     The record may come from anyone: it is checked as a whole before anything of it is used.

@@ -18,9 +18,11 @@ OPTIONAL = {
     "accelerate",
     "datasets",
     "gguf",
+    "lm_eval",
     "peft",
     "vllm",
     "pyarrow",
+    "tqdm",
 }  # imported where they are used, named in the error otherwise
 HEAVY = ("torch", "transformers", "numpy")
 

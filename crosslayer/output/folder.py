@@ -20,7 +20,7 @@ from types import FrameType
 
 from crosslayer._start import interrupts
 
-WRITTEN = {"record.json", "report.html", "figures"}  # what a folder of results may hold
+WRITTEN = {"record.json", "report.html", "figures", "lm_eval"}  # what a folder of results may hold
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems without locks answer
 
 _reserved: dict[Path, contextlib.ExitStack] = {}  # folders that this process holds until `release_targets`

@@ -12,6 +12,7 @@ from crosslayer.cli import (
     bench,
     compare,
     diagnose,
+    eval,
     export,
     generate,
     heal,
@@ -27,6 +28,7 @@ from crosslayer.cli import (
 )
 from crosslayer.conversion.options import RetrofitOptions
 from crosslayer.corpus.documents import TextSource
+from crosslayer.evaluation.record import Settings as EvaluationSettings
 from crosslayer.generation.sampling import Sampling
 from crosslayer.intervention.request import Request
 
@@ -36,6 +38,7 @@ CALLS = {
     retrofit: crosslayer.retrofit,
     verify: crosslayer.verify,
     bench: crosslayer.bench,
+    eval: crosslayer.evaluate,
     generate: crosslayer.generate,
     export: crosslayer.export,
     push: crosslayer.push,
@@ -45,7 +48,7 @@ CALLS = {
     compare: crosslayer.compare,
 }
 MODELS = {crosslayer.effect: Request, crosslayer.retrofit: RetrofitOptions, crosslayer.bench: Settings,
-          crosslayer.generate: Sampling}  # fmt: skip
+          crosslayer.evaluate: EvaluationSettings, crosslayer.generate: Sampling}  # fmt: skip
 ALONE = {"debug", "allow_methods", "out", "force"}  # of the command line, beside `remote_code_shim`, of `save`
 KINDS = {"waiver", "forbid", "scale_values", "position_swap", "token_swap", "ablate", "file", "layers"}
 NAMES = {  # where a command's option goes by another name in Python

@@ -1,0 +1,222 @@
+"""lm-eval, quiet: its tasks by name, its evaluator, and its errors in one line."""
+
+import contextlib
+import difflib
+import functools
+import importlib.metadata
+import importlib.util
+import io
+import logging
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from crosslayer.environment import quiet_transformers
+from crosslayer.evaluation.groups import GROUPS, Selection, select
+
+SCRIPT = "python -m crosslayer.evaluation.local_tasks"
+ARITHMETIC = 1234  # the seed of numpy, torch and few-shot examples in lm-eval where a caller names none; ours counts on
+SENTENCE = 160  # characters of a library's error that are shown
+AWAY = ("OfflineModeIsEnabled", "Couldn't reach", "offline", "ConnectionError", "Max retries", "LocalEntryNotFound")
+
+
+def check_installed() -> str:
+    """Return lm-eval's version.
+
+    Raises:
+        ValueError: it is not installed, or lacks what it needs for Hugging Face models.
+
+    """
+    missing = [name for name in ("lm_eval", "accelerate", "datasets") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"eval needs {', '.join(missing)}, not installed: pip install 'crosslayer[eval]'")
+    return importlib.metadata.version("lm_eval")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence lm-eval inside the block: log, bars, prints, import warnings; random numbers stay as they were."""
+    import datasets
+    from tqdm.std import tqdm
+
+    python, numpy, devices = random.getstate(), np.random.get_state(), [*range(torch.cuda.device_count())]
+    logs = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
+    levels, bars, start = [log.level for log in logs], datasets.are_progress_bars_disabled(), tqdm.__init__
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    tqdm.__init__ = functools.partialmethod(start, disable=True)  # type: ignore[assignment, method-assign]
+    try:
+        with (
+            quiet_transformers(),
+            torch.random.fork_rng(devices),
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            # lm-eval draws its bootstrap in processes that it forks, of which Python 3.12 warns beside torch's threads
+            warnings.filterwarnings("ignore", message=".*use of fork\\(\\)", category=DeprecationWarning)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        tqdm.__init__ = start  # type: ignore[method-assign]
+        if not bars:
+            datasets.enable_progress_bars()
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
+
+
+class Tasks:
+    """Tasks of lm-eval, and of a folder of one's own, by name."""
+
+    def __init__(self, names: Sequence[str], include_path: Path | None, allow_code: bool = False):
+        """Find tasks, without their data.
+
+        Raises:
+            ValueError: a name is unknown, or the folder is none, holds no tasks, or tasks that run code.
+
+        """
+        from lm_eval.tasks import TaskManager
+
+        own: set[str] = set()
+        if include_path is not None:
+            _check_folder(include_path, allow_code)
+            self.manager = TaskManager(include_path=str(include_path), include_defaults=False)
+            own = set(self.manager.all_tasks)
+            if not own:
+                raise ValueError(f"{include_path.name!r} holds no tasks of lm-eval: YAML files with task: NAME")
+        self.selection: Selection = select(names, own)
+        if not own >= set(self.selection.tasks):  # to read lm-eval's own thousands takes seconds
+            self.manager = TaskManager(include_path=None if include_path is None else str(include_path))
+        _check_names(self.selection.tasks, self.manager.all_tasks, own)
+
+    def load(self) -> list[Any]:
+        """Return the tasks and groups with their data.
+
+        Raises:
+            ValueError: data cannot be had, or a task is wrong.
+
+        """
+        loaded = []
+        for name in self.selection.tasks:
+            try:
+                found = self.manager.load([name])
+            except Exception as error:
+                raise ValueError(f"task {name!r} cannot be loaded: {_reason(error)}") from error
+            groups, tasks = found.get("groups", {}), found["tasks"]
+            inside = {child for children in found.get("group_map", {}).values() for child in children}
+            loaded += [group for label, group in groups.items() if label not in inside]
+            loaded += [task for label, task in tasks.items() if not groups]
+        return loaded
+
+
+def score(
+    lm: Any, loaded: Sequence[Any], manager: Any, *, limit: int | None, num_fewshot: int | None, seed: int
+) -> dict[str, Any]:
+    """Return what lm-eval's simple_evaluate returns; run inside of `quiet`, since it sets all seeds.
+
+    Raises:
+        ValueError: lm-eval refuses a task, or the model.
+
+    """
+    from lm_eval.evaluator import simple_evaluate
+
+    results = simple_evaluate(
+        model=lm,
+        tasks=list(loaded),
+        task_manager=manager,
+        num_fewshot=num_fewshot,
+        batch_size=lm.batch_size,
+        device=str(lm.device),
+        limit=limit,
+        log_samples=True,
+        random_seed=seed,
+        numpy_random_seed=(seed + ARITHMETIC) % 2**32,
+        torch_random_seed=seed + ARITHMETIC,
+        fewshot_random_seed=seed + ARITHMETIC,
+    )
+    assert results is not None  # only the other processes of several get none
+    return dict(results)
+
+
+def _check_names(names: Sequence[str], known: Sequence[str], own: set[str]) -> None:
+    """Refuse unknown names, the nearest beside them."""
+    for name in names:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, sorted({*known, *own, *GROUPS}), n=3, cutoff=0.6)
+        advice = f"the nearest are {', '.join(near)}" if near else f"groups are {', '.join(GROUPS)}"
+        raise ValueError(f"there is no task {name!r}; {advice}")
+
+
+def _check_folder(folder: Path, allow_code: bool) -> None:
+    """Refuse what is no folder, and task files in it that name Python code of their own, unless that is allowed."""
+    if not folder.is_dir():
+        raise ValueError(f"`include_path` {str(folder)!r} is no folder; it holds YAML files of tasks")
+    for path in sorted(folder.rglob("*.yaml")):
+        if not allow_code and _names_code(path):
+            raise ValueError(
+                f"{path.name!r} in {folder.name!r} names Python code (!function or class:), which runs when the task "
+                "does; read it, and set `allow_code` if it may"
+            )
+
+
+def _names_code(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
+    """Return whether a task file, or one that it includes, names code that is not lm-eval's own."""
+    path = path.resolve()
+    if path.is_relative_to(stock_folder()):
+        return False
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, ValueError, yaml.YAMLError):
+        return False  # lm-eval skips it as well
+    included: list[str] = []
+    if any(_walk(node, included)):
+        return True
+    files = [path.parent / name for name in included]
+    return any(_names_code(file, seen | {path}) for file in files if file.resolve() not in seen | {path})
+
+
+def _walk(node: yaml.Node | None, included: list[str]) -> Iterator[bool]:
+    """Yield for each part of a task file whether it names code; collect what is included."""
+    if node is None:
+        return
+    yield not node.tag.startswith("tag:yaml.org,2002:") or node.tag.startswith("tag:yaml.org,2002:python")
+    if isinstance(node, yaml.SequenceNode):
+        for part in node.value:
+            yield from _walk(part, included)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            name = getattr(key, "value", None)
+            if name == "include":
+                parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                included += [str(part.value) for part in parts]
+            yield name == "class"
+            if name in ("hf_evaluate", "unsafe_code"):
+                yield getattr(value, "value", "").lower() in ("true", "yes", "on")
+            yield from _walk(value, included)
+
+
+@functools.cache
+def stock_folder() -> Path:
+    """Return the folder of lm-eval's own tasks."""
+    spec = importlib.util.find_spec("lm_eval")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).resolve().parent / "tasks"
+
+
+def _reason(error: Exception) -> str:
+    """Return why a task cannot be loaded; without the network, what helps."""
+    text = " ".join(str(error).split())
+    if any(word in text or word in type(error).__name__ for word in AWAY):
+        return (
+            f"its data is on the Hugging Face hub, which cannot be reached; `{SCRIPT} DATA OUT` writes tasks that read "
+            "local files, for --include-path OUT"
+        )
+    return f"{type(error).__name__}: {text[:SENTENCE]}"

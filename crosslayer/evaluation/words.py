@@ -1,0 +1,100 @@
+"""What an evaluation says in sentences and cells, a gain and a loss in the same words."""
+
+from collections.abc import Sequence
+
+from crosslayer.evaluation.paired import Paired
+from crosslayer.evaluation.record import EvaluationRecord, GroupRow, Row, Score
+
+MINUS = "−"
+UNKNOWN = "–"
+NAMED = 6  # rows that a sentence names
+
+
+def sentences(record: EvaluationRecord) -> list[str]:
+    """Return what was seen, groups first."""
+    if record.models.baseline is None:
+        first = "Scores of one model, with lm-eval's standard errors; with a baseline, differences are paired by item."
+        return [first, *_sample_words(record)]
+    words = [_group_words(row) for row in record.groups]
+    return [*words, *_row_words(record.rows), *_sample_words(record), *_chance_words(record)]
+
+
+def title(row: Row | GroupRow) -> str:
+    """Name a row: task and metric, with the filter where it is not the usual one."""
+    name = row.task if isinstance(row, Row) else row.group
+    filtered = f" ({row.filter})" if isinstance(row, Row) and row.filter != "none" else ""
+    return f"{name} {row.metric}{filtered}"
+
+
+def score(value: float, kind: str | None, error: float | None = None) -> str:
+    """Write a score: a share in percent, with its standard error where there is one."""
+    if kind == "share":
+        return f"{value:.2%}" + ("" if error is None else f"\n± {error:.2%}")
+    return f"{value:.4g}" + ("" if error is None else f"\n± {error:.2g}")
+
+
+def score_of(row: Row, side: Score | None) -> str:
+    """Write the score of a side of a row."""
+    return UNKNOWN if side is None else score(side.value, row.kind, side.stderr)
+
+
+def difference(paired: Paired | None, kind: str | None) -> str:
+    """Write a difference with its interval: in points for shares, as a ratio for perplexities."""
+    if paired is None:
+        return UNKNOWN
+    if paired.form == "ratio":
+        figures = [f"× {value:.4f}" for value in (paired.estimate, *(paired.interval or ()))]
+    elif kind == "share":
+        figures = [signed(100 * value, 2) for value in (paired.estimate, *(paired.interval or ()))]
+    else:
+        figures = [f"{value:+.4g}".replace("-", MINUS) for value in (paired.estimate, *(paired.interval or ()))]
+    return figures[0] if len(figures) == 1 else f"{figures[0]} ({figures[1]} to {figures[2]})"
+
+
+def signed(value: float, digits: int) -> str:
+    """Write a number with its sign, and a proper minus."""
+    return f"{value:+.{digits}f}".replace("-", MINUS)
+
+
+def _group_words(row: GroupRow) -> str:
+    assert row.baseline is not None
+    return (
+        f"{title(row)}, mean over {len(row.tasks)} tasks: {score(row.baseline, 'share')} → "
+        f"{score(row.candidate, 'share')}, {difference(row.paired, 'share')} points: {_verdict(row.paired)}."
+    )
+
+
+def _row_words(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence for each verdict, which names its rows."""
+    words = []
+    for verdict in ("better", "worse"):
+        found = [row for row in rows if row.paired is not None and row.paired.verdict == verdict]
+        if found:
+            named = [f"{title(row)} {difference(row.paired, row.kind)}" for row in found[:NAMED]]
+            more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+            words.append(f"{verdict.capitalize()} than the baseline: {'; '.join(named)}{more}.")
+    unseen = [row for row in rows if row.paired is not None and row.paired.verdict == "no difference seen"]
+    if unseen:
+        named = [f"{title(row)} {difference(row.paired, row.kind)}" for row in unseen[:NAMED]]
+        more = f"; and {len(unseen) - NAMED} more" if len(unseen) > NAMED else ""
+        words.append(f"No difference seen: {'; '.join(named)}{more}. The table says how many items 1 point needs.")
+    lone = [row for row in rows if row.paired is None]
+    if lone:
+        words.append(f"Not paired, since their scores are no means over items: {', '.join(map(title, lone))}.")
+    return words
+
+
+def _sample_words(record: EvaluationRecord) -> list[str]:
+    limit = record.settings.limit
+    return [] if limit is None else [f"Only the first {limit} items of each task were asked."]
+
+
+def _chance_words(record: EvaluationRecord) -> list[str]:
+    count = sum(row.paired is not None for row in record.rows)
+    if count < 2:
+        return []
+    return [f"Of {count} comparisons of equal models about {count / 20:.1g} would show a difference by chance alone."]
+
+
+def _verdict(paired: Paired | None) -> str:
+    return UNKNOWN if paired is None else paired.verdict

@@ -1,0 +1,143 @@
+"""What cannot be evaluated ends with exit status 2 and a single line, before any model runs."""
+
+import importlib.util
+import re
+
+import pytest
+
+import crosslayer
+from crosslayer.evaluation.groups import GROUPS, select
+from tests.cli.test_bad_input import type_in
+from tests.helpers import evaluations
+from tests.helpers.text import WORDS
+from tests.helpers.tiny import tiny
+
+CODE = "task: mine\ndataset_path: json\ndoc_to_text: !function trap.text\n"
+CLASS = "task: mine\nclass: !function trap.Task\n"
+INCLUDES = "include: other/base\ntask: mine\n"
+METRIC = "task: mine\nmetric_list:\n  - {metric: exact, hf_evaluate: true}\n"
+NESTED = "group: all\ntask:\n  - {task: mine, process_docs: !function trap.docs}\n"
+
+
+def line(monkeypatch, capsys, words):
+    assert type_in(monkeypatch, ["eval", *map(str, words)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "Traceback" not in "".join(errors)
+    assert len([text for text in errors if text.startswith("crosslayer: error: ")]) == 1
+    return errors[-1].removeprefix("crosslayer: error: ")
+
+
+def test_an_unknown_task_is_answered_with_the_nearest(monkeypatch, capsys, tasks, pair, tmp_path):
+    words = [pair[0], "--include-path", tasks, "--out", tmp_path / "out", "--tasks"]
+    said = line(monkeypatch, capsys, [*words, "piqa_local,arc_eazy_local"])
+    assert re.match("there is no task 'arc_eazy_local'; the nearest are arc_easy_local", said)
+    assert "resformer" in line(monkeypatch, capsys, [*words, "resfromer"])
+    assert "groups are resformer, uniattn-general" in line(monkeypatch, capsys, [*words, "§§§"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tasks", ""], "there is no task; name some, such as arc_easy"),
+        (["--tasks", "piqa_local", "--batch", "many"], "--batch is 'many'; it is auto or a number"),
+        (["--tasks", "piqa_local", "--batch", "0"], "--batch is '0'"),
+        (["--tasks", "piqa_local", "--limit", "0"], "'--limit'.*greater than or equal to 1"),
+        (["--tasks", "piqa_local", "--num-fewshot", "-1"], "'--num-fewshot'"),
+        (["--tasks", "piqa_local", "--include-path", "nowhere"], "--include-path 'nowhere' is no folder"),
+        (["--tasks", "piqa_local", "--baseline", "./nowhere"], "'./nowhere' does not exist"),
+        (["--tasks", "piqa_local", "--dtype", "int3"], "'int3' is not known"),
+        (["--tasks", "piqa_local", "--device", "warp"], "device 'warp' cannot be used"),
+    ],
+)
+def test_options(monkeypatch, capsys, tasks, pair, tmp_path, options, said):
+    monkeypatch.chdir(tmp_path)
+    place = [] if "--include-path" in options else ["--include-path", tasks]
+    assert re.search(said, line(monkeypatch, capsys, [pair[0], *place, *options]))
+
+
+def test_a_folder_without_tasks(monkeypatch, capsys, pair, tmp_path):
+    said = line(monkeypatch, capsys, [pair[0], "--tasks", "piqa", "--include-path", tmp_path])
+    assert "holds no tasks of lm-eval" in said
+
+
+def test_an_encoder_is_refused_before_the_candidate_runs(monkeypatch, capsys, tasks, pair, tmp_path):
+    encoder = tiny("bert", vocab_size=len(WORDS))
+    encoder.save_pretrained(tmp_path / "bert")
+    evaluations.own_tokenizer().save_pretrained(tmp_path / "bert")
+    words = ["--tasks", "piqa_local", "--include-path", tasks]
+    for models in ([tmp_path / "bert"], [pair[0], "--baseline", tmp_path / "bert"]):
+        assert line(monkeypatch, capsys, [*models, *words]) == "eval needs a causal LM; bert is none"
+    with pytest.raises(ValueError, match="eval needs a causal LM; BertModel is none"):
+        crosslayer.evaluate(encoder, evaluations.own_tokenizer(), tasks="piqa_local", include_path=tasks)
+    with pytest.raises(ValueError, match="needs tokenizer=…"):
+        crosslayer.evaluate(evaluations.model(), tasks="piqa_local", include_path=tasks)
+
+
+def test_without_lm_eval_it_says_what_to_install(monkeypatch, capsys, pair):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else found(name, *a))
+    said = line(monkeypatch, capsys, [pair[0], "--tasks", "piqa"])
+    assert said == "eval needs lm_eval, not installed: pip install 'crosslayer[eval]'"
+
+
+def test_data_that_is_away_names_what_helps(monkeypatch, capsys, pair, tmp_path):
+    """A dataset of the hub, where there is no network."""
+    import datasets
+
+    def away(*_, **__):
+        raise ConnectionError("Couldn't reach 'someone/questions' on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr(datasets, "load_dataset", away)
+    task = "task: mine\ndataset_path: someone/questions\noutput_type: multiple_choice\ntest_split: test\n"
+    (tmp_path / "mine.yaml").write_text(task)
+    said = line(monkeypatch, capsys, [pair[0], "--tasks", "mine", "--include-path", tmp_path])
+    assert "task 'mine' cannot be loaded: its data is on the Hugging Face hub, which cannot be reached" in said
+    assert "crosslayer.evaluation.local_tasks DATA OUT" in said and "--include-path OUT" in said
+
+
+def test_a_task_that_is_wrong_is_named(monkeypatch, capsys, pair, tmp_path):
+    (tmp_path / "mine.yaml").write_text("task: mine\ndataset_path: json\noutput_type: telepathy\n")
+    said = line(monkeypatch, capsys, [pair[0], "--tasks", "mine", "--include-path", tmp_path])
+    assert "task 'mine' cannot be loaded: ValueError: Got invalid output_type" in said
+
+
+@pytest.mark.parametrize("text", [CODE, CLASS, INCLUDES, METRIC, NESTED])
+def test_code_of_a_folder_runs_only_if_it_is_allowed(monkeypatch, capsys, pair, tmp_path, text):
+    folder, mark = tmp_path / "tasks", tmp_path / "ran"
+    (folder / "other").mkdir(parents=True)
+    (folder / "trap.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\ntext = docs = Task = len\n")
+    (folder / "other" / "base").write_text("doc_to_text: !function ../trap.text\n")
+    (folder / "mine.yaml").write_text(text)
+    words = [pair[0], "--tasks", "mine", "--include-path", folder]
+    said = line(monkeypatch, capsys, words)
+    assert said.startswith("'mine.yaml' in 'tasks' names Python code") and "--allow-code" in said
+    assert not mark.exists()
+    if text == CODE:  # the trap works
+        line(monkeypatch, capsys, [*words, "--allow-code"])
+        assert mark.exists()
+
+
+def test_a_task_that_includes_one_of_the_harness_may_use_its_code(pair, tasks):
+    text = (tasks / "winogrande_local.yaml").read_text()
+    assert "include:" in text and "!function" not in text  # the file that it includes has three
+    assert crosslayer.evaluate(pair[0], tasks="winogrande_local", include_path=tasks, limit=4).rows[0].items == 4
+
+
+def test_groups_take_local_tasks_where_there_are_any():
+    assert select(["resformer"]).tasks[0] == "hellaswag" and len(select(["resformer"]).tasks) == 6
+    chosen = select(["piqa", "resformer"], {"piqa_local", "hellaswag_local"})
+    assert chosen.tasks[:2] == ("piqa", "hellaswag_local") and chosen.groups["resformer"][-1] == "piqa_local"
+    medical = GROUPS["uniattn-medical"]
+    assert select(["uniattn-medical"]).tasks[-1] == "medqa_4options" and len(medical) == 3
+    assert select(["uniattn-medical"], {"medqa_5options_local"}).tasks[-1] == "medqa_5options_local"
+
+
+def test_our_groups_are_tasks_of_the_harness():
+    from crosslayer.evaluation.harness import stock_folder
+    from crosslayer.evaluation.local_tasks import STOCK
+
+    names = {option for options in sum(GROUPS.values(), ()) for option in options} - {"medqa_5options"}
+    assert names <= set(STOCK)
+    for name, stock in STOCK.items():
+        assert f"task: {name}\n" in (stock_folder() / stock.file).read_text(), name

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from crosslayer.method import HeadMixer, Method, Residual
     from crosslayer.methods import allow_methods
     from crosslayer.models.load import load_model
+    from crosslayer.needles.result import Needles
+    from crosslayer.needles.run import find_needles
     from crosslayer.plan import DepthPlan
     from crosslayer.probe.what_if import what_if
     from crosslayer.publication.run import push
@@ -60,6 +62,7 @@ _HOMES = {
     "HeadMixer": "method",
     "Method": "method",
     "ModelPlan": "wiring.result",
+    "Needles": "needles.result",
     "PositionSwap": "intervention.kinds",
     "Receipt": "conversion.result",
     "Recovery": "recovery.result",
@@ -79,6 +82,7 @@ _HOMES = {
     "diagnose": "diagnosis.scan",
     "effect": "intervention.measure",
     "export": "formats.run",
+    "find_needles": "needles.run",
     "generate": "generation.run",
     "heal": "recovery.run",
     "intervene": "intervention.apply",
@@ -107,6 +111,7 @@ __all__ = [
     "HeadMixer",
     "Method",
     "ModelPlan",
+    "Needles",
     "PositionSwap",
     "Receipt",
     "Recovery",
@@ -126,6 +131,7 @@ __all__ = [
     "diagnose",
     "effect",
     "export",
+    "find_needles",
     "generate",
     "heal",
     "intervene",

@@ -16,19 +16,12 @@ def sentences(record: NeedlesRecord) -> list[str]:
                 f"At {_listed(idle)} tokens the baseline itself finds fewer than {LOW:.0%}: a candidate cannot lose "
                 "there what was never found."
             )
-    settings = record.settings
-    total = len(settings.depths) * settings.samples
-    return [
-        *said,
-        f"A score is the share of greedy answers of up to {settings.new_tokens} tokens that hold the number; "
-        f"{total} samples a length, {settings.samples} at each of {len(settings.depths)} depths. Wilson's 95 % "
-        "intervals, over samples.",
-    ]
+    return [*said, _of_method(record)]
 
 
 def keys_of(count: int) -> str:
     """Return how many keys there are, in words."""
-    return "one key" if count == 1 else f"one of {count} keys"
+    return "the only key" if count == 1 else f"one of {count} keys"
 
 
 def percent(share: float) -> str:
@@ -49,11 +42,19 @@ def points(difference: Difference) -> str:
 
 def _of_side(side: Side, record: NeedlesRecord) -> str:
     shares = [f"{percent(score.share)} ({interval_of(score)}) at {score.length:,}" for score in side.by_length]
-    other = sum(score.other for score in side.by_length)
-    asked = sum(score.n for score in side.by_length)
-    stray = f"; {percent(other / asked)} of all answers name another key's" if record.settings.keys > 1 else ""
-    number = keys_of(record.settings.keys)
-    return f"{side.name} finds the number of {number} in {', '.join(shares)} tokens{stray}."
+    other, asked = sum(score.other for score in side.by_length), sum(score.n for score in side.by_length)
+    stray = f"; {percent(other / asked)} of all its answers hold another key's instead" * (record.settings.keys > 1)
+    name = f"The baseline, {side.name}," if side is record.baseline else side.name
+    return f"{name} finds the number of {keys_of(record.settings.keys)}: {', '.join(shares)} tokens{stray}."
+
+
+def _of_method(record: NeedlesRecord) -> str:
+    settings, newcombe = record.settings, "" if record.baseline is None else "; of differences Newcombe's, for pairs"
+    return (
+        f"A score is the share of greedy answers of up to {settings.new_tokens} tokens that hold the number; "
+        f"{len(settings.depths) * settings.samples} samples a length, {settings.samples} at each of "
+        f"{len(settings.depths)} depths. Intervals of 95% over samples: of scores Wilson's{newcombe}."
+    )
 
 
 def _of_difference(difference: Difference) -> str:

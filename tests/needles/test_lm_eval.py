@@ -1,6 +1,7 @@
 """The tasks in the LM Evaluation Harness, and our samples against those of its own RULER tasks."""
 
 import ast
+import importlib
 import importlib.util
 import sys
 import types
@@ -104,12 +105,10 @@ def generator(monkeypatch):
         stand_in.RandomWord = lambda: types.SimpleNamespace(_categories=words)
         monkeypatch.setitem(sys.modules, "wonderwords", stand_in)
     monkeypatch.setattr(nltk.data, "find", lambda name: name)  # else it is downloaded
-    sys.modules.pop("lm_eval.tasks.ruler.prepare_niah", None)
-    from lm_eval.tasks.ruler import prepare_niah
-
+    prepare_niah = importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
     monkeypatch.setattr(prepare_niah, "cached_sent_tokenize", text.sentences_of)
     yield prepare_niah
-    sys.modules.pop("lm_eval.tasks.ruler.prepare_niah")
+    del sys.modules["lm_eval.tasks.ruler.prepare_niah"]  # with what stood in
 
 
 @pytest.mark.parametrize("keys", [1, 4])
@@ -137,7 +136,7 @@ def test_the_words_are_those_of_rulers_own_generator(generator, keys):
 
 def test_the_answer_begins_as_rulers_does():
     source = (ruler() / "prepare_niah.py").read_text()
-    assert text.NEEDLE == constant("prepare_niah.py", "NEEDLE").replace("{type_needle_v}", "numbers")
+    assert constant("prepare_niah.py", "NEEDLE").replace("{type_needle_v}", "numbers") == text.NEEDLE
     assert text.PREFIX.replace("number", "{type_needle_v[:-1]}", 1).replace("{key}", "{query}") in source
 
 

@@ -45,7 +45,7 @@ def test_what_strays_to_another_key_is_counted():
     result = found(oracle(stray=True), lengths=[512])
     (whole,) = result.candidate.by_length
     assert (whole.found, whole.other, whole.n) == (0, 9, 9)
-    assert "100% of all answers name another key's" in sentences(result)[0]
+    assert "100% of all its answers hold another key's instead" in sentences(result)[0]
     alone = found(oracle(), lengths=[512], keys=1)
     assert alone.candidate.by_length[0].share == 1 and "another key" not in sentences(alone)[0]
 

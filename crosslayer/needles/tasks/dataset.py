@@ -43,7 +43,7 @@ def needles(
     from datasets import Dataset
 
     options = NeedleOptions(
-        lengths=(length,), depths=depths, keys=keys, samples=samples, new_tokens=new_tokens, batch=1, seed=seed
+        lengths=(length,), depths=tuple(depths), keys=keys, samples=samples, new_tokens=new_tokens, batch=1, seed=seed
     )
     made = Samples(_tokenizer(arguments), options.keys, options.new_tokens, options.seed)
     rows = [_row(made, length, depth, index) for depth in options.depths for index in range(options.samples)]

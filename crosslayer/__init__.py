@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from crosslayer.method import HeadMixer, Method, Residual
     from crosslayer.methods import allow_methods
     from crosslayer.models.load import load_model
+    from crosslayer.needles.result import Needles
+    from crosslayer.needles.run import find_needles
     from crosslayer.plan import DepthPlan
     from crosslayer.probe.what_if import what_if
     from crosslayer.publication.run import push
@@ -65,6 +67,7 @@ _HOMES = {
     "HeadMixer": "method",
     "Method": "method",
     "ModelPlan": "wiring.result",
+    "Needles": "needles.result",
     "PositionSwap": "intervention.kinds",
     "Receipt": "conversion.result",
     "Recovery": "recovery.result",
@@ -86,6 +89,7 @@ _HOMES = {
     "evicting": "eviction.running",
     "evaluate": "evaluation.run",
     "export": "formats.run",
+    "find_needles": "needles.run",
     "generate": "generation.run",
     "heal": "recovery.run",
     "intervene": "intervention.apply",
@@ -116,6 +120,7 @@ __all__ = [
     "HeadMixer",
     "Method",
     "ModelPlan",
+    "Needles",
     "PositionSwap",
     "Receipt",
     "Recovery",
@@ -137,6 +142,7 @@ __all__ = [
     "evicting",
     "evaluate",
     "export",
+    "find_needles",
     "generate",
     "heal",
     "intervene",

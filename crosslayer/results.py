@@ -8,6 +8,7 @@ from crosslayer.conversion.result import Receipt
 from crosslayer.diagnosis.result import Diagnosis
 from crosslayer.evaluation.result import Evaluation
 from crosslayer.intervention.result import Effect
+from crosslayer.needles.result import Needles
 from crosslayer.output.result import load_as
 from crosslayer.recovery.result import Recovery
 from crosslayer.serving.result import ServingBenchmark
@@ -25,6 +26,7 @@ KINDS = (
     Comparison,
     Recovery,
     ServingBenchmark,
+    Needles,
 )
 
 
@@ -41,6 +43,7 @@ def load_result(
     | Comparison
     | Recovery
     | ServingBenchmark
+    | Needles
 ):
     """Load the result that `save`, or the command line, wrote into a folder; it equals the result that was saved.
 

@@ -18,6 +18,7 @@ from crosslayer.cli.options import (
     print_headline,
     print_line,
     print_table,
+    whole_numbers,
 )
 from crosslayer.output.progress import Progress, say
 
@@ -42,7 +43,7 @@ def command(
     debug: Debug = False,
 ) -> None:
     """Measure cache, time to first token, time per token and memory of a model beside a baseline, in turns."""
-    contexts, batches = _numbers("--context", context), _numbers("--batch", batch)
+    contexts, batches = whole_numbers("--context", context), whole_numbers("--batch", batch)
     with importing():
         from crosslayer.benchmark.run import bench
         from crosslayer.benchmark.words import sentences
@@ -137,11 +138,3 @@ def _print_table(title: str, head: list[str], rows: list[list[Any]]) -> None:
     fitting = Measurement.get(wide, wide.options, grid).maximum
     print_line(title)
     print_table(grid, None if sys.stdout.isatty() else fitting)
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """Return whole numbers of at least 1 with commas between them, in their order and without repetitions."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) >= 1 for word in words):
-        raise ValueError(f"{option} is {text!r}; it takes whole numbers of at least 1 with commas between, as 512,2048")
-    return tuple(dict.fromkeys(int(word) for word in words))

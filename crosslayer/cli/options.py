@@ -58,6 +58,21 @@ def importing() -> Iterator[None]:
     interrupts.at_once = False
 
 
+def whole_numbers(option: str, text: str, least: int = 1, example: str = "512,2048") -> tuple[int, ...]:
+    """Return whole numbers with commas between them, in their order and without repetitions.
+
+    Raises:
+        ValueError: something else is there, or a number below `least`.
+
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) >= least for word in words):
+        raise ValueError(
+            f"{option} is {text!r}; it takes whole numbers of at least {least} with commas between, as {example}"
+        )
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
 def print_line(text: str) -> None:
     """Print a line of the result on stdout, at once."""
     print_to(sys.stdout, text)

@@ -34,7 +34,8 @@ class Line:
 class Heat:
     """A heat map, z[row][column]; `x` are centres, or edges if there is another; `limits` end the color scale.
 
-    `columns` names the columns where a pointer is over them, instead of `x`.
+    `columns` names the columns where a pointer is over them, instead of `x`. `written` sets each number, rounded, into
+    its cell.
     """
 
     x: Sequence[float]
@@ -44,6 +45,7 @@ class Heat:
     limits: tuple[float, float]
     square: bool = False
     columns: Sequence[str] | None = None
+    written: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Panel:
     """A figure: its file name, title, the sentence that says what to see, and what is drawn.
 
     `bounds` are the least and the greatest value that is possible: bands end there. `y_range` are the ends of the axis,
-    by default those of what is drawn. `x_ticks` maps places of the horizontal axis to labels. An axis whose values are
+    by default those of what is drawn. `x_ticks` and `y_ticks` map places of an axis to labels. An axis whose values are
     all whole numbers has ticks at whole numbers only.
     """
 
@@ -69,6 +71,7 @@ class Panel:
     bounds: tuple[float, float] = (-math.inf, math.inf)
     y_range: tuple[float, float] | None = None
     x_ticks: dict[float, str] = field(default_factory=dict)
+    y_ticks: dict[float, str] = field(default_factory=dict)
 
 
 def by_position(
@@ -141,7 +144,7 @@ def plotly_figure(panel: Panel) -> dict[str, Any]:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#2b3042"},
         "xaxis": _axis(panel.x_title, panel.log_x, _columns(panel), panel.x_ticks),
-        "yaxis": _axis(panel.y_title, panel.log_y, _rows(panel), {}),
+        "yaxis": _axis(panel.y_title, panel.log_y, _rows(panel), panel.y_ticks),
         "showlegend": False,  # the legend of the page is outside of the plot
         "hovermode": "closest" if panel.heat is not None else "x unified",
     }
@@ -295,6 +298,8 @@ def _heat_trace(panel: Panel) -> dict[str, Any]:
         trace["text"] = [[*heat.columns] for _ in heat.z]
     column = "%{x}" if heat.columns is None else "%{text}"
     trace["hovertemplate"] = f"{panel.x_title} {column}<br>{panel.y_title} %{{y}}<br>%{{z:.3f}}<extra></extra>"
+    if heat.written:
+        trace["texttemplate"] = "%{z:.0f}"
     return trace
 
 
@@ -346,6 +351,20 @@ def _draw_heat(figure: Any, axes: Any, heat: Heat) -> None:
     mesh = axes.pcolormesh(np.array(heat.x), rows, z, vmin=low, vmax=high, rasterized=True)
     figure.colorbar(mesh, ax=axes, label=heat.label)
     axes.set_aspect("equal" if heat.square else "auto")
+    if heat.written:
+        _write_cells(axes, heat)
+
+
+def _write_cells(axes: Any, heat: Heat) -> None:
+    """Write each number into its cell: dark on the light half of the scale, light on the dark one."""
+    low, high = heat.limits
+    edges = len(heat.x) > len(heat.z[0])
+    for row, numbers in zip(heat.y, heat.z, strict=True):
+        for column, number in enumerate(numbers):
+            if number is not None:
+                x = (heat.x[column] + heat.x[column + 1]) / 2 if edges else heat.x[column]
+                color = "black" if number > (low + high) / 2 else "white"
+                axes.text(x, row, f"{number:.0f}", ha="center", va="center", color=color)
 
 
 def _draw_axes(axes: Any, panel: Panel) -> None:
@@ -366,6 +385,8 @@ def _draw_axes(axes: Any, panel: Panel) -> None:
             axis.set_major_locator(MultipleLocator(step))
     if panel.x_ticks:
         axes.set_xticks([*panel.x_ticks], [*panel.x_ticks.values()])
+    if panel.y_ticks:
+        axes.set_yticks([*panel.y_ticks], [*panel.y_ticks.values()])
     if panel.heat is None:
         axes.set_xlim(_width(panel))
         axes.set_ylim(panel.y_range or _span(panel))

@@ -16,6 +16,7 @@ USUAL = {
     "retrofit": "--text {kit}/text.txt --windows 32 --length 16 --calibration 16 --out out",
     "bench": "--context 8 --new-tokens 2 --repeats 1 --out out",
     "verify": "--out out",
+    "needles": "--out out",
     "generate": "",
     "export": "--out out",
     "push": "",
@@ -205,6 +206,14 @@ CASES = [
     ("verify {kit}/model --dtypes int3", "name each once, of float32"),
     ("verify {kit}/model --dtypes float32,float32", "name each once"),
     ("verify {kit}/model --device abacus", "device 'abacus' cannot be used here"),
+    # needles
+    ("needles {kit}/model --lengths 64", "length 64 is too short; use at least 256 tokens"),
+    ("needles {kit}/model --lengths 256", "length 256 is above the 64 positions"),
+    ("needles {kit}/model --lengths ''", "--lengths is ''; it takes whole numbers of at least 1"),
+    ("needles {kit}/model --depths 0,101", "depth 101 is no per cent; use 0"),
+    ("needles {kit}/model --keys 2000", "keys is 2000; use 1 to 1600"),
+    ("needles {kit}/bert", "needles needs a causal LM"),
+    ("needles {kit}/model --baseline {kit}/nothing", "does not exist"),
     # generate
     ("generate {kit}/model", "Missing argument 'prompt'"),
     ("generate {kit}/model ' '", "the prompt is empty"),

@@ -18,6 +18,7 @@ from crosslayer.cli import (
     heal,
     intervene,
     methods,
+    needles,
     options,
     plan,
     push,
@@ -31,6 +32,7 @@ from crosslayer.corpus.documents import TextSource
 from crosslayer.evaluation.record import Settings as EvaluationSettings
 from crosslayer.generation.sampling import Sampling
 from crosslayer.intervention.request import Request
+from crosslayer.needles.options import NeedleOptions
 
 CALLS = {
     diagnose: crosslayer.diagnose,
@@ -46,9 +48,11 @@ CALLS = {
     train: crosslayer.train,
     heal: crosslayer.heal,
     compare: crosslayer.compare,
+    needles: crosslayer.find_needles,
 }
 MODELS = {crosslayer.effect: Request, crosslayer.retrofit: RetrofitOptions, crosslayer.bench: Settings,
-          crosslayer.evaluate: EvaluationSettings, crosslayer.generate: Sampling}  # fmt: skip
+          crosslayer.evaluate: EvaluationSettings, crosslayer.generate: Sampling,
+          crosslayer.find_needles: NeedleOptions}  # fmt: skip
 ALONE = {"debug", "allow_methods", "out", "force"}  # of the command line, beside `remote_code_shim`, of `save`
 KINDS = {"waiver", "forbid", "scale_values", "position_swap", "token_swap", "ablate", "file", "layers"}
 NAMES = {  # where a command's option goes by another name in Python

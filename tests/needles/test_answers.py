@@ -1,0 +1,52 @@
+"""Answers of a batch are those of each prompt alone, with any cache."""
+
+import torch
+from transformers import DynamicCache
+
+from crosslayer.needles.answers import answers, padded
+from crosslayer.needles.sample import Samples, prompt_ids
+from tests.helpers.saved import ours, tokenizer
+from tests.needles.oracle import TOKENIZER, random_model
+
+MADE = Samples(TOKENIZER, new_tokens=8)
+
+
+def prompts():
+    return [prompt_ids(TOKENIZER, MADE.sample(length, 50, 0).prompt) for length in (512, 640, 513)]
+
+
+def said(model, asked, tokenizer=TOKENIZER, **options):
+    return [text for texts in answers(model, tokenizer, asked, new_tokens=8, **options) for text in texts]
+
+
+def test_batches_say_what_single_prompts_say():
+    model, asked = random_model(), prompts()
+    alone = said(model, asked, batch=1)
+    assert said(model, asked, batch=2) == said(model, asked, batch=3) == alone and len(set(alone)) == 3
+    ids = torch.tensor(asked[:1])
+    new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    assert alone[0] == TOKENIZER.decode(new, skip_special_tokens=True)
+
+
+def test_batches_of_our_models_do_too():
+    model = ours("uniattn").double().eval()
+    asked = [[3, 4, 5], [7, 8, 9, 10, 11], [4, 4]]
+    alone = said(model, asked, tokenizer(), batch=1)
+    assert said(model, asked, tokenizer(), batch=3) == alone and all(alone)
+
+
+def test_each_batch_has_a_cache_of_its_own():
+    model, made = random_model(), []
+
+    def new_cache():
+        made.append(DynamicCache(config=model.config))
+        return made[-1]
+
+    asked = prompts()
+    assert said(model, asked, batch=2, new_cache=new_cache) == said(model, asked, batch=2)
+    assert len(made) == 2 and made[0].get_seq_length() > max(map(len, asked[:2]))
+
+
+def test_padding_stands_on_the_left():
+    ids, mask = padded([[5, 6, 7], [8]], 0)
+    assert ids.tolist() == [[5, 6, 7], [0, 0, 8]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]

@@ -3,7 +3,8 @@
     python benchmarks/eviction.py [--settings 4096x1,8192x4] [--steps 16] [--pairs 7] [--json FILE]
 
 SmolLM2-135M. Both caches are filled with random states of a text that has been read, so that no prompt must run; then
-both decode `steps` tokens in turns, in an order that alternates, across the end of a block, where tokens go. The ratio is taken pair by pair, its interval from order statistics.
+both decode `steps` tokens in turns, in an order that alternates, across the end of a block, where tokens go. The ratio
+is taken pair by pair, its interval from order statistics.
 """
 
 import argparse

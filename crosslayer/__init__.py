@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
     from crosslayer.diagnosis.result import Diagnosis
     from crosslayer.diagnosis.scan import diagnose
-    from crosslayer.eviction.running import evicting
     from crosslayer.evaluation.local_tasks import write_local_tasks
     from crosslayer.evaluation.result import Evaluation
     from crosslayer.evaluation.run import evaluate
+    from crosslayer.eviction.running import evicting
     from crosslayer.formats.run import export
     from crosslayer.generation.run import generate
     from crosslayer.intervention.apply import intervene

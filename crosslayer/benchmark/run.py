@@ -23,7 +23,7 @@ from crosslayer.benchmark.room import Models, too_large
 from crosslayer.benchmark.rounds import SideBySide, attention_of
 from crosslayer.benchmark.settings import Settings
 from crosslayer.environment import environment, quiet_transformers
-from crosslayer.eviction.running import NewCache, evicting
+from crosslayer.eviction.running import NewCache, evicting_if
 from crosslayer.models.load import public_name, ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
@@ -82,7 +82,7 @@ def bench(
     started = time.perf_counter()
     with torch.no_grad(), quiet_transformers(), _ready(models, settings):
         structures, reason = _structures(models, settings)
-        with _evicting(models["candidate"], settings) as new_cache:
+        with evicting_if(models["candidate"], settings.evict) as new_cache:
             rows, skipped = _measured(models, new_cache, structures, settings, progress)
     if not rows:
         raise ValueError(f"nothing was measured: {skipped[0].reason}")
@@ -109,16 +109,6 @@ def _ready(models: Models, settings: Settings) -> Iterator[None]:
             stack.enter_context(evaluating(model))
         stack.enter_context(attention_of(models, settings.attention))
         yield
-
-
-@contextmanager
-def _evicting(candidate: PreTrainedModel, settings: Settings) -> Iterator[NewCache | None]:
-    """Let the candidate's tokens go, where that is asked for; gives what makes its caches."""
-    if settings.evict is None:
-        yield None
-        return
-    with evicting(candidate, settings.evict) as new_cache:
-        yield new_cache
 
 
 def check(models: Models, settings: Settings) -> None:

@@ -36,6 +36,8 @@ def command(
         int | None, typer.Option(min=0, help="Examples before each item; default as the task has it.")
     ] = None,
     batch: Annotated[str, typer.Option(help="Requests at once: auto, or a number.")] = "auto",
+    evict: Annotated[str | None, typer.Option(help="What the candidate's cache evicts, as h2o:0.4.")] = None,
+    cost: Annotated[bool, typer.Option("--cost", help="Measure cache and times beside the baseline too.")] = False,
     seed: Seed = 0,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Let files of --include-path run Python code that they name.")
@@ -63,6 +65,8 @@ def command(
         limit=limit,
         num_fewshot=num_fewshot,
         batch=_batch(batch),
+        evict=evict,
+        cost=cost,
         seed=seed,
         allow_code=allow_code,
         dtype=dtype,

@@ -9,11 +9,18 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.eviction.eviction import parse_eviction
+from crosslayer.eviction.running import NewCache
 from crosslayer.output.progress import Meter
 
 
 def language_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: int | str, progress: Meter
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: int | str,
+    progress: Meter,
+    evict: str | None = None,
+    new_cache: NewCache | None = None,
 ) -> Any:
     """Return lm-eval's model of a causal LM that is loaded.
 
@@ -22,10 +29,18 @@ def language_model(
         tokenizer: its own.
         batch: requests at once, or "auto".
         progress: shows how many requests are answered.
+        evict: what its cache evicts; the model runs with that eviction already.
+        new_cache: makes caches for it.
 
     """
     from crosslayer.evaluation.metered import MeteredLM
 
-    lm = MeteredLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, backend="causal")
+    if evict is None or new_cache is None:
+        lm = MeteredLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, backend="causal")
+    else:
+        from crosslayer.evaluation.evicted import EvictedLM
+
+        lm = EvictedLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, backend="causal")
+        lm.new_cache, lm.after_prompt = new_cache, bool(parse_eviction(evict).rule.window)
     lm.progress = progress
     return lm

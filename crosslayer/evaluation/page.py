@@ -1,9 +1,10 @@
 """The page of an evaluation, from its record alone."""
 
+from crosslayer.benchmark.units import size
 from crosslayer.evaluation.groups import LOCAL
 from crosslayer.evaluation.paired import Interval
 from crosslayer.evaluation.record import EvaluationRecord, GroupRow, ModelFacts, Row
-from crosslayer.evaluation.words import UNKNOWN, difference, score, score_of, sentences, signed, title
+from crosslayer.evaluation.words import UNKNOWN, difference, score, score_of, sentences, signed, times_of, title
 from crosslayer.output.dots import Dots
 from crosslayer.output.page import Mark, Page, Table
 from crosslayer.output.panel import Panel
@@ -41,12 +42,34 @@ def tables(record: EvaluationRecord) -> list[Table]:
             [row.group, row.metric, score(row.candidate, "share"), f"{row.items:,}", UNKNOWN] for row in record.groups
         ]
         return [("Scores", ALONE, [*groups, *rows])]
-    found: list[Table] = []
+    found: list[Table] = [_together(record)] if record.cost is not None else []
     if record.groups:
         head = ["group", *HEAD[1:-1]]
         found.append(("Groups: means over tasks, in points", head, [_group_cells(row) for row in record.groups]))
     unit = "candidate − baseline in points, or candidate ÷ baseline for perplexities"
     return [*found, (f"Tasks: {unit}", HEAD, [_cells(row) for row in record.rows])]
+
+
+def _together(record: EvaluationRecord) -> Table:
+    """Return cache, times and the first scores in a table."""
+    cost, rows = record.cost, (record.groups or record.rows)[:4]
+    assert cost is not None
+    head = ["", "KV cache", "share", "first token", "further tokens", *map(title, rows)]
+    table: list[list] = []
+    for side, share, times in (
+        ("baseline", "100%", ("× 1", "× 1")),
+        ("candidate", f"{cost.cache.ratio:.2%}", (times_of(cost.ttft), times_of(cost.tpot))),
+    ):
+        bytes_ = dict(cost.cache.named_sides())[side]  # type: ignore[index]
+        table.append([side, size(bytes_), share, *times, *(_score_on(side, row) for row in rows)])
+    return f"Cache and times at {cost.context} tokens, and scores", head, table
+
+
+def _score_on(side: str, row: Row | GroupRow) -> str:
+    value = row.candidate if side == "candidate" else row.baseline
+    if isinstance(row, Row):
+        return score_of(row, value)  # type: ignore[arg-type]
+    return UNKNOWN if value is None else score(value, "share")  # type: ignore[arg-type]
 
 
 def _subtitle(record: EvaluationRecord) -> str:

@@ -4,7 +4,9 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from crosslayer.evaluation.cost import Cost
 from crosslayer.evaluation.paired import Paired
+from crosslayer.eviction.eviction import parse_eviction
 from crosslayer.output.record import Environment, Frozen, Options, Seed
 
 
@@ -12,7 +14,7 @@ class Settings(Options):
     """What is evaluated, and how.
 
     Raises:
-        ValueError: there is no task, or a number is out of range.
+        ValueError: there is no task, a number is out of range, or the eviction cannot be read.
 
     """
 
@@ -20,6 +22,7 @@ class Settings(Options):
     limit: int | None
     num_fewshot: int | None
     batch: int | Literal["auto"]
+    evict: str | None = None
     seed: Seed
 
     @model_validator(mode="after")
@@ -32,6 +35,8 @@ class Settings(Options):
             raise ValueError(f"num-fewshot is {self.num_fewshot}; it must be at least 0")
         if self.batch != "auto" and self.batch < 1:
             raise ValueError(f"batch is {self.batch}; it is auto or a number of requests, at least 1")
+        if self.evict is not None:
+            parse_eviction(self.evict)
         return self
 
 
@@ -96,6 +101,7 @@ class EvaluationRecord(Frozen):
     command: str | None = Field(default=None, description="as typed; None from Python")
     rows: tuple[Row, ...] = Field(min_length=1)
     groups: tuple[GroupRow, ...]
+    cost: Cost | None = Field(default=None, description="None where it was not asked for")
     lm_eval: str = Field(description="its version")
     environment: Environment
 

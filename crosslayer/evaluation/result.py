@@ -66,6 +66,7 @@ class Evaluation(EvaluationRecord, Result):
         return {
             "candidate": self.models.candidate.name,
             "baseline": None if baseline is None else baseline.name,
+            **({} if self.cost is None else {"kv_share": round(self.cost.cache.ratio, 6)}),
             "results": [_figures(row) for row in self.rows],
             "groups": [_group_figures(row) for row in self.groups],
         }

@@ -10,9 +10,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.environment import environment
 from crosslayer.evaluation import harness, summary
+from crosslayer.evaluation.cost import measure_cost
 from crosslayer.evaluation.lm import language_model
 from crosslayer.evaluation.record import ModelFacts, Models, Settings
 from crosslayer.evaluation.result import Evaluation
+from crosslayer.eviction.running import evicting_if
 from crosslayer.models.load import is_causal, load_config, model_source, public_name, ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
@@ -31,6 +33,8 @@ def evaluate(
     limit: int | None = None,
     num_fewshot: int | None = None,
     batch: int | Literal["auto"] = "auto",
+    evict: str | None = None,
+    cost: bool = False,
     seed: int = 0,
     allow_code: bool = False,
     dtype: str | torch.dtype | None = None,
@@ -50,6 +54,8 @@ def evaluate(
         limit: the first items of each task; None: all.
         num_fewshot: examples before each item; None: as the task has it.
         batch: requests at once; "auto" finds it, on a CPU by counting tokens.
+        evict: what the candidate's cache evicts, "h2o:0.4" say (see `parse_eviction`); the baseline's keeps all.
+        cost: measure cache and times beside the baseline too, so that they stand beside the scores.
         seed: of the choice of examples; 0 is lm-eval's own choice.
         allow_code: let task files of `include_path` run Python code that they name.
         dtype: of models that are named, as `load_model` has it.
@@ -62,8 +68,10 @@ def evaluate(
 
     """
     names = tuple(name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks))
-    settings = Settings(tasks=names, limit=limit, num_fewshot=num_fewshot, batch=batch, seed=seed)
+    settings = Settings(tasks=names, limit=limit, num_fewshot=num_fewshot, batch=batch, evict=evict, seed=seed)
     version = harness.check_installed()
+    if cost and baseline is None:
+        raise ValueError("a cost is a ratio to a baseline; name one with baseline=…")
     sides: dict[str, Named] = {"candidate": model} if baseline is None else {"candidate": model, "baseline": baseline}
     _check_names(sides)
     with harness.quiet():
@@ -73,8 +81,12 @@ def evaluate(
         facts, results = {}, {}
         for side, named in sides.items():
             options = _options(named, tokenizer, dtype, device)
-            facts[side], results[side] = _scored(named, options, found, loaded, settings, progress)
-    return _summed_up(facts, results, found, settings, version)
+            evicted = settings.evict if side == "candidate" else None
+            facts[side], results[side] = _scored(named, options, found, loaded, settings, evicted, progress)
+    measured = None
+    if cost and baseline is not None:
+        measured = measure_cost(model, baseline, evict, {"dtype": dtype, "device": device}, progress)
+    return _summed_up(facts, results, found, settings, version).model_copy(update={"cost": measured})
 
 
 def _check_names(sides: Mapping[str, Named]) -> None:
@@ -109,7 +121,13 @@ def _options(
 
 
 def _scored(
-    named: Named, options: dict[str, Any], found: harness.Tasks, loaded: list[Any], settings: Settings, progress: Meter
+    named: Named,
+    options: dict[str, Any],
+    found: harness.Tasks,
+    loaded: list[Any],
+    settings: Settings,
+    evict: str | None,
+    progress: Meter,
 ) -> tuple[ModelFacts, dict[str, Any]]:
     """Load a model, if it is named, evaluate it, and let it go."""
     ready = ready_model(named, **options, meter=progress)
@@ -117,9 +135,9 @@ def _scored(
     assert tokenizer is not None  # one that is named brings its own
     _check_kind(model)
     started = time.perf_counter()
-    with evaluating(model):
+    with evaluating(model), evicting_if(model, evict) as new_cache:
         results = harness.score(
-            language_model(model, tokenizer, settings.batch, progress),
+            language_model(model, tokenizer, settings.batch, progress, evict, new_cache),
             loaded,
             found.manager,
             limit=settings.limit,

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from crosslayer.benchmark.record import Comparison
 from crosslayer.evaluation.paired import Paired
 from crosslayer.evaluation.record import EvaluationRecord, GroupRow, Row, Score
+from crosslayer.eviction.eviction import parse_eviction
 
 MINUS = "−"
 UNKNOWN = "–"
@@ -14,9 +16,10 @@ def sentences(record: EvaluationRecord) -> list[str]:
     """Return what was seen, groups first."""
     if record.models.baseline is None:
         first = "Scores of one model, with lm-eval's standard errors; with a baseline, differences are paired by item."
-        return [first, *_sample_words(record)]
+        return [*_eviction_words(record), first, *_sample_words(record)]
     words = [_group_words(row) for row in record.groups]
-    return [*words, *_row_words(record.rows), *_sample_words(record), *_chance_words(record)]
+    said = [*_eviction_words(record), *_cost_words(record), *words, *_row_words(record.rows)]
+    return [*said, *_sample_words(record), *_chance_words(record)]
 
 
 def title(row: Row | GroupRow) -> str:
@@ -54,6 +57,30 @@ def difference(paired: Paired | None, kind: str | None) -> str:
 def signed(value: float, digits: int) -> str:
     """Write a number with its sign, and a proper minus."""
     return f"{value:+.{digits}f}".replace("-", MINUS)
+
+
+def _eviction_words(record: EvaluationRecord) -> list[str]:
+    asked = record.settings.evict
+    if asked is None:
+        return []
+    return [f"The cache of {record.models.candidate.name} evicts ({asked}): {parse_eviction(asked).rule.about} stay."]
+
+
+def _cost_words(record: EvaluationRecord) -> list[str]:
+    cost = record.cost
+    if cost is None:
+        return []
+    times = [f"{name} {times_of(time)}" for name, time in (("first token", cost.ttft), ("further tokens", cost.tpot))]
+    return [
+        f"At {cost.context} tokens its cache is {cost.cache.ratio:.2%} of the baseline's bytes; time of the "
+        f"{', of '.join(times)} of the baseline's."
+    ]
+
+
+def times_of(time: Comparison) -> str:
+    """Write a ratio of times with its interval and what it shows."""
+    low, high = time.interval or (time.ratio, time.ratio)
+    return f"× {time.ratio:.3f} ({low:.3f} to {high:.3f}, {time.verdict})"
 
 
 def _group_words(row: GroupRow) -> str:

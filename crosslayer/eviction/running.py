@@ -51,6 +51,16 @@ def evicting(model: PreTrainedModel, eviction: Eviction | str) -> Iterator[NewCa
         hook.remove()
 
 
+@contextmanager
+def evicting_if(model: PreTrainedModel, eviction: str | None) -> Iterator[NewCache | None]:
+    """Do what `evicting` does, or with None nothing; then there is nothing that makes a cache either."""
+    if eviction is None:
+        yield None
+        return
+    with evicting(model, eviction) as new_cache:
+        yield new_cache
+
+
 def sharing_groups(plan: DepthPlan) -> list[list[int]]:
     """Return the layers with attention in groups that share keys or values, directly or through others; in order."""
     groups: list[set[int]] = []

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
+from crosslayer.eviction.eviction import parse_eviction
 from crosslayer.needles.text import KEYS
 from crosslayer.output.record import Options, Seed
 
@@ -15,8 +16,8 @@ class NeedleOptions(Options):
     """Every length with every depth, `samples` times.
 
     Raises:
-        ValueError: a length below 256, a depth that is no per cent, no length or depth, more keys than there are, or a
-            number below 1.
+        ValueError: a length below 256, a depth that is no per cent, no length or depth, more keys than there are, a
+            number below 1, or an eviction that cannot be read.
 
     """
 
@@ -26,6 +27,7 @@ class NeedleOptions(Options):
     samples: int
     new_tokens: int
     batch: int
+    evict: str | None = None
     seed: Seed
 
     @field_validator("lengths", "depths", mode="before")
@@ -51,4 +53,6 @@ class NeedleOptions(Options):
         for name in ("samples", "new_tokens", "batch"):
             if vars(self)[name] < 1:
                 raise ValueError(f"{name} is {vars(self)[name]}; it must be at least 1")
+        if self.evict is not None:
+            parse_eviction(self.evict)
         return self

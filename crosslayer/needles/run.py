@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.environment import environment, quiet_transformers
+from crosslayer.eviction.running import NewCache, evicting_if
 from crosslayer.models.load import Ready, ready_model
 from crosslayer.needles.answers import answers
 from crosslayer.needles.options import NeedleOptions
@@ -34,6 +35,7 @@ def find_needles(
     samples: int = 20,
     new_tokens: int = 32,
     batch: int = 8,
+    evict: str | None = None,
     seed: int = 0,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -54,6 +56,7 @@ def find_needles(
         samples: how often each length is asked with each depth.
         new_tokens: tokens of an answer at most.
         batch: samples at once.
+        evict: what the candidate's cache evicts, "h2o:0.4" say (see `parse_eviction`); the baseline's keeps all.
         seed: of all that is drawn.
         dtype: of models that are named; default that of a loaded `model`, else as `load_model` has it.
         device: likewise.
@@ -71,6 +74,7 @@ def find_needles(
         samples=samples,
         new_tokens=new_tokens,
         batch=batch,
+        evict=evict,
         seed=seed,
     )
     ready = _ready(model, tokenizer, baseline, dtype, device, progress)
@@ -82,7 +86,9 @@ def find_needles(
     sides: list[Side] = []
     with quiet_transformers(), progress("asking", batches) as meter:
         for side in ready:
-            sides.append(_asked(side, questions, options, meter, len(sides) * batches // len(ready), batches))
+            with evicting_if(side.model, None if sides else options.evict) as new_cache:
+                done = len(sides) * batches // len(ready)
+                sides.append(_asked(side, questions, options, new_cache, meter, done, batches))
     return Needles(
         settings=options,
         questions=tuple(_question(sample) for sample in questions),
@@ -142,7 +148,15 @@ def _batches(options: NeedleOptions) -> int:
     return -(-len(options.depths) * options.samples // options.batch)
 
 
-def _asked(side: Ready, questions: list[Sample], options: NeedleOptions, meter: Steps, done: int, total: int) -> Side:
+def _asked(
+    side: Ready,
+    questions: list[Sample],
+    options: NeedleOptions,
+    new_cache: NewCache | None,
+    meter: Steps,
+    done: int,
+    total: int,
+) -> Side:
     """Ask a model for all needles, length by length, and score what it says; `done` of `total` batches are behind."""
     model, tokenizer, said = side.model, side.tokenizer, []
     assert tokenizer is not None
@@ -150,7 +164,8 @@ def _asked(side: Ready, questions: list[Sample], options: NeedleOptions, meter: 
         for length in options.lengths:
             prompts = [prompt_ids(tokenizer, sample.prompt) for sample in questions if sample.length == length]
             _check_ids(side, prompts, options.new_tokens)
-            for texts in answers(model, tokenizer, prompts, new_tokens=options.new_tokens, batch=options.batch):
+            asked = {"new_tokens": options.new_tokens, "batch": options.batch, "new_cache": new_cache}
+            for texts in answers(model, tokenizer, prompts, **asked):
                 said += texts
                 done += 1
                 meter.step(done, total, f"{side.name}, {length} tokens")

@@ -1,5 +1,6 @@
 """What a search for needles shows, in sentences."""
 
+from crosslayer.eviction.eviction import parse_eviction
 from crosslayer.needles.record import Difference, NeedlesRecord, Score, Side
 
 LOW = 0.05  # a score of a baseline that leaves nothing to lose
@@ -16,6 +17,9 @@ def sentences(record: NeedlesRecord) -> list[str]:
                 f"At {_listed(idle)} tokens the baseline itself finds fewer than {LOW:.0%}: a candidate cannot lose "
                 "there what was never found."
             )
+    if record.settings.evict is not None:
+        about = parse_eviction(record.settings.evict).rule.about
+        said.append(f"The cache of {record.candidate.name} evicts ({record.settings.evict}): {about} stay.")
     return [*said, _of_method(record)]
 
 

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from crosslayer.benchmark import run as module
 from crosslayer.benchmark.prediction import Load
 from crosslayer.benchmark.rounds import static_copy
+from crosslayer.benchmark.words import sentences
 from crosslayer.decoder.caches import cache_bytes
 from crosslayer.testing import build, config_of
 from tests.helpers.benches import UNIATTN, short
@@ -72,7 +73,7 @@ def test_a_candidate_may_evict_beside_a_full_cache():
     assert row.cache.dynamic.candidate == 3 * states * heads * 32 + known
     assert row.cache.static.candidate == row.cache.dynamic.candidate  # a single kind of cache
     assert row.eager is None and row.no_eager == "tokens are evicted" and row.reads is None
-    assert "The candidate evicts (h2o:32): half the latest" in " ".join(benchmark.sentences())
+    assert "The candidate evicts (h2o:32): half the latest" in " ".join(sentences(benchmark))
     assert benchmark.record()["no_prediction"] == "no prediction: tokens are evicted"
     with pytest.raises(ValueError, match="did you mean h2o"):
         short(candidate, baseline, 48, evict="h20:32")

@@ -1,0 +1,60 @@
+"""What the candidate's cache and time are beside the baseline's, so that they stand beside its scores."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from transformers import PreTrainedModel
+
+from crosslayer.benchmark.record import CacheBytes, Comparison
+from crosslayer.benchmark.run import bench
+from crosslayer.models.load import load_config
+from crosslayer.output.progress import Meter
+from crosslayer.output.record import Frozen
+
+CONTEXT, NEW_TOKENS, PAIRS = 512, 16, 5
+
+
+class Cost(Frozen):
+    """A row of `bench`: a prompt of `context` tokens, and further ones from a dynamic cache, or one that evicts."""
+
+    context: int
+    cache: CacheBytes = Field(description="allocated, with what an eviction knows of its tokens")
+    ttft: Comparison = Field(description="time to first token")
+    tpot: Comparison = Field(description="time per further token")
+    interval_coverage: float = Field(ge=0, le=1)
+
+
+def measure_cost(
+    candidate: PreTrainedModel | str | Path,
+    baseline: PreTrainedModel | str | Path,
+    evict: str | None,
+    options: dict[str, Any],
+    progress: Meter,
+) -> Cost:
+    """Return what the candidate costs beside the baseline; `options` are those of `bench`."""
+    context = min(CONTEXT, *(_positions(side) - NEW_TOKENS for side in (candidate, baseline)))
+    benchmark = bench(
+        candidate,
+        baseline,
+        contexts=(context,),
+        new_tokens=NEW_TOKENS,
+        repeats=PAIRS,
+        evict=evict,
+        progress=progress,
+        **options,
+    )
+    row = benchmark.rows[0]
+    return Cost(
+        context=context,
+        cache=row.cache.dynamic,
+        ttft=row.ttft,
+        tpot=row.tpot_dynamic,
+        interval_coverage=benchmark.interval_coverage,
+    )
+
+
+def _positions(model: PreTrainedModel | str | Path) -> int:
+    """Return how many positions a model has, from its config."""
+    config = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
+    return config.get_text_config().max_position_embeddings

@@ -1,0 +1,56 @@
+"""Evaluations of models whose cached tokens go: scored as they would be read token by token."""
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.eviction.running import evicting
+from tests.evaluation.test_exact import check_equal
+
+NAMES = ("arc_easy_local", "lambada_openai_local")
+
+
+def rescored(folder, evict, samples):
+    """Return log likelihoods of all continuations, each read token by token after its context."""
+    model, words = crosslayer.load_model(str(folder))
+    answers = []
+    with evicting(model, evict) as new_cache:
+        for sample in samples:
+            for context, continuation in (argument for argument in sample["arguments"]):
+                whole = words(context + continuation)["input_ids"]
+                start = len(words(context.rstrip())["input_ids"])
+                cache = new_cache()
+                logits = [model(torch.tensor([whole[:start]]), past_key_values=cache).logits[:, -1]]
+                for token in whole[start:-1]:
+                    logits.append(model(torch.tensor([[token]]), past_key_values=cache).logits[:, -1])
+                chances = torch.cat(logits).log_softmax(-1)
+                answers.append(float(chances.gather(-1, torch.tensor(whole[start:])[:, None]).sum()))
+    return answers
+
+
+@pytest.mark.parametrize("evict", ["h2o:0.4", "streaming:32", "snapkv:0.5"])
+def test_scores_are_those_of_a_text_that_is_read_token_by_token(pair, tasks, evict):
+    evaluation = crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, device="cpu", evict=evict)
+    for name in NAMES:
+        samples = evaluation.lm_eval_results["candidate"]["samples"][name]
+        scores = [float(answer[0]) for sample in samples for answer in sample["resps"] for answer in answer]
+        torch.testing.assert_close(scores, rescored(pair[0], evict, samples), rtol=0, atol=1e-3)  # float32, sums
+
+
+def test_an_eviction_that_keeps_all_changes_no_digit(pair, tasks):
+    plain = crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, batch=2, device="cpu")
+    evicted = crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, batch=2, device="cpu", evict="h2o:0.0")
+    check_equal(evicted.lm_eval_results["candidate"], plain.lm_eval_results["candidate"])
+
+
+def test_only_the_candidate_evicts_and_its_cost_stands_beside_its_scores(pair, tasks):
+    evaluation = crosslayer.evaluate(
+        pair[0], baseline=pair[0], tasks=NAMES, include_path=tasks, device="cpu", evict="streaming:32", cost=True
+    )
+    page = evaluation.page()
+    assert evaluation.cost is not None and 0.6 < evaluation.cost.cache.ratio < 0.8  # 32 of 48 tokens, and positions
+    assert evaluation.headline()["kv_share"] == round(evaluation.cost.cache.ratio, 6)
+    assert "evicts (streaming:32)" in page and "further tokens" in page
+    assert any(row.paired.discordant != (0, 0) or row.paired.estimate for row in evaluation.rows)
+    with pytest.raises(ValueError, match="name one with baseline"):
+        crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, cost=True)

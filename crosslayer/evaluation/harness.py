@@ -7,9 +7,11 @@ import importlib.metadata
 import importlib.util
 import io
 import logging
+import os
 import random
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +45,17 @@ def check_installed() -> str:
 def quiet() -> Iterator[None]:
     """Silence lm-eval inside the block: log, bars, prints, import warnings; random numbers stay as they were."""
     import datasets
+    from lm_eval import evaluator
     from tqdm.std import tqdm
 
+    commit = evaluator.get_git_commit_hash
     python, numpy, devices = random.getstate(), np.random.get_state(), [*range(torch.cuda.device_count())]
     logs = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
     levels, bars, start = [log.level for log in logs], datasets.are_progress_bars_disabled(), tqdm.__init__
     for log in logs:
         log.setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
+    evaluator.get_git_commit_hash = functools.partial(_unheard, commit)
     tqdm.__init__ = functools.partialmethod(start, disable=True)  # type: ignore[assignment, method-assign]
     try:
         with (
@@ -65,11 +70,25 @@ def quiet() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        evaluator.get_git_commit_hash = commit
         tqdm.__init__ = start  # type: ignore[method-assign]
         if not bars:
             datasets.enable_progress_bars()
         for log, level in zip(logs, levels, strict=True):
             log.setLevel(level)
+
+
+def _unheard(ask: Callable[[], str | None]) -> str | None:
+    """Ask git for the commit of the working directory; where there is none, git itself would complain on stderr."""
+    sys.stderr.flush()
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        return ask()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
 
 
 class Tasks:

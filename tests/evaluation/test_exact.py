@@ -62,13 +62,14 @@ def test_smollm2_scores_to_the_digit_as_in_the_harness(tasks):
     )
 
 
-def test_nothing_of_the_process_changes(pair, tasks, capsys):
+def test_nothing_of_the_process_changes(monkeypatch, pair, tasks, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)  # where git finds no repository, and says so
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     meter = Recorder()
     crosslayer.evaluate(pair[0], tasks=["piqa_local", "wikitext2_local"], include_path=tasks, progress=meter)
     assert random.getstate() == states[0] and np.random.get_state()[1].tolist() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])
-    captured = capsys.readouterr()
+    captured = capfd.readouterr()
     assert captured.out == captured.err == ""
     works = dict(meter.works)
     assert works["scoring answers"] == 28 and works["scoring windows of text"] == 9

@@ -98,11 +98,12 @@ def _map(key: str, side: Side, record: NeedlesRecord) -> Panel:
     )
     return Panel(
         f"scores_{key}",
-        f"{side.name}, {key}",
+        side.name if record.baseline is None else f"{side.name}, {key}",
         _sentence(side),
         "depth of the needle, %",
         "length, tokens",
         heat=heat,
+        wide=record.baseline is None,
         x_ticks={place: str(depth) for place, depth in enumerate(depths)},
         y_ticks={place: f"{length:,}" for place, length in enumerate(lengths)},
     )

@@ -38,7 +38,7 @@ test: $(STAMP) style browser
 
 # What runs and serves models, with the oldest transformers that pyproject.toml allows: it stands before the other on the
 # import path. Training, and reading the wiring of models that came later, are tested with the newest alone.
-OLDEST_TESTS := benchmark comparison conversion decoder evaluation generation intervention methods models probe recovery \
+OLDEST_TESTS := benchmark comparison conversion decoder evaluation eviction generation intervention methods models needles probe recovery \
   serving verification
 OLDEST := $(VENV)/transformers-5.19
 $(OLDEST): $(STAMP)

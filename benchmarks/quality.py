@@ -1,9 +1,10 @@
 """What retrofits and evictions cost in quality, and save: the tables of docs/EVIDENCE.md.
 
-    python benchmarks/quality.py --tasks TASKS_FOLDER --json FILE smollm2 smollm2@h2o:0.4 NAME=FOLDER NAME=FOLDER@h2o:0.4
-        [--names arc_easy,piqa] [--limit 200] [--windows 16] [--needles 8] [--no-cost] [--dtype bfloat16]
+    python benchmarks/quality.py --tasks TASKS_FOLDER --json FILE smollm2 smollm2@h2o:0.4 NAME=FOLDER
+        NAME=FOLDER@h2o:0.4 [--names arc_easy,piqa] [--limit 200] [--windows 16] [--needles 8] [--no-cost]
+        [--dtype bfloat16]
 
-The first row is the baseline: every other is paired with it, task item by item, text window by window, needle by needle.
+The first row is the baseline: every other is paired with it, item by item, window by window, needle by needle.
 TASKS_FOLDER is what `python -m crosslayer.evaluation.local_tasks` writes. Perplexity is of the embedded corpus, windows
 of 512 tokens; needles are RULER's with a single key. What is measured stands in FILE after each row.
 """

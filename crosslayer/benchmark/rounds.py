@@ -22,6 +22,7 @@ from crosslayer.benchmark.room import Models, eager_skip
 from crosslayer.benchmark.settings import Settings
 from crosslayer.benchmark.summary import WarmUp, row
 from crosslayer.decoder.caches import cache_bytes
+from crosslayer.transformers_versions import EMPTY_LAYER
 
 EAGER_REPEATS = 2  # eager prefill is many times slower and nobody's choice: a figure to quote, without an interval
 
@@ -155,4 +156,4 @@ class SideBySide:
 
 def _is_whole(layer: Any) -> bool:
     """Return whether a layer of a dynamic cache has the states of every token, or of none: of a follower."""
-    return type(layer) is DynamicLayer or hasattr(layer, "keys") and layer.keys is None
+    return type(layer) in (DynamicLayer, EMPTY_LAYER)

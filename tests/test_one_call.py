@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.verification.gradients import checkpointing
+from crosslayer.transformers_versions import enable_checkpointing
 from tests.helpers.browser import complaints, resize
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
@@ -86,7 +86,7 @@ def test_a_model_that_is_training_is_measured_without_dropout_or_checkpointing(c
     training.config.attention_dropout = 0.5
     for layer in training.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    checkpointing(training, "enable")()
+    enable_checkpointing(training)
     training.train()
     expected = results.get(call.__name__) or call(model)
     assert FIGURES[call](call(training)) == FIGURES[call](expected)

@@ -24,6 +24,7 @@ from crosslayer.benchmark.summary import WarmUp, row
 from crosslayer.decoder.caches import cache_bytes
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.running import NewCache
+from crosslayer.transformers_versions import EMPTY_LAYER
 
 EAGER_REPEATS = 2  # eager prefill is many times slower and nobody's choice: a figure to quote, without an interval
 
@@ -176,4 +177,4 @@ def _allocated(cache: Cache) -> int:
 
 def _is_whole(layer: Any) -> bool:
     """Return whether a layer of a dynamic cache has the states of every token, or of none: of a follower."""
-    return type(layer) is DynamicLayer or hasattr(layer, "keys") and layer.keys is None
+    return type(layer) in (DynamicLayer, EMPTY_LAYER)

@@ -1,9 +1,7 @@
 """What transformers' caches need to be told about layers that store a single state, or none."""
 
-from typing import Any
-
 from torch import Tensor
-from transformers import Cache, QuantizedCache, cache_utils
+from transformers import Cache, QuantizedCache
 from transformers.cache_utils import StaticLayer
 
 from crosslayer.decoder.configuration import CrossLayerConfig
@@ -52,51 +50,6 @@ def _early_value_size(cache: Cache, layer: int) -> int:
     """Return the size of a value in memory that is allocated already; 0 where none is, or no values are held."""
     existing = cache.layers[layer] if layer < len(cache.layers) else None
     return existing.v_head_dim if isinstance(existing, StaticLayer) and existing.is_initialized else 0
-
-
-class NoState:
-    """Stands in a cache for a layer that stores nothing, where transformers has no such thing (before 5.23).
-
-    It is no attention layer of a cache, so that lengths are those of the first layer that is.
-    """
-
-    supports_early_init = False
-    is_initialized = is_compileable = is_croppable = True
-    keys = values = None
-    is_sliding = None  # neither: masks of both kinds are sized by other layers
-
-    def get_max_length(self) -> int:
-        """Return that there is no limit."""
-        return -1
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        """Do nothing: there are no states to move, to cut or to reorder."""
-
-    offload = prefetch = reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _nothing
-
-
-def mark_empty_layers(config: CrossLayerConfig, cache: Cache | None) -> None:
-    """Tell a cache which layers store nothing, where transformers does not read that from the config (before 5.23).
-
-    Otherwise the first of them would stand for a cache without tokens. Memory that was allocated before anything was
-    known of the model stays as it is.
-
-    Raises:
-        ValueError: the cache is offloaded, which those versions do by counting layers.
-
-    """
-    if cache is None or hasattr(cache_utils, "DummyLayer"):
-        return
-    if cache.layers and all(getattr(layer, "is_initialized", True) for layer in cache.layers):  # linear ones have none
-        return
-    empty = [layer for layer, mode in enumerate(config.kv_sharing_modes) if mode == "reuse"]
-    if empty and cache.offloading:
-        raise ValueError("an offloaded cache with layers that store nothing needs transformers 5.23")
-    while empty and cache.layer_class_to_replicate is not None and len(cache.layers) < config.num_hidden_layers:
-        cache.layers.append(cache.layer_class_to_replicate())
-    for layer in empty:
-        if not getattr(cache.layers[layer], "is_initialized", True):
-            cache.layers[layer] = NoState()  # type: ignore[call-overload]
 
 
 def without_empty_layers(cache: Cache | None) -> Cache | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel, initialization
+from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, initialization
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     create_causal_mask,
@@ -20,13 +20,14 @@ from transformers.masking_utils import (
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
-from crosslayer.decoder.caches import check_cache, check_quantized, mark_empty_layers, without_empty_layers
+from crosslayer.decoder.caches import check_cache, check_quantized, without_empty_layers
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.decoder.parts import embedding, initialise, learned_positions, norm, rotary
 from crosslayer.environment import check_flex
 from crosslayer.method import TOKENS, Carry, Mixing
+from crosslayer.transformers_versions import NewPreTrainedModel, mark_empty_layers
 
 MASKS = {
     "full_attention": create_causal_mask,
@@ -35,7 +36,7 @@ MASKS = {
 }
 
 
-class CrossLayerPreTrainedModel(PreTrainedModel):
+class CrossLayerPreTrainedModel(NewPreTrainedModel):
     """What the body and the language model have in common."""
 
     config_class = CrossLayerConfig
@@ -83,19 +84,7 @@ class CrossLayerPreTrainedModel(PreTrainedModel):
         options = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
         if options["use_reentrant"]:
             raise ValueError("use_reentrant=True loses the gradients of what layers lend to each other; use False")
-        before = getattr(super(), "gradient_checkpointing_enable")  # noqa: B009  its only name before 5.23
-        enable = getattr(super(), "activation_checkpointing_enable", before)
-        enable(options, every_n_layers, offload)
-
-    if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
-
-        def gradient_checkpointing_enable(  # type: ignore[override]
-            self, gradient_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
-        ) -> None:
-            """Turn on checkpointing by the name that transformers had for it before 5.23."""
-            self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
-
-        activation_checkpointing_disable = PreTrainedModel.gradient_checkpointing_disable
+        super().activation_checkpointing_enable(options, every_n_layers, offload)
 
 
 class CrossLayerModel(CrossLayerPreTrainedModel):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.plan import DepthPlan
+from crosslayer.transformers_versions import attention_that_caps
 
 SHARED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -152,9 +153,7 @@ def from_model(model: CrossLayerForCausalLM, family: str) -> PreTrainedModel:
 
 
 def _copied(cls: Any, config: PreTrainedConfig, source: PreTrainedModel) -> Any:
-    implementation = source.config._attn_implementation
-    if implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
-        implementation = "eager"  # before 5.23 transformers let SDPA run there, which does not cap scores
+    implementation = attention_that_caps(config, source.config._attn_implementation)
     config._experts_implementation = source.config._experts_implementation
     if cls is AutoModelForCausalLM:
         target = cls.from_config(config, dtype=source.dtype, attn_implementation=implementation)

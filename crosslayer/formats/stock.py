@@ -10,6 +10,7 @@ from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.decoder.weights import FAMILIES, from_config
 from crosslayer.environment import quiet_transformers
 from crosslayer.formats.layers import Left, left, renumbered
+from crosslayer.transformers_versions import attention_that_caps
 
 
 def stock_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -21,7 +22,9 @@ def stock_model(model: PreTrainedModel) -> PreTrainedModel:
     if model.config.num_local_experts is not None:
         config._experts_implementation = model.config._experts_implementation
     with no_init_weights():
-        stock = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+        stock = AutoModelForCausalLM.from_config(
+            config, dtype=model.dtype, attn_implementation=attention_that_caps(config)
+        )
     stock.load_state_dict(renumbered(model.state_dict(), left(model.config)), strict=True, assign=True)
     stock.tie_weights()
     stock.generation_config = copy.deepcopy(model.generation_config)

@@ -22,6 +22,7 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.models.embedded import EMBEDDED, embedded_config, embedded_folder
 from crosslayer.models.hub import hub_source, is_hub_name
 from crosslayer.output.progress import Meter, Silent
+from crosslayer.transformers_versions import attention_that_caps
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,9 @@ def load_model(
             raise ValueError("it is an encoder-decoder; decoders and encoders are supported")
         if "vocab_size" not in config.get_text_config().to_dict():
             raise ValueError(f"{config.model_type} is no language model: its config has no vocabulary")
+        attention = attention_that_caps(config, config._attn_implementation)
+        if attention is not None:
+            config._attn_implementation = attention
         auto = AutoModelForCausalLM if is_causal(config) else AutoModel
         tokenizer = _tokenizer(folder)
         loaded: Any = auto.from_pretrained(

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from crosslayer.plan import CACHED
+from crosslayer.transformers_versions import layers_without_cache
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,7 @@ def stored_shares(config: PreTrainedConfig, layer: int) -> dict[str, float]:
     plan = getattr(config, "plan", None)
     if plan is not None:
         return {state: plan.stored_share(state, layer) for state in CACHED}
-    modes = getattr(config, "kv_sharing_modes", None)
-    reuses = bool(modes) and modes[layer] not in (None, "store")
-    return dict.fromkeys(CACHED, 0.0 if reuses else 1.0)
+    return dict.fromkeys(CACHED, 0.0 if layer in layers_without_cache(config) else 1.0)
 
 
 def read_counts(config: PreTrainedConfig, layer: int) -> dict[str, int]:

@@ -21,6 +21,7 @@ from crosslayer.plan import STATES, DepthPlan
 from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, visited
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
+from crosslayer.transformers_versions import is_checkpointing
 
 Wish = DepthPlan | Entry | Sequence[Entry]
 
@@ -114,7 +115,7 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
             lenders' states are gone.
 
     """
-    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    if model.training and is_checkpointing(model):
         raise ValueError(CHECKPOINTED)
     sublayers = sublayers or look(model)
     plan = plan if isinstance(plan, DepthPlan) else _plan_of(plan, len(sublayers.shapes))

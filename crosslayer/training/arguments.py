@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from crosslayer.transformers_versions import OLD_ARGUMENTS
+
 DEFAULTS: dict[str, Any] = {  # a recipe's `train` may say otherwise
     "logging_steps": 10,
     "save_steps": 500,
@@ -73,7 +75,7 @@ def training_arguments(
     taken = sorted(own.keys() & chosen.keys())
     if taken:
         raise ValueError(f"train.{taken[0]} is set by the trainer itself; leave it out")
-    arguments = TrainingArguments(**own, **chosen)
+    arguments = TrainingArguments(**own, **{OLD_ARGUMENTS.get(name, name): value for name, value in chosen.items()})
     if arguments.n_gpu > 1:  # DataParallel, where a batch is another one
         raise ValueError(
             f"a single process sees {arguments.n_gpu} GPUs; start as many by torchrun --nproc-per-node, or choose one "

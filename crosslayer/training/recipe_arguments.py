@@ -12,6 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddic
 from pydantic import TypeAdapter, ValidationError
 
 from crosslayer.training.recipe_file import Keys, nearest
+from crosslayer.transformers_versions import OLD_ARGUMENTS
 
 REASONS = {  # why a recipe does not set keys, and what to write instead → the keys
     "a run writes into the folder that it is given": "output_dir",
@@ -82,11 +83,12 @@ def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def argument_kinds() -> dict[str, Any]:
-    """Return the fields of `TrainingArguments` and their types."""
+    """Return the fields of `TrainingArguments`, by their names in all versions, and their types."""
     from transformers import TrainingArguments
 
-    hints = get_type_hints(TrainingArguments)
-    return {field.name: hints[field.name] for field in dataclasses.fields(TrainingArguments)}
+    hints, names = get_type_hints(TrainingArguments), {old: name for name, old in OLD_ARGUMENTS.items()}
+    fields = [field.name for field in dataclasses.fields(TrainingArguments)]
+    return {names.get(name, name): hints[name] for name in fields}
 
 
 def read_value(value: Any, kind: Any, *keys: str | int) -> Any:

@@ -1,12 +1,11 @@
 """Gradients of a model are the same with and without activation checkpointing."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from crosslayer.transformers_versions import disable_checkpointing, enable_checkpointing
 from crosslayer.verification.judge import Measurement, NotApplicable
 from crosslayer.verification.subject import FEW, Subject, widened
 
@@ -24,23 +23,16 @@ def checkpointed_gradients(subject: Subject) -> Measurement:
     model = subject.model.train()
     try:
         plain = _gradients(subject)
-        checkpointing(model, "enable")({"use_reentrant": False})
+        enable_checkpointing(model, {"use_reentrant": False})
         checkpointed = _gradients(subject)
     finally:
-        checkpointing(model, "disable")()
+        disable_checkpointing(model)
         model.eval()
     scale = SMALLEST * max(gradient.abs().max().item() for gradient in plain.values() if gradient is not None)
     gaps = {name: _gap(name, plain[name], checkpointed[name], scale) for name in plain}
     worst = max(gaps, key=lambda name: (math.isnan(gaps[name]), gaps[name]))
     reason = f"of the largest gradient of {worst}; {len(gaps)} parameters"
     return Measurement(gaps[worst], reason, TOLERANCE if subject.exact else ROUNDED_TOLERANCE)
-
-
-def checkpointing(model: PreTrainedModel, state: str) -> Callable[..., None]:
-    """Return what turns checkpointing on or off, which transformers before 5.23 knows by another name."""
-    return getattr(model, f"activation_checkpointing_{state}", None) or getattr(
-        model, f"gradient_checkpointing_{state}"
-    )
 
 
 def _gradients(subject: Subject) -> dict[str, Tensor | None]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from crosslayer.method import Method
 from crosslayer.plan import DepthPlan
+from crosslayer.transformers_versions import layers_without_cache
 
 WITHOUT = {  # layer types that keep no keys and values, and what they are
     "linear_attention": "linear attention",
@@ -193,8 +194,7 @@ def depth_plan(config: PreTrainedConfig, kinds: list[str]) -> DepthPlan:
     readers = _readers(config, kinds)
     for layer, source in readers.items():
         sources[layer] = source
-    modes = field(config, "kv_sharing_modes")
-    reusing = set() if modes is None else {layer for layer in layers if modes[layer] not in (None, "store")}
+    reusing = layers_without_cache(config)
     if reusing != set(readers):
         raise ValueError(
             f"layers {sorted(reusing)} of {config.model_type} reuse a cache, and no known field says whose"

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from crosslayer import testing as contract
 from crosslayer.decoder import attention, modeling
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.method import HeadMixer, Method
 from crosslayer.plan import DepthPlan
+from crosslayer.transformers_versions import NewPreTrainedModel
 
 UNIATTN = [{"name": "uniattn", "superblocks": ((1, 2, 3), (4, 5))}]
 CLA = [{"name": "cla", "group": 2, "start": 1, "end": 5}]
@@ -52,10 +52,8 @@ def no_mask(monkeypatch):
 def reentrant(monkeypatch):
     """Reentrant checkpointing is let through."""
 
-    stock = getattr(PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable)
-
     def enable(self, options=None, *args, **kwargs):
-        stock(self, {"use_reentrant": True})
+        NewPreTrainedModel.activation_checkpointing_enable(self, {"use_reentrant": True})
 
     monkeypatch.setattr(modeling.CrossLayerPreTrainedModel, "activation_checkpointing_enable", enable)
 

@@ -12,7 +12,7 @@ from crosslayer.probe.intercept import attention_layers, layer_stack, visited
 from crosslayer.probe.maps import map_sums
 from crosslayer.probe.stream import split, streams
 from tests.diagnosis.test_families import output
-from tests.helpers.shipped import SHIPPED, shipped
+from tests.helpers.shipped import SHIPPED, families, needs, shipped
 from tests.helpers.tiny import tokens
 
 SEVERAL = ("gemma3n_text", "deepseek_v4", "glm5_next_text", "hy_v4", "qwen4_exp_text")
@@ -41,7 +41,7 @@ def around(model, ids) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return pairs
 
 
-@pytest.mark.parametrize("family", SHIPPED)
+@pytest.mark.parametrize("family", families(*SHIPPED))
 def test_every_layer_is_visited_and_outputs_are_bit_equal(family):
     model, ids, calls, seen = shipped(family), tokens(), [], []
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_what_attention_changes_where_it_writes_no_stream():
         assert all(map(torch.equal, stream.around_attention, pair))
 
 
-@pytest.mark.parametrize("family", SHIPPED)
+@pytest.mark.parametrize("family", families(*SHIPPED))
 def test_the_mlp_is_the_right_one(family):
     model, expected = shipped(family), []
     for layer in layer_stack(model):
@@ -108,6 +108,7 @@ def test_the_mlp_is_the_right_one(family):
     assert all(torch.equal(s.mlp_update, update) for s, update in zip(watch(model), expected, strict=True))
 
 
+@needs("inkling2_text")
 def test_attention_over_depth_is_what_sublayers_read():
     model, reads, finals = shipped("inkling2_text"), [], []
     for index, layer in enumerate(layer_stack(model)):
@@ -141,7 +142,7 @@ def test_our_own_attention_over_depth(block):
     assert crosslayer.diagnose(model, ids).model.over_depth
 
 
-@pytest.mark.parametrize("family", SHIPPED)
+@pytest.mark.parametrize("family", families(*SHIPPED))
 def test_a_diagnosis_says_what_it_measured(family, tmp_path):
     model = shipped(family)
     diagnosis = crosslayer.diagnose(model, tokens())
@@ -171,7 +172,7 @@ def test_measures_of_each_stream_and_of_their_mean():
         assert np.allclose(diagnosis.by_stream.attention_io_similarity.array[stream.layer], cosines)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v4", "inkling2_text", "hy_v4", "mistral_large4_text"])
+@pytest.mark.parametrize("family", families("deepseek_v4", "inkling2_text", "hy_v4", "mistral_large4_text"))
 def test_maps_are_those_of_eager_attention(family):
     """Over the tokens: entries and sinks take their part of the softmax, biases and chosen tokens are in."""
     model = shipped(family)

@@ -1,7 +1,8 @@
 """Tiny random models of families that share across depth or carry the residual otherwise."""
 
+import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.tiny import BASE
 
@@ -55,6 +56,16 @@ SHIPPED: dict[str, dict] = {
     },
 }  # fmt: skip
 BODIES = ("mistral_large4_text", "glm5_next_text")  # whose language model comes only with a vision tower
+
+
+def needs(family: str) -> pytest.MarkDecorator:
+    """Mark a test of a family that transformers 5.19 lacks: `mistral_large4` came with 5.22, `inkling2` with 5.23."""
+    return pytest.mark.skipif(family not in CONFIG_MAPPING, reason=f"this version of transformers has no {family}")
+
+
+def families(*names: str) -> list:
+    """Parameters of a test, one a family, marked by `needs`."""
+    return [pytest.param(name, marks=needs(name)) for name in names]
 
 
 def shipped(family: str, dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:

@@ -4,6 +4,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from crosslayer.testing import VOCABULARY, tokens
+from crosslayer.transformers_versions import attention_that_caps
 
 __all__ = ["BASE", "CAUSAL", "ENCODERS", "LENGTH", "VOCABULARY", "tiny", "tokens"]
 LENGTH = 24  # of `tokens`
@@ -70,8 +71,7 @@ def tiny(
     """Build a random model whose norms and biases are random as well."""
     options = {**BASE, **(CAUSAL.get(family) or ENCODERS.get(family) or {}), **changes}
     config = AutoConfig.for_model(family, **options)
-    if implementation is None and "attn_logit_softcapping" in options:
-        implementation = "eager"  # the default from transformers 5.23 on: SDPA does not cap scores
+    implementation = implementation or attention_that_caps(config)
     auto = AutoModel if family in ENCODERS else AutoModelForCausalLM
     torch.manual_seed(0)
     model = auto.from_config(config, attn_implementation=implementation, dtype=dtype)

@@ -48,6 +48,15 @@ def test_a_local_folder(folder):
     assert type(model).__name__ == "LlamaForCausalLM" and model.dtype == torch.bfloat16
 
 
+def test_scores_are_capped_where_the_config_says_so(folder):
+    model = tiny("gemma2", dtype=torch.float32, vocab_size=40_000)
+    model.save_pretrained(folder)
+    loaded, _ = crosslayer.load_model(str(folder), device="cpu")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
 def test_unknown_models_are_one_line(tmp_path, folder):
     cases = {
         str(tmp_path / "missing"): "does not exist",

@@ -6,7 +6,7 @@ import torch
 import crosslayer
 from crosslayer.methods import load_method
 from crosslayer.methods.cla import CLA
-from crosslayer.verification.gradients import checkpointing
+from crosslayer.transformers_versions import enable_checkpointing
 from tests.helpers.tiny import tiny, tokens
 
 DROPPED = {"name": "drop", "attention": [2]}
@@ -40,7 +40,7 @@ def test_a_plan_that_changes_nothing_is_refused():
 @pytest.mark.parametrize("methods", ["cla", DROPPED])
 def test_training_with_checkpointing_is_refused(methods):
     model, ids = tiny("llama"), tokens()
-    checkpointing(model, "enable")({"use_reentrant": False})
+    enable_checkpointing(model, {"use_reentrant": False})
     message = r"activation_checkpointing_disable\(\)"
     with pytest.raises(ValueError, match=message), crosslayer.what_if(model.train(), methods):
         pass
@@ -50,7 +50,7 @@ def test_training_with_checkpointing_is_refused(methods):
 
 def test_a_layer_that_is_computed_again_is_refused():
     model, ids = tiny("llama"), tokens()
-    checkpointing(model, "enable")({"use_reentrant": False})
+    enable_checkpointing(model, {"use_reentrant": False})
     with crosslayer.what_if(model, "cla"):
         loss = model.train()(ids, labels=ids, use_cache=False).loss
         with pytest.raises(ValueError, match=r"activation_checkpointing_disable\(\)"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from crosslayer import verify
+from crosslayer.transformers_versions import is_checkpointing
 from crosslayer.verification.checks import CHECKS
 from crosslayer.verification.run import check_count
 from tests.helpers.meters import Recorder
@@ -35,7 +36,7 @@ def test_every_row_passes_on_a_stock_llama_in_two_dtypes_and_leaves_it_alone():
     # the logits' own tolerance, and that of what must be equal
     assert len({row.tolerance for row in verification.checks if row.dtype == "bfloat16"}) > 1
     assert model.training and model.dtype == torch.float32
-    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert not is_checkpointing(model)
     assert model.config.to_dict() == config and model.config._attn_implementation == "sdpa"
     assert model.generation_config is generation
     assert not model.model.embed_tokens.weight.requires_grad and model.lm_head.weight.requires_grad

@@ -9,7 +9,7 @@ from transformers import AutoConfig, DynamicCache
 import crosslayer
 from crosslayer import testing as contract
 from tests.cli.test_cli import run
-from tests.helpers.shipped import SHIPPED, shipped
+from tests.helpers.shipped import SHIPPED, families, needs, shipped
 from tests.helpers.tiny import BASE, CAUSAL, tiny, tokens
 
 PLAIN = ("llama", "mistral", "gemma3_text", "deepseek_v3", "gpt2", "qwen3_next", "falcon", "gpt_bigcode")
@@ -31,10 +31,12 @@ def allocated(model, length: int) -> tuple[int, ...]:
         tensors += list(attributes.get("compressed_kv", {}).values())
         held = {t.data_ptr(): t.numel() for t in tensors if t is not None and t.numel()}
         counts.append(sum(held.values()))
-    return tuple(counts)
+    # before transformers 5.23 the cache of Gemma 3n and 4 ends where all further layers read another's
+    return (*counts, *[0] * (model.config.num_hidden_layers - len(counts)))
 
 
-@pytest.mark.parametrize("family", [*SHIPPED, *PLAIN])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by GPT BigCode before transformers 5.23
+@pytest.mark.parametrize("family", families(*SHIPPED, *PLAIN))
 def test_the_plan_agrees_with_the_elements_that_the_cache_allocates(family):
     model = shipped(family) if family in SHIPPED else tiny(family, dtype=torch.float32)
     for length in (6, 24):  # below the window of 8, and beyond it
@@ -48,7 +50,7 @@ def test_the_plan_agrees_with_the_elements_that_the_cache_allocates(family):
     [
         ("gemma3n_text", (0, 1, 2, 1, 1, 2)),  # the last owner of the same mask
         ("gemma4_text", (0, 1, 2, 1, 1, 2)),
-        ("mistral_large4_text", (0, 1, 1, 3, 3, 1)),
+        pytest.param("mistral_large4_text", (0, 1, 1, 3, 3, 1), marks=needs("mistral_large4_text")),
         ("glm5_next_text", (None, 1, 2)),
         ("llama", (0, 1, 2)),
     ],
@@ -83,7 +85,9 @@ def test_storing_less_is_not_reading_less():
         ("gemma3n_text", 4, "4 streams (alternating updates)"),
         ("deepseek_v4", 4, "4 streams (hyper-connections)"),
         ("qwen4_exp_text", 4, "4 streams (hyper-connections)"),
-        ("inkling2_text", 1, "attention over depth (a source for each 2 layers)"),
+        pytest.param(
+            "inkling2_text", 1, "attention over depth (a source for each 2 layers)", marks=needs("inkling2_text")
+        ),
         ("gemma4_text", 1, "plain sum"),
     ],
 )
@@ -92,14 +96,19 @@ def test_the_form_of_the_residual(family, streams, residual):
     assert (plan.streams, plan.residual) == (streams, residual)
 
 
-def test_masks_in_words():
-    def masks(family):
-        return [states.mask for states in crosslayer.read_plan(config_of(family)).layers]
+def masks(family):
+    return [states.mask for states in crosslayer.read_plan(config_of(family)).layers]
 
+
+def test_masks_in_words():
     assert masks("gemma3n_text")[:3] == ["window 8", "window 8", "full"]
     assert masks("deepseek_v4") == ["window 8 + entries of 16", "window 8 + top 8 of entries of 4", "window 8"]
-    assert masks("mistral_large4_text")[2:4] == ["full, top 8 as layer 1", "full, top 8, no rope"]
     assert masks("qwen4_exp_text")[0] == "linear attention"
+
+
+@needs("mistral_large4_text")
+def test_chosen_tokens_and_layers_without_rope_in_words():
+    assert masks("mistral_large4_text")[2:4] == ["full, top 8 as layer 1", "full, top 8, no rope"]
 
 
 def test_a_config_is_enough(monkeypatch, tmp_path, capsys):
@@ -115,6 +124,7 @@ def test_a_config_is_enough(monkeypatch, tmp_path, capsys):
     assert headline["stored_bytes"] == 2 * (2 * 7 + 24) * 32
 
 
+@needs("mistral_large4_text")
 def test_of_the_hub_nothing_but_the_config_is_needed(monkeypatch, tmp_path):
     config_of("mistral_large4_text").save_pretrained(tmp_path)
     monkeypatch.setattr("crosslayer.models.load.hub_source", lambda name: str(tmp_path))

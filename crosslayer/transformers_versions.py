@@ -1,0 +1,138 @@
+"""What differs among the versions of transformers that are supported, 5.19 to 5.23; no other file asks for it.
+
+Each name says from which version on things are as they are in 5.23, and stands for that in every version. What is asked
+is whether something exists and not the number of the version, which a build between two releases has for itself.
+"""
+
+from typing import Any
+
+from transformers import Cache, PreTrainedConfig, PreTrainedModel, cache_utils
+
+CACHES_KNOW_READERS = hasattr(cache_utils, "DummyLayer")
+"""Whether caches read from `kv_sharing_modes` of a config which layers store nothing (5.23)."""
+
+CHECKPOINTING_IS_RENAMED = hasattr(PreTrainedModel, "activation_checkpointing_enable")
+"""Whether models and `TrainingArguments` say `activation_checkpointing` (5.23) and not `gradient_checkpointing`."""
+
+_OLD_NAMES = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+OLD_ARGUMENTS = {} if CHECKPOINTING_IS_RENAMED else _OLD_NAMES
+"""Fields of `TrainingArguments` that have another name here than in 5.23: the name there → the name here."""
+
+
+class _OldPreTrainedModel(PreTrainedModel):
+    """The base of models before 5.23, with the names for checkpointing that 5.23 has."""
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
+        """Turn on checkpointing."""
+        options = {"every_n_layers": every_n_layers, "offload": offload}
+        super().gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
+
+    def gradient_checkpointing_enable(  # type: ignore[override]
+        self, gradient_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
+        """Turn on checkpointing by the old name, which leads to what a model makes of the new one."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
+
+    def activation_checkpointing_disable(self) -> None:
+        """Turn off checkpointing."""
+        self.gradient_checkpointing_disable()
+
+
+NewPreTrainedModel: type[PreTrainedModel] = PreTrainedModel if CHECKPOINTING_IS_RENAMED else _OldPreTrainedModel
+"""The base of models, whose methods are called `activation_checkpointing_…` (5.23)."""
+
+
+def enable_checkpointing(model: PreTrainedModel, options: dict[str, Any] | None = None) -> None:
+    """Turn on activation checkpointing of any model; see `CHECKPOINTING_IS_RENAMED`."""
+    enable = model.activation_checkpointing_enable if CHECKPOINTING_IS_RENAMED else model.gradient_checkpointing_enable
+    enable(options)
+
+
+def disable_checkpointing(model: PreTrainedModel) -> None:
+    """Turn off activation checkpointing of any model; see `CHECKPOINTING_IS_RENAMED`."""
+    if CHECKPOINTING_IS_RENAMED:
+        model.activation_checkpointing_disable()
+    else:
+        model.gradient_checkpointing_disable()
+
+
+def is_checkpointing(model: PreTrainedModel) -> bool:
+    """Return whether activation checkpointing is on; see `CHECKPOINTING_IS_RENAMED`."""
+    return model.is_activation_checkpointing if CHECKPOINTING_IS_RENAMED else model.is_gradient_checkpointing
+
+
+def attention_that_caps(config: PreTrainedConfig, attention: str | None = None) -> str | None:
+    """Return the attention to ask for, None for transformers' choice: eager where `attention` would not cap scores.
+
+    Before 5.21 SDPA ran where the config of a stock model caps scores, by default too, and did not cap them. From 5.21
+    on it refuses, and eager attention is the default.
+    """
+    caps = getattr(config, "attn_logit_softcapping", None) is not None
+    return "eager" if caps and attention in (None, "sdpa") else attention
+
+
+def layers_without_cache(config: PreTrainedConfig) -> set[int]:
+    """Return the layers that read another layer's keys and values, and store none, in caches.
+
+    From 5.23 on `kv_sharing_modes` says which; before, they are the last `num_kv_shared_layers` of Gemma 3n and 4. Our
+    own configs have the former in all versions.
+    """
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is not None:
+        return {layer for layer, mode in enumerate(modes) if mode not in (None, "store")}
+    count = 0 if CACHES_KNOW_READERS else getattr(config, "num_kv_shared_layers", None) or 0
+    return set(range(config.num_hidden_layers)[-count:]) if count else set()
+
+
+class NoState:
+    """Stands in a cache for a layer that stores nothing, as `DummyLayer` does from 5.23 on.
+
+    It is no attention layer of a cache, so that lengths are those of the first layer that is.
+    """
+
+    supports_early_init = False
+    is_initialized = is_compileable = is_croppable = True
+    keys = values = None
+    is_sliding = None  # neither: masks of both kinds are sized by other layers
+
+    def get_max_length(self) -> int:
+        """Return that there is no limit."""
+        return -1
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Do nothing: there are no states to move, to cut or to reorder."""
+
+    offload = prefetch = reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _nothing
+
+
+EMPTY_LAYER: type = cache_utils.DummyLayer if CACHES_KNOW_READERS else NoState
+"""What stands in a cache for a layer that stores nothing; see `CACHES_KNOW_READERS`."""
+
+
+def mark_empty_layers(config: PreTrainedConfig, cache: Cache | None) -> None:
+    """Tell a cache which layers store nothing, where it has not read that from the config; see `CACHES_KNOW_READERS`.
+
+    Otherwise the first of them would stand for a cache without tokens. Memory that was allocated before anything was
+    known of the model stays as it is.
+
+    Raises:
+        ValueError: the cache is offloaded, which those versions do by counting layers.
+
+    """
+    if cache is None or CACHES_KNOW_READERS:
+        return
+    if cache.layers and all(getattr(layer, "is_initialized", True) for layer in cache.layers):  # linear ones have none
+        return
+    empty = layers_without_cache(config)
+    if empty and cache.offloading:
+        raise ValueError("an offloaded cache with layers that store nothing needs transformers 5.23")
+    while empty and cache.layer_class_to_replicate is not None and len(cache.layers) < config.num_hidden_layers:
+        cache.layers.append(cache.layer_class_to_replicate())
+    for layer in empty:
+        if not getattr(cache.layers[layer], "is_initialized", True):
+            cache.layers[layer] = NoState()  # type: ignore[call-overload]

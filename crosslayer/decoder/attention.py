@@ -150,9 +150,7 @@ class CrossLayerAttention(nn.Module):
         dropout = self.attention_dropout if self.training else 0.0
         options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
         options = {**options, **self.softcap, **kwargs}
-        out = attend(self, *states, attention_mask, **options)[0]
-        batch, _, new, size = states[0].shape  # type: ignore[union-attr]
-        return out.reshape(batch, new, -1, size)  # vLLM's attention returns (T, H·D)
+        return attend(self, *states, attention_mask, **options)[0]
 
     def _cached(self, states: States, cache: Cache) -> States:
         """Cache what this layer stores."""

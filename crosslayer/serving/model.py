@@ -7,7 +7,9 @@ other are states of the new tokens, as without a cache.
 
 from typing import Any
 
+from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm.logger import init_logger  # type: ignore[import-not-found]
 from vllm.model_executor.layers.attention import Attention  # type: ignore[import-not-found]
 from vllm.model_executor.models.transformers import (  # type: ignore[import-not-found]
@@ -21,18 +23,27 @@ from crosslayer.serving.caches import cache_owner, not_saved, not_servable
 
 logger = init_logger(__name__)
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
-OVERRIDDEN = "_create_attention_instances"
-if not hasattr(TransformersForCausalLM, OVERRIDDEN):
-    raise ImportError(
-        f"vLLM's Transformers backend has no {OVERRIDDEN}, which crosslayer overrides: use another release"
-    )
+ATTENTION = "crosslayer_vllm"  # the name of vLLM's attention as our decoder calls it
+OVERRIDDEN = "_patch_config", "_create_attention_instances"
+for name in OVERRIDDEN:
+    if not hasattr(TransformersForCausalLM, name):
+        raise ImportError(f"vLLM's Transformers backend has no {name}, which crosslayer overrides: use another release")
+vllm_attention = ALL_ATTENTION_FUNCTIONS["vllm"]
+
+
+def _attention(module: Any, query: Tensor, *others: Tensor | None, **options: Any) -> tuple[Tensor, None]:
+    """Return vLLM's attention, (T, H·D), in the shape of other attention functions, (B, T, H, D)."""
+    out, _ = vllm_attention(module, query, *others, **options)
+    batch, _, new, size = query.shape
+    return out.view(batch, new, -1, size), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
     """Return no mask: vLLM's attention knows the requests, whose tokens stand in one row."""
 
 
-ALL_MASK_ATTENTION_FUNCTIONS.register("vllm", _no_mask)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _no_mask)
 
 
 class CrossLayerForCausalLM(TransformersForCausalLM):
@@ -60,6 +71,11 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
         if vllm_config.cache_config.kv_sharing_fast_prefill:
             return "with kv_sharing_fast_prefill some layers would see no tokens but the last"
         return None
+
+    def _patch_config(self) -> None:
+        """Let the decoder call vLLM's attention by our name."""
+        super()._patch_config()
+        self.config._attn_implementation = ATTENTION
 
     def _create_attention_instances(self, prefix: str = "") -> None:
         """Give each layer that attends vLLM's attention, with its own cache or that of the layer that it reads.

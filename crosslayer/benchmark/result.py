@@ -6,7 +6,9 @@ import numpy as np
 
 from crosslayer.benchmark.page import layout
 from crosslayer.benchmark.record import BenchmarkRecord, Row
-from crosslayer.output.page import Page
+from crosslayer.benchmark.tables import overview
+from crosslayer.benchmark.words import sentences
+from crosslayer.output.page import Page, Table
 from crosslayer.output.result import Result
 
 
@@ -63,6 +65,14 @@ class Benchmark(BenchmarkRecord, Result):
     def layout(self) -> Page:
         """Return the parts of the page."""
         return layout(self)
+
+    def overview(self) -> Table:
+        """Return the short table: a row for each setting."""
+        return overview(self)
+
+    def sentences(self) -> list[str]:
+        """Return what was measured."""
+        return sentences(self)
 
     def headline(self) -> dict[str, Any]:
         """Return both names, what an interval covers, and the ratios of every setting."""

@@ -43,94 +43,51 @@ def command(
     debug: Debug = False,
 ) -> None:
     """Measure cache, time to first token, time per token and memory of a model beside a baseline, in turns."""
-    contexts, batches = whole_numbers("--context", context), whole_numbers("--batch", batch)
+    options: dict[str, Any] = {
+        "contexts": whole_numbers("--context", context),
+        "new_tokens": new_tokens,
+        "repeats": repeats,
+        "seed": seed,
+        "dtype": dtype,
+        "progress": Progress,
+    }
+    batches = whole_numbers("--batch", batch)
     with importing():
         from crosslayer.benchmark.run import bench
-        from crosslayer.benchmark.words import sentences
         from crosslayer.output.folder import check_target
+        from crosslayer.serving.bench import bench_vllm
 
     if out is not None:
         check_target(out, force)
     if engine == "vllm":
         if device is not None or attention != "sdpa" or evict is not None:
             raise ValueError("--device, --attention and --evict are for --engine transformers; vLLM has its own")
-        _bench_vllm(model, baseline, contexts, batches, new_tokens, repeats, kv_memory, seed, dtype, out, force)
-        return
-    if engine != "transformers":
+        memory = 1.0 if kv_memory is None else kv_memory
+        benchmark = bench_vllm(model, baseline, requests=batches, kv_memory=memory, **options)
+    elif engine != "transformers":
         raise ValueError(f"--engine is {engine!r}; it must be transformers or vllm")
-    if kv_memory is not None:
+    elif kv_memory is not None:
         raise ValueError("--kv-memory is for --engine vllm; transformers allocates what is needed")
-    benchmark = bench(
-        model,
-        baseline,
-        contexts=contexts,
-        batches=batches,
-        new_tokens=new_tokens,
-        repeats=repeats,
-        attention=attention,
-        evict=evict,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        progress=Progress,
-    ).model_copy(update={"command": command_line()})
+    else:
+        options |= {"batches": batches, "attention": attention, "evict": evict, "device": device}
+        benchmark = bench(model, baseline, **options)
+    benchmark = benchmark.model_copy(update={"command": command_line()})
     print_overview(benchmark)
-    for sentence in sentences(benchmark):
-        print_line(sentence)
-    if out is not None:
-        say("drawing figures and writing the report")
-        print_line(f"report: {benchmark.save(out, force)}")
-    print_headline(benchmark.headline())
-
-
-def _bench_vllm(
-    model: str,
-    baseline: str,
-    contexts: tuple[int, ...],
-    requests: tuple[int, ...],
-    new_tokens: int,
-    repeats: int,
-    kv_memory: float | None,
-    seed: int,
-    dtype: str | None,
-    out: Path | None,
-    force: bool,
-) -> None:
-    from crosslayer.serving.bench import bench_vllm
-
-    benchmark = bench_vllm(
-        model,
-        baseline,
-        contexts=contexts,
-        requests=requests,
-        new_tokens=new_tokens,
-        repeats=repeats,
-        kv_memory=1.0 if kv_memory is None else kv_memory,
-        seed=seed,
-        dtype=dtype,
-        progress=Progress,
-    ).model_copy(update={"command": command_line()})
-    _print_table(*benchmark.overview())
     for sentence in benchmark.sentences():
         print_line(sentence)
     if out is not None:
+        say("writing the report")
         print_line(f"report: {benchmark.save(out, force)}")
     print_headline(benchmark.headline())
 
 
 def print_overview(benchmark: Any) -> None:
-    """Print the short table."""
-    from crosslayer.benchmark.tables import overview
-
-    _print_table(*overview(benchmark))
-
-
-def _print_table(title: str, head: list[str], rows: list[list[Any]]) -> None:
-    """Print a table; where the output is no terminal, as wide as it is."""
+    """Print the short table; where the output is no terminal, as wide as it is."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
 
+    title, head, rows = benchmark.overview()
     grid = Table(*head, show_lines=True)
     for cells in rows:
         grid.add_row(*cells)

@@ -14,12 +14,12 @@ CACHES_KNOW_READERS = hasattr(cache_utils, "DummyLayer")
 CHECKPOINTING_IS_RENAMED = hasattr(PreTrainedModel, "activation_checkpointing_enable")
 """Whether models and `TrainingArguments` say `activation_checkpointing` (5.23) and not `gradient_checkpointing`."""
 
-OLD_ARGUMENTS = {
-    f"activation_checkpointing{end}": f"gradient_checkpointing{end}"
-    for end in ("", "_kwargs")
-    if not CHECKPOINTING_IS_RENAMED
+_OLD_NAMES = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
-"""The fields of `TrainingArguments` by their names in 5.23, and what they are called here; without those that agree."""
+OLD_ARGUMENTS = {} if CHECKPOINTING_IS_RENAMED else _OLD_NAMES
+"""Fields of `TrainingArguments` that have another name here than in 5.23: the name there → the name here."""
 
 
 class _OldPreTrainedModel(PreTrainedModel):

@@ -88,6 +88,7 @@ def test_the_import_registers_the_model_and_loads_no_verb():
         "_start",
         "plan",
         "environment",
+        "transformers_versions",
         "options",
         "method",
         "methods",

@@ -69,8 +69,8 @@ def command(
     elif kv_memory is not None:
         raise ValueError("--kv-memory is for --engine vllm; transformers allocates what is needed")
     else:
-        own = {"attention": attention, "evict": evict, "device": device}
-        benchmark = bench(model, baseline, batches=batches, **own, **options)
+        options |= {"batches": batches, "attention": attention, "evict": evict, "device": device}
+        benchmark = bench(model, baseline, **options)
     benchmark = benchmark.model_copy(update={"command": command_line()})
     print_overview(benchmark)
     for sentence in benchmark.sentences():

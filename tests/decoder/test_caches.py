@@ -54,7 +54,7 @@ PARTIAL = ["cla", "svformer", "uniattn", "drop", "svformer keys", "fusedkv", "yo
 
 
 NEEDS_FP8 = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"), reason="its quantised caches need another package"
+    Version(transformers.__version__) < Version("5.21"), reason="its quantised caches need another package"
 )
 
 

@@ -136,7 +136,7 @@ def test_the_command_line_says_it_in_one_line(tmp_path, monkeypatch, capsys):
     assert "pip install 'crosslayer[vllm]'" in line(*both, "--engine", "vllm")
     assert "--engine is 'vlm'; it must be transformers or vllm" in line(*both, "--engine", "vlm")
     assert "--kv-memory is for --engine vllm" in line(*both, "--kv-memory", "1")
-    assert "--device and --attention are for --engine transformers" in line(
+    assert "--device, --attention and --evict are for --engine transformers" in line(
         *both, "--engine", "vllm", "--device", "cpu"
     )
 

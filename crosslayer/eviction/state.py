@@ -8,7 +8,9 @@ Shapes: B batch, T new tokens, S cached + new tokens, H heads, H_kv key-value he
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,7 +62,7 @@ class GroupState:
         reading = _Reading(self, call)
         due = reading.due_columns()
         changes = self.evicted or bool(due)
-        mask = reading.empty_mask() if changes and not (reading.is_single and reading.is_full) else None
+        mask = reading.empty_mask() if changes and not reading.is_plain else None
         start = 0
         for end in sorted({*due, reading.new}):
             reading.attend(start, end, mask)
@@ -100,18 +102,25 @@ class _Reading:
         self.groups = heads // self.heads
         if call.key.shape[2] != self.before + self.new:
             raise ValueError("keys of several layers stand in a row; no eviction is defined for them")
-        device = call.key.device
-        first = state.positions is None
-        pads = _padding(call.mask, self.batch) if first else [0] * self.batch
-        seen = state.seen or [0] * self.batch
-        start = torch.tensor(seen, device=device) - torch.tensor(pads, device=device)  # (B,)
-        new = (start[:, None] + torch.arange(self.new, device=device)).to(torch.int32)  # (B, T)
-        new = torch.where(new < torch.tensor(seen, device=device)[:, None], -1, new)
-        positions = new[:, None].expand(-1, self.heads, -1)  # (B, H_kv, T)
-        self.positions = positions if state.positions is None else torch.cat([state.positions, positions], dim=-1)
-        self.alive = self.positions >= 0  # (B, H_kv, S)
-        self.pads, self.seen, self.held = pads, list(seen), list(state.held or [0] * self.batch)
+        nothing = [0] * self.batch
+        self.seen, self.held = list(state.seen or nothing), list(state.held or nothing)
+        self.pads = _padding(call.mask, self.batch) if state.positions is None else nothing
+        self.is_plain = self.new == 1 and self.held == [self.before] * self.batch  # a token that sees every column
+        new = self._new_positions()
+        self.positions = new if state.positions is None else torch.cat([state.positions, new], dim=-1)
         self.attention = self._attention()
+
+    def _new_positions(self) -> Tensor:
+        """Return the positions of new columns, (B, H_kv, T); -1 for padding."""
+        seen, pads = np.array(self.seen)[:, None], np.array(self.pads)[:, None]
+        columns = np.arange(self.new)
+        positions = np.where(columns < pads, -1, seen + columns - pads).astype(np.int32)  # (B, T)
+        return torch.from_numpy(positions).to(self.call.key.device)[:, None].expand(-1, self.heads, -1)
+
+    @cached_property
+    def alive(self) -> Tensor:
+        """Whether a column holds a token that has not gone, (B, H_kv, S)."""
+        return self.positions >= 0
 
     def _attention(self) -> Tensor | None:
         """Return what the tokens have received (B, H_kv, S); None where the policy does not ask."""
@@ -121,16 +130,6 @@ class _Reading:
             return None
         fresh = torch.zeros((self.batch, self.heads, self.new), dtype=torch.float32, device=self.call.key.device)
         return fresh if state.attention is None else torch.cat([state.attention, fresh], dim=-1)
-
-    @property
-    def is_single(self) -> bool:
-        """Whether there is a single query, which needs a mask only where columns hold no token."""
-        return self.new == 1
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every column before the call holds a token."""
-        return all(held == self.before for held in self.held)
 
     def due_columns(self) -> dict[int, dict[int, int]]:
         """Return after how many new columns tokens go, and of which texts how many stay then."""
@@ -175,8 +174,8 @@ class _Reading:
             last = min(first + QUERIES, end)
             if mask is None and not asks:
                 continue
-            allowed = self._allowed(first, last)  # (B, H_kv, T', S')
-            if mask is not None:
+            allowed = None if self.is_plain else self._allowed(first, last)  # (B, H_kv, T', S')
+            if mask is not None and allowed is not None:
                 mask[:, :, first:last, : allowed.shape[-1]] = allowed
             if asks:
                 self._receive(first, last, allowed)
@@ -195,23 +194,29 @@ class _Reading:
         own = self.before + torch.arange(first, last, device=device)[:, None]
         return self.alive[:, :, None, :width] & (columns <= own) | (columns == own)
 
-    def _receive(self, first: int, last: int, allowed: Tensor) -> None:
-        """Add what tokens receive from new columns `first` to `last`; of a policy of a window, from those in it."""
+    def _receive(self, first: int, last: int, allowed: Tensor | None) -> None:
+        """Add what tokens receive from new columns `first` to `last`; of a policy of a window, from those in it.
+
+        `allowed` (B, H_kv, last - first, columns so far) says what they attend to, None for everything.
+        """
         assert self.attention is not None
         window, width, call = self.state.policy.window, self.before + last, self.call
         start = max(first, self.new - window) if window else first
         if start >= last:
             return
-        allowed = allowed[:, :, start - first :]
         query = call.query[:, :, start:last].unflatten(1, (self.heads, self.groups))  # (B, H_kv, G, T', D)
-        key = call.key[:, :, :width, None].transpose(2, 3)  # (B, H_kv, 1, S', D)
-        scores = (query.flatten(2, 3) @ key[:, :, 0].transpose(2, 3)).to(torch.float32) * call.scaling
+        key = call.key[:, :, :width].transpose(2, 3)  # (B, H_kv, D, S')
+        scores = (query.flatten(2, 3) @ key).to(torch.float32) * call.scaling  # (B, H_kv, G·T', S')
         if call.softcap is not None:
             scores = torch.tanh(scores / call.softcap) * call.softcap
+        if allowed is None:
+            self.attention += scores.softmax(-1).sum(2)
+            return
         scores = scores.unflatten(2, (self.groups, -1))  # (B, H_kv, G, T', S')
-        weights = scores.masked_fill(~allowed[:, :, None], -torch.inf).softmax(-1)
+        hidden = ~allowed[:, :, None, start - first :]
         real = self.positions[:, :, None, self.before + start : self.before + last, None] >= 0
-        self.attention[..., :width] += (weights * real).sum((2, 3))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1) * real
+        self.attention[..., :width] += weights.sum((2, 3))
 
     def evict(self, end: int, keeps: dict[int, int]) -> None:
         """Let tokens go after new column `end`, of the texts in `keeps`."""
@@ -240,8 +245,9 @@ class _Reading:
     def close(self, evicts: bool) -> Tensor | None:
         """Leave what is known of the tokens to the group; return the columns that stay, where some go."""
         state, kept = self.state, None
-        positions, attention = self.positions.masked_fill(~self.alive, -1), self.attention
+        positions, attention = self.positions, self.attention
         if evicts:
+            positions = positions.masked_fill(~self.alive, -1)
             width, size = max(self.held), positions.shape[-1]
             columns = torch.arange(size, device=positions.device)
             order = torch.where(self.alive, columns, size).sort(dim=-1).values[..., :width]  # (B, H_kv, W)

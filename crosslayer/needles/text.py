@@ -37,6 +37,7 @@ KEYS = tuple(f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS
 _END = re.compile(
     r"(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[A-Z]\.)(?P<closing>[\"'”’)]*)\s+(?=[\"'“‘(]?[A-Z])"
 )
+_CLOSED = re.compile(r"[.!?][\"'”’)]*$")
 _VALUE = re.compile(rf"\d{{{DIGITS}}}")
 
 
@@ -46,7 +47,8 @@ def haystack() -> tuple[str, ...]:
     sentences: list[str] = []
     for document in embedded_domains([DOMAIN])[DOMAIN]:
         sentences += sentences_of(document)
-    return tuple(sentence for sentence in sentences if not _VALUE.search(sentence))
+    whole = (sentence if _CLOSED.search(sentence) else f"{sentence}." for sentence in sentences)
+    return tuple(sentence for sentence in whole if not _VALUE.search(sentence))
 
 
 def sentences_of(text: str) -> list[str]:

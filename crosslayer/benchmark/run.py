@@ -78,6 +78,8 @@ def bench(
         evict=evict,
         seed=seed,
     )
+    if evict is not None and candidate is baseline and isinstance(candidate, PreTrainedModel):
+        raise ValueError("with an eviction candidate and baseline run in turns; load the baseline by itself")
     models = _loaded({"candidate": candidate, "baseline": baseline}, settings, dtype, device, progress)
     started = time.perf_counter()
     with torch.no_grad(), quiet_transformers(), _ready(models, settings):

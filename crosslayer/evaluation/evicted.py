@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from crosslayer.evaluation.metered import MeteredLM
 from crosslayer.eviction.running import NewCache
 
+AT_ONCE = 16  # continuations of a context
 Request = tuple[Any, list[int], list[int]]  # texts, and the ids of context and continuation
 
 
@@ -38,17 +39,19 @@ class EvictedLM(MeteredLM):
             by_context.setdefault(tuple(context), []).append(place)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         for context, places in by_context.items():
-            scores = self._after(context, [requests[place][2] for place in places])
-            for place, score in zip(places, scores, strict=True):
-                answers[place] = score
-                self.cache_hook.add_partial("loglikelihood", requests[place][0], score)
+            for first in range(0, len(places), AT_ONCE):
+                some = places[first : first + AT_ONCE]
+                scores = self._after(context, [requests[place][2] for place in some])
+                for place, score in zip(some, scores, strict=True):
+                    answers[place] = score
+                    self.cache_hook.add_partial("loglikelihood", requests[place][0], score)
         if self.windows is not None:
             self.windows.count(len(requests))
         return answers
 
     def _after(self, context: tuple[int, ...], continuations: list[list[int]]) -> list[tuple[float, bool]]:
         """Read a context, let its tokens go, and score N continuations of it."""
-        room = self.max_length + 1 - max(map(len, continuations))
+        room = max(1, self.max_length + 1 - max(map(len, continuations)))
         prompt = torch.tensor([context[-room:]], device=self.device)
         targets = [torch.tensor(ids, device=self.device) for ids in continuations]
         padded = pad_sequence(targets, batch_first=True)  # (N, T)

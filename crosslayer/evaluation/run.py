@@ -72,6 +72,8 @@ def evaluate(
     version = harness.check_installed()
     if cost and baseline is None:
         raise ValueError("a cost is a ratio to a baseline; name one with baseline=…")
+    if cost and model is baseline and isinstance(model, PreTrainedModel):
+        raise ValueError("a cost is of two models that run in turns; load the baseline by itself")
     sides: dict[str, Named] = {"candidate": model} if baseline is None else {"candidate": model, "baseline": baseline}
     _check_names(sides)
     with harness.quiet():
@@ -85,7 +87,9 @@ def evaluate(
             facts[side], results[side] = _scored(named, options, found, loaded, settings, evicted, progress)
     measured = None
     if cost and baseline is not None:
-        measured = measure_cost(model, baseline, evict, {"dtype": dtype, "device": device}, progress)
+        by_name = {} if all(isinstance(side, PreTrainedModel) for side in sides.values()) else {"dtype": dtype}
+        by_name |= {"device": device} if by_name else {}
+        measured = measure_cost(model, baseline, evict, by_name, progress)
     return _summed_up(facts, results, found, settings, version).model_copy(update={"cost": measured})
 
 

@@ -98,21 +98,23 @@ class EvictionCache(Cache):
 
     Attributes:
         groups: what is known of the cached tokens, by group of layers that share keys or values.
+        run: the use of `evicting` that it belongs to; no other takes it.
 
     """
 
-    def __init__(self, layers: int, groups: list[GroupState]) -> None:
+    def __init__(self, layers: int, groups: list[GroupState], run: object) -> None:
         self.states = [EvictionLayer() for _ in range(layers)]
         super().__init__(layers=list(self.states))
-        self.groups = groups
+        self.groups, self.run = groups, run
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens the text has so far, whatever layer stores them."""
-        return max(layer.seen for layer in self.states)
+        """Return how many tokens a layer has seen of the text; of one that stores nothing, what any layer has."""
+        state = self.states[layer_idx]
+        return state.seen if state.is_initialized else max(layer.seen for layer in self.states)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return that masks are as wide as the text, whatever layer stores it."""
-        return self.get_seq_length() + query_length, 0
+        return self.get_seq_length(layer_idx) + query_length, 0
 
     def reset(self) -> None:
         """Forget everything."""
@@ -126,7 +128,9 @@ class EvictionCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
-        stored = next(layer.keys for layer in self.states if layer.keys is not None)
+        stored = next((layer.keys for layer in self.states if layer.keys is not None), None)
+        if stored is None:
+            return
         rows = torch.arange(stored.shape[0], device=stored.device)
         self.batch_select_indices(rows.repeat_interleave(repeats))
 

@@ -6,6 +6,7 @@ In words: `h2o:0.4` evicts 40 % of what is cached, `h2o:512` keeps 512 tokens, `
 import difflib
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crosslayer.eviction.policies import POLICIES, Policy
@@ -18,6 +19,9 @@ EXAMPLE = "as h2o:0.4 (evicts 40 %), h2o:512 (keeps 512 tokens) or h2o:0.2@0-11,
 @dataclass(frozen=True)
 class Amount:
     """How much of the cache a layer gives up: a share of it (0 to 1), or all but some tokens.
+
+    Raises:
+        ValueError: nothing would be left, or no room for what is read next.
 
     Attributes:
         share: of the tokens read so far that goes at every eviction; None where `tokens` says it.
@@ -35,8 +39,9 @@ class Amount:
         assert self.tokens is not None
         return self.tokens - room
 
-    def check(self) -> None:
-        """Refuse what leaves nothing, or no room for what is read next."""
+    def __post_init__(self):
+        if (self.share is None) == (self.tokens is None):
+            raise ValueError("an eviction takes either a share or a number of tokens")
         if self.share is not None and not 0 <= self.share < 1:
             raise ValueError(f"an eviction of {self.share:g} of the cache; give a share from 0 to below 1")
         if self.tokens is not None and self.tokens < 2 * BLOCK:
@@ -49,14 +54,16 @@ class Eviction:
 
     Attributes:
         policy: its name: streaming, h2o, sinks or snapkv.
-        amounts: of the layers, in their order; a single one stands for all.
         text: as it was asked for.
+        everywhere: the amount of all layers; None where `by_layer` says it.
+        by_layer: amounts of the first layers, in their order, None for those that keep all, as the others do.
 
     """
 
     policy: str
-    amounts: tuple[Amount | None, ...]
     text: str
+    everywhere: Amount | None = None
+    by_layer: tuple[Amount | None, ...] = ()
 
     @property
     def rule(self) -> Policy:
@@ -65,14 +72,24 @@ class Eviction:
 
     def amount(self, layer: int) -> Amount | None:
         """Return what a layer gives up; None where it keeps all."""
-        if len(self.amounts) == 1:
-            return self.amounts[0]
-        return self.amounts[layer] if layer < len(self.amounts) else None
+        if self.everywhere is not None:
+            return self.everywhere
+        return self.by_layer[layer] if layer < len(self.by_layer) else None
 
-    def check_layers(self, layers: int) -> None:
-        """Refuse an eviction that names layers which a model does not have."""
-        if len(self.amounts) > layers:
-            raise ValueError(f"eviction {self.text!r} names layer {len(self.amounts) - 1}; the last is {layers - 1}")
+    def check_layers(self, layers: int, groups: Sequence[Sequence[int]]) -> None:
+        """Refuse an eviction by layer that a model of so many layers, some of which share, cannot have."""
+        if self.everywhere is not None:
+            return
+        if len(self.by_layer) > layers:
+            raise ValueError(f"eviction {self.text!r} names layer {len(self.by_layer) - 1}; the last is {layers - 1}")
+        for group in groups:
+            if any(self.amount(layer) != self.amount(group[0]) for layer in group):
+                names = ", ".join(map(str, group))
+                raise ValueError(f"eviction {self.text!r}: layers {names} share what is cached; give them all the same")
+        attending = {layer for group in groups for layer in group}
+        for layer, amount in enumerate(self.by_layer):
+            if amount is not None and layer not in attending:
+                raise ValueError(f"eviction {self.text!r} names layer {layer}, which has no attention")
 
 
 def parse_eviction(text: str) -> Eviction:
@@ -103,7 +120,7 @@ def parse_eviction(text: str) -> Eviction:
         if match["first"] is None:
             if len(pieces) > 1:
                 raise ValueError(f"eviction {text!r}: with several amounts, each says its layers, {EXAMPLE}")
-            return Eviction(name, (amount,), text.strip())
+            return Eviction(name, text.strip(), everywhere=amount)
         first, last = int(match["first"]), int(match["last"] or match["first"])
         if not first <= last < 10_000:
             raise ValueError(f"eviction {text!r}: layers {first}-{last} are none")
@@ -112,11 +129,9 @@ def parse_eviction(text: str) -> Eviction:
                 raise ValueError(f"eviction {text!r} names layer {layer} twice")
             amounts[layer] = amount
     by_layer = tuple(amounts.get(layer) for layer in range(max(amounts) + 1))
-    return Eviction(name, by_layer if len(by_layer) > 1 else (*by_layer, None), text.strip())
+    return Eviction(name, text.strip(), by_layer=by_layer)
 
 
 def _amount(text: str) -> Amount:
-    """Return an amount from digits: with a decimal point a share, else tokens; checked."""
-    amount = Amount(share=float(text)) if "." in text else Amount(tokens=int(text))
-    amount.check()
-    return amount
+    """Return an amount from digits: with a decimal point a share, else tokens."""
+    return Amount(share=float(text)) if "." in text else Amount(tokens=int(text))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 SINKS = 4  # StreamingLLM's: the first tokens of a text
 SINK = 0.3  # of all attention from a token on: the share from which `diagnose` calls it a sink
+TOP = 2.0**22  # above every position and every sum of attention: the rank of what stays before all else
 WINDOW, KERNEL = 64, 5  # SnapKV's observation window and the width over which it smooths, in tokens
 
 
@@ -91,8 +92,9 @@ def _snapkv(cached: Cached) -> Tensor:
 
 
 def _protected(rank: Tensor, above: Tensor) -> Tensor:
-    """Return a rank (B, H_kv, S) in which some tokens stand above all others."""
-    return rank.to(torch.float32).masked_fill(above, torch.inf)
+    """Return a rank (B, H_kv, S) in which some tokens stand above all others, the earliest of them highest."""
+    earliest = TOP + torch.arange(rank.shape[-1], 0, -1, device=rank.device, dtype=torch.float32)
+    return torch.where(above, earliest, rank.to(torch.float32))
 
 
 POLICIES = {

@@ -4,18 +4,19 @@ A handler of every attention call takes the leader's calls in, sets what each qu
 stores; the model's own attention function computes. So any attention implementation that takes a mask will do.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.eviction import Eviction, parse_eviction
-from crosslayer.eviction.state import GroupState, Step
+from crosslayer.eviction.state import GroupState, Step, padding
 from crosslayer.plan import CACHED, DepthPlan
 from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted
 from crosslayer.wiring.read import read_plan
@@ -43,7 +44,7 @@ def evicting(model: PreTrainedModel, eviction: Eviction | str) -> Iterator[NewCa
     eviction = parse_eviction(eviction) if isinstance(eviction, str) else eviction
     plan = _checked_plan(model, eviction)
     run = _Run(plan, eviction)
-    hook = model.register_forward_pre_hook(run.begin, with_kwargs=True)
+    hook = model.base_model.register_forward_pre_hook(run.begin, with_kwargs=True)
     try:
         with torch.no_grad(), evaluating(model), intercepted(model, run.handle):
             yield run.new_cache
@@ -90,29 +91,33 @@ class _Run:
         self.cache = self.new_cache()
         self.is_stored = False
         self.steps: dict[int, Step] = {}  # of the call that is running, by group
+        self.pads: list[int] | None = None  # of the same: its columns that are padding, of each text
 
     def new_cache(self) -> EvictionCache:
         """Return an empty cache."""
         amounts = [self.eviction.amount(leader) for leader in self.leaders]
-        return EvictionCache(self.layers, [GroupState(self.eviction.rule, amount) for amount in amounts])
+        return EvictionCache(self.layers, [GroupState(self.eviction.rule, amount) for amount in amounts], self)
 
-    def begin(self, _: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Look at the cache that a forward pass is given."""
-        cache = kwargs.get("past_key_values")
-        if cache is not None and not isinstance(cache, EvictionCache):
+        cache = inspect.signature(body.forward).bind_partial(*args, **kwargs).arguments.get("past_key_values")
+        if cache is not None and (not isinstance(cache, EvictionCache) or cache.run is not self):
             raise ValueError(
-                f"the model runs with eviction, and was given a {type(cache).__name__}; pass "
+                f"the model runs with eviction, and was given a {type(cache).__name__} that is not this run's; pass "
                 "past_key_values=new_cache(), with the function that `evicting` gives"
             )
         self.is_stored = cache is not None
         self.cache = self.new_cache() if cache is None else cache
-        self.steps = {}
+        self.steps, self.pads = {}, None
 
     def handle(self, call: AttentionCall) -> AttentionCall:
         """Set what a call attends to, and cut what its layer stores."""
         number = self.group_of[call.layer]
         if number not in self.steps:
-            self.steps[number] = self.cache.groups[number].step(call)
+            group, new = self.cache.groups[number], call.query.shape[2]
+            if self.pads is None:
+                self.pads = padding(call.mask, group.seen or [0] * len(call.query), new)
+            self.steps[number] = group.step(call, self.pads)
         step = self.steps[number]
         if self.is_stored and step.kept is not None and self.stores[call.layer]:
             self.cache.states[call.layer].keep(step.kept, step.room)
@@ -147,5 +152,5 @@ def _checked_plan(model: PreTrainedModel, eviction: Eviction) -> DepthPlan:
         several = [state for state in CACHED if plan.read_count(state, layer) > 1]
         if plan.value_shares[layer] < 1 or several:
             raise ValueError(f"{name}: layer {layer} reads states of several layers; no eviction is defined for them")
-    eviction.check_layers(plan.layers)
+    eviction.check_layers(plan.layers, sharing_groups(plan))
     return plan

@@ -52,14 +52,16 @@ class GroupState:
         """Columns of the cache."""
         return 0 if self.positions is None else self.positions.shape[-1]
 
-    def step(self, call: AttentionCall) -> Step:
-        """Take in a call of the leader; return what the group attends to and keeps.
+    def step(self, call: AttentionCall, pads: list[int]) -> Step:
+        """Take in a call of the leader, of whose new columns `pads` (B,) are padding; see `padding`.
+
+        Returns what the group attends to and keeps.
 
         Raises:
-            ValueError: the mask hides more than padding, or keys do not stand in a row of one layer's tokens.
+            ValueError: keys do not stand in a row of one layer's tokens, or attention has terms of its own.
 
         """
-        reading = _Reading(self, call)
+        reading = _Reading(self, call, pads)
         due = reading.due_columns()
         changes = self.evicted or bool(due)
         mask = reading.empty_mask() if changes and not reading.is_plain else None
@@ -95,16 +97,17 @@ class GroupState:
 class _Reading:
     """A call of the leader while it is taken in; columns are counted from the first that was cached before it."""
 
-    def __init__(self, state: GroupState, call: AttentionCall):
-        self.state, self.call = state, call
+    def __init__(self, state: GroupState, call: AttentionCall, pads: list[int]):
+        self.state, self.call, self.pads = state, call, pads
         self.batch, heads, self.new, _ = call.query.shape
         self.before, self.heads = state.width, call.key.shape[1]
         self.groups = heads // self.heads
         if call.key.shape[2] != self.before + self.new:
             raise ValueError("keys of several layers stand in a row; no eviction is defined for them")
+        if call.sinks is not None or call.position_bias is not None:
+            raise ValueError("attention with a learned sink or a bias by position; no eviction is defined for it")
         nothing = [0] * self.batch
         self.seen, self.held = list(state.seen or nothing), list(state.held or nothing)
-        self.pads = _padding(call.mask, self.batch) if state.positions is None else nothing
         self.is_plain = self.new == 1 and self.held == [self.before] * self.batch  # a token that sees every column
         new = self._new_positions()
         self.positions = new if state.positions is None else torch.cat([state.positions, new], dim=-1)
@@ -206,7 +209,7 @@ class _Reading:
             return
         query = call.query[:, :, start:last].unflatten(1, (self.heads, self.groups))  # (B, H_kv, G, T', D)
         key = call.key[:, :, :width].transpose(2, 3)  # (B, H_kv, D, S')
-        scores = (query.flatten(2, 3) @ key).to(torch.float32) * call.scaling  # (B, H_kv, G·T', S')
+        scores = ((query.flatten(2, 3) * call.scaling) @ key).to(torch.float32)  # (B, H_kv, G·T', S')
         if call.softcap is not None:
             scores = torch.tanh(scores / call.softcap) * call.softcap
         if allowed is None:
@@ -259,23 +262,29 @@ class _Reading:
         return kept
 
 
-def _padding(mask: Tensor | None, batch: int) -> list[int]:
-    """Return how many tokens on the left of each text are padding, (B,), from the mask (B, 1, T, S) of a first call.
+def padding(mask: Tensor | None, seen: list[int], new: int) -> list[int]:
+    """Return how many of the new columns of each text are padding on its left, (B,).
+
+    `mask` (B, 1, T, S) is the model's own over all columns so far, `seen` (B,) how many tokens each text had before.
 
     Raises:
         ValueError: the mask hides more than that and what comes later.
 
     """
     if mask is None:
-        return [0] * batch
+        return [0] * len(seen)
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         raise ValueError("eviction needs a mask as transformers makes it for sdpa or eager attention")
     visible = mask if mask.dtype == torch.bool else mask == 0
-    visible = visible.expand(batch, -1, -1, -1)[:, 0]  # (B, T, S)
-    real = visible[:, -1]  # (B, S): the last token sees all that are no padding
-    pads = (~real).to(torch.int32).cumprod(-1).sum(-1)  # (B,)
-    columns = torch.arange(real.shape[-1], device=mask.device)
-    expected = (columns <= columns[:, None]) & (columns >= pads[:, None, None])
-    if bool(((visible != expected) & real[:, :, None]).any()):  # what padding sees does not matter
+    visible = visible.expand(len(seen), -1, -1, -1)[:, 0]  # (B, T, S)
+    last = visible[:, -1]  # (B, S): the last token sees all that are no padding
+    pads = (~last).to(torch.int32).cumprod(-1).sum(-1)  # (B,), of all columns
+    columns = torch.arange(last.shape[-1], device=mask.device)
+    rows = columns[-new:, None]
+    expected = (columns <= rows) & (columns >= pads[:, None, None])  # (B, T, S)
+    text = rows[:, 0] >= pads[:, None]  # (B, T): what padding sees does not matter
+    before, padding = last.shape[-1] - new, pads.tolist()
+    known = [min(before, padded) + tokens for padded, tokens in zip(padding, seen, strict=True)]
+    if bool(((visible != expected) & text[:, :, None]).any()) or known != [before] * len(seen):
         raise ValueError("the mask hides more than padding on the left; no eviction is defined for that")
-    return pads.tolist()
+    return [max(0, padded - before) for padded in padding]

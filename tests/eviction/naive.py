@@ -7,8 +7,6 @@ from torch import Tensor
 
 from crosslayer.eviction.eviction import BLOCK
 
-POOL = 5
-
 
 class Naive:
     """An attention function that reads texts without padding, of a single call each, by one policy."""

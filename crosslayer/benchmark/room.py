@@ -12,8 +12,11 @@ from crosslayer.benchmark.record import Side
 Models = Mapping[Side, PreTrainedModel]
 
 
-def too_large(models: Models, structures: Mapping[Side, Structure], load: Load) -> str | None:
-    """Return why a setting is skipped: the caches, a prompt's activations and logits would not fit in free memory."""
+def too_large(models: Models, structures: Mapping[Side, Structure], load: Load, evicts: bool = False) -> str | None:
+    """Return why a setting is skipped: the caches, a prompt's activations and logits would not fit in free memory.
+
+    Where the candidate `evicts`, its prompt needs a mask for each head besides, and its cache is at most the full one.
+    """
     if not structures:
         return None
     free = free_memory(models["baseline"].device)
@@ -22,10 +25,18 @@ def too_large(models: Models, structures: Mapping[Side, Structure], load: Load) 
     activations = max(_activation_bytes(structure, tokens) for structure in structures.values())
     logits = max(load.batch * model.config.get_text_config().vocab_size * 8 for model in models.values())
     need = sum(caches) + max(caches) + activations + logits
+    if evicts:
+        need += _mask_bytes(models["candidate"], load)
     if need <= free:
         return None
     setting = f"context {load.context}, batch {load.batch}"
     return f"{setting} needs about {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+
+
+def _mask_bytes(model: PreTrainedModel, load: Load) -> int:
+    """Return what a prompt's mask takes for each head: of booleans, which eviction makes, and as sdpa adds it."""
+    heads = model.config.get_text_config().num_attention_heads
+    return load.batch * heads * load.context**2 * (2 + model.dtype.itemsize)
 
 
 def eager_skip(model: PreTrainedModel, load: Load) -> str | None:

@@ -83,7 +83,9 @@ def bench(
     models = _loaded({"candidate": candidate, "baseline": baseline}, settings, dtype, device, progress)
     started = time.perf_counter()
     with torch.no_grad(), quiet_transformers(), _ready(models, settings):
-        structures, reason = _structures(models, settings)
+        structures, reason = _structures(models)
+        if settings.evict is not None:
+            reason = "no prediction: tokens are evicted"
         with evicting_if(models["candidate"], settings.evict) as new_cache:
             rows, skipped = _measured(models, new_cache, structures, settings, progress)
     if not rows:
@@ -180,9 +182,10 @@ def _measured(
             meter.step(next(done), total)
 
         for load in loads:
-            reason = too_large(models, structures, load)
+            reason = too_large(models, structures, load, evicts=new_cache is not None)
             if reason is None:
-                rows.append(SideBySide(models, structures, load, settings, new_cache).run(tick))
+                predicted = structures if new_cache is None else {}
+                rows.append(SideBySide(models, predicted, load, settings, new_cache).run(tick))
                 continue
             skipped.append(Skip(context=load.context, batch=load.batch, reason=reason))
             for _ in range(rounds):
@@ -190,10 +193,8 @@ def _measured(
     return rows, skipped
 
 
-def _structures(models: Models, settings: Settings) -> tuple[dict[Side, Structure], str | None]:
+def _structures(models: Models) -> tuple[dict[Side, Structure], str | None]:
     """Return both structures, or none and the reason."""
-    if settings.evict is not None:
-        return {}, "no prediction: tokens are evicted"
     try:
         return {side: structure(models[side]) for side in SIDES}, None
     except ValueError as error:

@@ -46,6 +46,7 @@ class EvictionLayer(CacheLayerMixin):
     def keep(self, columns: Tensor, room: int) -> None:
         """Let all but some columns (B, H_kv, W) go, in new memory for `room` of them."""
         assert self.keys is not None and self.values is not None
+        columns = columns.to(self.keys.device)  # layers of a group may lie on several devices
         self.keys, self.values = _gathered(self.keys, columns, room), _gathered(self.values, columns, room)
         self.used = columns.shape[-1]
 

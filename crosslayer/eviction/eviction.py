@@ -52,6 +52,9 @@ class Amount:
 class Eviction:
     """A policy with its amounts.
 
+    Raises:
+        ValueError: no policy has that name.
+
     Attributes:
         policy: its name: streaming, h2o, sinks or snapkv.
         text: as it was asked for.
@@ -64,6 +67,12 @@ class Eviction:
     text: str
     everywhere: Amount | None = None
     by_layer: tuple[Amount | None, ...] = ()
+
+    def __post_init__(self):
+        if self.policy not in POLICIES:
+            near = difflib.get_close_matches(self.policy, POLICIES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(POLICIES)}"
+            raise ValueError(f"no eviction policy is called {self.policy!r}; {hint}")
 
     @property
     def rule(self) -> Policy:
@@ -104,10 +113,7 @@ def parse_eviction(text: str) -> Eviction:
 
     """
     name, colon, rest = text.strip().partition(":")
-    if name not in POLICIES:
-        near = difflib.get_close_matches(name, POLICIES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(POLICIES)}"
-        raise ValueError(f"no eviction policy is called {name!r}; {hint}")
+    Eviction(name, text)  # refuses a name that is unknown, before amounts are read
     if not colon:
         raise ValueError(f"eviction {text!r} says not how much; write it {EXAMPLE}")
     pieces = rest.split(",")

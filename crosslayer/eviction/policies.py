@@ -101,5 +101,7 @@ POLICIES = {
     "streaming": Policy(_streaming, f"the first {SINKS} tokens and the latest"),
     "h2o": Policy(_h2o, "half the latest, half those that received most attention", attention=True),
     "sinks": Policy(_sinks, "the sinks that each head has, wherever they are, and the latest", attention=True),
-    "snapkv": Policy(_snapkv, "what the end of the prompt looks at", attention=True, window=WINDOW),
+    "snapkv": Policy(
+        _snapkv, "the end of the prompt, what it looks at, and all that follows", attention=True, window=WINDOW
+    ),
 }

@@ -129,6 +129,7 @@ def _mask_for(call: AttentionCall, mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
     groups = call.query.shape[1] // mask.shape[1]
+    mask = mask.to(call.query.device)  # layers of a group may lie on several devices
     mask = mask.repeat_interleave(groups, dim=1) if groups > 1 else mask
     if call.implementation == "sdpa":
         return mask

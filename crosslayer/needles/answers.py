@@ -1,12 +1,12 @@
 """Answers of a model: greedy continuations of prompts, in batches that are padded on the left."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-NewCache = Callable[[], Cache]  # makes the empty cache of a batch
+from crosslayer.eviction.running import NewCache
 
 
 def answers(

@@ -32,6 +32,15 @@ def test_eager_and_what_is_too_large_are_skipped_with_a_word(monkeypatch):
         short(*models, 60)
 
 
+def test_a_prompt_that_is_read_with_eviction_needs_a_mask_for_each_head(monkeypatch):
+    monkeypatch.setattr(room, "free_memory", lambda device: 400_000)
+    assert not short(tiny("llama"), tiny("llama"), 60).skipped
+    mask = 4 * 60**2 * (2 + 8)  # heads, pairs of tokens, bytes: beside 271,616 bytes of all else
+    assert mask == 144_000
+    with pytest.raises(ValueError, match="context 60, batch 1 needs about"):
+        short(tiny("llama"), tiny("llama"), 60, evict="h2o:0.4")
+
+
 def test_eager_that_does_not_fit_is_a_row_with_the_reason(monkeypatch):
     monkeypatch.setattr(room, "_activation_bytes", lambda structure, tokens: 0)
     free = 2 * 4 * 60**2 * 4

@@ -1,8 +1,8 @@
 """What retrofits and evictions cost in quality, and save: the tables of docs/EVIDENCE.md.
 
     python benchmarks/quality.py --tasks TASKS_FOLDER --json FILE smollm2 smollm2@h2o:0.4 NAME=FOLDER
-        NAME=FOLDER@h2o:0.4 [--names arc_easy,piqa] [--limit 200] [--windows 16] [--needles 8] [--no-cost]
-        [--dtype bfloat16]
+        NAME=FOLDER@h2o:0.4 [--names arc_easy,piqa] [--limit 200] [--windows 16] [--needles 8]
+        [--lengths 256,512] [--no-cost] [--dtype bfloat16]
 
 The first row is the baseline: every other is paired with it, item by item, window by window, needle by needle.
 TASKS_FOLDER is what `python -m crosslayer.evaluation.local_tasks` writes. Perplexity is of the embedded corpus, windows
@@ -28,7 +28,7 @@ from crosslayer.eviction.running import evicting_if
 from crosslayer.needles.score import difference, is_found
 from crosslayer.output.progress import Progress
 
-LENGTH, NEEDLES = 512, (256, 512)
+LENGTH = 512  # tokens of a window of text
 
 
 @torch.no_grad()
@@ -44,10 +44,11 @@ def window_losses(model, windows, evict):
 
 def found_needles(model, words, evict, options):
     """Return whether each needle was found, by length."""
+    lengths = [int(length) for length in options.lengths.split(",")]
     asked = find_needles(
-        model, words, lengths=NEEDLES, depths=(0, 25, 50, 75, 100), keys=1, samples=options.needles, evict=evict
+        model, words, lengths=lengths, depths=(0, 25, 50, 75, 100), keys=1, samples=options.needles, evict=evict
     )
-    right = {length: [] for length in NEEDLES}
+    right = {length: [] for length in lengths}
     for question, answer in zip(asked.questions, asked.candidate.answers, strict=True):
         right[question.length].append(is_found(answer, question.value))
     return right
@@ -92,6 +93,7 @@ def main():
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--needles", type=int, default=8, help="samples of each length and depth; 0 for none")
+    parser.add_argument("--lengths", default="256,512", help="of texts with needles, in tokens")
     parser.add_argument("--cost", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path, required=True)
@@ -105,7 +107,8 @@ def main():
         record = {"date": str(date.today()), "settings": settings, "rows": results, "environment": environment()}
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         shares = {task["task"]: task["candidate"]["value"] for task in result["tasks"]}
-        print(row, shares, round(result["perplexity"], 3), [round(cell["share"], 3) for cell in result["needles"]])
+        cells = [round(cell["share"], 3) for cell in result["needles"]]
+        print(row, shares, round(result["perplexity"], 3), cells, flush=True)
 
 
 if __name__ == "__main__":

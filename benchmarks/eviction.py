@@ -24,29 +24,32 @@ from crosslayer.environment import environment
 from crosslayer.eviction.running import evicting
 
 
-def states(model, batch, tokens):
+def random_states(model, batch, tokens):
+    """Return keys, or values, (B, H_kv, tokens, D)."""
     config = model.config
     shape = (batch, config.num_key_value_heads, tokens, config.hidden_size // config.num_attention_heads)
     return torch.randn(shape, dtype=model.dtype)
 
 
-def full(model, batch, context):
+def full_cache(model, batch, context):
     """Return a dynamic cache of a text that has been read."""
     cache = DynamicCache(config=model.config)
     for layer in range(model.config.num_hidden_layers):
-        cache.update(states(model, batch, context), states(model, batch, context), layer)
+        cache.update(random_states(model, batch, context), random_states(model, batch, context), layer)
     return cache
 
 
-def half(model, batch, context, new_cache):
+def half_cache(model, batch, context, new_cache):
     """Return a cache from which the older half of the same text was evicted."""
     cache, kept = new_cache(), context // 2
+    positions = torch.arange(context - kept, context, dtype=torch.int32)
     for layer in range(model.config.num_hidden_layers):
-        cache.update(states(model, batch, kept), states(model, batch, kept), layer)
+        keys = random_states(model, batch, kept)
+        cache.update(keys, random_states(model, batch, kept), layer)
         cache.states[layer].seen = context
         group = cache.groups[layer]
-        group.positions = torch.arange(context - kept, context, dtype=torch.int32).repeat(batch, 3, 1)
-        group.attention = torch.rand(batch, 3, kept)
+        group.positions = positions.repeat(batch, keys.shape[1], 1)
+        group.attention = torch.rand(keys.shape[:3])
         group.seen, group.held, group.evicted = [context] * batch, [kept] * batch, True
     return cache
 
@@ -62,13 +65,13 @@ def decode(model, cache, batch, steps):
 
 def measure(models, context, batch, options):
     """Return the result of a setting."""
-    ours, plain = models
+    evicts, stock = models
     times = [[], []]
-    with torch.no_grad(), evicting(ours, "h2o:0.5") as new_cache:
+    with torch.no_grad(), evicting(evicts, "h2o:0.5") as new_cache:
         for pair in range(options.pairs + 1):
-            caches = [half(ours, batch, context, new_cache), full(plain, batch, context)]
+            caches = [half_cache(evicts, batch, context, new_cache), full_cache(stock, batch, context)]
             for side in (0, 1) if pair % 2 else (1, 0):
-                seconds = decode((ours, plain)[side], caches[side], batch, options.steps)
+                seconds = decode(models[side], caches[side], batch, options.steps)
                 if pair:  # the first is a warm-up
                     times[side].append(seconds)
             bytes_ = [cache_bytes(caches[0]) + caches[0].overhead_bytes(), cache_bytes(caches[1])]

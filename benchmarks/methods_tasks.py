@@ -4,8 +4,8 @@
         [--names hellaswag,openbookqa,winogrande,arc_easy,arc_challenge,piqa] [--limit 2000] [--baseline vanilla]
 
 RUNS_FOLDER holds folders ARM-SEED as `crosslayer compare` leaves them, TASKS_FOLDER is what `python -m
-crosslayer.evaluation.local_tasks` writes. An item's difference is the mean over the seeds that both arms have; intervals
-are over items. Differences seed by seed stand beside them.
+crosslayer.evaluation.local_tasks` writes. An item's difference is the mean over the seeds that both arms have;
+intervals are over items. Differences seed by seed stand beside them.
 """
 
 import argparse

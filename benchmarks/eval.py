@@ -8,63 +8,64 @@ medians, quartiles, and the ratio of times, ours / lm-eval's, with an interval w
 
 import argparse
 import json
-import platform
 import statistics
 import time
+from datetime import date
 from pathlib import Path
 
 import numpy as np
-import torch
 
 import crosslayer
 from crosslayer.benchmark.intervals import coverage, paired_ratio
+from crosslayer.environment import environment
 from crosslayer.evaluation import harness
 from crosslayer.models.load import load_model, model_source
 
 TARGET = 1.03  # the upper end of the interval
 
 
-def ours(model, tokenizer, words):
+def by_us(model, tokenizer, options):
     started = time.perf_counter()
     evaluation = crosslayer.evaluate(
-        model, tokenizer, tasks=words.tasks, include_path=words.folder, limit=words.limit, batch=words.batch
+        model, tokenizer, tasks=options.tasks, include_path=options.folder, limit=options.limit, batch=options.batch
     )
     return time.perf_counter() - started, evaluation.lm_eval_results["candidate"]["results"]
 
 
-def theirs(lm, words):
+def by_lm_eval(lm, options):
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     with harness.quiet():
         started = time.perf_counter()
-        manager = TaskManager(include_path=str(words.folder), include_defaults=False)
+        manager = TaskManager(include_path=str(options.folder), include_defaults=False)
+        names = options.tasks.split(",")
         results = simple_evaluate(
-            model=lm, tasks=words.tasks.split(","), task_manager=manager, limit=words.limit, batch_size=words.batch
+            model=lm, tasks=names, task_manager=manager, limit=options.limit, batch_size=options.batch
         )
         return time.perf_counter() - started, results["results"]
 
 
-def measure(words):
+def measure(options):
     from lm_eval.models.huggingface import HFLM
 
-    model, tokenizer = load_model(words.model, device=words.device)
+    model, tokenizer = load_model(options.model, device=options.device)
     with harness.quiet():
         lm = HFLM(
-            pretrained=model_source(words.model),
+            pretrained=model_source(options.model),
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
-            batch_size=words.batch,
+            batch_size=options.batch,
         )
-    sides = {"ours": lambda: ours(model, tokenizer, words), "lm-eval": lambda: theirs(lm, words)}
+    sides = {"ours": lambda: by_us(model, tokenizer, options), "lm-eval": lambda: by_lm_eval(lm, options)}
     times = {name: [] for name in sides}
-    for pair in range(-1, words.pairs):
+    for pair in range(-1, options.pairs):
         order = list(sides) if pair % 2 else list(sides)[::-1]
-        found = {name: sides[name]() for name in order}
-        assert found["ours"][1] == found["lm-eval"][1], "the scores differ"
+        measured = {name: sides[name]() for name in order}  # seconds and scores
+        assert measured["ours"][1] == measured["lm-eval"][1], "the scores differ"
         if pair >= 0:  # the first is a warm-up
             for name in sides:
-                times[name].append(found[name][0])
+                times[name].append(measured[name][0])
             print(pair + 1, *(f"{name} {times[name][-1]:.2f} s" for name in sides), flush=True)
     return times
 
@@ -79,31 +80,32 @@ def main():
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--device")
     parser.add_argument("--out", type=Path)
-    words = parser.parse_args()
-    times = measure(words)
+    options = parser.parse_args()
+    times = measure(options)
     ratio, interval = paired_ratio(times["ours"], times["lm-eval"])
     for name, values in times.items():
         low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
         print(f"{name}: median {median:.2f} s, quartiles {low:.2f} to {high:.2f}")
     if interval is not None:
         met = "met" if interval[1] <= TARGET else "missed"
-        print(f"ratio {ratio:.4f} ({interval[0]:.4f} to {interval[1]:.4f}), covers {coverage(words.pairs):.1%}")
+        print(f"ratio {ratio:.4f} ({interval[0]:.4f} to {interval[1]:.4f}), covers {coverage(options.pairs):.1%}")
         print(f"target, an upper end of at most {TARGET}: {met}")
     record = {
-        "model": words.model,
-        "tasks": words.tasks,
-        "limit": words.limit,
-        "batch": words.batch,
+        "date": str(date.today()),
+        "model": options.model,
+        "tasks": options.tasks,
+        "limit": options.limit,
+        "batch": options.batch,
         "seconds": times,
         "medians": {name: statistics.median(values) for name, values in times.items()},
         "ratio": ratio,
         "interval": interval,
-        "coverage": coverage(words.pairs),
-        "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
-        "versions": {"lm_eval": harness.check_installed(), "torch": torch.__version__},
+        "coverage": coverage(options.pairs),
+        "lm_eval": harness.check_installed(),
+        "environment": environment(),
     }
-    if words.out is not None:
-        words.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    if options.out is not None:
+        options.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

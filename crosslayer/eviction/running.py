@@ -18,7 +18,7 @@ from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.state import GroupState, Step, padding
 from crosslayer.plan import CACHED, DepthPlan
-from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted
+from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted, layer_stack
 from crosslayer.wiring.read import read_plan
 
 NewCache = Callable[[], EvictionCache]
@@ -44,7 +44,7 @@ def evicting(model: PreTrainedModel, eviction: Eviction | str) -> Iterator[NewCa
     eviction = parse_eviction(eviction) if isinstance(eviction, str) else eviction
     plan = _checked_plan(model, eviction)
     run = _Run(plan, eviction)
-    hook = model.base_model.register_forward_pre_hook(run.begin, with_kwargs=True)
+    hook = _owner_of_layers(model).register_forward_pre_hook(run.begin, with_kwargs=True)
     try:
         with torch.no_grad(), evaluating(model), intercepted(model, run.handle):
             yield run.new_cache
@@ -91,6 +91,7 @@ class _Run:
         self.cache = self.new_cache()
         self.is_stored = False
         self.steps: dict[int, Step] = {}  # of the call that is running, by group
+        self.handled: set[int] = set()  # layers that have attended in it
         self.pads: list[int] | None = None  # of the same: its columns that are padding, of each text
 
     def new_cache(self) -> EvictionCache:
@@ -100,7 +101,13 @@ class _Run:
 
     def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Look at the cache that a forward pass is given."""
-        cache = inspect.signature(body.forward).bind_partial(*args, **kwargs).arguments.get("past_key_values")
+        arguments = inspect.signature(body.forward).bind_partial(*args, **kwargs).arguments
+        cache = arguments.get("past_key_values")
+        if cache is not None and {**arguments, **arguments.get("kwargs", {})}.get("use_cache") is False:
+            raise ValueError(
+                "a cache is given with use_cache=False, with which `generate` reads the whole text at every step; pass "
+                "use_cache=True, or set it in the model's generation_config"
+            )
         if cache is not None and (not isinstance(cache, EvictionCache) or cache.run is not self):
             raise ValueError(
                 f"the model runs with eviction, and was given a {type(cache).__name__} that is not this run's; pass "
@@ -108,10 +115,13 @@ class _Run:
             )
         self.is_stored = cache is not None
         self.cache = self.new_cache() if cache is None else cache
-        self.steps, self.pads = {}, None
+        self.steps, self.handled, self.pads = {}, set(), None
 
     def handle(self, call: AttentionCall) -> AttentionCall:
         """Set what a call attends to, and cut what its layer stores."""
+        if call.layer in self.handled:
+            raise ValueError(f"layer {call.layer} attends twice in a forward pass; no eviction is defined for that")
+        self.handled.add(call.layer)
         number = self.group_of[call.layer]
         if number not in self.steps:
             group, new = self.cache.groups[number], call.query.shape[2]
@@ -137,12 +147,20 @@ def _mask_for(call: AttentionCall, mask: Tensor | None) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=call.query.dtype, device=mask.device).masked_fill(~mask, hidden)
 
 
+def _owner_of_layers(model: PreTrainedModel) -> nn.Module:
+    """Return the module that calls the layers one after another: the innermost that is given the cache."""
+    layers = layer_stack(model)
+    return next(module for module in model.modules() if any(child is layers for child in module.children()))
+
+
 def _checked_plan(model: PreTrainedModel, eviction: Eviction) -> DepthPlan:
     """Return who stores and who reads in a model, if eviction is defined for it."""
     wiring = read_plan(model)
     name = f"{type(model).__name__} ({wiring.type})"
     if not wiring.caches or not model.can_generate():
         raise ValueError(f"{name} keeps no KV cache, so that nothing can be evicted")
+    if getattr(model.config.get_text_config(), "kv_lora_rank", None):
+        raise ValueError(f"{name} caches compressed keys and values; eviction is defined for those of heads")
     kind = model.config.get_text_config()._attn_implementation or "eager"
     if kind not in ("sdpa", "eager"):
         raise ValueError(f"eviction needs sdpa or eager attention, which take a mask; the model has {kind!r}")

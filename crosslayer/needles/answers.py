@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.eviction.running import NewCache
 
@@ -48,18 +48,18 @@ def padded(prompts: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tens
 def continued(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, new_tokens: int, padding: int, new_cache: NewCache | None = None
 ) -> Tensor:
-    """Return the likeliest new tokens (B, N) after prompts (B, T), one by one, whatever the folder's settings say."""
-    sequences = model.generate(  # type: ignore[operator]
-        ids,
-        attention_mask=mask,
-        past_key_values=None if new_cache is None else new_cache(),
-        max_new_tokens=new_tokens,
-        pad_token_id=padding,
-        do_sample=False,
-        num_beams=1,
-        num_return_sequences=1,
-        repetition_penalty=1.0,
-        cache_implementation=None,
-        return_dict_in_generate=False,
-    )  # (B, T + N)
+    """Return the likeliest new tokens (B, N) after prompts (B, T), one by one, whatever the folder's generation_config says."""
+    settings = model.generation_config
+    model.generation_config = GenerationConfig(  # generate reads the folder's wherever it is not told otherwise
+        bos_token_id=settings.bos_token_id, eos_token_id=settings.eos_token_id, pad_token_id=padding, do_sample=False
+    )
+    try:
+        sequences = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=mask,
+            past_key_values=None if new_cache is None else new_cache(),
+            max_new_tokens=new_tokens,
+        )  # (B, T + N)
+    finally:
+        model.generation_config = settings
     return sequences[:, ids.shape[1] :]

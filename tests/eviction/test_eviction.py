@@ -205,6 +205,22 @@ def test_allocated_bytes_are_the_budget(plan):
         assert cache.get_seq_length() == 64
 
 
+@pytest.mark.parametrize("family", ["opt", "gpt_neox", "phi", "qwen3"])
+def test_each_text_is_read_by_itself_whichever_module_calls_the_layers(family):
+    model = tiny(family)
+    texts = [tokens(1, LENGTH, seed=seed) for seed in (0, 1)] + [tokens(1, LENGTH - 9, seed=2)]
+    with evicting(model, "h2o:0.4") as new_cache:
+        together = [model(ids, use_cache=False).logits for ids in texts]
+        pieces = []
+        for ids in texts:
+            cache = new_cache()
+            pieces.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split(20, dim=1)], 1))
+    for ids, logits, cut in zip(texts, together, pieces, strict=True):
+        with evicting(model, "h2o:0.4"):
+            assert torch.equal(model(ids, use_cache=False).logits, logits)
+        assert (cut - logits).abs().max() < TOLERANCE
+
+
 def test_beams_keep_what_they_have_read():
     model, ids = build(config_of("svformer")), tokens(2, 30)
     options = {"max_new_tokens": 20, "do_sample": False, "num_beams": 3, "length_penalty": 0.0, "pad_token_id": 0}
@@ -272,6 +288,7 @@ def test_what_cannot_be_asked_for_is_said(asked, words):
         ("mistral", "layer 0 has"),
         ("qwen3_next", "layer 0 has linear attention"),
         ("gemma2", "eviction is defined for full attention"),
+        ("deepseek_v3", "caches compressed keys and values"),
     ],
 )
 def test_models_without_full_attention_are_refused(family, words):
@@ -301,6 +318,8 @@ def test_wrong_use_is_refused():
             model(ids, past_key_values=other)
         with pytest.raises(ValueError, match="was given a DynamicCache"):
             model.model(ids, None, None, DynamicCache(config=model.config))
+        with pytest.raises(ValueError, match="a cache is given with use_cache=False"):
+            model.generate(ids, past_key_values=new_cache(), max_new_tokens=2, use_cache=False, pad_token_id=0)
         with pytest.raises(ValueError, match="cannot be cropped"):
             cache = new_cache()
             model(ids, past_key_values=cache)

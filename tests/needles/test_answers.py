@@ -3,6 +3,7 @@
 import torch
 from transformers import DynamicCache
 
+from crosslayer.eviction.running import evicting
 from crosslayer.needles.answers import answers, padded
 from crosslayer.needles.sample import Samples, prompt_ids
 from tests.helpers.saved import ours, tokenizer
@@ -26,6 +27,26 @@ def test_batches_say_what_single_prompts_say():
     ids = torch.tensor(asked[:1])
     new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
     assert alone[0] == TOKENIZER.decode(new, skip_special_tokens=True)
+
+
+def test_settings_of_the_folder_change_nothing():
+    model, asked = random_model(), prompts()
+    expected = said(model, asked)
+    for name, value in {
+        "use_cache": False,
+        "no_repeat_ngram_size": 2,
+        "forced_eos_token_id": 5,
+        "max_time": 0.0,
+        "stop_strings": ["a"],
+        "prompt_lookup_num_tokens": 3,
+        "repetition_penalty": 2.0,
+        "num_beams": 2,
+    }.items():
+        setattr(model.generation_config, name, value)
+    settings = model.generation_config
+    assert said(model, asked) == expected and model.generation_config is settings
+    with evicting(model, "h2o:64") as new_cache:
+        assert said(model, asked, batch=2, new_cache=new_cache) == said(model, asked, batch=1, new_cache=new_cache)
 
 
 def test_batches_of_our_models_do_too():

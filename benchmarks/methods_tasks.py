@@ -20,12 +20,14 @@ from crosslayer import evaluate, load_model
 from crosslayer.environment import environment
 from crosslayer.evaluation.items import samples_of
 
+POSITIONS = 1024  # rotary ones go on; a few answers of PIQA are longer than the 256 that the runs were trained on
 SIX = "hellaswag,openbookqa,winogrande,arc_easy,arc_challenge,piqa"
 
 
 def right_answers(folder, tasks, options):
     """Return for each task which items a run answers rightly, (items,) of 0 and 1."""
     model, tokenizer = load_model(str(folder / "model"))
+    model.config.max_position_embeddings = POSITIONS
     results = evaluate(
         model, tokenizer, tasks=tasks, include_path=options.tasks, limit=options.limit, batch=options.batch
     ).lm_eval_results["candidate"]

@@ -1,5 +1,6 @@
 """What the candidate's cache and time are beside the baseline's, so that they stand beside its scores."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,16 @@ def measure_cost(
     )
 
 
+def check_positions(sides: Sequence[PreTrainedModel | str | Path]) -> None:
+    """Refuse models in which a prompt and what follows it have no place, before anything is evaluated."""
+    for side in sides:
+        if _positions(side) <= NEW_TOKENS:
+            raise ValueError(
+                f"a cost is measured over {NEW_TOKENS} new tokens; a model has {_positions(side)} positions"
+            )
+
+
 def _positions(model: PreTrainedModel | str | Path) -> int:
-    """Return how many positions a model has, from its config."""
+    """Return how many positions a model has, from its config; `CONTEXT` and what follows where it has no limit."""
     config = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
-    return config.get_text_config().max_position_embeddings
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or CONTEXT + NEW_TOKENS

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from crosslayer.evaluation.metered import MeteredLM
+from crosslayer.eviction.eviction import Eviction
 from crosslayer.eviction.running import NewCache
 
 AT_ONCE = 16  # continuations of a context
@@ -23,17 +24,25 @@ class EvictedLM(MeteredLM):
     """A model that runs with eviction."""
 
     new_cache: NewCache
-    after_prompt = False  # whether tokens go when the prompt has been read
+    eviction: Eviction
+    reduced = 0  # requests for which tokens went before the last of them was read
 
     def _model_generate(self, context: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        return super()._model_generate(context, *arguments, past_key_values=self.new_cache(), **options)
+        cache = self.new_cache()
+        answers = super()._model_generate(context, *arguments, past_key_values=cache, **options)
+        self.reduced += min(cache.reduced_texts(), len(context))  # beams are rows, too
+        return answers
 
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = True, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Return log likelihood, and whether it is the greedy one, of each continuation."""
-        if not self.after_prompt:
+        for _, context, answer in requests:
+            read = len(context) if self.eviction.rule.window else min(len(context) + len(answer) - 1, self.max_length)
+            self.reduced += self.eviction.takes_from(read)
+        if not self.eviction.rule.window:
             return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+        self.count(requests)
         by_context: dict[tuple[int, ...], list[int]] = {}
         for place, (_, context, _) in enumerate(requests):
             by_context.setdefault(tuple(context), []).append(place)

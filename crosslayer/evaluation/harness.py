@@ -23,7 +23,9 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.evaluation.groups import GROUPS, Selection, select
 
 SCRIPT = "python -m crosslayer.evaluation.local_tasks"
-ARITHMETIC = 1234  # the seed of numpy, torch and few-shot examples in lm-eval where a caller names none; ours counts on
+LM_EVAL_SEED = (
+    1234  # the seed of numpy, torch and few-shot examples in lm-eval where a caller names none; ours counts on
+)
 SENTENCE = 160  # characters of a library's error that are shown
 AWAY = ("OfflineModeIsEnabled", "Couldn't reach", "offline", "ConnectionError", "Max retries", "LocalEntryNotFound")
 
@@ -136,7 +138,14 @@ class Tasks:
 
 
 def score(
-    lm: Any, loaded: Sequence[Any], manager: Any, *, limit: int | None, num_fewshot: int | None, seed: int
+    lm: Any,
+    loaded: Sequence[Any],
+    manager: Any,
+    *,
+    limit: int | None,
+    num_fewshot: int | None,
+    seed: int,
+    allow_code: bool = False,
 ) -> dict[str, Any]:
     """Return what lm-eval's simple_evaluate returns; run inside of `quiet`, since it sets all seeds.
 
@@ -146,20 +155,24 @@ def score(
     """
     from lm_eval.evaluator import simple_evaluate
 
-    results = simple_evaluate(
-        model=lm,
-        tasks=list(loaded),
-        task_manager=manager,
-        num_fewshot=num_fewshot,
-        batch_size=lm.batch_size,
-        device=str(lm.device),
-        limit=limit,
-        log_samples=True,
-        random_seed=seed,
-        numpy_random_seed=(seed + ARITHMETIC) % 2**32,
-        torch_random_seed=seed + ARITHMETIC,
-        fewshot_random_seed=seed + ARITHMETIC,
-    )
+    try:
+        results = simple_evaluate(
+            model=lm,
+            tasks=list(loaded),
+            task_manager=manager,
+            num_fewshot=num_fewshot,
+            batch_size=lm.batch_size,
+            device=str(lm.device),
+            limit=limit,
+            log_samples=True,
+            random_seed=seed,
+            numpy_random_seed=(seed + LM_EVAL_SEED) % 2**32,
+            torch_random_seed=seed + LM_EVAL_SEED,
+            fewshot_random_seed=seed + LM_EVAL_SEED,
+            confirm_run_unsafe_code=allow_code,
+        )
+    except (AssertionError, AttributeError, KeyError, StopIteration, TypeError) as error:  # how lm-eval refuses a task
+        raise ValueError(f"lm-eval stopped: {_reason(error)}") from error
     assert results is not None  # only the other processes of several get none
     return dict(results)
 
@@ -181,8 +194,8 @@ def _check_folder(folder: Path, allow_code: bool) -> None:
     for path in sorted(folder.rglob("*.yaml")):
         if not allow_code and _names_code(path):
             raise ValueError(
-                f"{path.name!r} in {folder.name!r} names Python code (!function or class:), which runs when the task "
-                "does; read it, and set `allow_code` if it may"
+                f"{path.name!r} in {folder.name!r} names Python code (!function, class: or a metric that is none of "
+                "lm-eval's), which runs when the task does; read it, and set `allow_code` if it may"
             )
 
 
@@ -192,9 +205,13 @@ def _names_code(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
     if path.is_relative_to(stock_folder()):
         return False
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, ValueError, yaml.YAMLError):
-        return False  # lm-eval skips it as well
+        node = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)  # bytes in any encoding, as lm-eval reads it
+    except OSError:
+        return False  # lm-eval cannot open it, either
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"{path.name!r} in {path.parent.name!r} is no YAML file: {str(error).splitlines()[0]}"
+        ) from error
     included: list[str] = []
     if any(_walk(node, included)):
         return True
@@ -217,9 +234,20 @@ def _walk(node: yaml.Node | None, included: list[str]) -> Iterator[bool]:
                 parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
                 included += [str(part.value) for part in parts]
             yield name == "class"
+            if name == "metric":  # lm-eval hands a name that it does not know to `evaluate`, which runs a script
+                yield isinstance(value, yaml.ScalarNode) and value.value not in _metrics()
             if name in ("hf_evaluate", "unsafe_code"):
                 yield getattr(value, "value", "").lower() in ("true", "yes", "on")
             yield from _walk(value, included)
+
+
+@functools.cache
+def _metrics() -> frozenset[str]:
+    """Return the names of lm-eval's own metrics."""
+    from lm_eval.api import metrics, registry
+
+    assert metrics is not None  # which registers them
+    return frozenset(registry.METRIC_REGISTRY)
 
 
 @functools.cache

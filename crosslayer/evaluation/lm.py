@@ -5,6 +5,7 @@ killed. There the batch is counted instead: so many requests as hold 1,024 token
 take more than a quarter of the memory that is free (`metered.cpu_batch`).
 """
 
+import copy
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,12 +36,13 @@ def language_model(
     """
     from crosslayer.evaluation.metered import MeteredLM
 
+    tokenizer = copy.deepcopy(tokenizer)  # lm-eval gives one that lacks it a token for padding
     if evict is None or new_cache is None:
         lm = MeteredLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, backend="causal")
     else:
         from crosslayer.evaluation.evicted import EvictedLM
 
         lm = EvictedLM(pretrained=model, tokenizer=tokenizer, batch_size=batch, backend="causal")
-        lm.new_cache, lm.after_prompt = new_cache, bool(parse_eviction(evict).rule.window)
+        lm.new_cache, lm.eviction = new_cache, parse_eviction(evict)
     lm.progress = progress
     return lm

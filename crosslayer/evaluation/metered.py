@@ -43,6 +43,8 @@ class MeteredLM(_HFLM):
     """lm-eval's model, whose answers are those of lm-eval."""
 
     progress: Meter = Silent
+    requests = 0  # texts that were scored or continued
+    shortened = 0  # requests whose beginning was cut off, since the model has too few positions
     windows: _Counter | None = None  # while windows of long texts are scored
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
@@ -77,10 +79,28 @@ class MeteredLM(_HFLM):
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = True, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
+        self.count(requests)
         answers = super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
         if self.windows is not None:
             self.windows.count(len(requests))
         return answers
+
+    def count(self, requests: list[Any]) -> None:
+        """Count requests that are scored, (texts, context, continuation) each.
+
+        Raises:
+            ValueError: an answer alone is longer than the model's positions, which lm-eval cannot score.
+
+        """
+        longest = max((len(answer) for _, _, answer in requests), default=0)
+        if longest > self.max_length:
+            raise ValueError(f"an answer of {longest} tokens exceeds the {self.max_length} positions of the model")
+        self.requests += len(requests)
+        self.shortened += sum(len(context) + len(answer) > self.max_length + 1 for _, context, answer in requests)
+
+    def _model_generate(self, context: Any, *arguments: Any, **options: Any) -> Any:
+        self.requests += len(context)
+        return super()._model_generate(context, *arguments, **options)
 
     def _batch_scheduler(self, pos: int, n_reordered_requests: Sequence[Any]) -> int:
         if self.device.type != "cpu":

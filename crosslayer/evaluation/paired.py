@@ -60,7 +60,7 @@ def compare_shares(candidate: np.ndarray, baseline: np.ndarray, higher_is_better
     only = int(((candidate == 1) & (baseline == 0)).sum()), int(((candidate == 0) & (baseline == 1)).sum())
     count, p = len(candidate), mcnemar(*only)
     half, middle = NORMAL * _share_error(*only, count), (only[0] - only[1]) / (count + 2)
-    interval = (middle - half, middle + half)
+    interval = (max(-1.0, middle - half), min(1.0, middle + half))
     seen = interval if p < 1 - LEVEL else None
     return Paired(
         form="difference",
@@ -112,7 +112,7 @@ def compare_groups(differences: Sequence[np.ndarray]) -> Paired:
     estimate = float(np.mean([values.mean() for values in differences]))
     errors = [_share_error(int((d > 0).sum()), int((d < 0).sum()), len(d)) for d in differences]
     error = math.sqrt(sum(part**2 for part in errors)) / len(differences)
-    interval = (estimate - NORMAL * error, estimate + NORMAL * error)
+    interval = (max(-1.0, estimate - NORMAL * error), min(1.0, estimate + NORMAL * error))
     return Paired(
         form="difference",
         estimate=estimate,

@@ -49,6 +49,9 @@ class ModelFacts(Frozen):
     dtype: str
     device: str
     seconds: float = Field(ge=0, description="of its evaluation, loading left out")
+    requests: int = Field(ge=0, description="texts that were scored or continued")
+    shortened: int = Field(ge=0, description="of them without their beginning, for which positions were too few")
+    reduced: int | None = Field(default=None, ge=0, description="of them with tokens evicted before the last was read")
 
 
 class Models(Frozen):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.environment import environment
 from crosslayer.evaluation import harness, summary
-from crosslayer.evaluation.cost import measure_cost
+from crosslayer.evaluation.cost import check_positions, measure_cost
 from crosslayer.evaluation.lm import language_model
 from crosslayer.evaluation.record import ModelFacts, Models, Settings
 from crosslayer.evaluation.result import Evaluation
@@ -74,28 +75,34 @@ def evaluate(
         raise ValueError("a cost is a ratio to a baseline; name one with baseline=…")
     if cost and model is baseline and isinstance(model, PreTrainedModel):
         raise ValueError("a cost is of two models that run in turns; load the baseline by itself")
-    sides: dict[str, Named] = {"candidate": model} if baseline is None else {"candidate": model, "baseline": baseline}
+    sides = [model] if baseline is None else [model, baseline]
     _check_names(sides)
+    if cost:
+        check_positions(sides)
     with harness.quiet():
         with progress("reading tasks", 0):
-            found = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
-            loaded = found.load()
-        facts, results = {}, {}
-        for side, named in sides.items():
-            options = _options(named, tokenizer, dtype, device)
-            evicted = settings.evict if side == "candidate" else None
-            facts[side], results[side] = _scored(named, options, found, loaded, settings, evicted, progress)
+            tasks_by_name = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
+            loaded_tasks = tasks_by_name.load()
+        options = _candidate_options(model, baseline, tokenizer, dtype, device)
+        scored = {
+            "candidate": _score(model, options, tasks_by_name, loaded_tasks, settings, evict, allow_code, progress)
+        }
+        if baseline is not None:
+            options = _baseline_options(baseline, tokenizer, scored["candidate"])
+            scored["baseline"] = _score(
+                baseline, options, tasks_by_name, loaded_tasks, settings, None, allow_code, progress
+            )
     measured = None
     if cost and baseline is not None:
-        by_name = {} if all(isinstance(side, PreTrainedModel) for side in sides.values()) else {"dtype": dtype}
-        by_name |= {"device": device} if by_name else {}
-        measured = measure_cost(model, baseline, evict, by_name, progress)
-    return _summed_up(facts, results, found, settings, version).model_copy(update={"cost": measured})
+        is_loaded = isinstance(model, PreTrainedModel) or isinstance(baseline, PreTrainedModel)
+        alike = {} if is_loaded else {"dtype": scored["candidate"].facts.dtype, "device": scored["candidate"].device}
+        measured = measure_cost(model, baseline, evict, alike, progress)
+    return _summed_up(scored, tasks_by_name, settings, version).model_copy(update={"cost": measured})
 
 
-def _check_names(sides: Mapping[str, Named]) -> None:
+def _check_names(sides: Sequence[Named]) -> None:
     """Refuse models that are no causal LMs, or not there, before the first is evaluated."""
-    for named in sides.values():
+    for named in sides:
         if isinstance(named, PreTrainedModel):
             _check_kind(named)
             continue
@@ -110,29 +117,54 @@ def _check_kind(model: PreTrainedModel) -> None:
         raise ValueError(f"eval needs a causal LM; {type(model).__name__} is none")
 
 
-def _options(
-    named: Named,
+def _candidate_options(
+    model: Named,
+    baseline: Named | None,
     tokenizer: PreTrainedTokenizerBase | None,
     dtype: str | torch.dtype | None,
     device: str | torch.device | None,
 ) -> dict[str, Any]:
-    """Return what `ready_model` takes with a model: a tokenizer if it is loaded, else dtype and device."""
-    if not isinstance(named, PreTrainedModel):
-        return {"dtype": dtype, "device": device}
-    if tokenizer is None:
+    """Return what `ready_model` takes with the candidate, which refuses what is of no use.
+
+    Raises:
+        ValueError: a side is loaded, and there is no tokenizer.
+
+    """
+    loaded, baseline_loaded = isinstance(model, PreTrainedModel), isinstance(baseline, PreTrainedModel)
+    if (loaded or baseline_loaded) and tokenizer is None:
         raise ValueError("a model that is loaded needs tokenizer=…, its own")
-    return {"tokenizer": tokenizer}
+    of_baseline = baseline_loaded and not loaded
+    return {"tokenizer": None if of_baseline else tokenizer, "dtype": dtype, "device": device}
 
 
-def _scored(
+def _baseline_options(
+    baseline: Named, tokenizer: PreTrainedTokenizerBase | None, candidate: "_Scored"
+) -> dict[str, Any]:
+    """Return what `ready_model` takes with the baseline: a tokenizer, or the candidate's type and device."""
+    if isinstance(baseline, PreTrainedModel):
+        return {"tokenizer": tokenizer}
+    return {"dtype": candidate.facts.dtype, "device": candidate.device}
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A side: what it is, where it ran, and what lm-eval returned."""
+
+    facts: ModelFacts
+    device: torch.device
+    results: dict[str, Any]
+
+
+def _score(
     named: Named,
     options: dict[str, Any],
-    found: harness.Tasks,
-    loaded: list[Any],
+    tasks_by_name: harness.Tasks,
+    loaded_tasks: list[Any],
     settings: Settings,
     evict: str | None,
+    allow_code: bool,
     progress: Meter,
-) -> tuple[ModelFacts, dict[str, Any]]:
+) -> _Scored:
     """Load a model, if it is named, evaluate it, and let it go."""
     ready = ready_model(named, **options, meter=progress)
     model, tokenizer = ready.model, ready.tokenizer
@@ -140,13 +172,15 @@ def _scored(
     _check_kind(model)
     started = time.perf_counter()
     with evaluating(model), evicting_if(model, evict) as new_cache:
+        lm = language_model(model, tokenizer, settings.batch, progress, evict, new_cache)
         results = harness.score(
-            language_model(model, tokenizer, settings.batch, progress, evict, new_cache),
-            loaded,
-            found.manager,
+            lm,
+            loaded_tasks,
+            tasks_by_name.manager,
             limit=settings.limit,
             num_fewshot=settings.num_fewshot,
             seed=settings.seed,
+            allow_code=allow_code,
         )
     facts = ModelFacts(
         name=ready.name,
@@ -155,22 +189,24 @@ def _scored(
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
         seconds=round(time.perf_counter() - started, 3),
+        requests=lm.requests,
+        shortened=lm.shortened,
+        reduced=None if evict is None else lm.reduced,
     )
-    return facts, results
+    return _Scored(facts, model.device, results)
 
 
 def _summed_up(
-    facts: dict[str, ModelFacts],
-    results: dict[str, dict[str, Any]],
-    found: harness.Tasks,
-    settings: Settings,
-    version: str,
+    scored: Mapping[str, _Scored], tasks_by_name: harness.Tasks, settings: Settings, version: str
 ) -> Evaluation:
+    results = {side: score.results for side, score in scored.items()}
     candidate, baseline = results["candidate"], results.get("baseline")
     rows = summary.rows(candidate, baseline)
-    groups = {**summary.harness_groups(candidate), **found.selection.groups}
+    groups = {**summary.harness_groups(candidate), **tasks_by_name.selection.groups}
     evaluation = Evaluation(
-        models=Models(candidate=facts["candidate"], baseline=facts.get("baseline")),
+        models=Models(
+            candidate=scored["candidate"].facts, baseline=scored["baseline"].facts if baseline is not None else None
+        ),
         settings=settings,
         rows=rows,
         groups=summary.group_rows(groups, rows, candidate, baseline),

@@ -60,10 +60,15 @@ def signed(value: float, digits: int) -> str:
 
 
 def _eviction_words(record: EvaluationRecord) -> list[str]:
-    asked = record.settings.evict
+    asked, candidate = record.settings.evict, record.models.candidate
     if asked is None:
         return []
-    return [f"The cache of {record.models.candidate.name} evicts ({asked}): {parse_eviction(asked).rule.about} stay."]
+    first = f"The cache of {candidate.name} evicts ({asked}): {parse_eviction(asked).rule.about} stay."
+    if not candidate.reduced:
+        return [
+            f"{first} Of none of the {candidate.requests:,} requests did a token go: they are too short to show it."
+        ]
+    return [f"{first} Of {candidate.reduced:,} of {candidate.requests:,} requests tokens went before the end."]
 
 
 def _cost_words(record: EvaluationRecord) -> list[str]:
@@ -112,15 +117,24 @@ def _row_words(rows: Sequence[Row]) -> list[str]:
 
 
 def _sample_words(record: EvaluationRecord) -> list[str]:
-    limit = record.settings.limit
-    return [] if limit is None else [f"Only the first {limit} items of each task were asked."]
+    limit, asked = record.settings.limit, record.settings.num_fewshot
+    words = [] if limit is None else [f"Only the first {limit} items of each task were asked."]
+    for side in (record.models.candidate, record.models.baseline):
+        if side is not None and side.shortened:
+            words.append(f"Of {side.shortened:,} requests {side.name} read no beginning: they exceed its positions.")
+    own = {row.task: row.shots for row in record.rows if asked is not None and row.shots != asked}
+    if own:
+        named = ", ".join(f"{task} ({shots})" for task, shots in own.items())
+        words.append(f"Not asked with {asked} examples, since lm-eval fixes their number: {named}.")
+    return words
 
 
 def _chance_words(record: EvaluationRecord) -> list[str]:
     count = sum(row.paired is not None for row in record.rows)
     if count < 2:
         return []
-    return [f"Of {count} comparisons of equal models about {count / 20:.1g} would show a difference by chance alone."]
+    expected = f"{count / 20:.1f}" if count < 200 else f"{count / 20:.0f}"
+    return [f"Of {count} comparisons of equal models at most about {expected} would show a difference by chance alone."]
 
 
 def _verdict(paired: Paired | None) -> str:

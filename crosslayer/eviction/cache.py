@@ -141,6 +141,13 @@ class EvictionCache(Cache):
         for group in self.groups:
             group.select(indices)
 
+    def reduced_texts(self) -> int:
+        """Return of how many texts tokens have gone, in any layer."""
+        rows = zip(
+            *([held < seen for held, seen in zip(g.held, g.seen, strict=True)] for g in self.groups), strict=True
+        )
+        return sum(any(row) for row in rows)
+
     def overhead_bytes(self) -> int:
         """Return bytes of positions and attention sums, which stand beside keys and values."""
         return sum(group.overhead_bytes() for group in self.groups)

@@ -85,6 +85,15 @@ class Eviction:
             return self.everywhere
         return self.by_layer[layer] if layer < len(self.by_layer) else None
 
+    def takes_from(self, tokens: int) -> bool:
+        """Return whether a text has lost tokens when its last one is read; a prompt, of SnapKV, at its end."""
+        amounts = [self.everywhere] if self.everywhere is not None else [a for a in self.by_layer if a is not None]
+        window = self.rule.window
+        if window:
+            return any(max(amount.keep(tokens, room=0), window) < tokens for amount in amounts)
+        last = (tokens - 1) // BLOCK * BLOCK  # the last eviction that a token comes after
+        return any(amount.keep(last) < last for amount in amounts)
+
     def check_layers(self, layers: int, groups: Sequence[Sequence[int]]) -> None:
         """Refuse an eviction by layer that a model of so many layers, some of which share, cannot have."""
         if self.everywhere is not None:
@@ -115,7 +124,7 @@ def parse_eviction(text: str) -> Eviction:
     name, colon, rest = text.strip().partition(":")
     Eviction(name, text)  # refuses a name that is unknown, before amounts are read
     if not colon:
-        raise ValueError(f"eviction {text!r} says not how much; write it {EXAMPLE}")
+        raise ValueError(f"eviction {text!r} does not say how much; write it {EXAMPLE}")
     pieces = rest.split(",")
     amounts: dict[int, Amount] = {}
     for piece in pieces:

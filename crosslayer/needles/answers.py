@@ -48,10 +48,10 @@ def padded(prompts: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tens
 def continued(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, new_tokens: int, padding: int, new_cache: NewCache | None = None
 ) -> Tensor:
-    """Return the likeliest new tokens (B, N) after prompts (B, T), one by one, whatever the folder's generation_config says."""
+    """Return the likeliest new tokens (B, N) after prompts (B, T), whatever the folder's generation_config says."""
     settings = model.generation_config
     model.generation_config = GenerationConfig(  # generate reads the folder's wherever it is not told otherwise
-        bos_token_id=settings.bos_token_id, eos_token_id=settings.eos_token_id, pad_token_id=padding, do_sample=False
+        bos_token_id=settings.bos_token_id, eos_token_id=settings.eos_token_id, do_sample=False
     )
     try:
         sequences = model.generate(  # type: ignore[operator]
@@ -59,6 +59,7 @@ def continued(
             attention_mask=mask,
             past_key_values=None if new_cache is None else new_cache(),
             max_new_tokens=new_tokens,
+            pad_token_id=padding,
         )  # (B, T + N)
     finally:
         model.generation_config = settings

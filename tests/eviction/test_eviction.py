@@ -267,7 +267,7 @@ def test_sinks_are_kept_wherever_they_are():
     [
         ("h20:0.4", "did you mean h2o?"),
         ("lru:0.4", "there are streaming, h2o, sinks, snapkv"),
-        ("h2o", "says not how much"),
+        ("h2o", "does not say how much"),
         ("h2o:1.0", "from 0 to below 1"),
         ("h2o:8", "at least 32 must stay"),
         ("h2o:0.4x", "cannot be read at '0.4x'"),
@@ -347,6 +347,18 @@ def test_the_model_is_as_before_afterwards():
     assert model.training and torch.equal(model(ids).logits, before)
     assert dict(ALL_ATTENTION_FUNCTIONS) == functions
     assert isinstance(model(ids, use_cache=True).past_key_values.layers[0], DynamicLayer)
+
+
+@pytest.mark.parametrize("asked", [*ASKED, "h2o:0.05", "snapkv:0.4", "streaming:0.3@1"])
+def test_whether_a_text_loses_tokens_is_known_from_its_length(asked):
+    model, eviction = tiny("llama", max_position_embeddings=256), parse_eviction(asked)
+    for length in (1, 16, 17, 32, 33, 64, 65, 100, 110):
+        with evicting(model, asked) as new_cache:
+            cache = new_cache()
+            before = max(1, length if asked.startswith("snapkv") else length - 1)
+            model(tokens(1, before), past_key_values=cache)
+            lost = any(group.held[0] < before for group in cache.groups)
+        assert eviction.takes_from(length) == lost, length
 
 
 def test_shares_of_whole_tokens_are_exact():

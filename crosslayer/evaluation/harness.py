@@ -171,6 +171,8 @@ def score(
             fewshot_random_seed=seed + LM_EVAL_SEED,
             confirm_run_unsafe_code=allow_code,
         )
+    except ValueError as error:  # with a sentence of its own
+        raise ValueError(f"lm-eval stopped: {error}") from error
     except (AssertionError, AttributeError, KeyError, StopIteration, TypeError) as error:  # how lm-eval refuses a task
         raise ValueError(f"lm-eval stopped: {_reason(error)}") from error
     assert results is not None  # only the other processes of several get none

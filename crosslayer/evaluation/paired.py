@@ -104,14 +104,15 @@ def compare_perplexities(candidate: np.ndarray, baseline: np.ndarray, weights: n
     )
 
 
-def compare_groups(differences: Sequence[np.ndarray]) -> Paired:
-    """Return the difference of the mean over T tasks, each counting the same, out of those of its items (n,), −1 to 1.
+def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Paired:
+    """Return the difference of the mean over T tasks, with weights (T,), out of those of their items (n,), −1 to 1.
 
     Tasks are independent, so their variances, each as above, add up.
     """
-    estimate = float(np.mean([values.mean() for values in differences]))
-    errors = [_share_error(int((d > 0).sum()), int((d < 0).sum()), len(d)) for d in differences]
-    error = math.sqrt(sum(part**2 for part in errors)) / len(differences)
+    shares = weights / weights.sum()
+    errors = np.array([_share_error(int((d > 0).sum()), int((d < 0).sum()), len(d)) for d in differences])
+    estimate = float(shares @ np.array([values.mean() for values in differences]))
+    error = float(np.sqrt(((shares * errors) ** 2).sum()))
     interval = (max(-1.0, estimate - NORMAL * error), min(1.0, estimate + NORMAL * error))
     return Paired(
         form="difference",

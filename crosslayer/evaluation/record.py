@@ -84,11 +84,12 @@ class Row(Frozen):
 
 
 class GroupRow(Frozen):
-    """The mean of a metric over tasks, each counting the same."""
+    """The mean of a metric over tasks: each counts the same, or, as in some groups of lm-eval's own, each item does."""
 
     group: str
     metric: str = Field(description="acc; or acc_norm, and acc of tasks that lack it")
     tasks: tuple[str, ...] = Field(min_length=1)
+    weighting: Literal["tasks", "items"] = Field(default="tasks", description="what counts the same")
     items: PositiveInt
     candidate: float
     baseline: float | None

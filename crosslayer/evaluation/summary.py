@@ -1,11 +1,12 @@
 """What lm-eval's results of one or two models add up to: rows of scores with paired differences, and groups."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from crosslayer.evaluation.items import Items, check_same, items_of, samples_of
+from crosslayer.evaluation.items import CLOSE, Items, check_same, items_of, samples_of
 from crosslayer.evaluation.paired import Paired, compare_groups, compare_means, compare_perplexities, compare_shares
 from crosslayer.evaluation.record import GroupRow, Row, Score
 
@@ -20,43 +21,42 @@ def rows(candidate: Results, baseline: Results | None) -> tuple[Row, ...]:
         ValueError: both sides were not asked the same.
 
     """
-    found = []
+    scored = []
     for task, samples in candidate["samples"].items():
-        others = None if baseline is None else baseline["samples"][task]
         for key in _metrics(candidate, task):
             metric, _, name = key.partition(",")
-            ours = samples_of(samples, metric, name)
-            if not ours:
+            candidate_samples = samples_of(samples, metric, name)
+            if not candidate_samples:
                 continue
-            items = items_of(ours, metric, candidate["results"][task][key])
+            items = items_of(candidate_samples, metric, candidate["results"][task][key])
             paired = None
-            if baseline is not None and others is not None:
-                theirs = samples_of(others, metric, name)
-                check_same(ours, theirs, task)
-                second = items_of(theirs, metric, baseline["results"][task][key])
-                paired = _compared(items, second, _is_higher_better(candidate, task, metric))
-            found.append(
+            if baseline is not None:
+                baseline_samples = samples_of(baseline["samples"][task], metric, name)
+                check_same(candidate_samples, baseline_samples, task)
+                baseline_items = items_of(baseline_samples, metric, baseline["results"][task][key])
+                paired = _compared(items, baseline_items, _is_higher_better(candidate, task, metric))
+            scored.append(
                 Row(
                     task=task,
                     metric=metric,
                     filter=name,
                     higher_is_better=_is_higher_better(candidate, task, metric),
                     kind=None if items is None else items.kind,
-                    items=len(ours),
+                    items=len(candidate_samples),
                     shots=candidate["n-shot"][task],
                     candidate=_score(candidate, task, key),
                     baseline=None if baseline is None else _score(baseline, task, key),
                     paired=paired,
                 )
             )
-    return tuple(found)
+    return tuple(scored)
 
 
 def group_rows(
     groups: Mapping[str, Sequence[str]], scored: Sequence[Row], candidate: Results, baseline: Results | None
 ) -> tuple[GroupRow, ...]:
     """Return the mean of acc, and that of acc_norm where tasks have it, over the tasks of each group."""
-    found = []
+    means = []
     for group, tasks in groups.items():
         shown: set[tuple[str, ...]] = set()
         for metric in GROUP_METRICS:
@@ -65,8 +65,8 @@ def group_rows(
             names = tuple(row.metric for row in parts)
             if len(parts) == len(tasks) and names not in shown:
                 shown.add(names)
-                found.append(_group_row(group, metric, parts, candidate, baseline))
-    return tuple(found)
+                means.append(_group_row(group, metric, parts, candidate, baseline))
+    return tuple(means)
 
 
 def harness_groups(results: Results) -> dict[str, tuple[str, ...]]:
@@ -80,20 +80,32 @@ def harness_groups(results: Results) -> dict[str, tuple[str, ...]]:
 
 
 def _group_row(group: str, metric: str, parts: Sequence[Row], candidate: Results, baseline: Results | None) -> GroupRow:
-    paired = None
+    scores = np.array([row.candidate.value for row in parts])
+    weights = _group_weights(candidate, group, metric, parts, scores)
+    paired, of_baseline = None, None
     if baseline is not None:
         differences = [_values(candidate, row) - _values(baseline, row) for row in parts]
-        paired = compare_groups(differences)
-    theirs = [row.baseline.value for row in parts if row.baseline is not None]
+        paired = compare_groups(differences, weights)
+        of_baseline = [row.baseline.value for row in parts if row.baseline is not None]
     return GroupRow(
         group=group,
         metric=metric,
         tasks=tuple(row.task for row in parts),
+        weighting="tasks" if (weights == 1).all() else "items",
         items=sum(row.items for row in parts),
-        candidate=float(np.mean([row.candidate.value for row in parts])),
-        baseline=float(np.mean(theirs)) if theirs else None,
+        candidate=float(np.average(scores, weights=weights)),
+        baseline=None if of_baseline is None else float(np.average(of_baseline, weights=weights)),
         paired=paired,
     )
+
+
+def _group_weights(candidate: Results, group: str, metric: str, parts: Sequence[Row], scores: np.ndarray) -> np.ndarray:
+    """Return weights (T,) of a group's tasks: their items, where these alone give what lm-eval reports of the group."""
+    equal, items = np.ones(len(parts)), np.array([float(row.items) for row in parts])
+    reported = candidate.get("groups", {}).get(group, {}).get(f"{metric},none")
+    if not isinstance(reported, float) or math.isclose(scores.mean(), reported, rel_tol=CLOSE):
+        return equal
+    return items if math.isclose(np.average(scores, weights=items), reported, rel_tol=CLOSE) else equal
 
 
 def _row_of(scored: Sequence[Row], task: str, metric: str) -> Row | None:

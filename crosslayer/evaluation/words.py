@@ -91,9 +91,15 @@ def times_of(time: Comparison) -> str:
 def _group_words(row: GroupRow) -> str:
     assert row.baseline is not None
     return (
-        f"{title(row)}, mean over {len(row.tasks)} tasks: {score(row.baseline, 'share')} → "
+        f"{title(row)}, mean over {_counted(row)}: {score(row.baseline, 'share')} → "
         f"{score(row.candidate, 'share')}, {difference(row.paired, 'share')} points: {_verdict(row.paired)}."
     )
+
+
+def _counted(row: GroupRow) -> str:
+    """Return over what a group's score is a mean."""
+    tasks = f"{len(row.tasks)} tasks"
+    return tasks if row.weighting == "tasks" else f"{row.items:,} items of {tasks}"
 
 
 def _row_words(rows: Sequence[Row]) -> list[str]:

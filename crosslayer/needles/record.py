@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from crosslayer.evaluation.paired import LEVEL, mcnemar
 from crosslayer.needles.options import NeedleOptions
 from crosslayer.output.record import Environment, Frozen
 
@@ -67,8 +68,8 @@ class Difference(Frozen):
 
     @property
     def verdict(self) -> Literal["lower", "higher", "undecided"]:
-        """Whether the candidate's score is lower or higher; undecided where the interval holds 0."""
-        if self.interval[0] <= 0 <= self.interval[1]:
+        """Whether the score is lower or higher: by an interval without 0 and McNemar's exact test, as `eval` has it."""
+        if self.interval[0] <= 0 <= self.interval[1] or mcnemar(self.gained, self.lost) >= 1 - LEVEL:
             return "undecided"
         return "lower" if self.interval[1] < 0 else "higher"
 

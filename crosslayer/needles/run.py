@@ -82,6 +82,8 @@ def find_needles(
         _check(side, max(options.lengths))
     started = time.monotonic()
     questions = _questions(ready[0], options, progress)
+    for side in ready:
+        _check_ids(side, questions, options.new_tokens)
     batches = len(ready) * len(options.lengths) * _batches(options)
     sides: list[Side] = []
     with quiet_transformers(), progress("asking", batches) as meter:
@@ -163,9 +165,8 @@ def _asked(
     with evaluating(model):
         for length in options.lengths:
             prompts = [prompt_ids(tokenizer, sample.prompt) for sample in questions if sample.length == length]
-            _check_ids(side, prompts, options.new_tokens)
-            asked = {"new_tokens": options.new_tokens, "batch": options.batch, "new_cache": new_cache}
-            for texts in answers(model, tokenizer, prompts, **asked):
+            settings = {"new_tokens": options.new_tokens, "batch": options.batch, "new_cache": new_cache}
+            for texts in answers(model, tokenizer, prompts, **settings):
                 said += texts
                 done += 1
                 meter.step(done, total, f"{side.name}, {length} tokens")
@@ -181,8 +182,10 @@ def _asked(
     )
 
 
-def _check_ids(side: Ready, prompts: list[list[int]], new_tokens: int) -> None:
+def _check_ids(side: Ready, questions: list[Sample], new_tokens: int) -> None:
     """Refuse prompts that a model cannot read: a baseline may have another tokenizer than the candidate."""
+    assert side.tokenizer is not None
+    prompts = [prompt_ids(side.tokenizer, sample.prompt) for sample in questions]
     largest, longest = max(max(ids) for ids in prompts), max(len(ids) for ids in prompts) + new_tokens
     size = side.model.config.get_text_config().vocab_size
     if largest >= size:

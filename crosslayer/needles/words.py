@@ -53,7 +53,10 @@ def _of_side(side: Side, record: NeedlesRecord) -> str:
 
 
 def _of_method(record: NeedlesRecord) -> str:
-    settings, newcombe = record.settings, "" if record.baseline is None else "; of differences Newcombe's, for pairs"
+    settings, newcombe = (
+        record.settings,
+        "" if record.baseline is None else "; of differences Newcombe's, for pairs, beside McNemar's test",
+    )
     return (
         f"A score is the share of greedy answers of up to {settings.new_tokens} tokens that hold the number; "
         f"{len(settings.depths) * settings.samples} samples a length, {settings.samples} at each of "

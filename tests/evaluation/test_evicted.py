@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import crosslayer
+from crosslayer.evaluation.words import sentences
 from crosslayer.eviction import policies
 from crosslayer.eviction.running import evicting
 from tests.evaluation.test_exact import check_equal
@@ -45,6 +46,17 @@ def test_scores_are_those_of_a_text_that_is_read_token_by_token(monkeypatch, pai
     plain = crosslayer.evaluate(pair[0], **options).lm_eval_results["candidate"]["samples"][NAMES[0]]
     full = [float(answer[0]) for sample in plain for answers in sample["resps"] for answer in answers]
     assert max(abs(one - other) for one, other in zip(scores, full, strict=True)) > 1e-2
+
+
+@pytest.mark.parametrize(("evict", "share"), [("h2o:0.4", 1.0), ("h2o:64", 0.0), ("snapkv:0.4", 0.0)])
+def test_it_is_said_how_many_requests_lost_tokens(pair, tasks, evict, share):
+    """With two examples every request has more than 17 tokens, and fewer than 48."""
+    options = {"tasks": NAMES[:1], "include_path": tasks, "device": "cpu", "num_fewshot": 2, "evict": evict}
+    evaluation = crosslayer.evaluate(pair[0], **options)
+    candidate = evaluation.models.candidate
+    assert candidate.requests == 14 * 4 and candidate.reduced == share * candidate.requests
+    said = " ".join(sentences(evaluation))
+    assert ("56 of 56 requests tokens went" if share else "Of none of the 56 requests did a token go") in said
 
 
 def test_an_eviction_that_keeps_all_changes_no_digit(pair, tasks):

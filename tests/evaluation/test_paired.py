@@ -87,12 +87,22 @@ def test_a_perplexity_is_compared_on_the_scale_of_its_logarithm():
 def test_a_group_adds_up_the_variances_of_its_tasks():
     draw = np.random.default_rng(2)
     tasks = [draw.choice([-1.0, 0.0, 1.0], size, p=[0.1, 0.8, 0.1]) for size in (400, 3000, 900)]
-    found = paired.compare_groups(tasks)
+    found = paired.compare_groups(tasks, np.ones(3))
     error = math.sqrt(sum(np.var(task, ddof=1) / len(task) for task in tasks)) / 3
     assert found.estimate == pytest.approx(sum(task.mean() for task in tasks) / 3)
     assert (found.interval[1] - found.interval[0]) / 2 == pytest.approx(1.96 * error, rel=0.02)
-    assert paired.compare_groups([np.ones(50), np.ones(50)]).verdict == "better"
-    assert paired.compare_groups([-np.ones(50), np.ones(50)]).verdict == "no difference seen"
+    two = np.ones(2)
+    assert paired.compare_groups([np.ones(50), np.ones(50)], two).verdict == "better"
+    assert paired.compare_groups([-np.ones(50), np.ones(50)], two).verdict == "no difference seen"
+    by_items = paired.compare_groups(tasks, np.array([400.0, 3000.0, 900.0]))
+    whole = np.concatenate(tasks)
+    assert by_items.estimate == pytest.approx(whole.mean())
+    assert (by_items.interval[1] - by_items.interval[0]) / 2 == pytest.approx(1.96 * whole.std() / 4300**0.5, rel=0.02)
+
+
+def test_an_interval_of_shares_stays_among_shares():
+    assert paired.compare_shares(np.ones(1), np.zeros(1)).interval[1] == 1.0
+    assert paired.compare_shares(np.zeros(1), np.ones(1)).interval[0] == -1.0
 
 
 def answers(draw, items, discordance, difference):

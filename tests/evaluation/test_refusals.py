@@ -7,6 +7,7 @@ import pytest
 
 import crosslayer
 from crosslayer.evaluation.groups import GROUPS, select
+from crosslayer.evaluation.words import sentences
 from tests.cli.test_bad_input import type_in
 from tests.helpers import evaluations
 from tests.helpers.text import WORDS
@@ -15,6 +16,7 @@ from tests.helpers.tiny import tiny
 CODE = "task: mine\ndataset_path: json\ndoc_to_text: !function trap.text\n"
 CLASS = "task: mine\nclass: !function trap.Task\n"
 INCLUDES = "include: other/base\ntask: mine\n"
+SCRIPT = "task: mine\nmetric_list:\n  - {metric: trap.py}\n"
 METRIC = "task: mine\nmetric_list:\n  - {metric: exact, hf_evaluate: true}\n"
 NESTED = "group: all\ntask:\n  - {task: mine, process_docs: !function trap.docs}\n"
 
@@ -102,7 +104,7 @@ def test_a_task_that_is_wrong_is_named(monkeypatch, capsys, pair, tmp_path):
     assert "task 'mine' cannot be loaded: ValueError: Got invalid output_type" in said
 
 
-@pytest.mark.parametrize("text", [CODE, CLASS, INCLUDES, METRIC, NESTED])
+@pytest.mark.parametrize("text", [CODE, CLASS, INCLUDES, METRIC, SCRIPT, NESTED])
 def test_code_of_a_folder_runs_only_if_it_is_allowed(monkeypatch, capsys, pair, tmp_path, text):
     folder, mark = tmp_path / "tasks", tmp_path / "ran"
     (folder / "other").mkdir(parents=True)
@@ -116,6 +118,46 @@ def test_code_of_a_folder_runs_only_if_it_is_allowed(monkeypatch, capsys, pair, 
     if text == CODE:  # the trap works
         line(monkeypatch, capsys, [*words, "--allow-code"])
         assert mark.exists()
+
+
+def test_code_is_seen_in_any_encoding_and_what_is_no_yaml_is_refused(monkeypatch, capsys, pair, tmp_path):
+    words = [pair[0], "--tasks", "mine", "--include-path", tmp_path]
+    (tmp_path / "mine.yaml").write_text(CODE, encoding="utf-16")
+    assert "names Python code" in line(monkeypatch, capsys, words)
+    (tmp_path / "mine.yaml").write_text("task: [")
+    assert "'mine.yaml' in" in line(monkeypatch, capsys, words)
+
+
+def test_what_the_harness_refuses_while_it_runs_is_a_line(monkeypatch, capsys, tasks, pair):
+    words = [pair[0], "--tasks", "arc_easy_local", "--include-path", tasks]
+    assert "lm-eval" in line(monkeypatch, capsys, [*words, "--num-fewshot", "99"])
+
+
+def test_options_that_a_loaded_model_has_no_use_for(pair, tasks):
+    model, tokenizer = crosslayer.load_model(str(pair[0]))
+    padding = tokenizer.pad_token_id
+    options = {"tasks": "piqa_local", "include_path": tasks}
+    with pytest.raises(ValueError, match="dtype and device are for a model that is named"):
+        crosslayer.evaluate(model, tokenizer, dtype="bfloat16", **options)
+    with pytest.raises(ValueError, match="brings its own tokenizer"):
+        crosslayer.evaluate(pair[0], tokenizer, **options)
+    with pytest.raises(ValueError, match="needs tokenizer=…, its own"):
+        crosslayer.evaluate(pair[0], baseline=model, **options)
+    evaluation = crosslayer.evaluate(model.bfloat16(), tokenizer, baseline=pair[1], limit=2, **options)
+    assert evaluation.models.baseline.dtype == "bfloat16" and tokenizer.pad_token_id == padding
+    with pytest.raises(ValueError, match="a cost is measured over 16 new tokens; a model has 16 positions"):
+        model.config.max_position_embeddings = 16
+        crosslayer.evaluate(model, tokenizer, baseline=pair[1], cost=True, **options)
+
+
+def test_a_request_without_its_beginning_and_other_numbers_of_examples_are_said(pair, tasks):
+    evaluation = crosslayer.evaluate(pair[0], tasks="arc_easy_local", include_path=tasks, num_fewshot=9, device="cpu")
+    candidate = evaluation.models.candidate
+    assert candidate.shortened > 0
+    assert f"Of {candidate.shortened} requests candidate read no beginning" in " ".join(sentences(evaluation))
+    rows = [row.model_copy(update={"shots": 0}) for row in evaluation.rows]
+    fixed = evaluation.model_copy(update={"rows": tuple(rows)})
+    assert "Not asked with 9 examples, since lm-eval fixes their number: arc_easy_local (0)." in sentences(fixed)
 
 
 def test_a_task_that_includes_one_of_the_harness_may_use_its_code(pair, tasks):

@@ -42,14 +42,14 @@ def window_losses(model, windows, evict):
     return np.array(losses)
 
 
-def found_needles(model, words, evict, options):
+def needles_found(model, tokenizer, evict, options):
     """Return whether each needle was found, by length."""
     lengths = [int(length) for length in options.lengths.split(",")]
-    asked = find_needles(
-        model, words, lengths=lengths, depths=(0, 25, 50, 75, 100), keys=1, samples=options.needles, evict=evict
+    search = find_needles(
+        model, tokenizer, lengths=lengths, depths=(0, 25, 50, 75, 100), keys=1, samples=options.needles, evict=evict
     )
     right = {length: [] for length in lengths}
-    for question, answer in zip(asked.questions, asked.candidate.answers, strict=True):
+    for question, answer in zip(search.questions, search.candidate.answers, strict=True):
         right[question.length].append(is_found(answer, question.value))
     return right
 
@@ -59,14 +59,14 @@ def measure(row, baseline, options):
     named, _, evict = row.partition("@")
     name, _, folder = named.rpartition("=")
     evict = evict or None
-    model, words = load_model(folder, dtype=options.dtype)
+    model, tokenizer = load_model(folder, dtype=options.dtype)
     tasks = [f"{task}_local" for task in options.names.split(",")]
     scored = evaluate(
-        model, words, tasks=tasks, include_path=options.tasks, limit=options.limit, evict=evict, progress=Progress
+        model, tokenizer, tasks=tasks, include_path=options.tasks, limit=options.limit, evict=evict, progress=Progress
     ).lm_eval_results["candidate"]
-    windows = read_windows(None, words, sequences=options.windows, length=LENGTH)
+    windows = read_windows(None, tokenizer, sequences=options.windows, length=LENGTH)
     raw = {"model": model, "tasks": scored, "losses": window_losses(model, windows, evict)}
-    raw["needles"] = found_needles(model, words, evict, options) if options.needles else {}
+    raw["needles"] = needles_found(model, tokenizer, evict, options) if options.needles else {}
     result = {"name": name or folder, "evict": evict}
     other = baseline or raw
     rows = summary.rows(scored, other["tasks"])

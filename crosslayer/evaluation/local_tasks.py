@@ -200,9 +200,9 @@ def main() -> None:
     parser.add_argument("data", help="folder of files TASK.SPLIT.jsonl")
     parser.add_argument("out", help="folder to write, for crosslayer eval --include-path")
     parser.add_argument("--force", action="store_true", help="replace the folder")
-    words = parser.parse_args()
+    options = parser.parse_args()
     try:
-        names = write_local_tasks(words.data, words.out, words.force)
+        names = write_local_tasks(options.data, options.out, options.force)
     except (ValueError, OSError, zipfile.BadZipFile) as error:
         print_to(sys.stderr, f"crosslayer: error: {' '.join(str(error).split())}")
         sys.exit(2)

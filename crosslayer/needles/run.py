@@ -90,7 +90,7 @@ def find_needles(
         for side in ready:
             with evicting_if(side.model, None if sides else options.evict) as new_cache:
                 done = len(sides) * batches // len(ready)
-                sides.append(_asked(side, questions, options, new_cache, meter, done, batches))
+                sides.append(_ask(side, questions, options, new_cache, meter, done, batches))
     return Needles(
         settings=options,
         questions=tuple(_question(sample) for sample in questions),
@@ -134,13 +134,13 @@ def _check(side: Ready, longest: int) -> None:
 def _questions(side: Ready, options: NeedleOptions, progress: Meter) -> list[Sample]:
     """Return the samples in the order of lengths, depths and indices."""
     assert side.tokenizer is not None
-    made, samples = Samples(side.tokenizer, options.keys, options.new_tokens, options.seed), []
+    source, samples = Samples(side.tokenizer, options.keys, options.new_tokens, options.seed), []
     total = len(options.lengths) * len(options.depths) * options.samples
     with progress("hiding needles", total) as meter:
         for length in options.lengths:
             for depth in options.depths:
                 for index in range(options.samples):
-                    samples.append(made.sample(length, depth, index))
+                    samples.append(source.sample(length, depth, index))
                     meter.step(len(samples), total)
     return samples
 
@@ -150,7 +150,7 @@ def _batches(options: NeedleOptions) -> int:
     return -(-len(options.depths) * options.samples // options.batch)
 
 
-def _asked(
+def _ask(
     side: Ready,
     questions: list[Sample],
     options: NeedleOptions,
@@ -160,14 +160,15 @@ def _asked(
     total: int,
 ) -> Side:
     """Ask a model for all needles, length by length, and score what it says; `done` of `total` batches are behind."""
-    model, tokenizer, said = side.model, side.tokenizer, []
+    model, tokenizer = side.model, side.tokenizer
+    responses: list[str] = []
     assert tokenizer is not None
     with evaluating(model):
         for length in options.lengths:
             prompts = [prompt_ids(tokenizer, sample.prompt) for sample in questions if sample.length == length]
             settings = {"new_tokens": options.new_tokens, "batch": options.batch, "new_cache": new_cache}
             for texts in answers(model, tokenizer, prompts, **settings):
-                said += texts
+                responses += texts
                 done += 1
                 meter.step(done, total, f"{side.name}, {length} tokens")
     cells = [(length, depth) for length in options.lengths for depth in options.depths]
@@ -176,9 +177,9 @@ def _asked(
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
         parameters=model.num_parameters(),
-        answers=tuple(said),
-        cells=tuple(_score(questions, said, length, depth) for length, depth in cells),
-        by_length=tuple(_score(questions, said, length, None) for length in options.lengths),
+        answers=tuple(responses),
+        cells=tuple(_score(questions, responses, length, depth) for length, depth in cells),
+        by_length=tuple(_score(questions, responses, length, None) for length in options.lengths),
     )
 
 
@@ -194,14 +195,14 @@ def _check_ids(side: Ready, questions: list[Sample], new_tokens: int) -> None:
         raise ValueError(f"{longest} tokens by its own tokenizer are above the {positions(side.model)} of {side.name}")
 
 
-def _score(questions: Sequence[Sample], said: Sequence[str], length: int, depth: int | None) -> Score:
+def _score(questions: Sequence[Sample], responses: Sequence[str], length: int, depth: int | None) -> Score:
     """Score the answers of a length at a depth, or at all depths."""
-    asked = [pair for pair in zip(questions, said, strict=True) if pair[0].length == length]
+    pairs = [pair for pair in zip(questions, responses, strict=True) if pair[0].length == length]
     if depth is not None:
-        asked = [pair for pair in asked if pair[0].depth == depth]
-    found = [is_found(text, sample.value) for sample, text in asked]
-    other = [any(is_found(text, value) for value in sample.others) for sample, text in asked]
-    return score(length, depth, found, other)
+        pairs = [pair for pair in pairs if pair[0].depth == depth]
+    right = [is_found(response, sample.value) for sample, response in pairs]
+    stray = [any(is_found(response, value) for value in sample.others) for sample, response in pairs]
+    return score(length, depth, right, stray)
 
 
 def _differences(questions: Sequence[Sample], sides: Sequence[Side], options: NeedleOptions) -> Iterator[Difference]:

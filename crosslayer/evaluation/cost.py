@@ -12,6 +12,7 @@ from crosslayer.benchmark.run import bench
 from crosslayer.models.load import load_config
 from crosslayer.output.progress import Meter
 from crosslayer.output.record import Frozen
+from crosslayer.wiring.fields import field
 
 CONTEXT, NEW_TOKENS, PAIRS = 512, 16, 5
 
@@ -67,4 +68,4 @@ def check_positions(sides: Sequence[PreTrainedModel | str | Path]) -> None:
 def _positions(model: PreTrainedModel | str | Path) -> int:
     """Return how many positions a model has, from its config; `CONTEXT` and what follows where it has no limit."""
     config = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or CONTEXT + NEW_TOKENS
+    return field(config.get_text_config(), "max_position_embeddings", default=CONTEXT + NEW_TOKENS)

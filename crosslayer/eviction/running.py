@@ -19,6 +19,7 @@ from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.state import GroupState, Step, padding
 from crosslayer.plan import CACHED, DepthPlan
 from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted, layer_stack
+from crosslayer.wiring.fields import field
 from crosslayer.wiring.read import read_plan
 
 NewCache = Callable[[], EvictionCache]
@@ -159,7 +160,7 @@ def _checked_plan(model: PreTrainedModel, eviction: Eviction) -> DepthPlan:
     name = f"{type(model).__name__} ({wiring.type})"
     if not wiring.caches or not model.can_generate():
         raise ValueError(f"{name} keeps no KV cache, so that nothing can be evicted")
-    if getattr(model.config.get_text_config(), "kv_lora_rank", None):
+    if field(model.config.get_text_config(), "kv_lora_rank"):
         raise ValueError(f"{name} caches compressed keys and values; eviction is defined for those of heads")
     kind = model.config.get_text_config()._attn_implementation or "eager"
     if kind not in ("sdpa", "eager"):

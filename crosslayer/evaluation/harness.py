@@ -23,9 +23,7 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.evaluation.groups import GROUPS, Selection, select
 
 SCRIPT = "python -m crosslayer.evaluation.local_tasks"
-LM_EVAL_SEED = (
-    1234  # the seed of numpy, torch and few-shot examples in lm-eval where a caller names none; ours counts on
-)
+LM_EVAL_SEED = 1234  # lm-eval's own of numpy, torch and few-shot examples; ours counts on from it
 SENTENCE = 160  # characters of a library's error that are shown
 AWAY = ("OfflineModeIsEnabled", "Couldn't reach", "offline", "ConnectionError", "Max retries", "LocalEntryNotFound")
 

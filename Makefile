@@ -34,7 +34,6 @@ style: $(STAMP)
 
 test: $(STAMP) style browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
-	$(MAKE) test-oldest
 
 # What reads, runs, trains and serves models, with the oldest transformers that pyproject.toml allows: it stands before the
 # other on the import path. Tests of models that came later are skipped there.

@@ -153,7 +153,8 @@ def _similarities(record: DiagnosisRecord) -> list[Panel]:
         _similarity(
             "map_similarity_without_first",
             "Map similarity without the first column",
-            "The same with the first column set aside: what remains is similarity of content, not of a common sink.",
+            "The same with the first column set aside, and so without a sink at the first token. Sinks at other early "
+            "tokens are still in it: a bright block need not be similarity of content.",
             record.measures.map_similarity_without_first,
         ),
         _similarity(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from crosslayer.comparison.curves import band, critical_point, entries_of, expected_critical_point, relative_curve
-from crosslayer.comparison.paired import holm, paired_difference, seeds_needed, t_interval
+from crosslayer.comparison.paired import extended, holm, paired_difference, seeds_needed, t_interval
 from crosslayer.comparison.read import Sorted
 from crosslayer.comparison.record import RELEVANT, ComparedRun, CriticalPoints, Outcome, RelativeCurve
 
@@ -35,7 +35,7 @@ def outcomes(runs: Sorted, baseline: str, smooth: int | None) -> tuple[Outcome, 
         for arm in runs.arms
         if arm.label != baseline and (setting.label, arm.label) in grouped
     ]
-    return _adjusted([_with_curves(result, grouped, baseline, smooth) for result in results])
+    return _adjusted([_with_curves(result, grouped, baseline, smooth) for result in results], len(runs.extends))
 
 
 def _outcome(setting: str, arm: str, own: dict[int, ComparedRun], others: dict[int, ComparedRun]) -> Outcome:
@@ -104,9 +104,9 @@ def _critical(steps: np.ndarray, relative: np.ndarray) -> CriticalPoints:
     )
 
 
-def _adjusted(results: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    """Add p-values that hold for all comparisons of the page together."""
+def _adjusted(results: Sequence[Outcome], pages: int) -> tuple[Outcome, ...]:
+    """Add p-values that hold for all comparisons of the page together, and for the pages before it."""
     places = [place for place, result in enumerate(results) if result.final is not None and result.final.p is not None]
     values = [result.final.p for result in results if result.final is not None and result.final.p is not None]
-    adjusted = dict(zip(places, holm(values), strict=True))
+    adjusted = dict(zip(places, [extended(value, pages) for value in holm(values)], strict=True))
     return tuple(result.model_copy(update={"adjusted": adjusted.get(place)}) for place, result in enumerate(results))

@@ -15,7 +15,7 @@ import numpy as np
 
 from crosslayer.comparison.arms import label_of
 from crosslayer.comparison.record import Arm, Budget, ComparedRun, Glance, Setting, Trace
-from crosslayer.comparison.state import read_state
+from crosslayer.comparison.state import State, read_state
 from crosslayer.output.record import read_record
 from crosslayer.output.result import load_as
 from crosslayer.training.record import Look
@@ -36,6 +36,12 @@ class Sorted:
     domains: tuple[str, ...]
     runs: tuple[ComparedRun, ...]
     budget: Budget | None = None
+    extends: tuple[tuple[int, ...], ...] = ()  # seeds of each page that was seen before
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """All seeds, in their order."""
+        return tuple(sorted({run.seed for run in self.runs}))
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,8 @@ def sort_runs(folders: Sequence[Path]) -> Sorted:
         ValueError: as `load_run`, `read_state` and `assemble`.
 
     """
-    budgets = {str(folder): _budget(folder) for folder in folders}
+    states = {str(folder): _state(folder) for folder in folders}
+    budgets = {where: None if state is None else state.budget for where, state in states.items()}
     runs = {str(folder): load_run(folder) for folder in folders}
     common = {where: _decided(_flat(_shared(run)), budgets[where]) for where, run in runs.items()}
     keys = list(dict.fromkeys(key for flat in common.values() for key in flat))
@@ -114,14 +121,17 @@ def sort_runs(folders: Sequence[Path]) -> Sorted:
         setting = setting_of(values, telling)
         settings[setting.label] = setting
         placed.append(Placed(run, where, setting.label))
-    return replace(assemble(list(settings.values()), placed), budget=_agreed(list(budgets.values())))
+    result = replace(assemble(list(settings.values()), placed), budget=_agreed(list(budgets.values())))
+    first, *others = states.values()
+    if first is None or any(other != first for other in others):  # no single comparison trained them
+        return result
+    return replace(result, extends=first.before(result.seeds))
 
 
-def _budget(folder: Path) -> Budget | None:
-    """Return the budget of the comparison that trained a run, None where it had none or was trained alone."""
+def _state(folder: Path) -> State | None:
+    """Return what the comparison that trained a run keeps beside it, None where the run was trained alone."""
     runs = folder.resolve().parent
-    state = read_state(runs.parent) if runs.name == RUNS else None
-    return None if state is None else state.budget
+    return read_state(runs.parent) if runs.name == RUNS else None
 
 
 def _decided(recipe: dict[str, Any], budget: Budget | None) -> dict[str, Any]:

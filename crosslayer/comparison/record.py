@@ -143,7 +143,9 @@ class Outcome(Frozen):
     missing: tuple[int, ...] = Field(description="seeds that a side alone has")
     loss: float = Field(description="mean of the final loss over all runs of the arm")
     final: Difference | None = Field(description="of the final loss over the mixture; None without a pair")
-    adjusted: float | None = Field(ge=0, le=1, description="p-value by Holm among all comparisons of the page")
+    adjusted: float | None = Field(
+        ge=0, le=1, description="p-value for all comparisons of the page and the pages before it"
+    )
     domains: dict[str, Difference]
     seeds_needed: int | None = Field(ge=1, description=f"for an interval that shows {RELEVANT}")
     curve: RelativeCurve | None = Field(description="None where steps differ: each arm has a schedule of its own then")
@@ -224,6 +226,7 @@ class ComparisonRecord(Frozen):
     smooth: int | None = Field(ge=1, description="steps; None: a twentieth of each run")
     budget: Budget | None
     settings: tuple[Setting, ...] = Field(min_length=1)
+    extends: tuple[tuple[int, ...], ...] = Field((), description="seeds of the pages that were seen before this one")
     arms: tuple[Arm, ...] = Field(min_length=1)
     domains: tuple[str, ...] = Field(min_length=1)
     runs: tuple[ComparedRun, ...] = Field(min_length=1)

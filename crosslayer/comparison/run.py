@@ -137,6 +137,7 @@ class _Job:
             _check_ended(placed, words.baseline, state)
             settings = {cell.setting.label: cell.setting for cell in cells}
             result = _comparison(assemble(list(settings.values()), placed), words, state)
+            self._keep(_judged(state, result))  # before there is a page to be seen
             result.save_within(self.folder)
         return result
 
@@ -236,6 +237,14 @@ class _Job:
         write_whole(self.folder / STATE, state.model_dump_json(by_alias=True, indent=1))
 
 
+def _judged(state: State, result: Comparison) -> State:
+    """Note the seeds of a page that could give verdicts, for the pages after it."""
+    seeds = tuple(sorted({run.seed for run in result.runs}))
+    if seeds in state.judged or all(outcome.adjusted is None for outcome in result.outcomes):
+        return state
+    return state.model_copy(update={"judged": (*state.judged, seeds)})
+
+
 def _digest(cell: Cell) -> str:
     return hashlib.sha256(cell.recipe.model_dump_json().encode()).hexdigest()
 
@@ -254,6 +263,8 @@ def _asked(budget: Budget | None) -> str:
 
 def _comparison(runs: Sorted, words: _Words, state: State | None = None) -> Comparison:
     """Return what follows from runs."""
+    if state is not None:
+        runs = replace(runs, extends=state.before(runs.seeds))
     baseline = pick_baseline([arm.label for arm in runs.arms], words.baseline)
     results = outcomes(runs, baseline, words.smooth)
     lines, no_laws = laws(runs, baseline)
@@ -264,6 +275,7 @@ def _comparison(runs: Sorted, words: _Words, state: State | None = None) -> Comp
         smooth=words.smooth,
         budget=runs.budget if state is None else state.budget,
         settings=runs.settings,
+        extends=runs.extends,
         arms=runs.arms,
         domains=runs.domains,
         runs=runs.runs,

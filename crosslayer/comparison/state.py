@@ -28,6 +28,11 @@ class State(Frozen):
     budget: Budget | None = None
     steps: dict[str, int] = Field({}, description="of every arm in every setting, where the budget decides them")
     stopped: dict[str, Stopped] = Field({}, description="runs that diverged, by their names")
+    judged: tuple[tuple[int, ...], ...] = Field((), description="seeds of each page that could give verdicts")
+
+    def before(self, seeds: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the seeds of each page that came before the page of these seeds."""
+        return self.judged[: self.judged.index(seeds)] if seeds in self.judged else self.judged
 
 
 def read_state(folder: Path) -> State | None:

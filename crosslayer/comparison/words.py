@@ -11,6 +11,7 @@ def sentences(record: ComparisonRecord) -> list[str]:
     lines = [
         *_budget_words(record),
         *(line for setting in record.settings for line in _setting_words(record, setting.label)),
+        *_extended_words(record),
         *_many_words(record),
         *_critical_words(record),
         *(line for law in record.laws if law.arm != record.baseline for line in _law_words(law, record)),
@@ -124,6 +125,20 @@ def _undecided_words(result: Outcome, baseline: str) -> str:
 
 def _listed(results: Sequence[Outcome]) -> str:
     return "; ".join(f"{result.arm} {with_values(result.final)}" for result in results if result.final)
+
+
+def _extended_words(record: ComparisonRecord) -> list[str]:
+    """Say that seeds were added after a page was seen, and what that asks of this one."""
+    if not record.extends:
+        return []
+    pages = len(record.extends)
+    counts = [str(len(seeds)) for seeds in record.extends]
+    bound = 0.05 / (5 * pages * (pages + 1))
+    return [
+        f"Seeds were added after {'a page' if pages == 1 else f'{pages} pages'} with {' and '.join(counts)} of them: "
+        f"lower and higher are said here only below p = {bound:.2g}, not 0.05 (the adjusted p-values hold that), so "
+        "that adding seeds until something shows does not make it show."
+    ]
 
 
 def _many_words(record: ComparisonRecord) -> list[str]:

@@ -96,6 +96,31 @@ def test_a_grid_grows_and_pairs_are_complete_early(whole, recipe, monkeypatch):
     ]  # fmt: skip
 
 
+def test_added_seeds_are_judged_more_strictly_and_the_page_says_so(whole, recipe, tmp_path, monkeypatch):
+    """Three pairs give p = 0.04; five give 0.01, which counts ten times after the first page."""
+    (vanilla, svformer) = (crosslayer.load_result(whole[1] / "runs" / f"{arm}-0") for arm in ("vanilla", "svformer"))
+
+    def planted(recipe, place, **options):
+        spread = (-0.01, 0.01, 0.0, -0.01, 0.01)[recipe.seed]
+        run, loss = (vanilla, 3.0) if recipe.model.method is None else (svformer, 2.972 + spread)
+        end = run.validation[-1].model_copy(update={"losses": {"books": loss, "code": loss}})
+        changes = {"seed": recipe.seed, "recipe": recipe.model_dump(mode="json"), "validation": (end,)}
+        run.model_copy(update=changes).save(place)
+
+    monkeypatch.setattr(module, "train", planted)
+    options = {"folder": tmp_path / "grown", "recipe": recipe, "methods": METHODS, "resume": True}
+    first = crosslayer.compare(**options, seeds=3)
+    assert first.extends == () and first.outcomes[0].verdict == "lower"
+    again = crosslayer.compare(**options, seeds=3)  # the same page is no further one
+    assert again.outcomes == first.outcomes
+    grown = crosslayer.compare(**options, seeds=5)
+    (outcome,) = grown.outcomes
+    assert grown.extends == ((0, 1, 2),) and np.isclose(outcome.adjusted, 10 * outcome.final.p)
+    assert any(words.startswith("Seeds were added after a page with 3 of them") for words in sentences(grown))
+    assert crosslayer.compare([tmp_path / "grown"]).outcomes == grown.outcomes
+    assert crosslayer.compare(**options, seeds=3).outcomes == first.outcomes
+
+
 def test_the_page_in_a_browser(whole, browser):
     from tests.helpers.browser import complaints, resize
 

@@ -85,7 +85,7 @@ def _redundancy_words(redundancy: Redundancy) -> list[str]:
         return []
     named = ", ".join(f"{entry.layer} ({entry.similarity:.3f})" for entry in redundancy.attention[:SHOWN])
     return [
-        f"Attention changes its input least, by cos(x, x + Attn(x)), in layers {named}: candidates to do without it."
+        f"Attention changes its input least, by cos(x, x + Attn(x)), in layers {named}: candidates to drop."
     ]
 
 
@@ -113,8 +113,8 @@ def _cache_words(cache: CacheCandidates) -> list[str]:
     removed = cache.attention_removed
     if removed.layers:
         sentences.append(
-            f"Taking away the attention of layers {ranges(removed.layers)}, which changes its input least, would leave "
-            f"{removed.share:.2%} of it."
+            f"Dropping attention where it changes its input least, in layers {ranges(removed.layers)}, would keep "
+            f"{removed.share:.2%} of the KV cache."
         )
     return sentences
 

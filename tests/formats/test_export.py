@@ -179,9 +179,17 @@ REFUSED = {
     "shared maps": ([UNIATTN], "gguf", ("uniattn (superblocks", "layer 2 reads the queries of layer 1", "no other")),
     "shared values": (["svformer"], "deci", ("svformer", "values", "no other")),
     "mixed values": (["resformer"], "hf", ("resformer", "mixes", "no other")),
-    "no attention": ([{"name": "drop", "attention": [2, 3]}], "hf", ("layers 2-3", "drop (", "deci or gguf can")),
-    "W_c": ([{"name": "drop", "attention": [2], "compensation": "attention"}], "deci", ("W_c", "`to` gguf can")),
-    "W_c with a bias": ([WITH_BIAS], "gguf", ("W_c of layers 3 has a bias", "no other")),
+    "no attention": (
+        [{"name": "drop", "attention": [2, 3]}],
+        "hf",
+        ("layers 2-3", "drop (", "part layer leaves them", "deci or gguf can"),
+    ),
+    "W_c": (
+        [{"name": "drop", "attention": [2], "compensation": "attention"}],
+        "deci",
+        ("W_c", "with compensation none leaves out", "`to` gguf can"),
+    ),
+    "W_c with a bias": ([WITH_BIAS], "gguf", ("W_c of layers 3 has a bias", "without bias leaves out", "no other")),
     "no MLP": ([{"name": "drop", "mlp": [1, 2]}], "gguf", ("layers 1-2 have no MLP", "`to` deci can")),
     "first layer": ([{"name": "drop", "attention": [0]}], "gguf", ("layer 0 has no attention", "no other")),
 }

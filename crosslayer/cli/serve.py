@@ -25,10 +25,19 @@ def command(
     """Serve a model with vLLM over HTTP (OpenAI's interface), its cache as small as the method allows."""
     with importing():
         from crosslayer.methods import allowed_modules
-        from crosslayer.serving.engine import check_engine, check_port, has_tokenizer, servable, serve_command
+        from crosslayer.serving.engine import (
+            bounded_command,
+            check_engine,
+            check_flags,
+            check_port,
+            has_tokenizer,
+            servable,
+            serve_command,
+        )
         from crosslayer.serving.plugin import ALLOWED
     check_engine()
     served = servable(model, kv_memory=kv_memory, length=max_length, dtype=dtype)
+    check_flags(served, flags or [])
     if not has_tokenizer(served) and "--tokenizer" not in (flags or []):
         raise ValueError(f"{served.name} has no tokenizer, without which a server takes no text; save one beside it")
     check_port(host, port)
@@ -37,4 +46,4 @@ def command(
     )
     os.environ[ALLOWED] = ",".join(allowed_modules())
     say(f"python {shlex.join(words)}")
-    os.execv(sys.executable, [sys.executable, *words])  # signals now reach vLLM itself
+    os.execv(sys.executable, [sys.executable, *bounded_command(words, flags or [])])

@@ -1,9 +1,12 @@
 """The model card of a retrofit: README.md of its folder, from its record alone."""
 
+from typing import Any
+
 from huggingface_hub import EvalResult, ModelCardData
 
 from crosslayer.conversion.record import RetrofitRecord
 from crosslayer.conversion.words import kl, ratio, sentences
+from crosslayer.output.card import card, common_facts, use
 
 OURS = "CrossLayerForCausalLM"  # all other classes open without this package
 LIMITS = """- The figures hold for the text they were measured on; other text, tasks and lengths can suffer more.
@@ -12,8 +15,8 @@ LIMITS = """- The figures hold for the text they were measured on; other text, t
 - The licence is that of the original model."""
 
 
-def model_card(record: RetrofitRecord) -> str:
-    """Return the card as Markdown; where it says FOLDER, the name of the model's folder or repository belongs."""
+def model_card(record: RetrofitRecord, tokenizer: bool = True) -> str:
+    """Return the card as Markdown; `tokenizer`: whether there is one beside the model."""
     versions = ", ".join(f"{name} {version}" for name, version in record.environment.versions.items() if version)
     body = [
         f"# {record.architecture.name}, rewired",
@@ -21,7 +24,7 @@ def model_card(record: RetrofitRecord) -> str:
         "## What it costs",
         _costs(record),
         "## Use",
-        _use(record),
+        use(_form(record), tokenizer),
         "## Who reads from whom",
         f"```text\n{record.plan.diagram()}\n```",
         "## How it came about",
@@ -30,10 +33,14 @@ def model_card(record: RetrofitRecord) -> str:
         "## Limits",
         LIMITS,
     ]
-    return f"---\n{_facts(record).to_yaml()}\n---\n\n" + "\n\n".join(body) + "\n"
+    return card(_facts(record), "\n\n".join(body) + "\n")
 
 
-def _facts(record: RetrofitRecord) -> ModelCardData:
+def _form(record: RetrofitRecord) -> str:
+    return "crosslayer" if record.architecture.retrofit_class == OURS else "hf"
+
+
+def _facts(record: RetrofitRecord) -> dict[str, Any]:
     """Return what the hub reads of a card: among it the perplexity on each domain, as `model-index`."""
     name = record.architecture.name
     results = [
@@ -48,13 +55,9 @@ def _facts(record: RetrofitRecord) -> ModelCardData:
         )
         for domain in record.damage.domains
     ]
-    return ModelCardData(
-        library_name="transformers",
-        tags=["crosslayer", *(entry["name"] for entry in record.methods)],
-        base_model=name if "/" in name else None,  # only the hub's names have a slash
-        model_name=f"{name}, rewired",
-        eval_results=results,
-    )
+    index = ModelCardData(model_name=f"{name}, rewired", eval_results=results).to_dict()
+    tags = ["crosslayer", *(entry["name"] for entry in record.methods)]
+    return {**common_facts(_form(record)), **record.architecture.origin, "tags": tags, **index}
 
 
 def _costs(record: RetrofitRecord) -> str:
@@ -68,13 +71,6 @@ def _costs(record: RetrofitRecord) -> str:
         cells = [domain.name.replace("|", "\\|"), "yes" if domain.seen else "no", before, after, ratio(domain)]
         rows.append(f"| {' | '.join([*cells, kl(domain)])} |")
     return "\n".join(rows)
-
-
-def _use(record: RetrofitRecord) -> str:
-    lines = ["from transformers import AutoModelForCausalLM", 'model = AutoModelForCausalLM.from_pretrained("FOLDER")']
-    if record.architecture.retrofit_class == OURS:
-        lines.insert(0, "import crosslayer  # registers the model class")
-    return "\n".join(["```python", *lines, "```"])
 
 
 def _how(record: RetrofitRecord) -> str:

@@ -33,6 +33,7 @@ from crosslayer.environment import environment
 from crosslayer.method import Method
 from crosslayer.methods import Entry, merge_plans, to_entry
 from crosslayer.models.load import Ready, ready_model
+from crosslayer.models.origin import origin
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 from crosslayer.probe.intercept import evaluating
@@ -225,6 +226,7 @@ class Job:
     def _architecture(self, rewired: Rewired) -> Architecture:
         return Architecture(
             name=self.name,
+            origin=origin(self.model),
             source_class=type(self.model).__name__,
             retrofit_class=type(rewired.model).__name__,
             layers=self.layers,

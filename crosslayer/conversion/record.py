@@ -17,6 +17,9 @@ class Architecture(Frozen):
     """The model before and after."""
 
     name: str = Field(description="the original's name, without the folders above it")
+    origin: dict[str, str | list[str]] = Field(
+        default_factory=dict, description="base_model, license and language for the card, as far as they are known"
+    )
     source_class: str = Field(description="class of the original")
     retrofit_class: str = Field(description="class of the retrofit")
     layers: int = Field(description="L, of the original")

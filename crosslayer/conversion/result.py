@@ -185,7 +185,7 @@ class Receipt(RetrofitRecord, Result):
             if remote_code_shim:
                 _add_shim(partial)
             self._write(partial)
-            (partial / "README.md").write_text(model_card(self), encoding="utf-8")
+            (partial / "README.md").write_text(model_card(self, self._tokenizer is not None), encoding="utf-8")
             write_manifest(partial, model)  # of all that lies there
         return target / "report.html"
 

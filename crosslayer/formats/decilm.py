@@ -1,10 +1,12 @@
 """DeciLM, as vLLM runs it by itself: a Llama whose layers may lack attention or MLP, told block by block.
 
-vLLM has the model (`DeciLMForCausalLM`, model type "nemotron-nas") but no class for its config, so that one travels in
-the folder; it is the only code there, and vLLM runs it with `--trust-remote-code`.
+vLLM has the model (`DeciLMForCausalLM`, model type "nemotron-nas") but no class for its config. Our plugin gives it
+one, `serving/configuration_decilm.py`; a copy of that file travels in the folder for a vLLM without the plugin, which
+runs it with `--trust-remote-code`. It is the only code there.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +16,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from crosslayer.decoder import CrossLayerConfig
 from crosslayer.decoder.weights import SHARED
 from crosslayer.formats.layers import Left, left, renumbered
+from crosslayer.serving import configuration_decilm
 
 MODULE = "configuration_decilm"
-CODE = '''"""The config of a DeciLM: Llama's, with `block_configs`, a block for each layer, read by attribute."""
-
-from transformers import LlamaConfig
-
-
-class Block(dict):
-    """What a layer or a part of it is: a dict whose entries are attributes too."""
-
-    def __getattr__(self, name):
-        if name not in self:
-            raise AttributeError(name)
-        return self[name]
-
-
-class DeciLMConfig(LlamaConfig):
-    model_type = "nemotron-nas"
-
-    def __setattr__(self, name, value):
-        if name == "block_configs":
-            value = [Block({part: Block(facts) for part, facts in block.items()}) for block in value]
-        super().__setattr__(name, value)
-'''
 
 
 def write(model: PreTrainedModel, config: CrossLayerConfig, folder: Path) -> None:
@@ -56,7 +37,7 @@ def write(model: PreTrainedModel, config: CrossLayerConfig, folder: Path) -> Non
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
     text = json.dumps(deci_config(config, layers, str(model.dtype).removeprefix("torch.")), indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    (folder / f"{MODULE}.py").write_text(CODE, encoding="utf-8")
+    shutil.copyfile(configuration_decilm.__file__, folder / f"{MODULE}.py")
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
 

@@ -18,7 +18,10 @@ def no_stock_class(config: CrossLayerConfig) -> str | None:
     partial = [layer for layer in left(config) if not layer.whole]
     if partial:
         numbers = [layer.number for layer in partial]
-        return f"layers {ranges(numbers)} lack a part ({culprits(config, numbers)}), and stock layers are whole"
+        return (
+            f"layers {ranges(numbers)} lack a part ({culprits(config, numbers)}), and stock layers are whole, as a "
+            "retrofit with part layer leaves them"
+        )
     _, reason = stock_config(plain_config(config))
     return reason
 
@@ -33,7 +36,10 @@ def no_deci(config: CrossLayerConfig) -> str | None:
     layers = left(config)
     linear = [layer.number for layer in layers if layer.attention == "compensation"]
     if linear:
-        return f"layers {ranges(linear)} have W_c in the place of attention ({culprits(config, linear)})"
+        return (
+            f"layers {ranges(linear)} have W_c in the place of attention ({culprits(config, linear)}), which a "
+            "retrofit with compensation none leaves out"
+        )
     if layers[0].attention is None:
         first = layers[0].number
         return f"layer {first} has no attention ({culprits(config, [first])}), and the first layer of DeciLM must"
@@ -54,7 +60,10 @@ def no_gguf(config: CrossLayerConfig) -> str | None:
         return f"layers {ranges(bare)} have no MLP ({culprits(config, bare)})"
     with_bias = [layer.number for layer in layers if layer.attention == "compensation" and biased[layer.number]]
     if with_bias:
-        return f"W_c of layers {ranges(with_bias)} has a bias ({culprits(config, with_bias)})"
+        return (
+            f"W_c of layers {ranges(with_bias)} has a bias ({culprits(config, with_bias)}), which a retrofit without "
+            "bias leaves out"
+        )
     if layers[0].attention is None:
         first = layers[0].number
         return f"layer {first} has no attention ({culprits(config, [first])}), and the first layer must have heads"

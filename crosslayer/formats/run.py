@@ -16,6 +16,7 @@ from crosslayer.formats.layers import left
 from crosslayer.formats.refusals import check_form, check_name
 from crosslayer.formats.result import Exported
 from crosslayer.models.load import load_config, ready_model
+from crosslayer.models.origin import origin
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.progress import Meter, Silent
@@ -70,7 +71,9 @@ def export(
         card = folder / "README.md" if folder is not None else None
         source = card.read_text(encoding="utf-8") if card is not None and card.is_file() else None
         methods = title(loaded.config.methods) if isinstance(loaded.config, CrossLayerConfig) else ""
-        (partial / "README.md").write_text(export_card(source, name, methods, to), encoding="utf-8")
+        head = f"# {name}\n\n{methods or 'No methods.'}"
+        text = export_card(source, head, to, origin(model), words is not None)
+        (partial / "README.md").write_text(text, encoding="utf-8")
         write_manifest(partial, written)  # its logits on fixed ids stand for what other programs must compute
         size = sum(path.stat().st_size for path in partial.rglob("*"))
     dtype_name = str(loaded.dtype).removeprefix("torch.")

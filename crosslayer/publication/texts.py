@@ -12,13 +12,13 @@ from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 from crosslayer.conversion.card import model_card
 from crosslayer.conversion.record import RetrofitRecord
 from crosslayer.conversion.result import Receipt
+from crosslayer.output.card import PLACE
 from crosslayer.output.manifest import NAME, check_files, manifest_text, read_manifest
 from crosslayer.output.result import load_as
+from crosslayer.serving.engine import TOKENIZERS
 
 CARD = "README.md"
 RESULTS = ".eval_results/crosslayer.yaml"
-PLACE = "FOLDER"  # in a card, where the name of the repository belongs
-BARE = "---\nlibrary_name: transformers\ntags: [crosslayer]\n---\n\n# {name}\n"
 
 
 def own_texts(folder: Path, repo: str) -> dict[str, str]:
@@ -69,12 +69,14 @@ def eval_entries(record: RetrofitRecord) -> list[EvalResultEntry]:
 
 def _card(folder: Path, repo: str, receipt: Receipt | None, digest: str | None) -> str:
     path = folder / CARD
-    if not path.is_file():
-        return (BARE.format(name=repo) if receipt is None else model_card(receipt)).replace(PLACE, repo)
-    content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != digest:
+    content = path.read_bytes() if path.is_file() else None
+    if content is not None and hashlib.sha256(content).hexdigest() != digest:
         return content.decode("utf-8")
-    return (content.decode("utf-8") if receipt is None else model_card(receipt)).replace(PLACE, repo)
+    if receipt is not None:
+        text = model_card(receipt, any((folder / name).is_file() for name in TOKENIZERS))
+    else:
+        text = f"# {repo}\n" if content is None else content.decode("utf-8")
+    return text.replace(PLACE, repo)
 
 
 def _receipt(folder: Path) -> Receipt | None:

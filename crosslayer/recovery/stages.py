@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from crosslayer.environment import quiet_transformers
-from crosslayer.output.folder import write_whole
+from crosslayer.output.folder import set_modes, write_whole
 from crosslayer.output.progress import Meter
 from crosslayer.recovery.early_stop import EarlyStop
 from crosslayer.recovery.parameters import merged, trained_parameters, unfreeze
@@ -135,6 +135,7 @@ class Stage:
         shutil.rmtree(partial, ignore_errors=True)
         model.save_pretrained(partial)
         self.rows.tokenizer.save_pretrained(partial)
+        set_modes(partial)
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         partial.rename(folder / MODEL)
         write_whole(folder / DONE, run.model_dump_json(indent=1))

@@ -1,10 +1,26 @@
 """Which layers of a model share a cache in vLLM, and what vLLM cannot serve; nothing here imports vLLM."""
 
+from collections.abc import Mapping
+
 import torch
 
 from crosslayer.decoder import CrossLayerConfig
 from crosslayer.output.words import ranges
 from crosslayer.plan import CACHED
+
+SPLIT = "it is split over several devices (tensor or pipeline parallel), which has not been tried"
+# flags of vLLM with which no model of ours is served: values that do not count, and the reason
+UNTRIED = {
+    "tensor-parallel-size": (("1",), SPLIT),
+    "pipeline-parallel-size": (("1",), SPLIT),
+    "quantization": ((), "its weights are quantised, which has not been tried"),
+    "kv-cache-dtype": (
+        ("auto", "float32", "bfloat16", "float16"),
+        "its cache is quantised, which has not been tried",
+    ),
+    "kv-sharing-fast-prefill": ((), "with kv_sharing_fast_prefill some layers would see no tokens but the last"),
+    "enable-lora": ((), "adapters (LoRA) beside it have not been tried; merge them into its weights"),
+}
 
 
 def cache_owner(config: CrossLayerConfig, layer: int) -> int | None:
@@ -52,6 +68,14 @@ def not_servable(config: CrossLayerConfig) -> str | None:
         return "mixtures of experts have not been tried there"
     if config.family == "gpt2":
         return "family 'gpt2' has not been tried there"
+    return None
+
+
+def untried(flags: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the first flag of vLLM, by its name without dashes, that a model of ours is refused with, and why."""
+    for name, (served, reason) in UNTRIED.items():
+        if name in flags and flags[name] not in served:
+            return name, reason
     return None
 
 

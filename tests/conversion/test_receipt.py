@@ -110,7 +110,7 @@ def test_it_saves_a_whole_model_folder(receipt, tmp_path):
     assert Receipt.from_record(json.loads((out / "record.json").read_text())) == receipt
     card = (out / "README.md").read_text()
     assert (
-        "import crosslayer  # registers the model class" in card
+        "```python\nimport crosslayer  # first: it registers the model's class" in card
         and "crosslayer.retrofit(model, text, tokenizer, method='cla'" in card
     )
     assert "calibration_text=calibration_text)\n```" in card

@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import crosslayer
+from crosslayer.models.embedded import cache_folder
 from crosslayer.output.manifest import check_files, read_manifest
 from crosslayer.testing import build, config_of
 from crosslayer.transformers_versions import attention_that_caps
@@ -150,15 +152,44 @@ def test_a_stock_model_goes_to_every_form(tmp_path):
     torch.testing.assert_close(gguf_logits(tmp_path / "gguf" / "model.gguf", IDS), logits(model), **CLOSE)
 
 
+def test_cards_of_all_forms_say_what_the_model_is_and_how_it_is_used(tmp_path):
+    model = ours("plain")
+    model.name_or_path = str(cache_folder() / "smollm2-0123456789abcdef")  # as if loaded from there
+    for to, install in (("hf", "pip install transformers"), ("deci", "pip install 'crosslayer[vllm]'")):
+        crosslayer.export(model, tmp_path / to, words(), to=to)
+        card = (tmp_path / to / "README.md").read_text()
+        data = ModelCard(card).data
+        assert data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct" and data.license == "apache-2.0"
+        assert data.pipeline_tag == "text-generation" and data.language == "en"
+        use = card.partition("## Use\n")[2]
+        assert use.partition("```sh\n")[2].startswith(install) and "tokenizer" in use
+        serving = {
+            "hf": "python -m vllm.entrypoints.openai.api_server --model FOLDER\n",
+            "deci": "crosslayer serve FOLDER\n",
+        }
+        assert f"\n{serving[to]}" in use
+    crosslayer.export(tmp_path / "hf", tmp_path / "again", to="deci")  # the card goes along
+    again = (tmp_path / "again" / "README.md").read_text()
+    assert ModelCard(again).data.base_model == data.base_model and again.count("## Use") == 1
+
+
 UNIATTN = {"name": "uniattn", "superblocks": [[1, 2], [3, 4]]}
 WITH_BIAS = {"name": "drop", "attention": [3], "compensation": "attention", "compensation_bias": True}
 REFUSED = {
     "shared maps": ([UNIATTN], "gguf", ("uniattn (superblocks", "layer 2 reads the queries of layer 1", "no other")),
     "shared values": (["svformer"], "deci", ("svformer", "values", "no other")),
     "mixed values": (["resformer"], "hf", ("resformer", "mixes", "no other")),
-    "no attention": ([{"name": "drop", "attention": [2, 3]}], "hf", ("layers 2-3", "drop (", "deci or gguf can")),
-    "W_c": ([{"name": "drop", "attention": [2], "compensation": "attention"}], "deci", ("W_c", "`to` gguf can")),
-    "W_c with a bias": ([WITH_BIAS], "gguf", ("W_c of layers 3 has a bias", "no other")),
+    "no attention": (
+        [{"name": "drop", "attention": [2, 3]}],
+        "hf",
+        ("layers 2-3", "drop (", "part layer leaves them", "deci or gguf can"),
+    ),
+    "W_c": (
+        [{"name": "drop", "attention": [2], "compensation": "attention"}],
+        "deci",
+        ("W_c", "with compensation none leaves out", "`to` gguf can"),
+    ),
+    "W_c with a bias": ([WITH_BIAS], "gguf", ("W_c of layers 3 has a bias", "without bias leaves out", "no other")),
     "no MLP": ([{"name": "drop", "mlp": [1, 2]}], "gguf", ("layers 1-2 have no MLP", "`to` deci can")),
     "first layer": ([{"name": "drop", "attention": [0]}], "gguf", ("layer 0 has no attention", "no other")),
 }
@@ -209,7 +240,7 @@ def test_the_command_line_writes_replaces_and_refuses(monkeypatch, tmp_path, cap
     assert (line["model"], line["architecture"], line["layers"], line["dtype"]) == ("small", "deci", 6, "bfloat16")
     card = (out / "README.md").read_text()
     assert "llama-cli -m FOLDER/model.gguf" in card and "import crosslayer" not in card
-    assert "many" in card and "library_name: gguf" in card
+    assert "many" in card and "library_name: gguf" in card and "pipeline_tag: text-generation" in card
     assert run(monkeypatch, "export", tmp_path / "small", "--to", "gguf", "--out", out) == 2
     assert "--force" in capsys.readouterr().err
     arguments = ("export", tmp_path / "small", "--to", "deci", "--out", out, "--dtype", "float32", "--force")

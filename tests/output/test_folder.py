@@ -9,6 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from crosslayer.environment import environment
 from crosslayer.output import folder
@@ -53,6 +55,24 @@ def out(tmp_path):
     write(tmp_path / "out", "old")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     return tmp_path / "out"
+
+
+def modes(folder):
+    return {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_file_gets_the_mode_that_the_umask_gives(tmp_path):
+    """Also weights: safetensors writes 0600, which a server of another user cannot read."""
+    for umask, mode in ((0o022, 0o644), (0o027, 0o640), (0o002, 0o664)):
+        before = os.umask(umask)
+        try:
+            with whole_folder(tmp_path / "out", force=True) as partial:
+                (partial / "figures").mkdir()
+                save_file({"a": torch.zeros(2)}, partial / "figures" / "model.safetensors")
+                (partial / "record.json").write_text('{"schema": "crosslayer/test/1"}')
+        finally:
+            os.umask(before)
+        assert modes(tmp_path / "out") == {mode}
 
 
 KILLED_AT = {  # name of the call that dies: which one of them, before or after it

@@ -12,8 +12,9 @@ import yaml
 from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 
 import crosslayer
+from crosslayer.output.manifest import _digest as digest
 from crosslayer.output.manifest import check_files
-from crosslayer.publication.texts import eval_entries
+from crosslayer.publication.texts import _card, eval_entries
 from tests.cli.test_cli import run
 from tests.formats.models import ours, words
 from tests.helpers.hub import TOKEN, running_hub
@@ -82,6 +83,22 @@ def test_the_card_tells_what_it_costs_and_how_it_came_about(hub, small, receipt)
     assert data.tags == ["crosslayer", "cla"] and data.base_model is None
     found = {result.dataset_name: result.metric_value for result in data.eval_results}
     assert found == {domain.name: round(domain.perplexity_after, 4) for domain in receipt.damage.domains}
+
+
+def test_the_card_says_what_the_original_is_and_how_the_model_is_used(hub, small, receipt):
+    card = crosslayer.push(small, "me/tiny-cla").card
+    assert ModelCard(card).data.pipeline_tag == "text-generation"
+    use = card.partition("## Use\n\n")[2].partition("\n## ")[0]
+    assert use.startswith("```sh\npip install crosslayer\n") and "\ncrosslayer serve me/tiny-cla\n" in use
+    python = use.partition("```python\n")[2].partition("```")[0]
+    assert python.splitlines()[0].startswith("import crosslayer")
+    assert 'AutoTokenizer.from_pretrained("me/tiny-cla")' in python
+    program = python.replace("me/tiny-cla", str(small)).replace("Call me", "w5 w7")
+    environment = {**os.environ, "PYTHONPATH": str(Path(crosslayer.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    (small / "tokenizer.json").unlink()
+    assert "AutoTokenizer" not in _card(small, "me/tiny-cla", receipt, digest(small / "README.md"))
 
 
 def test_datasets_of_the_hub_get_evaluation_results(hub, small, receipt):

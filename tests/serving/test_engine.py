@@ -5,12 +5,16 @@ import sys
 import types
 
 import pytest
+from transformers import CONFIG_MAPPING, AutoConfig
 
+import crosslayer
 from crosslayer import methods
-from crosslayer.serving import engine, plugin
+from crosslayer.serving import configuration_decilm, engine, plugin
 from crosslayer.testing import build, config_of
 from tests.cli.test_cli import run
 from tests.decoder.test_every_method import CASES
+from tests.formats.models import ours, words
+from tests.helpers.bytelevel import byte_level
 from tests.helpers.tiny import tiny
 
 
@@ -144,3 +148,48 @@ def test_the_command_line_says_it_in_one_line(tmp_path, monkeypatch, capsys):
 def test_a_server_of_a_folder_without_tokenizer_is_refused(vllm, folder, monkeypatch, capsys):
     assert run(monkeypatch, "serve", folder) == 2
     assert "model has no tokenizer, without which a server takes no text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--kv-cache-dtype", "fp8"],
+            "its cache is quantised, which has not been tried; leave --kv-cache-dtype fp8 out",
+        ),
+        (["--max-num-seqs", "4", "--kv_cache_dtype=fp8_e5m2"], "leave --kv-cache-dtype fp8_e5m2 out"),
+        (["--enable-lora"], "adapters (LoRA) beside it have not been tried; merge them into its weights; leave --ena"),
+        (["--quantization", "fp8"], "its weights are quantised"),
+        (["-tp", "2"], "leave --tensor-parallel-size 2 out"),
+        (["--kv-sharing-fast-prefill", "--seed", "1"], "leave --kv-sharing-fast-prefill out"),
+    ],
+)
+def test_flags_that_were_not_tried_are_one_line_before_vllm_starts(vllm, folder, flags, words, monkeypatch, capsys):
+    byte_level("smollm", 60).save_pretrained(folder)
+    assert run(monkeypatch, "serve", folder, "--", *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("crosslayer: error: vLLM cannot serve model: ") and words in line
+
+
+def test_other_flags_and_other_models_go_through(folder, tmp_path):
+    engine.check_flags(servable(folder), ["--kv-cache-dtype", "auto", "-tp=1", "--max-num-seqs", "4"])
+    tiny("llama").save_pretrained(tmp_path / "stock")
+    engine.check_flags(servable(str(tmp_path / "stock")), ["--kv-cache-dtype", "fp8", "--enable-lora"])
+
+
+def test_a_server_is_bounded_behind_what_it_gives_its_requests():
+    words = engine.bounded_command(["-m", "vllm"], ["--shutdown-timeout", "30"])
+    assert words == ["-P", engine.bounded.__file__, "40", "-m", "vllm"]
+    assert engine.bounded_command([], [])[2] == "10"
+
+
+def test_an_export_for_vllm_is_read_without_its_code(vllm, tmp_path, monkeypatch):
+    """Its config class is ours; the one in the folder is for a vLLM without the plugin."""
+    crosslayer.export(ours("without attention"), tmp_path / "deci", words(), to="deci")
+    (tmp_path / "deci" / "configuration_decilm.py").write_text("raise SystemExit('code of a folder ran')")
+    served = servable(str(tmp_path / "deci"), kv_memory=0.1)
+    assert [block.attention.no_op for block in served.config.block_configs] == [False, False, True, False, True, False]
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
+    plugin.register()
+    config = AutoConfig.from_pretrained(tmp_path / "deci", trust_remote_code=False)
+    assert type(config) is configuration_decilm.DeciLMConfig

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import crosslayer
+from crosslayer.serving.engine import GRACE
 from tests.decoder.test_sharded import free_port
 
 pytestmark = [
@@ -127,6 +128,29 @@ def test_a_server_gives_our_tokens_and_holds_what_the_plan_says(smollm2, tmp_pat
         assert "".join(part.choices[0].text for part in streamed) == plain.choices[0].text
         block = 30 * share * 2 * 3 * 64 * 4 * BLOCK  # layers, keys and values, heads, their size, bytes of float32
         assert kv_blocks(port) == int(MEMORY * 2**30 / block)
+
+
+def test_an_export_is_served_and_ctrl_c_ends_its_streams(smollm2, tmp_path):
+    """Its class is vLLM's own, the class of its config our plugin's; the code in the folder does not run."""
+    import httpx
+    import openai
+
+    model = retrofit(smollm2, tmp_path / "dropped", {"name": "drop", "attention": (6, 17, 25)})
+    crosslayer.export(tmp_path / "dropped", tmp_path / "deci", to="deci", dtype="float32")
+    (tmp_path / "deci" / "configuration_decilm.py").write_text("raise SystemExit")
+    with serving(tmp_path / "deci", tmp_path / "log", "--enforce-eager") as (client, port):
+        options = {"model": "deci", "temperature": 0}
+        extra = {"ignore_eos": True, "return_tokens_as_token_ids": True}
+        for text in TEXTS:
+            answer = client.completions.create(prompt=text, max_tokens=NEW, logprobs=1, **options, extra_body=extra)
+            check(model, smollm2[1], text, answer.choices[0])
+        assert kv_blocks(port) == int(MEMORY * 2**30 / (27 * 2 * 3 * 64 * 4 * BLOCK))
+        stream = client.completions.create(prompt=TEXTS[0], max_tokens=1000, stream=True, **options, extra_body=extra)
+        next(stream)
+        told = time.monotonic()
+    with pytest.raises((openai.APIError, httpx.TransportError)):  # not the client's own time-out, of ten minutes
+        list(stream)
+    assert time.monotonic() - told < 2 * GRACE
 
 
 @pytest.mark.filterwarnings("ignore")  # what vLLM's imports raise

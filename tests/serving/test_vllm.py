@@ -185,6 +185,7 @@ def test_what_was_not_tried_is_refused_in_a_line(tmp_path, options, words):
         ("parallel_config", {"tensor_parallel_size": 2}, "split over several devices"),
         ("parallel_config", {"pipeline_parallel_size": 2}, "split over several devices"),
         (None, {"quant_config": "awq"}, "its weights are quantised"),
+        (None, {"lora_config": "any"}, "adapters (LoRA) beside it have not been tried"),
     ],
 )
 def test_what_needs_more_than_is_here_is_refused(part, changes, words):
@@ -194,6 +195,7 @@ def test_what_needs_more_than_is_here_is_refused(part, changes, words):
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         cache_config=SimpleNamespace(cache_dtype="auto", kv_sharing_fast_prefill=False),
         quant_config=None,
+        lora_config=None,
     )
     assert CrossLayerForCausalLM._unsupported(config) is None
     vars(config if part is None else getattr(config, part)).update(changes)

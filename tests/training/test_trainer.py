@@ -106,6 +106,7 @@ def test_the_model_is_saved_as_transformers_loads_it(whole, tmp_path):
         "model.safetensors",
     }
     for path in (tmp_path / "model", folder / f"checkpoint-{STEPS}"):
+        assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {path.stat().st_mode & 0o666}  # the umask's
         loaded = AutoModelForCausalLM.from_pretrained(path)
         assert type(loaded) is CrossLayerForCausalLM and loaded.config.use_cache is True
         for name, parameter in loaded.named_parameters():

@@ -1,0 +1,59 @@
+"""Where a model comes from, as the card of what is made of it says: its name on the hub, its licence, its languages."""
+
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from transformers import PreTrainedModel
+
+from crosslayer.models.embedded import EMBEDDED, embedded_name
+from crosslayer.models.hub import hub_source, is_hub_name
+from crosslayer.output.card import parted
+
+CARD = "README.md"
+COPIED = ("license", "license_name", "license_link", "language")
+
+
+def origin(model: PreTrainedModel | str | Path) -> dict[str, str | list[str]]:
+    """Return base_model, license and language of a model's card as far as they are known.
+
+    Args:
+        model: as `ready_model` has it: a hub name, a folder, an embedded model; or loaded from any of them.
+
+    """
+    name = str((model.name_or_path or "") if isinstance(model, PreTrainedModel) else model)
+    folder = Path(name).expanduser()
+    embedded = name if name in EMBEDDED else embedded_name(folder)
+    if embedded is not None:
+        entry = EMBEDDED[embedded]
+        return {"base_model": entry.hub, "license": entry.license, "language": entry.language}
+    if folder.is_dir():
+        return _stated(folder / CARD)
+    if "/" not in name or not is_hub_name(name):  # the class of a model that was built here
+        return {}
+    return {**_stated(_of_the_hub(name)), "base_model": name}
+
+
+def _of_the_hub(name: str) -> Path | None:
+    """Return the card of a hub's model: out of the cache, or fetched where the hub answers; None where it is not."""
+    try:
+        offline = hub_source(name) != name
+        return Path(hf_hub_download(name, CARD, local_files_only=offline))
+    except (ValueError, OSError, HfHubHTTPError, LocalEntryNotFoundError):
+        return None
+
+
+def _stated(path: Path | None) -> dict[str, str | list[str]]:
+    """Return what a card states; of its base only where it is ours, as others mean what they were made of."""
+    if path is None or not path.is_file():
+        return {}
+    facts, _ = parted(path.read_text(encoding="utf-8", errors="replace"))
+    tags = facts.get("tags")
+    ours = isinstance(tags, list) and "crosslayer" in tags
+    return {name: facts[name] for name in (*COPIED, *(["base_model"] if ours else [])) if _is_words(facts.get(name))}
+
+
+def _is_words(value: object) -> bool:
+    """Return whether a fact is a word or a list of words."""
+    words = value if isinstance(value, list) else [value]
+    return bool(words) and all(isinstance(word, str) and word for word in words)

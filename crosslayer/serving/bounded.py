@@ -1,0 +1,48 @@
+"""Runs a server that ends soon after it is told to: `python bounded.py SECONDS WORD…` runs `python WORD…`.
+
+Ctrl-C and SIGTERM are passed on. A server that has not ended SECONDS later, or at a second signal, is killed with its
+processes: vLLM can wait for ever for the end of a stream that nothing feeds any more. It is run as a file, so that
+nothing heavy lies in memory beside the server.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from types import FrameType
+
+import psutil
+
+KILLED = "crosslayer: the server did not end by itself and was killed; streams that ran are cut off\n"
+
+
+def run(seconds: float, words: list[str]) -> int:
+    """Run a server until it ends, and return its exit status."""
+    server = subprocess.Popen([sys.executable, *words])
+    told: list[int] = []
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        if len(told) > 1:
+            kill(number, frame)
+        elif server.returncode is None:
+            os.kill(server.pid, number)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def kill(number: int, frame: FrameType | None) -> None:
+        if server.returncode is None:
+            os.write(2, KILLED.encode())
+            first = psutil.Process(server.pid)
+            for process in (*first.children(recursive=True), first):
+                process.kill()
+
+    signal.signal(signal.SIGALRM, kill)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, tell)
+    status = server.wait()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(run(float(sys.argv[1]), sys.argv[2:]))

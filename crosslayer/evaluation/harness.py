@@ -25,6 +25,7 @@ from crosslayer.evaluation.groups import GROUPS, Selection, select
 SCRIPT = "python -m crosslayer.evaluation.local_tasks"
 LM_EVAL_SEED = 1234  # lm-eval's own of numpy, torch and few-shot examples; ours counts on from it
 SENTENCE = 160  # characters of a library's error that are shown
+REFUSALS = (AssertionError, AttributeError, LookupError, StopIteration, SyntaxError, TypeError)  # of a task, by lm-eval
 AWAY = ("OfflineModeIsEnabled", "Couldn't reach", "offline", "ConnectionError", "Max retries", "LocalEntryNotFound")
 
 
@@ -171,7 +172,7 @@ def score(
         )
     except ValueError as error:  # with a sentence of its own
         raise ValueError(f"lm-eval stopped: {error}") from error
-    except (AssertionError, AttributeError, KeyError, StopIteration, TypeError) as error:  # how lm-eval refuses a task
+    except REFUSALS as error:
         raise ValueError(f"lm-eval stopped: {_reason(error)}") from error
     assert results is not None  # only the other processes of several get none
     return dict(results)

@@ -4,7 +4,7 @@ Only that model is loaded with the package; every verb is loaded when its name i
 """
 
 from crosslayer._path import IS_COMMAND  # before any other import
-from crosslayer._start import hide_bars, interrupts
+from crosslayer._start import hide_bars, interrupts, open_streams
 
 TYPE_CHECKING = False  # as type checkers know it; typing itself is not needed
 
@@ -189,6 +189,7 @@ def __dir__() -> list[str]:
 
 
 if IS_COMMAND:
+    open_streams()
     interrupts.watch()
     hide_bars()  # a verb imports what it needs
 else:

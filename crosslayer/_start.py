@@ -1,4 +1,4 @@
-"""How a command starts: it heeds Ctrl-C from its first import on, and other libraries draw nothing into logs."""
+"""How a command starts: its streams are open, it heeds Ctrl-C, and other libraries draw nothing into logs."""
 
 import os
 import signal
@@ -12,6 +12,17 @@ INTERRUPT_LINE = f"{NAME}: interrupted, nothing is half-written"
 PATIENCE, TRIES = 3, 3  # seconds until an interrupt that a library swallowed is raised again, and how often
 # progress bars of other libraries, which fill a log with carriage returns
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
+
+
+def open_streams() -> None:
+    """Put the null device in the place of streams that the process was started without (`2>&-`): Python has None."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if vars(sys)[name] is None:
+            number = os.open(
+                os.devnull, os.O_RDWR
+            )  # the lowest that is free: the stream's own, for other libraries too
+            os.set_inheritable(number, True)
+            vars(sys)[name] = open(number, mode, encoding="utf-8")
 
 
 def hide_bars() -> None:

@@ -19,7 +19,7 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
     def as_typed(match: re.Match[str]) -> str:
         return "--" + match[1].replace("_", "-") if match[1] in options else match[0]
 
-    text = OPTION.sub(as_typed, _one_line(str(error)))
+    text = OPTION.sub(as_typed, _one_line(_worded(error)))
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(word in text for word in MEMORY):
         return MEND, "memory ran out; use fewer or shorter sequences, a smaller batch or a smaller dtype"
     if isinstance(error, ValueError | OSError) and not _is_schema_error(error):
@@ -28,6 +28,13 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
         return MEND, f"weights could not be read or written: {text}"
     kind = type(error).__name__
     return FAULT, f"this is a fault, and not yours: {kind}: {text[:200]} (--debug shows where; please report it)"
+
+
+def _worded(error: Exception) -> str:
+    """Return what an error says, one of the operating system without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{str(error.filename)!r}: {error.strerror}" if error.filename is not None else error.strerror
+    return str(error)
 
 
 def check_words(words: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from crosslayer.evaluation.groups import GROUPS
 from crosslayer.output.progress import Progress, say
 
 NAMES = f"Tasks of lm-eval with commas between, or groups: {', '.join(GROUPS)}."
-OWN = "Folder of task files of your own. They are code, whose templates run: name only folders that you trust."
+OWN = "Folder of task files of your own; their templates run in a sandbox."
 
 
 def command(

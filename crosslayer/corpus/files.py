@@ -146,7 +146,11 @@ def row_text(row: Any, place: str, column: str) -> str | None:
     """
     if isinstance(row, dict) and column in row and row[column] is None:
         return None
-    if not isinstance(row, dict) or not isinstance(row.get(column), str):
+    if isinstance(row, dict) and column in row and not isinstance(row[column], str):
+        raise ValueError(
+            f"{place}: no text in column {column!r}; it holds a value of type {type(row[column]).__name__}"
+        )
+    if not isinstance(row, dict) or column not in row:
         keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"{place}: no text in column {column!r}; it has {keys}")
     if any("\ud800" <= character <= "\udfff" for character in row[column]):

@@ -25,6 +25,7 @@ from crosslayer.evaluation.groups import GROUPS, Selection, select
 SCRIPT = "python -m crosslayer.evaluation.local_tasks"
 LM_EVAL_SEED = 1234  # lm-eval's own of numpy, torch and few-shot examples; ours counts on from it
 SENTENCE = 160  # characters of a library's error that are shown
+REFUSALS = (AssertionError, AttributeError, LookupError, StopIteration, SyntaxError, TypeError)  # of a task, by lm-eval
 AWAY = ("OfflineModeIsEnabled", "Couldn't reach", "offline", "ConnectionError", "Max retries", "LocalEntryNotFound")
 
 
@@ -171,7 +172,7 @@ def score(
         )
     except ValueError as error:  # with a sentence of its own
         raise ValueError(f"lm-eval stopped: {error}") from error
-    except (AssertionError, AttributeError, KeyError, StopIteration, TypeError) as error:  # how lm-eval refuses a task
+    except REFUSALS as error:
         raise ValueError(f"lm-eval stopped: {_reason(error)}") from error
     assert results is not None  # only the other processes of several get none
     return dict(results)
@@ -208,10 +209,10 @@ def _names_code(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
         node = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)  # bytes in any encoding, as lm-eval reads it
     except OSError:
         return False  # lm-eval cannot open it, either
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{path.name!r} in {path.parent.name!r} is no YAML file: {str(error).splitlines()[0]}"
-        ) from error
+    except (RecursionError, ValueError, yaml.YAMLError) as error:
+        deep = isinstance(error, RecursionError)
+        reason = "it is nested too deeply" if deep else str(error).splitlines()[0]
+        raise ValueError(f"{path.name!r} in {path.parent.name!r} is no YAML file: {reason}") from error
     included: list[str] = []
     if any(_walk(node, included)):
         return True
@@ -219,26 +220,36 @@ def _names_code(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
     return any(_names_code(file, seen | {path}) for file in files if file.resolve() not in seen | {path})
 
 
-def _walk(node: yaml.Node | None, included: list[str]) -> Iterator[bool]:
-    """Yield for each part of a task file whether it names code; collect what is included."""
-    if node is None:
-        return
-    yield not node.tag.startswith("tag:yaml.org,2002:") or node.tag.startswith("tag:yaml.org,2002:python")
-    if isinstance(node, yaml.SequenceNode):
-        for part in node.value:
-            yield from _walk(part, included)
-    elif isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            name = getattr(key, "value", None)
-            if name == "include":
-                parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
-                included += [str(part.value) for part in parts]
-            yield name == "class"
-            if name == "metric":  # lm-eval hands a name that it does not know to `evaluate`, which runs a script
-                yield isinstance(value, yaml.ScalarNode) and value.value not in _metrics()
-            if name in ("hf_evaluate", "unsafe_code"):
-                yield getattr(value, "value", "").lower() in ("true", "yes", "on")
-            yield from _walk(value, included)
+def _walk(root: yaml.Node | None, included: list[str]) -> Iterator[bool]:
+    """Yield for each part of a task file whether it names code; collect what is included.
+
+    Each part is looked at once, however often others refer to it.
+    """
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield not node.tag.startswith("tag:yaml.org,2002:") or node.tag.startswith("tag:yaml.org,2002:python")
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                waiting += [key, value]
+                yield _is_code(key.value, value, included)
+
+
+def _is_code(name: Any, value: yaml.Node, included: list[str]) -> bool:
+    """Return whether an entry of a task file names code; collect what it includes."""
+    if name == "include":
+        parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        included += [str(part.value) for part in parts]
+    if name == "metric":  # lm-eval hands a name that it does not know to `evaluate`, which runs a script
+        return isinstance(value, yaml.ScalarNode) and value.value not in _metrics()
+    if name in ("hf_evaluate", "unsafe_code"):
+        return isinstance(value, yaml.ScalarNode) and value.value.lower() in ("true", "yes", "on")
+    return name == "class"
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from crosslayer.evaluation.cost import check_positions, measure_cost
 from crosslayer.evaluation.lm import language_model
 from crosslayer.evaluation.record import ModelFacts, Models, Settings
 from crosslayer.evaluation.result import Evaluation
+from crosslayer.evaluation.templates import sandboxed
 from crosslayer.eviction.running import evicting_if
 from crosslayer.models.load import is_causal, load_config, model_source, public_name, ready_model
 from crosslayer.output.progress import Meter, Silent
@@ -51,7 +52,7 @@ def evaluate(
         tokenizer: of models that are loaded.
         tasks: names of lm-eval's tasks, tags and groups, or of our groups (`crosslayer.evaluation.groups.GROUPS`).
         baseline: what it is compared with, in the same way; None: scores alone.
-        include_path: a folder of task files of your own. They are code: their templates run.
+        include_path: a folder of task files of your own. Their templates run in a sandbox, for at most 10 s each.
         limit: the first items of each task; None: all.
         num_fewshot: examples before each item; None: as the task has it.
         batch: requests at once; "auto" finds it, on a CPU by counting tokens.
@@ -79,7 +80,7 @@ def evaluate(
     _check_names(sides)
     if cost:
         check_positions(sides)
-    with harness.quiet():
+    with harness.quiet(), sandboxed():
         with progress("reading tasks", 0):
             tasks_by_name = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
             loaded_tasks = tasks_by_name.load()

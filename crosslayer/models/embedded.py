@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from crosslayer.environment import quiet_transformers
@@ -111,12 +110,11 @@ def _convert_once(source: Path, target: Path) -> None:
             if not _is_converted(target):
                 with filled(target) as partial:
                     _convert(source, partial)
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-        if isinstance(error, OSError) and error.errno is None:  # transformers' word for a file that it cannot read
+    except OSError as error:
+        if error.errno is None:  # transformers' word for a file that it cannot read
             raise
-        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(
-            f"the cache folder {str(cache_folder())!r} cannot be written ({reason}); "
+            f"the cache folder {str(cache_folder())!r} cannot be written ({error.strerror}); "
             "set CROSSLAYER_CACHE to a folder that can"
         ) from error
 

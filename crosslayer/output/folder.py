@@ -21,6 +21,7 @@ from types import FrameType
 from crosslayer._start import interrupts
 
 WRITTEN = {"record.json", "report.html", "figures", "lm_eval"}  # what a folder of results may hold
+FULL = {os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}  # how any library says so
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems without locks answer
 
 _reserved: dict[Path, contextlib.ExitStack] = {}  # folders that this process holds until `release_targets`
@@ -32,6 +33,7 @@ def whole_folder(target: Path, force: bool = False) -> Iterator[Path]:
 
     Raises:
         ValueError: `target` exists and `force` is not set, it cannot be written, or another process is writing it.
+        OSError: the disk is full.
 
     """
     target = target.expanduser().resolve()
@@ -93,7 +95,7 @@ def held(folder: Path) -> Iterator[None]:
 
     """
     try:
-        with exclusive(folder):
+        with exclusive(folder), _naming(folder):
             yield
     except BlockingIOError:
         raise ValueError(f"the folder {folder.name!r} is being written by another process; name another") from None
@@ -121,10 +123,11 @@ def set_modes(folder: Path) -> None:
 def filled(target: Path) -> Iterator[Path]:
     """Give a temporary folder that takes the place of `target` when the block ends; the caller holds `exclusive`."""
     partial, old = _beside(target, "partial"), _beside(target, "old")
-    partial.mkdir()
     try:
-        yield partial
-        set_modes(partial)
+        with _naming(target):
+            partial.mkdir()
+            yield partial
+            set_modes(partial)
         try:
             if target.exists():
                 target.rename(old)
@@ -157,6 +160,19 @@ def _holding(target: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Say which folder could not be written where the disk was full: libraries name none, and raise what they like."""
+    try:
+        yield
+    except Exception as error:
+        words = next((words for words in FULL if words in str(error)), None)
+        named = isinstance(error, OSError) and error.filename is not None
+        if words is None or named or isinstance(error, ValueError | RuntimeError):  # these have a sentence of their own
+            raise
+        raise OSError(FULL[words], words, str(folder)) from error
+
+
 def _check(target: Path, force: bool) -> None:
     """Refuse an output folder that stands in the way."""
     if target.exists() and not target.is_dir():
@@ -168,6 +184,8 @@ def _check(target: Path, force: bool) -> None:
 
 
 def _beside(target: Path, what: str) -> Path:
+    if not target.name:
+        raise ValueError(f"{str(target)!r} cannot be a folder of results; name one inside it")
     return target.with_name(f".{target.name}.crosslayer-{what}")
 
 

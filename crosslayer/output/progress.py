@@ -17,13 +17,20 @@ def say(text: str) -> None:
 
 
 def print_to(stream: TextIO, text: str) -> None:
-    """Print a line at once; where its reader has gone (`| head`), go on without printing: the work is wanted."""
+    """Print a line at once; where its reader has gone (`| head`), go on without printing: the work is wanted.
+
+    Raises:
+        ValueError: stdout is on a disk that is full, say. Messages that cannot be written are left out.
+
+    """
     try:
         print(text, file=stream, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())  # what is left in the buffer goes there too, also when the process ends
         os.close(nowhere)
+        if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+            raise ValueError(f"stdout cannot be written: {error.strerror}") from error
 
 
 class Steps(Protocol):

@@ -159,7 +159,7 @@ def tokenise(
                     with filled(folder) as partial, meter(f"cutting {folder.name} into tokens", 0):
                         _write(documents, tokenizer, partial, fingerprint, parts)
         except OSError as error:
-            raise ValueError(f"the folder {folder.name!r} cannot be written: {error.strerror or error}") from error
+            raise ValueError(f"the folder {str(folder)!r} cannot be written: {error.strerror or error}") from error
     return open_shards(folder)
 
 

@@ -53,6 +53,7 @@ CASES = [
     ("diagnose {kit}/model --out {kit}/model --force", "holds more than crosslayer wrote"),
     ("diagnose {kit}/model --out /proc/nothing/here", "cannot be written"),
     ("diagnose {kit}/model --out /dev/null", "is a file; name another"),
+    ("diagnose {kit}/model --out /", "'/' cannot be a folder of results; name one inside it"),
     ("diagnose {kit}/model --out {long}", "File name too long"),
     ("diagnose {kit}/model --out {undecodable}", r"argument 4 is b'out\\xff', which is no text in utf-8"),
     ("generate {kit}/model {undecodable}", "argument 3 is .* no text in utf-8"),

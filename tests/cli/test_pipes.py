@@ -35,6 +35,47 @@ def test_unread_messages_change_nothing(unread):
     assert subprocess.run([*PROGRAM, "no-such-verb"], stderr=unread).returncode == 2
 
 
+NUMBERS = {"stdin": 0, "stdout": 1, "stderr": 2}
+
+
+def closing(names, *words):
+    """Run the command line without some of its streams, as `2>&-` does."""
+
+    def close():
+        for name in names:
+            os.close(NUMBERS[name])
+
+    streams = {name: subprocess.PIPE for name in ("stdout", "stderr") if name not in names}
+    return subprocess.run([*PROGRAM, *words], preexec_fn=close, text=True, **streams)
+
+
+@pytest.mark.parametrize("names", [["stderr"], ["stdout"], ["stdin", "stdout", "stderr"]], ids=" and ".join)
+def test_a_stream_that_is_closed_changes_nothing_else(names, tmp_path):
+    place = tmp_path / "recipe.yaml"
+    place.write_text("{}")
+    ran = closing(names, "methods")
+    assert ran.returncode == 0 and (ran.stdout is None or ran.stdout.endswith("}\n"))
+    for words in (["--version"], ["--help"], ["methods", "--help"]):
+        assert closing(names, *words).returncode == 0
+    ran = closing(names, "train", str(place), "--out", str(tmp_path / "out"))
+    assert ran.returncode == 2 and (ran.stderr is None or "crosslayer: error: " in ran.stderr)
+    assert place.read_text() == "{}" and sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yaml"]
+
+
+@pytest.mark.parametrize("words", [["methods", "cla"], ["--version"]], ids=str)
+def test_a_result_that_cannot_be_written_is_a_line(words):
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([*PROGRAM, *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 2 and ran.stderr.endswith("error: stdout cannot be written: No space left on device\n")
+    assert ran.stderr.count("error") == 1
+
+
+def test_messages_that_cannot_be_written_change_nothing():
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([*PROGRAM, "methods"], stdout=subprocess.PIPE, stderr=full, text=True)
+    assert ran.returncode == 0 and ran.stdout.endswith("}\n")
+
+
 def test_the_work_goes_on_when_nobody_reads(unread):
     with os.fdopen(os.dup(unread), "w") as stream:
         for _ in range(3):

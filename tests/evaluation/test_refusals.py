@@ -18,6 +18,7 @@ CLASS = "task: mine\nclass: !function trap.Task\n"
 INCLUDES = "include: other/base\ntask: mine\n"
 SCRIPT = "task: mine\nmetric_list:\n  - {metric: trap.py}\n"
 METRIC = "task: mine\nmetric_list:\n  - {metric: exact, hf_evaluate: true}\n"
+KEY = "task: mine\n? !function trap.text\n: 1\n"
 NESTED = "group: all\ntask:\n  - {task: mine, process_docs: !function trap.docs}\n"
 
 
@@ -104,7 +105,7 @@ def test_a_task_that_is_wrong_is_named(monkeypatch, capsys, pair, tmp_path):
     assert "task 'mine' cannot be loaded: ValueError: Got invalid output_type" in said
 
 
-@pytest.mark.parametrize("text", [CODE, CLASS, INCLUDES, METRIC, SCRIPT, NESTED])
+@pytest.mark.parametrize("text", [CODE, CLASS, INCLUDES, METRIC, SCRIPT, NESTED, KEY])
 def test_code_of_a_folder_runs_only_if_it_is_allowed(monkeypatch, capsys, pair, tmp_path, text):
     folder, mark = tmp_path / "tasks", tmp_path / "ran"
     (folder / "other").mkdir(parents=True)
@@ -115,7 +116,7 @@ def test_code_of_a_folder_runs_only_if_it_is_allowed(monkeypatch, capsys, pair, 
     said = line(monkeypatch, capsys, words)
     assert said.startswith("'mine.yaml' in 'tasks' names Python code") and "--allow-code" in said
     assert not mark.exists()
-    if text == CODE:  # the trap works
+    if text in (CODE, KEY):  # the trap works
         line(monkeypatch, capsys, [*words, "--allow-code"])
         assert mark.exists()
 
@@ -126,6 +127,21 @@ def test_code_is_seen_in_any_encoding_and_what_is_no_yaml_is_refused(monkeypatch
     assert "names Python code" in line(monkeypatch, capsys, words)
     (tmp_path / "mine.yaml").write_text("task: [")
     assert "'mine.yaml' in" in line(monkeypatch, capsys, words)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("task: mine\nx: " + "[" * 3000 + "]" * 3000, "is no YAML file: it is nested too deeply"),
+        ("\n".join(" " * depth + "a:" for depth in range(3000)), "is no YAML file: it is nested too deeply"),
+        ("task: mine\na: &a [*a]\n", "task 'mine' cannot be loaded"),
+        ("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60)), "holds no tasks"),
+    ],
+    ids=["lists", "keys", "circle", "doubled 59 times"],
+)
+def test_yaml_that_is_hard_to_read_is_a_line(monkeypatch, capsys, pair, tmp_path, text, said):
+    (tmp_path / "mine.yaml").write_text(text)
+    assert said in line(monkeypatch, capsys, [pair[0], "--tasks", "mine", "--include-path", tmp_path])
 
 
 def test_what_the_harness_refuses_while_it_runs_is_a_line(monkeypatch, capsys, tasks, pair):

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from crosslayer.environment import environment
 from crosslayer.output import folder
-from crosslayer.output.folder import check_target, exclusive, release_targets, whole_folder
+from crosslayer.output.folder import check_target, exclusive, held, release_targets, whole_folder
 from crosslayer.verification.result import Verification
 from tests.cli.test_cli import run
 
@@ -129,6 +130,25 @@ def test_a_failing_second_rename_gives_the_old_folder_back(monkeypatch, out):
     with pytest.raises(OSError, match="out of luck"):
         write(out, "new", force=True)
     assert read(out) == "old" and [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        Exception("No space left on device (os error 28)"),  # of tokenizers
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("writer", [whole_folder, held])
+def test_a_full_disk_is_named_whoever_finds_it(tmp_path, writer, error):
+    with pytest.raises(OSError, match="No space left on device") as raised, writer(tmp_path / "results"):
+        raise error
+    assert raised.value.errno == 28 and raised.value.filename == str(tmp_path / "results")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(KeyError), writer(tmp_path / "results"):
+        raise KeyError("other errors stay as they are")
 
 
 def test_two_processes_do_not_write_one_folder(out):

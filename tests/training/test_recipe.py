@@ -275,6 +275,8 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("schedule.minimum=2", "--set: schedule.minimum is 2; it must be less than or equal to 1"),
         ("train=3", "--set: train is 3; it must be keys and values"),
         ("train.learning_rate=high", "--set: train.learning_rate is 'high'; it must be a number"),
+        ("train.per_device_train_batch_size=0", "--set: train.per_device_train_batch_size is 0; it must be at least 1"),
+        ("train.gradient_accumulation_steps=-1", "--set: train.gradient_accumulation_steps is -1; it must be at least 1"),
         ("train.bf16=yes", "--set: train.bf16 is 'yes'; it must be true or false"),
         ("train.optim=adamw", "--set: train.optim is 'adamw'; did you mean 'adamw_torch'?"),
         ("train.report_to=[3]", "--set: train.report_to is [3]; it must be null or text or a list of text"),

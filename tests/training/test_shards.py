@@ -189,7 +189,7 @@ def test_a_full_disk_is_a_line_and_leaves_no_folder(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module._Writer, "add", full)
-    with pytest.raises(ValueError, match="the folder 's' cannot be written: No space left on device"):
+    with pytest.raises(ValueError, match="/s' cannot be written: No space left on device"):
         write(tmp_path / "s")
     assert not list(tmp_path.iterdir())
 

@@ -27,6 +27,7 @@ from crosslayer.training.arguments import Schedule, training_arguments
 from crosslayer.training.checkpoints import checkpoints
 from crosslayer.training.facts import matrix_flops, trained_model
 from crosslayer.training.initialise import initialise
+from crosslayer.training.interrupting import resumable
 from crosslayer.training.looks import looks_in, windows_of_each
 from crosslayer.training.mixture import FixedRows, Mixture, validation_windows, windows_of
 from crosslayer.training.recipe import Recipe, config_of_recipe, load_recipe
@@ -79,7 +80,8 @@ def train(
     target = Path(folder).expanduser().resolve()
     with held(target) if is_first() else contextlib.nullcontext():
         _prepare(target, recipe, resume)
-        return _Run(recipe, target, command, progress).train(resume)
+        with resumable(target):
+            return _Run(recipe, target, command, progress).train(resume)
 
 
 class _Costs(NamedTuple):

@@ -38,6 +38,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from crosslayer.method import HeadMixer, Residual, StateReader
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish, stage
+from crosslayer.training.interrupting import Interruption
 from crosslayer.training.log import JsonLog, Shown
 from crosslayer.training.looks import look
 from crosslayer.training.resuming import KEPT, Kept, Resumed, step_sequences
@@ -115,6 +116,7 @@ class CrossLayerTrainer(Trainer):
         self.window_losses: dict[str, np.ndarray] = {}
         self._staging, self._micro_batch = False, 0
         self._resumed: Resumed | None = None
+        self._interruption = Interruption()
         self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then
         self._paused = 0.0  # seconds since then that were no training
         self._shown, self._wants_norms, self._norms = Shown(meter), depth_norms, {}
@@ -128,7 +130,7 @@ class CrossLayerTrainer(Trainer):
             eval_dataset if not isinstance(eval_dataset, Mapping) else dict(eval_dataset),
             tokenizer,
             compute_metrics=_over_tokens,
-            callbacks=[JsonLog(), self._shown],
+            callbacks=[JsonLog(), self._shown, self._interruption],
         )
         model.config.use_cache = use_cache  # the inputs turn the cache off, so the model needs no such setting
         if args.fsdp and not self.is_fsdp_enabled:
@@ -149,6 +151,7 @@ class CrossLayerTrainer(Trainer):
             ignore_keys_for_eval: must be None.
 
         Raises:
+            KeyboardInterrupt: Ctrl-C was pressed; in a single process the step under way has been finished and saved.
             ValueError: the checkpoint is not complete, is broken, or is of another batch.
             TrainingStopped: a loss is not finite, or a checkpoint cannot be written.
 
@@ -164,7 +167,8 @@ class CrossLayerTrainer(Trainer):
         set_seed(self.args.seed)
         self._micro_batch, self._clock = 0, None
         try:
-            return super().train(None if checkpoint is None else str(checkpoint))
+            with self._interruption.heeded(self.args):
+                return super().train(None if checkpoint is None else str(checkpoint))
         except (TrainingStopped, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a broken checkpoint makes many kinds, up to the first step of the optimizer

@@ -41,6 +41,7 @@ class Interrupts:
 
     def __init__(self):
         self.at_once, self.raised = True, 0
+        self.advice = ""  # what the line says beside INTERRUPT_LINE: how to go on
 
     def watch(self) -> None:
         """Answer Ctrl-C from now on, unless the process was started to ignore it (`nohup`, `&` in a script)."""

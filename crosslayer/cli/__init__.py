@@ -7,7 +7,8 @@ import inspect
 import io
 import sys
 import traceback
-from typing import Annotated
+import warnings
+from typing import Annotated, Any
 
 import typer
 
@@ -90,7 +91,9 @@ def main() -> None:
     _print_anything()
     try:
         errors.check_words(sys.argv[1:])
-        status = app(standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            status = app(standalone_mode=False)
     except typer.Exit as stop:
         status = stop.exit_code
     except SystemExit as stop:  # 1: nobody reads what typer or rich print, which is no error of ours
@@ -105,7 +108,7 @@ def main() -> None:
         interrupts.caught()
         release_targets()
     if status == INTERRUPTED:
-        say(INTERRUPT_LINE)
+        say(INTERRUPT_LINE + interrupts.advice)
     sys.exit(status or 0)
 
 
@@ -113,6 +116,11 @@ def _print_anything() -> None:
     """Let a terminal that knows only ASCII show other characters as escapes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning in a line, without the line of the program that gave it."""
+    say(f"crosslayer: warning: {' '.join(str(message).split())}")
 
 
 def _fail_typing(error: typer.TyperException) -> int:

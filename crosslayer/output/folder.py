@@ -280,7 +280,7 @@ def _is_ours(folder: Path) -> bool:
     if not names:
         return True
     listed = _listed(folder)
-    if not names <= WRITTEN | listed:
+    if not names <= WRITTEN | listed or any(path.suffix != ".svg" for path in (folder / "figures").glob("*")):
         return False
     if "record.json" not in names:
         return names <= listed  # an export has a manifest alone

@@ -73,15 +73,26 @@ class Result(BaseModel):
 
         The caller holds the folder's lock.
         """
-        partial = folder / ".page"
+        partial, earlier = folder / ".page", self._figures(folder)
         shutil.rmtree(partial, ignore_errors=True)
         self.save(partial)
-        for name in ("figures", "report.html", "record.json"):
-            if (folder / name).is_dir():
-                shutil.rmtree(folder / name)
-            if (partial / name).exists():
-                (partial / name).replace(folder / name)
-        partial.rmdir()
+        written = sorted(partial.glob("figures/*"))
+        if written:
+            (folder / "figures").mkdir(exist_ok=True)
+        for path in (folder / "figures").glob("*.svg"):
+            if path.name in earlier:
+                path.unlink()
+        for path in (*written, partial / "report.html", partial / "record.json"):
+            path.replace(folder / path.relative_to(partial))
+        shutil.rmtree(partial)
+
+    @classmethod
+    def _figures(cls, folder: Path) -> set[str]:
+        """Return the files that the result in a folder has for figures; none where its record cannot be read."""
+        try:
+            return {f"{panel.key}.svg" for panel in cls.from_record(read_record(folder)).layout().panels}
+        except ValueError:
+            return set()
 
     def _write(self, folder: Path) -> None:
         """Write all files of the result into an empty folder."""

@@ -30,6 +30,7 @@ from crosslayer.recovery.rows import RecoveryRows
 from crosslayer.recovery.trainer import DistillTrainer, Teacher
 from crosslayer.training.arguments import Schedule, training_arguments
 from crosslayer.training.checkpoints import PARTIAL, checkpoints
+from crosslayer.training.interrupting import resumable
 from crosslayer.training.record import curve_of, training_seconds
 from crosslayer.training.trainer import CrossLayerTrainer, TrainingStopped
 
@@ -71,7 +72,8 @@ class Stage:
         with quiet_transformers():
             trainer = self._trainer(trained, folder, teacher)
             try:
-                trainer.train(resume_from_checkpoint=True)
+                with resumable(folder):
+                    trainer.train(resume_from_checkpoint=True)
             except TrainingStopped as stop:
                 if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
                     raise

@@ -24,8 +24,10 @@ from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 from crosslayer.training.arguments import Schedule, training_arguments
+from crosslayer.training.checkpoints import checkpoints
 from crosslayer.training.facts import matrix_flops, trained_model
 from crosslayer.training.initialise import initialise
+from crosslayer.training.interrupting import resumable
 from crosslayer.training.looks import looks_in, windows_of_each
 from crosslayer.training.mixture import FixedRows, Mixture, validation_windows, windows_of
 from crosslayer.training.recipe import Recipe, config_of_recipe, load_recipe
@@ -37,6 +39,7 @@ from crosslayer.training.tokenizers import kept_tokenizer
 from crosslayer.training.trainer import CrossLayerTrainer
 
 RECIPE = "recipe.yaml"
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 def train(
@@ -57,7 +60,8 @@ def train(
         folder: of the run; it must not exist unless `resume` is set.
         settings: "key=value" on top of a recipe that is a file.
         resume: go on from the last good checkpoint in the folder, which must be of the same recipe; without any, or
-            without the folder, the run begins anew.
+            without the folder, the run begins anew. The number of processes may be another one, where
+            `gradient_accumulation_steps` or `per_device_train_batch_size` keeps the sequences of a step.
         command: what was typed, for the record.
         progress: shows what is being done.
 
@@ -76,7 +80,8 @@ def train(
     target = Path(folder).expanduser().resolve()
     with held(target) if is_first() else contextlib.nullcontext():
         _prepare(target, recipe, resume)
-        return _Run(recipe, target, command, progress).train(resume)
+        with resumable(target):
+            return _Run(recipe, target, command, progress).train(resume)
 
 
 class _Costs(NamedTuple):
@@ -253,12 +258,23 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
     if folder.exists() and any(folder.iterdir()):
         if not resume:
             raise ValueError(f"the folder {folder.name!r} exists; give another name, or `resume` to go on with its run")
-        if not written.is_file() or written.read_text(encoding="utf-8") != text:
+        if not _is_of(written, recipe):
             raise ValueError(
                 f"the folder {folder.name!r} is of another recipe, or of none; `resume` goes on with the same one only"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(written, text)
+    if not checkpoints(folder):  # else the file says how they were trained
+        write_whole(written, text)
+
+
+def _is_of(written: Path, recipe: Recipe) -> bool:
+    """Return whether a file is of a recipe, but for what makes up a batch: checkpoints say whether that is the same."""
+    try:
+        there = load_recipe(written)
+    except ValueError:
+        return False
+    trained = [{key: value for key, value in one.train.items() if key not in BATCH} for one in (there, recipe)]
+    return trained[0] == trained[1] and there == recipe.model_copy(update={"train": there.train})
 
 
 def is_first() -> bool:

@@ -39,8 +39,10 @@ from crosslayer.method import HeadMixer, Residual, StateReader
 from crosslayer.output.folder import set_modes
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish, stage
+from crosslayer.training.interrupting import Interruption
 from crosslayer.training.log import JsonLog, Shown
 from crosslayer.training.looks import look
+from crosslayer.training.resuming import KEPT, Kept, Resumed, step_sequences
 
 MIXES = (HeadMixer, Residual, StateReader)
 LAYER = re.compile(r"\.(\d+)\.")
@@ -108,12 +110,14 @@ class CrossLayerTrainer(Trainer):
         for name, reason in UNSUPPORTED.items():
             if vars(args)[name]:
                 raise ValueError(f"train.{name} cannot be used here: {reason}")
-        needed = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        needed = args.max_steps * step_sequences(args)
         items = len(train_dataset)  # type: ignore[arg-type]
         if items < needed:
             raise ValueError(f"the training data have {items:,} items, and {args.max_steps:,} steps read {needed:,}")
         self.window_losses: dict[str, np.ndarray] = {}
         self._staging, self._micro_batch = False, 0
+        self._resumed: Resumed | None = None
+        self._interruption = Interruption()
         self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then
         self._paused = 0.0  # seconds since then that were no training
         self._shown, self._wants_norms, self._norms = Shown(meter), depth_norms, {}
@@ -127,7 +131,7 @@ class CrossLayerTrainer(Trainer):
             eval_dataset if not isinstance(eval_dataset, Mapping) else dict(eval_dataset),
             tokenizer,
             compute_metrics=_over_tokens,
-            callbacks=[JsonLog(), self._shown],
+            callbacks=[JsonLog(), self._shown, self._interruption],
         )
         model.config.use_cache = use_cache  # the inputs turn the cache off, so the model needs no such setting
         if args.fsdp and not self.is_fsdp_enabled:
@@ -148,22 +152,30 @@ class CrossLayerTrainer(Trainer):
             ignore_keys_for_eval: must be None.
 
         Raises:
-            ValueError: the checkpoint is not complete.
+            KeyboardInterrupt: Ctrl-C was pressed; in a single process the step under way has been finished and saved.
+            ValueError: the checkpoint is not complete, is broken, or is of another batch.
             TrainingStopped: a loss is not finite, or a checkpoint cannot be written.
 
         """
         assert trial is None and ignore_keys_for_eval is None
-        if resume_from_checkpoint is True:
-            last = last_good(self._folder)
-            resume_from_checkpoint = None if last is None else str(last)
-        elif resume_from_checkpoint:
-            fault = damage(Path(resume_from_checkpoint))
+        checkpoint = last_good(self._folder) if resume_from_checkpoint is True else None
+        if isinstance(resume_from_checkpoint, str):
+            checkpoint = Path(resume_from_checkpoint)
+            fault = damage(checkpoint)
             if fault is not None:
-                raise ValueError(f"{Path(resume_from_checkpoint).name} cannot be resumed: {fault}")
+                raise ValueError(f"{checkpoint.name} cannot be resumed: {fault}")
+        self._resumed = None if checkpoint is None else Resumed.read(checkpoint, self.args)
         set_seed(self.args.seed)
         self._micro_batch, self._clock = 0, None
         try:
-            return super().train(resume_from_checkpoint)
+            with self._interruption.heeded(self.args):
+                return super().train(None if checkpoint is None else str(checkpoint))
+        except (TrainingStopped, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a broken checkpoint makes many kinds, up to the first step of the optimizer
+            if self._resumed is None or self.state.global_step > self._resumed.step:
+                raise
+            raise self._resumed.explain(error) from error
         finally:
             self._shown.close()
 
@@ -198,6 +210,9 @@ class CrossLayerTrainer(Trainer):
         """
         if self._clock is None:
             self._clock, self._paused = (time.perf_counter(), self.state.num_input_tokens_seen), 0.0
+            if self._resumed is not None:  # the next loss that is logged is the mean since the entry before
+                self._tr_loss += self._resumed.kept.loss
+                self._globalstep_last_logged = self._resumed.kept.logged
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._check_finite("loss", loss.item(), self._micro_batch, self._micro_batch)
         self.state.num_input_tokens_seen += inputs["input_ids"].numel() * self.args.world_size
@@ -283,6 +298,9 @@ class CrossLayerTrainer(Trainer):
                 stage(self._folder)
             self.accelerator.wait_for_everyone()
             self._staging = True
+            loss = self.accelerator.reduce(self._tr_loss, "mean").item()  # type: ignore[union-attr]
+            kept = Kept(sequences=step_sequences(self.args), loss=loss, logged=self._globalstep_last_logged)
+            self.state.stateful_callbacks[KEPT] = kept.model_dump()  # type: ignore[call-overload, index]
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if first:
@@ -295,6 +313,18 @@ class CrossLayerTrainer(Trainer):
         finally:
             self._staging = False
         self._paused += time.perf_counter() - started
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Refuse a checkpoint's weights where Trainer would warn and train on with the first ones."""
+        assert self._resumed is not None and self.model is not None
+        self._resumed.check_weights(self.model, load_result)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both, and refuse states of another shape, and a schedule of another step."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._resumed is not None:
+            self._resumed.check_optimizer(self.optimizer.state)  # type: ignore[union-attr]
+            self._resumed.check_schedule(self.lr_scheduler.last_epoch, exact=not self.args.fp16)  # type: ignore[union-attr]
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return where Trainer writes checkpoints: into the staging folder, while it saves."""

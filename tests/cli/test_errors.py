@@ -4,6 +4,7 @@ import io
 import json
 import resource
 import sys
+import warnings
 
 import pytest
 import torch
@@ -76,6 +77,18 @@ def test_a_fault_is_one_line_and_a_traceback_on_request(monkeypatch, capsys):
     assert capsys.readouterr().err.count("\n") == 1
     assert run(monkeypatch, "methods", "--debug") == 70
     assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_warning_is_one_line_without_its_source(monkeypatch, capsys):
+    def warn(**_):
+        warnings.simplefilter("default")
+        warnings.warn("checkpoint-4 is passed over:\nit is changed", stacklevel=1)
+
+    before = warnings.showwarning
+    monkeypatch.setattr(cli, "app", warn)
+    assert run(monkeypatch, "methods") == 0
+    assert capsys.readouterr().err == "crosslayer: warning: checkpoint-4 is passed over: it is changed\n"
+    assert warnings.showwarning is before
 
 
 def test_a_full_disk_is_one_line(monkeypatch, inputs, tmp_path, capsys):

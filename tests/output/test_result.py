@@ -1,5 +1,6 @@
 """What every result can do: it is saved, loaded again equal, and shown in a notebook; a record is hostile."""
 
+import dataclasses
 import html
 import json
 import os
@@ -58,6 +59,36 @@ def test_a_result_is_saved_and_loaded_again_equal(small, tmp_path):
     with pytest.raises(ValueError, match="exists"):
         small.save(tmp_path / "out")
     assert small.save(tmp_path / "out", force=True) == page
+
+
+class Named(Small):
+    def layout(self):
+        page = super().layout()
+        return dataclasses.replace(page, panels=[dataclasses.replace(page.panels[0], key=self.model)])
+
+
+def test_within_a_folder_only_our_own_figures_are_replaced(small, tmp_path):
+    """Those of the earlier result, as its record has them, go; what else lies there stays."""
+    mine = {"figures/mine.svg", "figures/notes/plan.md"}
+    for name in (*mine, "figures/first.svg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("years of work")
+    for model in ("first", "second"):
+        Named(**{**small.record(), "model": model}).save_within(tmp_path)
+        files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+        assert files == {f"figures/{model}.svg", "report.html", "record.json", *mine}
+    assert "<svg" in (tmp_path / "figures" / "second.svg").read_text()
+    assert all((tmp_path / name).read_text() == "years of work" for name in mine)
+    (tmp_path / "record.json").write_text("{")  # then nobody knows what was ours
+    small.save_within(tmp_path)
+    assert (tmp_path / "figures" / "second.svg").exists() and load(tmp_path) == small
+
+
+def test_force_does_not_replace_figures_that_are_not_ours(small, tmp_path):
+    small.save(tmp_path / "out")
+    (tmp_path / "out" / "figures" / "notes.md").write_text("years of work")
+    with pytest.raises(ValueError, match="holds more than crosslayer wrote"):
+        small.save(tmp_path / "out", force=True)
 
 
 def test_a_result_is_frozen_and_checked(small):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -134,3 +135,42 @@ def test_torchrun_gives_a_run_as_of_one_process(tmp_path):
     assert two.logged_steps.tolist() == [2, 4, 5]
     assert two.losses == pytest.approx(one.losses, abs=1e-5)  # float32; sums run in another order
     assert two.validation_losses == pytest.approx(one.validation_losses, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_with_the_batch_of_one(tmp_path):
+    """They would read twice the rows a step, and skip others: refused, but with half the accumulation."""
+    recipe = tmp_path / "little.yaml"
+    recipe.write_text(RECIPE)
+    fixed = ["train.per_device_train_batch_size=2", "train.save_steps=2"]
+
+    def train(processes, accumulated):
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+        command = [
+            sys.executable,
+            "-m",
+            *launcher,
+            "crosslayer",
+            "train",
+            recipe,
+            "--out",
+            tmp_path / "run",
+            "--resume",
+        ]
+        settings = [*fixed, f"train.gradient_accumulation_steps={accumulated}"]
+        command += [word for setting in settings for word in ("--set", setting)]
+        return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+
+    assert train(1, 2).returncode == 0
+    whole = load_result(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-5")
+    (tmp_path / "run" / "record.json").unlink()
+    refused = train(2, 2)
+    assert refused.returncode != 0 and not (tmp_path / "run" / "record.json").exists()
+    line = "checkpoint-4 was trained on 4 sequences a step, and this run reads 8: train.gradient_accumulation_steps=1"
+    assert line in refused.stderr
+    assert train(2, 1).returncode == 0
+    resumed = load_result(tmp_path / "run")
+    assert resumed.tokens == whole.tokens and resumed.curve.steps == whole.curve.steps
+    assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)
+    assert resumed.validation_losses == pytest.approx(whole.validation_losses, abs=1e-5)

@@ -175,3 +175,21 @@ def test_the_command(recipe, tmp_path, capsys, monkeypatch):
     words[words.index("--out") + 1] = str(tmp_path / "nan")
     assert type_in(monkeypatch, [*words, "--set", "train.learning_rate=1e30", "--set", "schedule.steps=5"]) == 1
     assert "the loss is" in capsys.readouterr().err
+
+
+def test_another_number_of_processes_goes_on_with_the_same_batch(recipe, tmp_path):
+    """The accumulation that the refusal names is taken, though the recipe is not the same then."""
+    folder = tmp_path / "run"
+    crosslayer.train(recipe, folder)
+    for name in ("record.json", "checkpoint-6"):
+        (folder / name).rename(tmp_path / name)
+    words = ["train.gradient_accumulation_steps=1"]
+    text = (folder / "recipe.yaml").read_text()
+    with pytest.raises(ValueError, match=r"checkpoint-4 was .* on 8 .* reads 4: train.gradient_accumulation_steps=2"):
+        crosslayer.train(recipe, folder, settings=words, resume=True)
+    assert (folder / "recipe.yaml").read_text() == text
+    words = ["train.gradient_accumulation_steps=4", "train.per_device_train_batch_size=2"]
+    resumed = crosslayer.train(recipe, folder, settings=words, resume=True)
+    assert resumed.tokens == 6 * 8 * 32 and resumed.curve.steps == [2, 4, 6]
+    with pytest.raises(ValueError, match="the folder 'run' is of another recipe"):
+        crosslayer.train(recipe, folder, settings=["train.learning_rate=1e-3"], resume=True)

@@ -6,7 +6,7 @@ is whether something exists and not the number of the version, which a build bet
 
 from typing import Any
 
-from transformers import Cache, PreTrainedConfig, PreTrainedModel, cache_utils
+from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 CACHES_KNOW_READERS = hasattr(cache_utils, "DummyLayer")
 """Whether caches read from `kv_sharing_modes` of a config which layers store nothing (5.23)."""
@@ -112,27 +112,3 @@ class NoState:
 
 EMPTY_LAYER: type = cache_utils.DummyLayer if CACHES_KNOW_READERS else NoState
 """What stands in a cache for a layer that stores nothing; see `CACHES_KNOW_READERS`."""
-
-
-def mark_empty_layers(config: PreTrainedConfig, cache: Cache | None) -> None:
-    """Tell a cache which layers store nothing, where it has not read that from the config; see `CACHES_KNOW_READERS`.
-
-    Otherwise the first of them would stand for a cache without tokens. Memory that was allocated before anything was
-    known of the model stays as it is.
-
-    Raises:
-        ValueError: the cache is offloaded, which those versions do by counting layers.
-
-    """
-    if cache is None or CACHES_KNOW_READERS:
-        return
-    if cache.layers and all(getattr(layer, "is_initialized", True) for layer in cache.layers):  # linear ones have none
-        return
-    empty = layers_without_cache(config)
-    if empty and cache.offloading:
-        raise ValueError("an offloaded cache with layers that store nothing needs transformers 5.23")
-    while empty and cache.layer_class_to_replicate is not None and len(cache.layers) < config.num_hidden_layers:
-        cache.layers.append(cache.layer_class_to_replicate())
-    for layer in empty:
-        if not getattr(cache.layers[layer], "is_initialized", True):
-            cache.layers[layer] = NoState()  # type: ignore[call-overload]

@@ -1,10 +1,13 @@
 """What transformers' caches need to be told about layers that store a single state, or none."""
 
+from collections.abc import Collection
+
 from torch import Tensor
-from transformers import Cache, QuantizedCache
+from transformers import Cache, DynamicCache, QuantizedCache
 from transformers.cache_utils import StaticLayer
 
 from crosslayer.decoder.configuration import CrossLayerConfig
+from crosslayer.transformers_versions import CACHES_KNOW_READERS, EMPTY_LAYER
 
 
 def update_both(cache: Cache, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -62,19 +65,40 @@ def without_empty_layers(cache: Cache | None) -> Cache | None:
     return Cache(layers=[layer for layer in cache.layers if layer.get_max_length()])
 
 
-def check_cache(config: CrossLayerConfig, cache: Cache | None) -> None:
-    """Refuse a quantised cache where it cannot hold what layers store.
+def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) -> None:
+    """Tell a cache that has not read it from the config which layers store nothing, or linear attention's state.
+
+    Otherwise the first layer, by which lengths go, would stand for a cache without tokens. That concerns caches made
+    without a config, and before transformers 5.23 all. Memory that is allocated already stays as it is. `empty` are the
+    layers that store nothing.
+
+    Raises:
+        ValueError: a quantised cache, where a layer stores not both, keys and values; or before 5.23 an offloaded one,
+            where a layer stores nothing.
+
+    """
+    if isinstance(cache, QuantizedCache):
+        check_quantized(config)
+    if cache.layers and all(getattr(layer, "is_initialized", True) for layer in cache.layers):  # linear ones have none
+        return
+    if empty and cache.offloading and not CACHES_KNOW_READERS:  # there it counts layers
+        raise ValueError("an offloaded cache with layers that store nothing needs transformers 5.23")
+    if cache.layer_class_to_replicate is not None and not cache.layers:
+        kinds, new = config.layer_types or [], cache.layer_class_to_replicate
+        linear = DynamicCache(config=config).layers if config.linear_layers else []
+        cache.layers = [linear[i] if kind == "linear_attention" else new() for i, kind in enumerate(kinds)]
+    for layer in empty:
+        if not getattr(cache.layers[layer], "is_initialized", True):
+            cache.layers[layer] = EMPTY_LAYER()
+
+
+def check_quantized(config: CrossLayerConfig) -> None:
+    """Refuse quantised caches where they cannot hold what layers store, before one is built.
 
     Raises:
         ValueError: a layer stores not both, keys and values; the methods are named.
 
     """
-    if isinstance(cache, QuantizedCache):
-        check_quantized(config)
-
-
-def check_quantized(config: CrossLayerConfig) -> None:
-    """Refuse quantised caches, as `check_cache` does, before a cache is built."""
     plan = config.plan
     partial = [layer for layer in range(plan.layers) if len(plan.stored(layer)) < 2]
     if partial:

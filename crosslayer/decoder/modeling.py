@@ -20,14 +20,14 @@ from transformers.masking_utils import (
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
-from crosslayer.decoder.caches import check_cache, check_quantized, without_empty_layers
+from crosslayer.decoder.caches import check_quantized, fit_cache, without_empty_layers
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.decoder.parts import embedding, initialise, learned_positions, norm, rotary
 from crosslayer.environment import check_flex
 from crosslayer.method import TOKENS, Carry, Mixing
-from crosslayer.transformers_versions import NewPreTrainedModel, mark_empty_layers
+from crosslayer.transformers_versions import NewPreTrainedModel, layers_without_cache
 
 MASKS = {
     "full_attention": create_causal_mask,
@@ -100,6 +100,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         with _initial_values():
             layers = [CrossLayerDecoderLayer(config, wiring, layer) for layer in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
+        self.empty = layers_without_cache(config)  # now: compiled code could not ask the config
         self.norm, self.rotary_emb = norm(config, config.hidden_size), rotary(config)
         answers = (method.final(config, wiring) for method in wiring.methods)
         self.token_readers = [method.name() for method in wiring.methods if method.reads_tokens]
@@ -136,11 +137,11 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         check_flex(self.config._attn_implementation, stream.device)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        mark_empty_layers(self.config, past_key_values)
+        if past_key_values is not None:
+            fit_cache(self.config, past_key_values, self.empty)
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(stream.shape[1], device=stream.device) + seen).unsqueeze(0)
-        check_cache(self.config, past_key_values)
         masks = self._masks(stream, attention_mask, past_key_values, position_ids)
         stream, position_embeddings = self.place(stream, position_ids)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states

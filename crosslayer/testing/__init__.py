@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Cache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from crosslayer.conversion.convert import convert
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
@@ -80,6 +80,9 @@ def cached_equals_full(config: CrossLayerConfig) -> None:
         # a sliding cache keeps what the next token sees besides itself, in memory that holds the last chunk too
         windowed = None if config.sliding_window is None else config.sliding_window - 1 + sizes[-1]
         _holds(cache, predicted(config, 2, 12, windowed), f"chunks of {sizes}")
+    chunked, cache = steps(model, ids, [7, 1, 4], DynamicCache())
+    close(chunked, full, "a cache made without the config", tolerance(config))
+    _holds(cache, predicted(config, 2, 12), "a cache made without the config")
 
 
 @torch.no_grad()

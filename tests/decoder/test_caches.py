@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import GenerationConfig, QuantizedCache
+from transformers import DynamicCache, GenerationConfig, QuantizedCache
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache, convert_and_export_with_cache
 
 from crosslayer import testing as contract
@@ -48,6 +48,17 @@ def test_export_with_a_static_cache(case):
         program = convert_and_export_with_cache(copy.deepcopy(model)).module()
         rows = [program(input_ids=ids[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(6)]
     contract.close(full, torch.cat(rows, 1), "exported")
+
+
+@pytest.mark.parametrize("dropped", [{"attention": (0,)}, {"layers": (0, 1)}], ids=str)
+def test_a_cache_made_of_tensors_alone_knows_which_layers_store_nothing(dropped):
+    model, ids = contract.build(contract.config_of([{"name": "drop", **dropped}])), tokens(length=12)
+    full = model(ids, use_cache=False).logits
+    begun, cache = contract.steps(model, ids[:, :8], [1] * 5 + [3], DynamicCache())
+    assert cache.get_seq_length() == 8
+    ended, cache = contract.steps(model, ids[:, 8:], [1] * 4, DynamicCache([states[:2] for states in cache]))
+    assert cache.get_seq_length() == 12
+    contract.close(torch.cat([begun, ended], 1), full, "a loop with a cache that was taken apart")
 
 
 PARTIAL = ["cla", "svformer", "uniattn", "drop", "svformer keys", "fusedkv", "yoco"]

@@ -1,4 +1,4 @@
-"""transformers' own tests of a causal language model, run on nine wirings, with stock Llama as the control.
+"""transformers' own tests of a causal language model, run on ten wirings, with stock Llama as the control.
 
 They are not installed with transformers: `make test-transformers` unpacks them from its source distribution and names
 the folder in CROSSLAYER_TRANSFORMERS_TESTS. That distribution lacks the tests of generation and export, which run too
@@ -60,13 +60,18 @@ WIRINGS = {
     "Attnres": ["attnres"],
     "AttnresBlocks": [{"name": "attnres", "block": 3}],
     "Composition": ["resformer", UNIATTN, "attnres"],
+    "Experts": ["resformer", "cla"],
 }
+# of the wiring of that name, whose sizes grouped products can take; the MLPs of the others are dense
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40}
 # a test's name → why it does not apply to our models; what transformers skips itself says why by itself
 REASONS = {
     "test_num_layers_is_small": "it wants two layers at most; a wiring across depth needs four to be one",
     "test_attention_outputs": "maps are not returned: sharing never builds them, and asking for them is an error",
     "test_training_gradient_checkpointing_use_reentrant_true": "refused: it loses the gradients of what layers lend",
 }
+# these ask our class whether it may have experts, and then take it that a model has them
+OF_EXPERTS = ("test_eager_matches_batched_and_grouped_inference", "test_output_router_logits_from_config")
 # these ask for maps only of models that have attentions, and test much else
 WITHOUT_MAPS = (
     "dict_output",
@@ -85,11 +90,11 @@ class ModelTester:
     hidden_size, num_hidden_layers = SHAPE["hidden_size"], SHAPE["num_hidden_layers"]
     base_model_class, causal_lm_class, sequence_classification_class = CrossLayerModel, CrossLayerForCausalLM, None
 
-    def __init__(self, methods):
-        self.methods = methods
+    def __init__(self, methods, shape):
+        self.methods, self.shape = methods, shape
 
     def get_config(self):
-        return CrossLayerConfig(cross_layer=self.methods, **SHAPE)
+        return CrossLayerConfig(cross_layer=self.methods, **self.shape)
 
     def prepare_config_and_inputs_for_common(self):
         ids = torch.randint(3, SHAPE["vocab_size"], (self.batch_size, self.seq_length))
@@ -100,17 +105,19 @@ class LlamaModelTester(ModelTester):
     base_model_class, causal_lm_class = LlamaModel, LlamaForCausalLM
 
     def get_config(self):
-        return LlamaConfig(**SHAPE)
+        return LlamaConfig(**self.shape)
 
 
 class Common(common.ModelTesterMixin, common.GenerationTesterMixin, training.TrainingTesterMixin):
     """All of transformers' tests, for the methods of a subclass."""
 
     methods: list | None
+    shape: dict
 
     @property
     def model_tester(self):
-        return ModelTester(self.methods) if self.methods is not None else LlamaModelTester(None)
+        tester = LlamaModelTester if self.methods is None else ModelTester
+        return tester(self.methods, self.shape)
 
     @property
     def all_model_classes(self):
@@ -123,6 +130,8 @@ class Common(common.ModelTesterMixin, common.GenerationTesterMixin, training.Tra
     def setUp(self):
         if self._testMethodName in REASONS:
             self.skipTest(REASONS[self._testMethodName])
+        if self._testMethodName.startswith(OF_EXPERTS) and self.shape == SHAPE:
+            self.skipTest("the MLPs of this wiring are dense")
 
     def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
         """A cache of ours holds what the plan says; what a layer stores alone lies in the slot of the keys."""
@@ -148,8 +157,10 @@ def teardown_module():
 
 
 for wiring, methods in {"Llama": None, **WIRINGS}.items():
-    globals()[f"Test{wiring}"] = type(f"Test{wiring}", (Common, unittest.TestCase), {"methods": methods})
+    members = {"methods": methods, "shape": {**SHAPE, **(EXPERTS if wiring == "Experts" else {})}}
+    globals()[f"Test{wiring}"] = type(f"Test{wiring}", (Common, unittest.TestCase), members)
 
 
 def test_every_reason_names_a_test():
     assert set(REASONS) <= set(dir(Common))
+    assert all(any(name.startswith(start) for name in dir(Common)) for start in OF_EXPERTS)

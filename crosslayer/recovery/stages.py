@@ -29,6 +29,7 @@ from crosslayer.recovery.record import StageRun
 from crosslayer.recovery.rows import RecoveryRows
 from crosslayer.recovery.trainer import DistillTrainer, Teacher
 from crosslayer.training.arguments import Schedule, training_arguments
+from crosslayer.training.attention import set_attention
 from crosslayer.training.checkpoints import PARTIAL, checkpoints
 from crosslayer.training.record import curve_of, training_seconds
 from crosslayer.training.trainer import CrossLayerTrainer, TrainingStopped
@@ -106,6 +107,8 @@ class Stage:
     def _trainer(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None) -> CrossLayerTrainer:
         part, arguments = self.part, self.arguments(folder)
         data = self.rows.training(self._steps() * self._sequences())
+        for each in (model,) if teacher is None else (model, teacher.model):
+            set_attention(each, None, arguments)
         kind = CrossLayerTrainer if teacher is None else DistillTrainer
         trainer = kind(model, arguments, data, {}, self.rows.tokenizer, self.meter)
         if isinstance(trainer, DistillTrainer):

@@ -11,6 +11,7 @@ from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.methods import load_methods
+from crosslayer.training.attention import Attention
 from crosslayer.training.recipe_arguments import Misplaced, read_value
 from crosslayer.training.recipe_file import nearest
 from crosslayer.training.sizes import SIZES
@@ -59,6 +60,9 @@ class ModelPart(Part):
     """A method's name, `{name: …, option: …}`, or a list of these; null is a plain Transformer."""
     start: str | None = Field(default=None, min_length=1)
     """Instead: a model to train on with its own weights and wiring, a folder, a hub name or an embedded model."""
+    attention: Attention | None = None
+    """`sdpa`, document by document; `flex`, by block masks, on a GPU; `flash`, FlashAttention-2. Null: `sdpa`, or where
+    scores are capped `eager`, whose mask is dense."""
 
     @field_validator("size")
     @classmethod

@@ -24,6 +24,7 @@ from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 from crosslayer.training.arguments import Schedule, training_arguments
+from crosslayer.training.attention import check_attention, set_attention
 from crosslayer.training.facts import matrix_flops, trained_model
 from crosslayer.training.initialise import initialise
 from crosslayer.training.looks import looks_in, windows_of_each
@@ -94,6 +95,8 @@ class _Run:
 
     def train(self, resume: bool) -> TrainingRun:
         recipe = self.recipe
+        on_gpu = torch.accelerator.is_available() and not recipe.train.get("use_cpu", False)
+        check_attention(recipe.model.attention, torch.device("cuda" if on_gpu else "cpu"))
         tokenizer, shards = self._texts()
         sequences = _sequences(recipe.train)
         steps = recipe.schedule.total_steps(sequences * recipe.data.length)
@@ -110,6 +113,7 @@ class _Run:
         with quiet_transformers(), peak_memory(arguments.device) as peak:
             model = _first_model(recipe, tokenizer)
             facts = trained_model(model, recipe.data.length)
+            set_attention(model, recipe.model.attention, arguments)
             trainer = CrossLayerTrainer(
                 model,
                 arguments,

@@ -37,6 +37,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from crosslayer.method import HeadMixer, Residual, StateReader
 from crosslayer.output.progress import Meter, Silent
+from crosslayer.training.attention import document_borders
 from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish, stage
 from crosslayer.training.log import JsonLog, Shown
 from crosslayer.training.looks import look
@@ -187,6 +188,11 @@ class CrossLayerTrainer(Trainer):
     ) -> Any:
         """Return the loss; without a cache, since positions that restart separate documents only then."""
         return super().compute_loss(model, {**inputs, "use_cache": False}, return_outputs, num_items_in_batch)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs on their device, with the borders of documents where attention must be told them."""
+        prepared = super()._prepare_inputs(inputs)
+        return {**prepared, **document_borders(self.model, prepared["position_ids"])}
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Add the gradients of a batch and count its tokens.

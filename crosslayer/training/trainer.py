@@ -41,6 +41,8 @@ from crosslayer.training.attention import document_borders
 from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish, stage
 from crosslayer.training.log import JsonLog, Shown
 from crosslayer.training.looks import look
+from crosslayer.training.optimizers import optimizer_of
+from crosslayer.training.recipe_parts import OptimizerPart
 
 MIXES = (HeadMixer, Residual, StateReader)
 LAYER = re.compile(r"\.(\d+)\.")
@@ -86,6 +88,7 @@ class CrossLayerTrainer(Trainer):
         meter: Meter = Silent,
         depth_norms: bool = False,
         looked_at: Tensor | None = None,
+        optimizer: OptimizerPart | None = None,
     ):
         """Prepare a run.
 
@@ -100,6 +103,7 @@ class CrossLayerTrainer(Trainer):
             depth_norms: with each training loss, also log the norm of each layer's gradient, before clipping:
                 `grad_norm_layer_0` and so on.
             looked_at: token ids (N, T) over which each evaluation measures sinks and norms of every layer.
+            optimizer: what a recipe says of it, beside `args`.
 
         Raises:
             ValueError: the arguments ask for what this trainer does not do, or for more items than there are.
@@ -117,7 +121,7 @@ class CrossLayerTrainer(Trainer):
         self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then
         self._paused = 0.0  # seconds since then that were no training
         self._shown, self._wants_norms, self._norms = Shown(meter), depth_norms, {}
-        self._looked_at = looked_at
+        self._looked_at, self._optimizer = looked_at, optimizer
         use_cache = model.config.use_cache
         super().__init__(
             model,
@@ -182,6 +186,16 @@ class CrossLayerTrainer(Trainer):
         }
         named = model.named_parameters()
         return [name for name, parameter in named if name in decayed - mixing and parameter.ndim > 1]
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return Trainer's optimizer, or what the recipe says of it; errors as `optimizer_of`."""
+        chosen = self._optimizer
+        if self.optimizer is None and chosen is not None and (chosen.name or chosen.rates):
+            whole: Any = self.accelerator.unwrap_model(self.model if model is None else model)
+            decayed = set(self.get_decay_parameter_names(whole))
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
+            self.optimizer = optimizer_of(whole, chosen, self.args, decayed, kind, options)
+        return super().create_optimizer(model)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

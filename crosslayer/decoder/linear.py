@@ -15,6 +15,7 @@ from transformers import Cache
 from transformers import initialization as init
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention, KimiLinearForgetGate
 
+from crosslayer.decoder.packed import Documents, by_document
 from crosslayer.method import Mixing
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ class LinearAttention(KimiLinearDeltaAttention):
         self.forget_gate = ForgetGate(config)
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, attention_mask: Tensor | None, past_key_values: Cache | None
+        self, hidden_states: Tensor, attention_mask: Tensor | Documents | None, past_key_values: Cache | None
     ) -> Tensor:
-        """Return the update (B, T, C); `attention_mask` (B, T) hides padding."""
+        """Return the update (B, T, C); `attention_mask` (B, T) hides padding, or tells documents apart."""
+        if isinstance(attention_mask, Documents):
+            return by_document(super().forward, hidden_states, attention_mask)
         return super().forward(hidden_states, cache_params=past_key_values, attention_mask=attention_mask)

@@ -14,7 +14,6 @@ from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin,
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     create_causal_mask,
-    create_recurrent_attention_mask,
     create_sliding_window_causal_mask,
 )
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
@@ -24,6 +23,7 @@ from crosslayer.decoder.caches import check_quantized, fit_cache, without_empty_
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.decoder.layer import ROUTERS, CrossLayerDecoderLayer
+from crosslayer.decoder.packed import recurrent_mask
 from crosslayer.decoder.parts import embedding, initialise, learned_positions, norm, rotary
 from crosslayer.environment import check_flex
 from crosslayer.method import TOKENS, Carry, Mixing
@@ -32,7 +32,7 @@ from crosslayer.transformers_versions import NewPreTrainedModel, layers_without_
 MASKS = {
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
-    "linear_attention": create_recurrent_attention_mask,
+    "linear_attention": recurrent_mask,
 }
 
 

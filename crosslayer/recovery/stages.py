@@ -28,7 +28,8 @@ from crosslayer.recovery.recipe import HealRecipe, StagePart
 from crosslayer.recovery.record import StageRun
 from crosslayer.recovery.rows import RecoveryRows
 from crosslayer.recovery.trainer import DistillTrainer, Teacher
-from crosslayer.training.arguments import Schedule, training_arguments
+from crosslayer.training.arguments import training_arguments
+from crosslayer.training.attention import set_attention
 from crosslayer.training.checkpoints import PARTIAL, checkpoints
 from crosslayer.training.interrupting import resumable
 from crosslayer.training.record import curve_of, training_seconds
@@ -91,8 +92,7 @@ class Stage:
 
         """
         steps, schedule = self._steps(), self.part.schedule
-        course = Schedule(steps, schedule.warmup_steps(steps), schedule.minimum)
-        return training_arguments(folder, self.recipe.seed, course, self._settings())
+        return training_arguments(folder, self.recipe.seed, schedule.course(steps), self._settings())
 
     def _settings(self) -> dict[str, Any]:
         return {**LOGGED, **self.recipe.train, **self.part.train}
@@ -108,6 +108,8 @@ class Stage:
     def _trainer(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None) -> CrossLayerTrainer:
         part, arguments = self.part, self.arguments(folder)
         data = self.rows.training(self._steps() * self._sequences())
+        for each in (model,) if teacher is None else (model, teacher.model):
+            set_attention(each, None, arguments)
         kind = CrossLayerTrainer if teacher is None else DistillTrainer
         trainer = kind(model, arguments, data, {}, self.rows.tokenizer, self.meter)
         if isinstance(trainer, DistillTrainer):

@@ -17,18 +17,23 @@ DEFAULTS: dict[str, Any] = {  # a recipe's `train` may say otherwise
     "report_to": "none",
     "ddp_find_unused_parameters": False,  # a decoder has none: what is borrowed does not exist
 }
+LEAST = 1e-4  # of the highest rate, from which a warmup rises whose minimum is 0
 SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}  # checkpoints by torch.distributed.checkpoint, in parallel
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a run is, and the course of its learning rate: up in a straight line, then down along a cosine.
+    """How long a run is, and the course of its learning rate: up in a straight line, then down.
+
+    The first step of a warmup is not at zero: its rate is that of one step up, or the minimum, if it falls in a line.
 
     Attributes:
         steps: of the optimizer.
         warmup: how many of them the rate rises for; below 1, the share of them.
         minimum: at the end, as a share of the highest rate.
         evaluate: how many steps lie between two evaluations; 0: only at the end.
+        decay: the number of steps, the last ones, over which it falls in a line, if it does not fall along a cosine.
+        cosine: whether it falls along a cosine, over all steps after the warmup.
 
     """
 
@@ -36,6 +41,21 @@ class Schedule:
     warmup: float = 0.0
     minimum: float = 0.1
     evaluate: int = 0
+    decay: int = 0
+    cosine: bool = True
+
+    def arguments(self) -> dict[str, Any]:
+        """Return transformers' name of the course, and its settings."""
+        if self.cosine:
+            settings = {"min_lr_rate": self.minimum}
+            return {"lr_scheduler_type": "cosine_warmup_with_min_lr", "lr_scheduler_kwargs": settings}
+        settings = {"num_decay_steps": self.decay, "decay_type": "linear", "min_lr_ratio": self.minimum or LEAST}
+        return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": settings}
+
+
+def has_bfloat16() -> bool:
+    """Return whether the GPU computes in bfloat16; CPUs are slower by it."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def training_arguments(
@@ -59,8 +79,7 @@ def training_arguments(
         "data_seed": seed,
         "max_steps": schedule.steps,
         "warmup_steps": schedule.warmup,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": schedule.minimum},
+        **schedule.arguments(),
         "eval_strategy": "steps",
         "eval_steps": schedule.evaluate or schedule.steps,
         "train_sampling_strategy": "sequential",  # the data have an order of their own
@@ -70,6 +89,7 @@ def training_arguments(
     }
     accelerated = torch.accelerator.is_available()
     chosen = {**DEFAULTS, "dataloader_pin_memory": accelerated, "use_cpu": not accelerated, **(train or {})}
+    chosen.setdefault("bf16", not chosen["use_cpu"] and not chosen.get("fp16", False) and has_bfloat16())
     if chosen.get("fsdp") and isinstance(chosen.get("fsdp_config", {}), dict):  # else a file, which says all
         chosen["fsdp_config"] = {**SHARDED, **chosen.get("fsdp_config", {})}
     taken = sorted(own.keys() & chosen.keys())

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.diagnosis.sequence import measure_sequence
 from crosslayer.probe.intercept import evaluating
+from crosslayer.training.attention import readable_masks
 from crosslayer.training.mixture import FixedRows
 from crosslayer.training.record import Look
 
@@ -33,7 +34,7 @@ def look(model: PreTrainedModel, windows: Tensor) -> dict[str, float]:
         ValueError: the model cannot be probed.
 
     """
-    with evaluating(model):
+    with evaluating(model), readable_masks(model):
         measured = [measure_sequence(model, window).measures for window in windows]
     means = {name: np.mean([measures[name] for measures in measured], axis=0) for name in MEASURES}  # (L,) each
     return {f"look_{name}_layer_{layer}": float(value) for name in MEASURES for layer, value in enumerate(means[name])}

@@ -14,7 +14,7 @@ from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.output.record import Seed
 from crosslayer.training.recipe_arguments import Misplaced, read_arguments
 from crosslayer.training.recipe_file import Draft, Keys, dotted, read_draft
-from crosslayer.training.recipe_parts import DataPart, EvalPart, ModelPart, Part, SchedulePart
+from crosslayer.training.recipe_parts import DataPart, EvalPart, ModelPart, OptimizerPart, Part, SchedulePart
 from crosslayer.training.sizes import SIZES
 
 SIZE, LEAST = re.compile("[0-9]{1,9}"), 259  # of a vocabulary: 256 bytes, two special tokens, and a pair
@@ -44,6 +44,8 @@ class Recipe(Part):
     """What is read."""
     schedule: SchedulePart
     """How long, and the learning rate on the way."""
+    optimizer: OptimizerPart = OptimizerPart()
+    """Which optimizer."""
     train: dict[str, Any] = {}
     """Keys of transformers' `TrainingArguments`, such as `learning_rate` or `per_device_train_batch_size`."""
     eval: EvalPart = EvalPart()
@@ -75,7 +77,10 @@ class Recipe(Part):
 
     @field_validator("train")
     @classmethod
-    def _check_train(cls, train: dict[str, Any]) -> dict[str, Any]:
+    def _check_train(cls, train: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        optimizer = info.data.get("optimizer")
+        if optimizer is not None and optimizer.name is not None and "optim" in train:
+            raise Misplaced(f"does nothing beside optimizer.name: {optimizer.name}; leave one of the two out", "optim")
         return read_arguments(train)
 
 

@@ -19,7 +19,7 @@ REASONS = {  # why a recipe does not set keys, and what to write instead → the
     "write `seed` at the top of the recipe": "seed data_seed",
     "write schedule.steps or schedule.tokens": "max_steps num_train_epochs",
     "write schedule.warmup": "warmup_steps warmup_ratio",
-    "the learning rate falls on a cosine; write schedule.minimum": "lr_scheduler_type lr_scheduler_kwargs",
+    "write schedule.kind and schedule.minimum": "lr_scheduler_type lr_scheduler_kwargs",
     "write eval.every and eval.windows": (
         "eval_strategy eval_steps eval_delay eval_on_start do_train do_eval do_predict prediction_loss_only"
         " eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics"

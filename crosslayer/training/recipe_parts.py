@@ -1,7 +1,7 @@
 """The parts of a recipe, and what each refuses; docs/TRAIN.md lists their keys."""
 
 import re
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from transformers import LlamaConfig
@@ -11,6 +11,8 @@ from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.methods import load_methods
+from crosslayer.training.arguments import Schedule
+from crosslayer.training.attention import Attention
 from crosslayer.training.recipe_arguments import Misplaced, read_value
 from crosslayer.training.recipe_file import nearest
 from crosslayer.training.sizes import SIZES
@@ -59,6 +61,9 @@ class ModelPart(Part):
     """A method's name, `{name: …, option: …}`, or a list of these; null is a plain Transformer."""
     start: str | None = Field(default=None, min_length=1)
     """Instead: a model to train on with its own weights and wiring, a folder, a hub name or an embedded model."""
+    attention: Attention | None = None
+    """`sdpa`, document by document; `flex`, by block masks, on a GPU; `flash`, FlashAttention-2. Null: `sdpa`, or where
+    scores are capped `eager`, whose mask is dense."""
 
     @field_validator("size")
     @classmethod
@@ -177,8 +182,31 @@ class DataPart(Part):
         return domains
 
 
+class OptimizerPart(Part):
+    """Which optimizer, beside what `train` says of it."""
+
+    name: Literal["muon"] | None = None
+    """`muon`: torch's Muon for the matrices of linear maps but the head, AdamW for all else, at one learning rate.
+    Null: `train.optim`, by default AdamW."""
+    rates: dict[str, float] = {}
+    """Learning rates by regular expressions over names of parameters, as multiples of `train.learning_rate`; the first
+    that is found in a name decides: `{embed_tokens: 3, "layers[.][0-3][.]": 0.5}`."""
+
+    @field_validator("rates")
+    @classmethod
+    def _check_rates(cls, rates: dict[str, float]) -> dict[str, float]:
+        for pattern, factor in rates.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise Misplaced(f"is no regular expression: {error}", pattern) from None
+            if not factor > 0:
+                raise Misplaced(f"is {factor:g}; it must be above 0", pattern)
+        return rates
+
+
 class SchedulePart(Part):
-    """How long, and the learning rate on the way: a linear warmup, then a cosine."""
+    """How long, and the learning rate on the way: a linear warmup, then down by `kind`."""
 
     tokens: Count | None = None
     """Tokens to train on, rounded up to whole steps."""
@@ -186,15 +214,20 @@ class SchedulePart(Part):
     """Or the number of steps of the optimizer."""
     warmup: float = Field(default=0, ge=0)
     """Steps of warmup, or below 1 their share of all steps."""
+    kind: Literal["cosine", "linear", "wsd"] = "cosine"
+    """How the learning rate falls after the warmup: along a cosine; in a line; `wsd` (warmup, stable, decay): in a line
+    over the last `decay` steps."""
+    decay: float = Field(default=0.2, gt=0)
+    """Of `wsd`: steps of the decay, or below 1 their share of all steps."""
     minimum: float = Field(default=0.1, ge=0, le=1)
-    """Where the cosine ends, as a share of `train.learning_rate`; 1 keeps it constant after the warmup."""
+    """Where the learning rate ends, as a share of `train.learning_rate`; 1 keeps it constant after the warmup."""
 
-    @field_validator("warmup")
+    @field_validator("warmup", "decay")
     @classmethod
-    def _check_whole(cls, warmup: float) -> float:
-        if warmup >= 1 and warmup != int(warmup):
-            raise ValueError(f"is {warmup}; it must be a whole number of steps, or a share below 1")
-        return warmup
+    def _check_whole(cls, steps: float) -> float:
+        if steps >= 1 and steps != int(steps):
+            raise ValueError(f"is {steps}; it must be a whole number of steps, or a share below 1")
+        return steps
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:
@@ -202,6 +235,8 @@ class SchedulePart(Part):
             raise Misplaced("is missing; write schedule.steps or schedule.tokens", "steps")
         if self.steps is not None and self.tokens is not None:
             raise Misplaced(f"is {self.tokens} beside steps = {self.steps}; write null for one of the two", "tokens")
+        if self.kind != "wsd" and self.decay != SchedulePart.model_fields["decay"].default:
+            raise Misplaced(f"does nothing for kind: {self.kind}; leave it out, or write kind: wsd", "decay")
         if self.steps is not None and self.warmup >= max(1, self.steps):
             raise Misplaced(f"is {self.warmup:g} steps of {self.steps}; it must be fewer", "warmup")
         return self
@@ -220,11 +255,31 @@ class SchedulePart(Part):
             ValueError: they are as many as all.
 
         """
-        if self.warmup < 1:
-            return int(self.warmup * steps)
-        if self.warmup >= steps:
+        warmup = int(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
+        if warmup >= steps:
             raise ValueError(f"schedule.warmup is {self.warmup:g} steps of {steps}; it must be fewer")
-        return int(self.warmup)
+        return warmup
+
+    def decay_steps(self, steps: int) -> int:
+        """Return over how many of all steps the learning rate falls.
+
+        Raises:
+            ValueError: warmup and decay are more than all.
+
+        """
+        falling = steps - self.warmup_steps(steps)
+        if self.kind != "wsd":
+            return falling
+        decay = max(1, int(self.decay * steps)) if self.decay < 1 else int(self.decay)
+        if decay > falling:
+            raise ValueError(f"schedule.decay is {decay} steps, and {falling} follow the warmup; it must be fewer")
+        return decay
+
+    def course(self, steps: int, evaluate: int = 0) -> Schedule:
+        """Return steps and learning rate of a run of so many steps; errors as `decay_steps`."""
+        return Schedule(
+            steps, self.warmup_steps(steps), self.minimum, evaluate, self.decay_steps(steps), self.kind == "cosine"
+        )
 
 
 class EvalPart(Part):

@@ -23,7 +23,8 @@ from crosslayer.models.load import load_model
 from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
-from crosslayer.training.arguments import Schedule, training_arguments
+from crosslayer.training.arguments import training_arguments
+from crosslayer.training.attention import check_attention, set_attention
 from crosslayer.training.checkpoints import checkpoints
 from crosslayer.training.facts import matrix_flops, trained_model
 from crosslayer.training.initialise import initialise
@@ -99,12 +100,12 @@ class _Run:
 
     def train(self, resume: bool) -> TrainingRun:
         recipe = self.recipe
+        on_gpu = torch.accelerator.is_available() and not recipe.train.get("use_cpu", False)
+        check_attention(recipe.model.attention, torch.device("cuda" if on_gpu else "cpu"))
         tokenizer, shards = self._texts()
         sequences = _sequences(recipe.train)
         steps = recipe.schedule.total_steps(sequences * recipe.data.length)
-        schedule = Schedule(
-            steps, recipe.schedule.warmup_steps(steps), recipe.schedule.minimum, min(recipe.eval.every, steps)
-        )
+        schedule = recipe.schedule.course(steps, min(recipe.eval.every, steps))
         arguments = training_arguments(self.folder, recipe.seed, schedule, recipe.train)
         weights = {domain.name: domain.weight for domain in recipe.data.domains}
         training = {name: parts.training for name, parts in shards.items()}
@@ -115,6 +116,7 @@ class _Run:
         with quiet_transformers(), peak_memory(arguments.device) as peak:
             model = _first_model(recipe, tokenizer)
             facts = trained_model(model, recipe.data.length)
+            set_attention(model, recipe.model.attention, arguments)
             trainer = CrossLayerTrainer(
                 model,
                 arguments,
@@ -124,6 +126,7 @@ class _Run:
                 self.progress,
                 recipe.eval.depth_norms,
                 looked_at,
+                recipe.optimizer,
             )
             trainer.train(resume_from_checkpoint=resume)
             if not _evaluated(trainer.state.log_history, steps) or not trainer.window_losses:

@@ -38,10 +38,13 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from crosslayer.method import HeadMixer, Residual, StateReader
 from crosslayer.output.folder import set_modes
 from crosslayer.output.progress import Meter, Silent
+from crosslayer.training.attention import document_borders
 from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish, stage
 from crosslayer.training.interrupting import Interruption
 from crosslayer.training.log import JsonLog, Shown
 from crosslayer.training.looks import look
+from crosslayer.training.optimizers import optimizer_of
+from crosslayer.training.recipe_parts import OptimizerPart
 from crosslayer.training.resuming import KEPT, Kept, Resumed, step_sequences
 
 MIXES = (HeadMixer, Residual, StateReader)
@@ -88,6 +91,7 @@ class CrossLayerTrainer(Trainer):
         meter: Meter = Silent,
         depth_norms: bool = False,
         looked_at: Tensor | None = None,
+        optimizer: OptimizerPart | None = None,
     ):
         """Prepare a run.
 
@@ -102,6 +106,7 @@ class CrossLayerTrainer(Trainer):
             depth_norms: with each training loss, also log the norm of each layer's gradient, before clipping:
                 `grad_norm_layer_0` and so on.
             looked_at: token ids (N, T) over which each evaluation measures sinks and norms of every layer.
+            optimizer: what a recipe says of it, beside `args`.
 
         Raises:
             ValueError: the arguments ask for what this trainer does not do, or for more items than there are.
@@ -121,7 +126,7 @@ class CrossLayerTrainer(Trainer):
         self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then
         self._paused = 0.0  # seconds since then that were no training
         self._shown, self._wants_norms, self._norms = Shown(meter), depth_norms, {}
-        self._looked_at = looked_at
+        self._looked_at, self._optimizer = looked_at, optimizer
         use_cache = model.config.use_cache
         super().__init__(
             model,
@@ -195,11 +200,26 @@ class CrossLayerTrainer(Trainer):
         named = model.named_parameters()
         return [name for name, parameter in named if name in decayed - mixing and parameter.ndim > 1]
 
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return Trainer's optimizer, or what the recipe says of it; errors as `optimizer_of`."""
+        chosen = self._optimizer
+        if self.optimizer is None and chosen is not None and (chosen.name or chosen.rates):
+            whole: Any = self.accelerator.unwrap_model(self.model if model is None else model)
+            decayed = set(self.get_decay_parameter_names(whole))
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
+            self.optimizer = optimizer_of(whole, chosen, self.args, decayed, kind, options)
+        return super().create_optimizer(model)
+
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss; without a cache, since positions that restart separate documents only then."""
         return super().compute_loss(model, {**inputs, "use_cache": False}, return_outputs, num_items_in_batch)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs on their device, with the borders of documents where attention must be told them."""
+        prepared = super()._prepare_inputs(inputs)
+        return {**prepared, **document_borders(self.model, prepared["position_ids"])}
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Add the gradients of a batch and count its tokens.

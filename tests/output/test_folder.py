@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from crosslayer.environment import environment
 from crosslayer.output import folder

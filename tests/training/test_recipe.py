@@ -181,7 +181,7 @@ BOMB = "a: &a [x, x]\nb: [*a, *a]\n"
         ("seed: 1\n7: 3\n", ", line 2: the key 7 is not a word"),
         (BOMB, ", line 2: *a is an alias; write the value out, or use extends"),
         ("model: !!python/object/apply:os.system [ls]\nseed: 0", ", line 1: the tag tag:yaml.org,2002:python/object/apply:os.system is not read; leave it out"),
-        ('"a\\nb": 3', ": 'a\\nb' is not known; known are name, seed, model, tokenizer, data, schedule, train, eval"),
+        ('"a\\nb": 3', ": 'a\\nb' is not known; known are name, seed, model, tokenizer, data, schedule, optimizer, train, eval"),
         ("seed: 1\n---\nseed: 2\n", ", line 2: but found another document"),
         ("seed: " + "[" * 2000, ": it is nested too deeply"),
         ("seed: " + "9" * 40, ": 99999999999999999999… has more digits than any number of a recipe"),
@@ -272,6 +272,8 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("schedule.tokens=2e5", "--set: schedule.tokens is 200000 beside steps = 100; write null for one of the two"),
         ("schedule.warmup=1.5", "--set: schedule.warmup is 1.5; it must be a whole number of steps, or a share below 1"),
         ("schedule.warmup=100", "--set: schedule.warmup is 100 steps of 100; it must be fewer"),
+        ("schedule.kind=wds", "--set: schedule.kind is 'wds'; it must be 'cosine', 'linear' or 'wsd'"),
+        ("optimizer.rates={'(': 2}", "--set: optimizer.rates.( is no regular expression: missing ), unterminated subpattern at position 0"),
         ("schedule.minimum=2", "--set: schedule.minimum is 2; it must be less than or equal to 1"),
         ("train=3", "--set: train is 3; it must be keys and values"),
         ("train.learning_rate=high", "--set: train.learning_rate is 'high'; it must be a number"),
@@ -292,6 +294,11 @@ def test_values_are_those_of_yamls_core_schema(recipe):
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_a_line(recipe, setting, message):
     assert refusal(recipe, setting) == message
+
+
+def test_muon_beside_an_optimizer_of_transformers_is_refused(recipe):
+    message = "--set: train.optim does nothing beside optimizer.name: muon; leave one of the two out"
+    assert refusal(recipe, "optimizer.name=muon", "train.optim=sgd") == message
 
 
 def test_keys_that_a_run_sets_are_keys_of_transformers():

@@ -53,8 +53,8 @@ def test_the_log_has_every_step_and_the_rate_follows_the_cosine(whole):
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     for line in steps:
         step = line["step"] - 1  # of this many steps, the rate is told after the next
-        down = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 2) / (STEPS - 2)))
-        assert line["learning_rate"] == pytest.approx(1e-2 * (step / 2 if step < 2 else down))
+        down = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 1) / (STEPS - 2)))
+        assert line["learning_rate"] == pytest.approx(1e-2 * ((step + 1) / 2 if step < 2 else down))
         assert line["tokens"] == line["step"] * 8 * LENGTH
         assert line["tokens_per_second"] > 0
     assert [line["step"] for line in lines if "eval_a_loss" in line] == [STEPS]

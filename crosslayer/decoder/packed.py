@@ -1,0 +1,146 @@
+"""Attention within the documents of packed rows, document by document: no mask (B, 1, T, T) is ever built.
+
+A document is a contiguous causal piece of its row, which SDPA computes without a mask. Under a sliding window a longer
+one is cut into pieces, each of which reads the piece before it too, through a band that all of them share.
+`attend_within_documents` and `document_mask` are an implementation of attention for transformers, which training
+registers. Where rows are padded or continue a cache, and under torch.compile, it is transformers' SDPA.
+
+Shapes: B batch, T tokens of a row, N documents, P tokens of a piece, C hidden, H heads, D head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_recurrent_attention_mask, find_packed_sequence_indices, sdpa_mask
+
+PIECE = 512  # tokens of a piece of a document that is longer than its window, which may be longer still
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The pieces of all rows, one behind the other: B·T tokens.
+
+    Args:
+        lengths: tokens of each piece.
+        continues: whether a piece reads the one before it too.
+        window: tokens that a token sees, itself included; None: its document's, up to itself.
+        band: (P, 2·P), what a piece of a longer document adds to the scores of the piece before it and of its own.
+
+    """
+
+    lengths: tuple[int, ...]
+    continues: tuple[bool, ...]
+    window: int | None = None
+    band: Tensor | None = None
+
+    def mask(self, piece: int) -> Tensor | None:
+        """Return the mask of a piece, (1, 1, P, keys), a view of the band; None where it is plainly causal."""
+        length, continued = self.lengths[piece], self.continues[piece]
+        if self.band is None or not continued and length <= (self.window or length):
+            return None
+        before = self.band.shape[0]
+        return self.band[None, None, :length, 0 if continued else before : before + length]
+
+
+def document_mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Documents | Tensor | None:
+    """Return the documents of packed rows, or what `sdpa_mask` returns, whose arguments these are."""
+    whole = q_length == kv_length > 1 and options.get("attention_mask") is None and not options.get("use_vmap")
+    documents = None
+    if whole and not torch.compiler.is_compiling() and _is_zero(options["q_offset"]) and _is_zero(options["kv_offset"]):
+        sees = options["mask_function"]
+        documents = _documents(sees, batch_size, q_length, options["device"], options["dtype"])
+    return documents or sdpa_mask(batch_size, q_length, kv_length, **options)
+
+
+def recurrent_mask(
+    config: Any,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Cache | None = None,
+    position_ids: Tensor | None = None,
+) -> Documents | Tensor | None:
+    """Return the documents of packed rows, over whose borders no state may go, or transformers' mask of padding."""
+    if attention_mask is None and past_key_values is None and not torch.compiler.is_compiling():
+        assert position_ids is not None
+        numbers = find_packed_sequence_indices(position_ids.expand(inputs_embeds.shape[0], -1))  # (B, T)
+        if numbers is not None:
+            lengths = _lengths(numbers.diff(dim=1) != 0)
+            return Documents(lengths, (False,) * len(lengths))
+    return create_recurrent_attention_mask(config, inputs_embeds, attention_mask, past_key_values)
+
+
+def attend_within_documents(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Return what attention reads (B, T, H, D), as `sdpa_attention_forward` does, whose arguments these are."""
+    if not isinstance(attention_mask, Documents):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    documents, read = attention_mask, []
+    q, k, v = (state.transpose(0, 1).flatten(1, 2).split(documents.lengths, 1) for state in (query, key, value))
+    for piece, continued in enumerate(documents.continues):
+        near = slice(piece - 1 if continued else piece, piece + 1)
+        keys, values = (torch.cat(states[near], 1) if continued else states[piece] for states in (k, v))  # (H, keys, D)
+        states, mask = (q[piece][None], keys[None], values[None]), documents.mask(piece)
+        read.append(sdpa_attention_forward(module, *states, mask, **options)[0])  # (1, P, H, D)
+    return torch.cat(read, 1).unflatten(1, query.shape[::2][:2])[0], None
+
+
+def by_document(call: Callable[[Tensor], Tensor], hidden_states: Tensor, documents: Documents) -> Tensor:
+    """Return what a call makes of each document (1, P, C) by itself, put together as (B, T, C)."""
+    pieces = hidden_states.flatten(0, 1).split(documents.lengths)
+    return torch.cat([call(piece[None]) for piece in pieces], 1).view_as(hidden_states)
+
+
+def _documents(
+    sees: Callable[..., Tensor], batch: int, tokens: int, device: torch.device, dtype: torch.dtype
+) -> Documents | None:
+    """Return the documents of rows, None where each is one that is plainly causal, or a token sees one behind it.
+
+    A document begins where a token does not see the one before it.
+    """
+    rows, places = torch.arange(batch, device=device)[:, None], torch.arange(tokens, device=device)[None]
+    head = places.new_zeros(())
+    later, earlier = places[:, 1:], places[:, :-1]
+    if sees(rows, head, earlier, later).any():
+        return None
+    starts = ~sees(rows, head, later, earlier).expand(batch, -1)  # (B, T − 1)
+    lengths = _lengths(starts)
+    ends = torch.tensor(lengths, device=device).cumsum(0) - 1  # (N,), counted over all rows
+    row, last = ends // tokens, ends % tokens
+    first = last + 1 - torch.tensor(lengths, device=device)
+    short = (~sees(row, head, last, first)).nonzero().flatten().tolist()  # documents whose end does not see their start
+    if not short:
+        return Documents(lengths, (False,) * len(lengths)) if starts.any() else None
+    one = short[0]
+    window = int(sees(row[one], head, last[one], places[0, first[one] : last[one] + 1]).sum())
+    return _windowed(lengths, window, device, dtype)
+
+
+def _windowed(lengths: tuple[int, ...], window: int, device: torch.device, dtype: torch.dtype) -> Documents:
+    """Return documents whose tokens see `window` tokens, those that are longer in pieces."""
+    size = max(window, PIECE)
+    cut = [[min(size, length - start) for start in range(0, length, size if length > window else length)]
+           for length in lengths]  # fmt: skip
+    continues = [number > 0 for pieces in cut for number in range(len(pieces))]
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    behind = torch.arange(size, device=device)[:, None] - torch.arange(-size, size, device=device)  # (P, 2·P)
+    band = torch.zeros(behind.shape, device=device, dtype=dtype)
+    band.masked_fill_((behind < 0) | (behind >= window), float("-inf"))
+    return Documents(tuple(length for pieces in cut for length in pieces), tuple(continues), window, band)
+
+
+def _lengths(starts: Tensor) -> tuple[int, ...]:
+    """Return the tokens of each document, of all rows in turn, whose tokens but the first start one: (B, T − 1)."""
+    begins = torch.nn.functional.pad(starts, (1, 0), value=True).flatten()  # (B·T,)
+    places = begins.nonzero().flatten()
+    return tuple(torch.diff(places, append=places.new_tensor([begins.numel()])).tolist())
+
+
+def _is_zero(offset: Any) -> bool:
+    return isinstance(offset, int) and offset == 0

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.conversion.cache import CacheShare, allocated
 from crosslayer.conversion.choose import choose
@@ -32,7 +32,7 @@ from crosslayer.diagnosis.groups import PAPER_SIZE
 from crosslayer.environment import environment
 from crosslayer.method import Method
 from crosslayer.methods import Entry, merge_plans, to_entry
-from crosslayer.models.load import Ready, ready_model
+from crosslayer.models.load import Ready, load_config, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
@@ -129,6 +129,7 @@ def retrofit(
         bos=bos,
     )
     request, texts = _read(options, text, calibration_text, progress)
+    _check_config(model.config if isinstance(model, PreTrainedModel) else load_config(str(model)), request, texts)
     ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     return Job(ready, request, texts, progress).receipt()
 
@@ -142,6 +143,14 @@ def _read(options: RetrofitOptions, text: Text, calibration_text: Text, progress
     return request, texts
 
 
+def _check_config(config: PreTrainedConfig, request: Request, texts: Texts) -> None:
+    """Refuse what a config tells before any weight is read: a family that does not convert, too little text for W_c."""
+    width = to_config(config).hidden_size
+    if request.fits:
+        sizes = [count for count in texts.parts(request)["calibration"].values() if count]
+        check_enough(width, sizes, request.options.length, request.fit)
+
+
 class Job:
     """A request on a model that is ready."""
 
@@ -149,7 +158,7 @@ class Job:
         self.model, self.tokenizer, self.name = ready.model, ready.tokenizer, ready.name
         self.share_weights = ready.loaded_here
         self.request, self.texts, self.progress = request, texts, progress
-        self.layers = to_config(self.model.config).num_hidden_layers  # says which families can be converted
+        self.layers = self.model.config.num_hidden_layers
 
     def receipt(self) -> Receipt:
         """Do everything."""
@@ -187,12 +196,7 @@ class Job:
         return receipt.of_model(rewired.model, self.tokenizer)
 
     def _windows(self) -> dict[str, Windows]:
-        """Cut the windows of every purpose; too little calibration text is refused before any of that."""
-        options = self.request.options
-        if self.request.fits:
-            counts = self.texts.parts(self.request)["calibration"].values()
-            sizes = [count for count in counts if count]
-            check_enough(self.model.config.hidden_size, sizes, options.length, self.request.fit)
+        """Cut the windows of every purpose."""
         with self.progress("cutting the text into tokens", 0):
             windows = self.texts.windows(self.tokenizer, self.request)
         for part in windows.values():

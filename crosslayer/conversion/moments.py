@@ -10,6 +10,7 @@ bias is what then remains of the mean of E.
 Shapes: B sequences, T tokens, C hidden, I inputs (C, with a bias C + 1), P parts of the text, v groups of sequences.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,25 +61,34 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
         fit: how W_c is fitted.
 
     Raises:
-        ValueError: the message says how many tokens are needed.
+        ValueError: the message says how many tokens are needed, and how many of them are held out.
 
     """
-    if fit not in (*LEAST_SQUARES, *CHOSEN):
+    if fit not in (*LEAST_SQUARES, *CHOSEN) or _is_enough(width, sizes, length, fit):
         return
-    tokens = sum(sizes) * length
-    needed = NEEDED * width
-    parts, held = folds(sizes)
-    left_out = max((parts.count(part) for part in held), default=0) if fit in CHOSEN else 0  # sequences
-    if tokens - left_out * length >= needed and (fit in LEAST_SQUARES or left_out):
-        return
-    least = needed
-    if fit in CHOSEN:
-        share = len(sizes) if len(sizes) > 1 else HELD_OUT
-        least = max(needed + needed // (share - 1), share * length)
+    domains = len(sizes)
+    evenly = ([len(range(first, count, domains)) for first in range(domains)] for count in itertools.count(1))
+    least = next(shared for shared in evenly if _is_enough(width, shared, length, fit))
+    held = _held_out(least, fit)
+    parts = f"{sum(least) - held} to fit, with {NEEDED} tokens for each of the {width} inputs of W_c"
+    if held:
+        parts += f", and {held} held out{' in turn' if domains > 1 else ''} to choose its penalty"
     raise ValueError(
-        f"calibration text has {tokens} tokens; {fit} needs at least {least} "
-        f"({NEEDED} for each of the {width} inputs of W_c)"
+        f"calibration text has {sum(sizes) * length} tokens; {fit} needs at least {sum(least) * length} tokens "
+        f"({sum(least)} windows of {length}: {parts})"
     )
+
+
+def _is_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> bool:
+    """Return whether what is fitted has enough tokens, and something is held out where a penalty is chosen."""
+    held = _held_out(sizes, fit)
+    return (sum(sizes) - held) * length >= NEEDED * width and (held > 0 or fit not in CHOSEN)
+
+
+def _held_out(sizes: Sequence[int], fit: str) -> int:
+    """Return the most sequences that are held out at a time."""
+    parts, held = folds(sizes)
+    return max(parts.count(part) for part in held) if fit in CHOSEN else 0
 
 
 class Moments:

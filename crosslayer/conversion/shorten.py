@@ -39,7 +39,8 @@ def without_layers(source: PreTrainedModel, gone: list[int]) -> tuple[PreTrained
         model: Any = type(source)._from_config(
             config, dtype=source.dtype, attn_implementation=source.config._attn_implementation
         )
-    model.model.rotary_emb = type(source.model.rotary_emb)(config=config).to(source.device)
+    if source.model.rotary_emb is not None:  # positions that are learned are weights
+        model.model.rotary_emb = type(source.model.rotary_emb)(config=config).to(source.device)
     for name, table in source.model.embed_tokens.named_buffers():  # Gemma's scale, which no checkpoint holds
         setattr(model.model.embed_tokens, name, table)
     weights, lost = _renumbered(source.state_dict(), kept)

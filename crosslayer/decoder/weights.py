@@ -69,12 +69,26 @@ FAMILIES = {
 
 
 def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerConfig:
-    """Translate a config, and add methods.
+    """Translate a config, and add methods; one of ours, of a model without methods, takes them as it is.
 
     Raises:
-        ValueError: the family is not known, or an attribute cannot be translated.
+        ValueError: the family is not known, an attribute cannot be translated, or the model has methods or linear
+            attention already.
 
     """
+    if isinstance(source, CrossLayerConfig):
+        if source.methods:
+            names = ", ".join(method.name() for method in source.methods)
+            raise ValueError(
+                f"the model has {names} already, and what a retrofit takes is judged and made up for against plain "
+                f"layers; train both together instead (model.method: [{names}, …])"
+            )
+        if source.linear_layers:
+            raise ValueError(
+                f"linear attention, of layers {list(source.linear_layers)}, has no keys and values that a retrofit "
+                "could share; use a model whose layers all have softmax attention"
+            )
+        return CrossLayerConfig(**{**source.to_dict(), "cross_layer": cross_layer})
     family = FAMILIES.get(source.model_type)
     if family is None:
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 
 from crosslayer.conversion.calibrate import calibrate
 from crosslayer.conversion.convert import convert
-from crosslayer.conversion.moments import Moments
+from crosslayer.conversion.moments import Moments, check_enough
 from crosslayer.conversion.rewire import rewire
 from crosslayer.methods import load_method
 from crosslayer.probe.what_if import what_if
@@ -353,12 +353,35 @@ def test_what_changes_outside_of_w_c_is_fitted_by_ridge(source):
             rewire(source, method, calibration=ids, merge=merge, fit="lmmse")
 
 
+@pytest.mark.parametrize("domains", [1, 2, 3, 6])
+@pytest.mark.parametrize("fit", ["lstsq", "ridge"])
+def test_the_windows_that_are_asked_for_are_the_fewest_that_do(domains, fit):
+    def message(count):
+        sizes = [len(range(place, count, domains)) for place in range(domains)]
+        try:
+            check_enough(576, sizes, 128, fit)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    words = message(domains)
+    least, windows = (
+        int(re.search(rf"needs at least {found}", words)[1]) for found in (r"(\d+) tokens", r".*\((\d+) w")
+    )
+    assert least == windows * 128
+    assert message(windows) is None and all(message(count) for count in range(domains, windows))
+    held = {"lstsq": 0, "ridge": windows // 8 if domains == 1 else -(-windows // domains)}[fit]
+    assert f"{windows - held} to fit, with 2 tokens for each of the 576 inputs of W_c" in words
+    assert (f", and {held} held out" in words) == (held > 0)
+    assert windows - held == 9  # 1,152 tokens
+
+
 def test_bad_calibrations(source):
     with pytest.raises(ValueError, match="uniattn, attnres: W_c is fitted between plain residual streams"):
         rewire(source, [METHODS["uniattn"], "attnres"], calibration=text())
     with pytest.raises(ValueError, match="fit 'layerwise' needs calibration=…"):
         rewire(source, METHODS["uniattn"])
-    with pytest.raises(ValueError, match=r"calibration text has 24 tokens; lstsq needs at least 64"):
+    with pytest.raises(ValueError, match=r"calibration text has 24 tokens; lstsq needs at least 72"):
         rewire(source, METHODS["uniattn"], calibration=text(2, 12), fit="lstsq")
     with pytest.raises(ValueError, match=r"calibration text has 84 tokens; layerwise needs at least 96"):
         rewire(source, METHODS["uniattn"], calibration=text(7, 12))

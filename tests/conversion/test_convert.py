@@ -13,6 +13,8 @@ from crosslayer.decoder.caches import cache_bytes
 from crosslayer.methods import load_method, method_class
 from crosslayer.plan import parse_layers
 from crosslayer.probe.what_if import look, what_if
+from crosslayer.testing import build, config_of
+from tests.decoder.test_every_method import SHAPES
 from tests.helpers.nested import FACTOR, Nested
 from tests.helpers.tiny import tiny, tokens
 
@@ -243,3 +245,32 @@ def test_bad_conversions():
         method_class("svformer").from_groups([[0, 2]], 3)
     with pytest.raises(ValueError, match=r"groups \[\[1\], \[2\]\] have no second layer"):
         method_class("cla").from_groups([[1], [2]], 3)
+
+
+OWN_SHAPES = ("gemma2", "gpt2", "mixture of experts")
+TAKEN = ({"name": "drop", "layers": (3,)}, {"name": "drop", "attention": (3,)})
+
+
+@pytest.mark.parametrize("name", OWN_SHAPES)
+def test_a_plain_model_of_ours_is_rewired_as_it_is(name):
+    source, ids = build(config_of([], **SHAPES[name][1])), tokens()
+    wirings = [load_method({"name": "cla", "groups": ((3, 5),)}), *map(load_method, TAKEN)]
+    with torch.no_grad():
+        expected = source(ids).logits
+        assert torch.equal(convert(source, []).model(ids).logits, expected)
+        for wiring in wirings:
+            made = convert(source, [wiring]).model
+            with what_if(source, wiring.plan(6)):
+                assert (made(ids).logits - source(ids).logits).abs().max() < 1e-10
+            assert (made(ids).logits - expected).abs().max() > 1e-3
+    fitted = rewire(source, {**TAKEN[1], "compensation": "attention"}, calibration=tokens(16))
+    assert fitted.fits[0].token_after < fitted.fits[0].token_before
+
+
+def test_a_model_of_ours_that_is_not_plain_is_not_retrofitted():
+    source = build(config_of(["resformer", "cla"]))
+    message = r"the model has resformer, cla already, .* train both together .*model.method: \[resformer, cla, …\]"
+    with pytest.raises(ValueError, match=message):
+        rewire(source, {"name": "uniattn", "superblocks": ((1, 2),)})
+    with pytest.raises(ValueError, match=r"linear attention, of layers \[0, 2\], has no keys and values"):
+        rewire(build(config_of([], **SHAPES["linear attention"][1])), {"name": "cla", "groups": ((3, 5),)})

@@ -253,6 +253,16 @@ def test_bad_input_is_one_line(monkeypatch, inputs, tmp_path, capsys, options, m
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"), [("llama", "32 tokens; layerwise needs at least 128"), ("gpt2", "'gpt2' cannot be converted")]
+)
+def test_what_the_config_tells_is_refused_before_weights_are_read(monkeypatch, inputs, tmp_path, capsys, kind, message):
+    tiny(kind).config.save_pretrained(tmp_path / "model")  # no weights
+    words = ("--text", inputs / "text.txt", "--method", "uniattn", "--calibration", "2", "--out", tmp_path / "out")
+    assert run(monkeypatch, "retrofit", tmp_path / "model", *words, *QUICK) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_an_existing_folder_is_kept_and_force_replaces_only_ours(monkeypatch, inputs, tmp_path, capsys):
     out = tmp_path / "out"
     options = ("--method", "cla", "--layers", "6-7", "--compensation", "none")

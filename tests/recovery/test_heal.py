@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import crosslayer
 from crosslayer.conversion.losses import logits_of, losses
+from crosslayer.decoder.weights import to_model
 from crosslayer.recovery import stages
 from crosslayer.recovery.recipe import load_heal_recipe
 from crosslayer.recovery.retrofits import open_retrofits
@@ -380,6 +381,28 @@ def test_the_command(base, tmp_path, capsys, monkeypatch):
     assert result.reference == "original" and result.trained_original is None
     assert type_in(monkeypatch, words) == 2
     assert "exists; give another name, or --resume to go on with it" in capsys.readouterr().err
+
+
+def test_a_plain_model_of_ours_is_retrofitted_and_healed_as_it_is(base, tmp_path):
+    """As `train` writes one without a method: all is as with the same weights in transformers' Llama."""
+    stock, tokenizer = crosslayer.load_model(str(base / "original"))
+    to_model(stock).save_pretrained(tmp_path / "ours")
+    tokenizer.save_pretrained(tmp_path / "ours")
+    folder = retrofit_in(tmp_path, tmp_path / "ours", "fitted")
+    assert torch.equal(*(weights_of(at)["model.layers.3.attn_compensation.weight"] for at in (folder, base / "fitted")))
+    settings = ["stages.1.schedule.steps=2", "baseline=false"]
+    ends = [
+        crosslayer.heal(
+            [at / "fitted"],
+            recipe_in(tmp_path),
+            tmp_path / f"{original} healed",
+            original=str(at / original),
+            settings=settings,
+        )
+        for at, original in ((base, "original"), (tmp_path, "ours"))
+    ]
+    first, second = (end.arms[0].states[-1].domains for end in ends)
+    assert [domain.damage.kl for domain in first] == pytest.approx([domain.damage.kl for domain in second], rel=1e-5)
 
 
 def test_responses_alone(base, tmp_path):

@@ -170,6 +170,7 @@ def test_what_it_cannot_hold_is_refused_in_a_line(tmp_path):
     [
         ({"kv_sharing_fast_prefill": True}, "would see no tokens but the last"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "its cache is quantised"),
+        ({"enable_lora": True}, "adapters (LoRA) beside it have not been tried"),
     ],
 )
 def test_what_was_not_tried_is_refused_in_a_line(tmp_path, options, words):

@@ -5,8 +5,9 @@ import json
 import lzma
 
 import pytest
+from huggingface_hub import constants
 
-from crosslayer.corpus import files
+from crosslayer.corpus import files, hub
 from crosslayer.corpus.documents import TextSource, load_documents, source_digest, stream_documents
 from crosslayer.corpus.domains import check_table_options
 from crosslayer.corpus.windows import pack
@@ -151,9 +152,27 @@ def test_a_dataset_is_streamed_and_its_column_checked(tmp_path, monkeypatch):
         return rows
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "ask_hub", lambda *_: None)
     documents = load_documents(TextSource("some/set", "en", "validation"), seed=1)
     assert pack(documents, tokenizer(), sequences=2, length=20).shape == (2, 20)
     assert asked == {"name": "some/set", "config": "en", "split": "validation", "streaming": True}
     assert len(list(stream_documents(TextSource("some/set")))) == 20
     with pytest.raises(ValueError, match="column 'body' is not there; it has text"):
         list(load_documents(TextSource("some/set", column="body")))
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["away", "there"])
+def test_a_dataset_is_waited_for_only_where_the_hub_answers(monkeypatch, there):
+    datasets = pytest.importorskip("datasets")
+    answer = None if there else ConnectionError()
+    seen = []
+
+    def load(*_, **__):
+        seen.append(constants.HF_HUB_OFFLINE)
+        raise FileNotFoundError("no such set")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "ask_hub", lambda *_: answer)
+    with pytest.raises(ValueError, match="'some/set' is no local file, and as a dataset it cannot be read"):
+        load_documents(TextSource("some/set"))
+    assert seen == [not there] and not constants.HF_HUB_OFFLINE

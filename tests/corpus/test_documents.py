@@ -23,6 +23,10 @@ def test_files(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("one\n\n<|doc|>\n\ntwo\n")
     assert [d.strip() for d in load_documents(TextSource(str(text)))] == ["one", "two"]
+    notes = text.rename(tmp_path / "a.md")
+    assert [d.strip() for d in load_documents(TextSource(str(notes)))] == ["one", "two"]
+    with pytest.raises(ValueError, match="column.* does nothing"):
+        check_table_options([TextSource(str(notes), column="body")])
     table = tmp_path / "a.jsonl"
     table.write_text("\n".join(json.dumps({"body": t}) for t in ("one", "two")))
     assert load_documents(TextSource(str(table), column="body")) == ["one", "two"]
@@ -39,7 +43,11 @@ def test_files_may_be_packed_and_several(tmp_path):
     (tmp_path / "README.md").write_text("no text of a domain")
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "c.txt").write_text("five")
-    expected = {str(tmp_path): ["one", "two", "thrée", "four", "five"], str(tmp_path / "?.txt.*"): ["thrée", "four"]}
+    (tmp_path / "more" / "d.md").write_text("six")
+    expected = {
+        str(tmp_path): ["one", "two", "thrée", "four", "five", "six"],
+        str(tmp_path / "?.txt.*"): ["thrée", "four"],
+    }
     for name, documents in expected.items():
         assert load_documents(TextSource(name)) == list(stream_documents(TextSource(name))) == documents
         with pytest.raises(ValueError, match="split"):
@@ -110,8 +118,8 @@ def test_only_a_line_feed_ends_a_row_and_rows_without_text_are_counted(tmp_path,
         ("a.jsonl", b'{"body": "x"}', "no text in column 'text'; it has body"),
         ("a.jsonl", b"not json", "line 1: not JSON"),
         ("a.parquet", b"not parquet", "is not a parquet file"),
-        ("a.pdf", b"%PDF", "end in .txt, .jsonl or .parquet"),
-        ("a.pdf.gz", b"%PDF", "end in .txt, .jsonl or .parquet"),
+        ("a.pdf", b"%PDF", "end in .txt, .md, .jsonl or .parquet"),
+        ("a.pdf.gz", b"%PDF", "end in .txt, .md, .jsonl or .parquet"),
         ("a.txt.gz", b"plain", "'a.txt.gz' is damaged or cut short"),
         ("a.txt.gz", gzip.compress(b"some text" * 99, mtime=0)[:-20], "'a.txt.gz' is damaged or cut short"),
         ("a.txt.xz", lzma.compress(b"some text" * 99)[:-20], "'a.txt.xz' is damaged or cut short"),

@@ -20,7 +20,7 @@ def open_streams() -> None:
         if vars(sys)[name] is None:
             number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is the stream's own
             os.set_inheritable(number, True)
-            vars(sys)[name] = os.fdopen(number, mode, encoding="utf-8")
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
 def hide_bars() -> None:

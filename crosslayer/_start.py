@@ -18,11 +18,9 @@ def open_streams() -> None:
     """Put the null device in the place of streams that the process was started without (`2>&-`): Python has None."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if vars(sys)[name] is None:
-            number = os.open(
-                os.devnull, os.O_RDWR
-            )  # the lowest that is free: the stream's own, for other libraries too
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is the stream's own
             os.set_inheritable(number, True)
-            vars(sys)[name] = open(number, mode, encoding="utf-8")
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
 def hide_bars() -> None:

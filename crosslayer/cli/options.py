@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LARGEST_SEED = 2**63 - 1  # torch takes no larger seed
 
-Text = Annotated[str | None, typer.Option(help=".txt, .jsonl or .parquet (or a folder), or a datasets name.")]
+Text = Annotated[str | None, typer.Option(help=".txt, .md, .jsonl or .parquet (or a folder), or a datasets name.")]
 Config = Annotated[str | None, typer.Option(help="Configuration of a dataset.")]
 Split = Annotated[str, typer.Option(help="Split of a dataset.")]
 Column = Annotated[str, typer.Option(help="Text column of a table or dataset.")]

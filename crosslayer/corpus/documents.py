@@ -17,8 +17,8 @@ class TextSource:
     """Where text comes from.
 
     Args:
-        name: a .txt, .jsonl or .parquet file (also with .gz or .xz), a folder or a pattern of such files, or the name
-            of a dataset; None is the embedded corpus.
+        name: a .txt, .md, .jsonl or .parquet file (also with .gz or .xz), a folder or a pattern of such files, or the
+            name of a dataset; None is the embedded corpus.
         config: configuration of a dataset.
         split: split of a dataset.
         column: text column of a table or dataset.

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.corpus.documents import TextSource, embedded_documents
-from crosslayer.corpus.files import file_kind, local_files
+from crosslayer.corpus.files import PLAIN, file_kind, local_files
 from crosslayer.corpus.windows import Windows, split
 
 EMBEDDED = {  # domain → archive and files in it; sources and licences: data/SOURCES.md
@@ -38,9 +38,7 @@ def check_table_options(sources: Sequence[TextSource]) -> None:
     """
     files = [[] if source.name is None else local_files(source.name) for source in sources]
     local = [source.name is None or bool(paths) for source, paths in zip(sources, files, strict=True)]
-    plain = [
-        here and all(file_kind(path) == ".txt" for path in paths) for here, paths in zip(local, files, strict=True)
-    ]
+    plain = [here and all(file_kind(path) in PLAIN for path in paths) for here, paths in zip(local, files, strict=True)]
     for option, idle in {"config": all(local), "split": all(local), "column": all(plain)}.items():
         value, default = vars(sources[0])[option], vars(TextSource())[option]
         if idle and value != default:

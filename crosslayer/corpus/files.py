@@ -1,4 +1,4 @@
-"""Documents of local files: .txt, .jsonl and .parquet, also packed as .gz or .xz. A file may come from anyone."""
+"""Documents of local files: .txt, .md, .jsonl and .parquet, also packed as .gz or .xz. A file may come from anyone."""
 
 import glob
 import gzip
@@ -20,6 +20,8 @@ LONGEST = 2**24  # characters of a document or a row: what is longer in a .txt i
 def local_files(name: str) -> list[Path]:
     """Return the files that a name means: all text files in a folder, or what matches a pattern (`*`, `?`, `[…]`).
 
+    In a folder a README.md is left out: it is about the texts.
+
     A name that is none of this, and has not the suffix of a text file either, is taken for a dataset's: no files.
 
     Raises:
@@ -28,7 +30,8 @@ def local_files(name: str) -> list[Path]:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if file_kind(file) in READERS and file.is_file()]
+        texts = [file for file in sorted(path.rglob("*")) if file_kind(file) in READERS and file.name != "README.md"]
+        files = [file for file in texts if file.is_file()]
         if not files:
             raise ValueError(f"{name!r} is a folder without text; its text files must end in {SUFFIXES}")
         return files
@@ -69,7 +72,7 @@ def stream_file(path: Path, column: str) -> Iterator[str]:
     """
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "a device or a pipe"
-        raise ValueError(f"{str(path)!r} is {kind}; give a .txt, .jsonl or .parquet file, or a datasets name")
+        raise ValueError(f"{str(path)!r} is {kind}; give a .txt, .md, .jsonl or .parquet file, or a datasets name")
     if file_kind(path) not in READERS:
         raise ValueError(f"{path.name!r} has the suffix {path.suffix!r}; text files end in {SUFFIXES}")
     empty = True
@@ -220,9 +223,10 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 PACKINGS: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".xz": lzma.open}
+PLAIN = (".txt", ".md")  # whose text has no columns
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
-    ".txt": _txt_documents,
+    **dict.fromkeys(PLAIN, _txt_documents),
     ".jsonl": _jsonl_documents,
     ".parquet": _parquet_documents,
 }
-SUFFIXES = ".txt, .jsonl or .parquet (also with .gz or .xz)"
+SUFFIXES = ".txt, .md, .jsonl or .parquet (also with .gz or .xz)"

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from crosslayer.corpus.files import say_skipped
+from crosslayer.corpus.hub import reading_dataset
 
 SHUFFLED = 1000  # rows of the buffer from which a stream is drawn
 
@@ -29,7 +30,7 @@ def stream_dataset(name: str, config: str | None, split: str, column: str, seed:
         raise ValueError(
             f"{name!r} is no local file, and a datasets name needs: pip install 'crosslayer[train]'"
         ) from error
-    with _readable(name):
+    with _readable(name), reading_dataset(name):
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
         return _texts(name, rows.shuffle(seed=seed, buffer_size=SHUFFLED), column)
 

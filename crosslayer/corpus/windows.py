@@ -17,7 +17,7 @@ JOINED = -1  # the document of a window that is joined from several
 SAMPLES, SAMPLE = 64, 2000  # pieces, and characters of each, that say how many tokens a text has
 ROOM = 1.2  # how far beyond that estimate a text is still tried
 STREAMED = 4096  # documents of a stream that `split` takes
-SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
+SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
 CHARACTERS_PER_TOKEN = 6  # an upper estimate for text, so that a piece fills a sequence
 
 Text = Tensor | TextSource | Iterable[str] | None

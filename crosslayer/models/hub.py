@@ -1,27 +1,13 @@
 """Models of the Hugging Face hub: a short question says whether a model is there, before anything is loaded."""
 
-import threading
 from pathlib import Path
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode, try_to_load_from_cache
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    RepositoryNotFoundError,
-)
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
-PATIENCE, BRIEFLY = 4.0, 1.0  # seconds to wait for the hub; where the model is in the cache already
+from crosslayer.corpus import hub
 
-
-def is_hub_name(name: str) -> bool:
-    """Return whether a name has the form of a hub's: a repository, or owner/repository."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
+BRIEFLY = 1.0  # seconds to wait for the hub where the model is in the cache already
 
 
 def hub_source(name: str) -> str:
@@ -39,7 +25,7 @@ def hub_source(name: str) -> str:
     if is_offline_mode():
         answer: Exception | None = OSError("HF_HUB_OFFLINE is set")
     else:
-        answer = _ask(name, BRIEFLY if cached else PATIENCE)
+        answer = hub.ask_hub(name, "config.json", BRIEFLY if cached else hub.PATIENCE)
     if answer is None:
         return name
     if isinstance(answer, GatedRepoError):
@@ -51,23 +37,6 @@ def hub_source(name: str) -> str:
     if cached is not None:
         return str(Path(cached).parent)
     raise ValueError(f"there is no folder {name!r}, and the Hugging Face hub cannot be reached ({_short(answer)})")
-
-
-def _ask(name: str, seconds: float) -> Exception | None:
-    """Return what went wrong when the hub was asked for a model's config; looking up its address can hang, so wait."""
-    answers: list[Exception | None] = []
-
-    def ask() -> None:
-        try:
-            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=seconds)
-            answers.append(None)
-        except Exception as error:
-            answers.append(error)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    return answers[0] if answers else TimeoutError(f"no answer in {seconds:.0f} s")
 
 
 def _short(error: Exception) -> str:

@@ -18,9 +18,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from crosslayer.corpus.hub import is_hub_name
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.embedded import EMBEDDED, embedded_config, embedded_folder
-from crosslayer.models.hub import hub_source, is_hub_name
+from crosslayer.models.hub import hub_source
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.transformers_versions import attention_that_caps
 

@@ -105,7 +105,7 @@ CASES = [
     ("diagnose {kit}/model --text /dev/zero", "is a device or a pipe"),
     ("diagnose {kit}/model --text {kit}/empty.txt", "'empty.txt' holds no text"),
     ("diagnose {kit}/model --text {kit}/binary.txt", "'binary.txt' is not UTF-8 text"),
-    ("diagnose {kit}/model --text {kit}/text.pdf", "text files end in .txt, .jsonl or .parquet"),
+    ("diagnose {kit}/model --text {kit}/text.pdf", "text files end in .txt, .md, .jsonl or .parquet"),
     ("diagnose {kit}/model --text {kit}/short.txt", "the text has 8 bytes, and 2 sequences of 16"),
     ("diagnose {kit}/model --length 64 --sequences 60", "the text has 3600 tokens; 60 sequences of 64 need 3840"),
     ("diagnose {kit}/model --sequences 100000", "100000 sequences of 16 are 1600000 tokens"),

@@ -5,8 +5,9 @@ import json
 import lzma
 
 import pytest
+from huggingface_hub import constants
 
-from crosslayer.corpus import files
+from crosslayer.corpus import files, hub
 from crosslayer.corpus.documents import TextSource, load_documents, source_digest, stream_documents
 from crosslayer.corpus.domains import check_table_options
 from crosslayer.corpus.windows import pack
@@ -22,6 +23,10 @@ def test_files(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("one\n\n<|doc|>\n\ntwo\n")
     assert [d.strip() for d in load_documents(TextSource(str(text)))] == ["one", "two"]
+    notes = text.rename(tmp_path / "a.md")
+    assert [d.strip() for d in load_documents(TextSource(str(notes)))] == ["one", "two"]
+    with pytest.raises(ValueError, match="column.* does nothing"):
+        check_table_options([TextSource(str(notes), column="body")])
     table = tmp_path / "a.jsonl"
     table.write_text("\n".join(json.dumps({"body": t}) for t in ("one", "two")))
     assert load_documents(TextSource(str(table), column="body")) == ["one", "two"]
@@ -38,7 +43,11 @@ def test_files_may_be_packed_and_several(tmp_path):
     (tmp_path / "README.md").write_text("no text of a domain")
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "c.txt").write_text("five")
-    expected = {str(tmp_path): ["one", "two", "thrée", "four", "five"], str(tmp_path / "?.txt.*"): ["thrée", "four"]}
+    (tmp_path / "more" / "d.md").write_text("six")
+    expected = {
+        str(tmp_path): ["one", "two", "thrée", "four", "five", "six"],
+        str(tmp_path / "?.txt.*"): ["thrée", "four"],
+    }
     for name, documents in expected.items():
         assert load_documents(TextSource(name)) == list(stream_documents(TextSource(name))) == documents
         with pytest.raises(ValueError, match="split"):
@@ -109,8 +118,8 @@ def test_only_a_line_feed_ends_a_row_and_rows_without_text_are_counted(tmp_path,
         ("a.jsonl", b'{"body": "x"}', "no text in column 'text'; it has body"),
         ("a.jsonl", b"not json", "line 1: not JSON"),
         ("a.parquet", b"not parquet", "is not a parquet file"),
-        ("a.pdf", b"%PDF", "end in .txt, .jsonl or .parquet"),
-        ("a.pdf.gz", b"%PDF", "end in .txt, .jsonl or .parquet"),
+        ("a.pdf", b"%PDF", "end in .txt, .md, .jsonl or .parquet"),
+        ("a.pdf.gz", b"%PDF", "end in .txt, .md, .jsonl or .parquet"),
         ("a.txt.gz", b"plain", "'a.txt.gz' is damaged or cut short"),
         ("a.txt.gz", gzip.compress(b"some text" * 99, mtime=0)[:-20], "'a.txt.gz' is damaged or cut short"),
         ("a.txt.xz", lzma.compress(b"some text" * 99)[:-20], "'a.txt.xz' is damaged or cut short"),
@@ -151,9 +160,27 @@ def test_a_dataset_is_streamed_and_its_column_checked(tmp_path, monkeypatch):
         return rows
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "ask_hub", lambda *_: None)
     documents = load_documents(TextSource("some/set", "en", "validation"), seed=1)
     assert pack(documents, tokenizer(), sequences=2, length=20).shape == (2, 20)
     assert asked == {"name": "some/set", "config": "en", "split": "validation", "streaming": True}
     assert len(list(stream_documents(TextSource("some/set")))) == 20
     with pytest.raises(ValueError, match="column 'body' is not there; it has text"):
         list(load_documents(TextSource("some/set", column="body")))
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["away", "there"])
+def test_a_dataset_is_waited_for_only_where_the_hub_answers(monkeypatch, there):
+    datasets = pytest.importorskip("datasets")
+    answer = None if there else ConnectionError()
+    seen = []
+
+    def load(*_, **__):
+        seen.append(constants.HF_HUB_OFFLINE)
+        raise FileNotFoundError("no such set")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "ask_hub", lambda *_: answer)
+    with pytest.raises(ValueError, match="'some/set' is no local file, and as a dataset it cannot be read"):
+        load_documents(TextSource("some/set"))
+    assert seen == [not there] and not constants.HF_HUB_OFFLINE

@@ -2,10 +2,13 @@
 
 import importlib.util
 import re
+import time
 
 import pytest
+from huggingface_hub import constants
 
 import crosslayer
+from crosslayer.corpus import hub
 from crosslayer.evaluation.groups import GROUPS, select
 from crosslayer.evaluation.words import sentences
 from tests.cli.test_bad_input import type_in
@@ -84,17 +87,19 @@ def test_without_lm_eval_it_says_what_to_install(monkeypatch, capsys, pair):
     assert said == "eval needs lm_eval, not installed: pip install 'crosslayer[eval]'"
 
 
-def test_data_that_is_away_names_what_helps(monkeypatch, capsys, pair, tmp_path):
-    """A dataset of the hub, where there is no network."""
-    import datasets
-
-    def away(*_, **__):
-        raise ConnectionError("Couldn't reach 'someone/questions' on the Hub (OfflineModeIsEnabled)")
-
-    monkeypatch.setattr(datasets, "load_dataset", away)
+def test_data_that_is_away_names_what_helps_at_once(monkeypatch, capsys, pair, tmp_path):
+    """A dataset of the hub, where there is no network: datasets by itself tries for some 25 seconds."""
+    address = "http://127.0.0.1:9"  # nobody listens there
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    asked = []
+    monkeypatch.setattr(hub, "ask_hub", lambda *words: asked.append(words) or ConnectionError())
     task = "task: mine\ndataset_path: someone/questions\noutput_type: multiple_choice\ntest_split: test\n"
     (tmp_path / "mine.yaml").write_text(task)
+    started = time.monotonic()
     said = line(monkeypatch, capsys, [pair[0], "--tasks", "mine", "--include-path", tmp_path])
+    assert time.monotonic() - started < 10 and not constants.HF_HUB_OFFLINE
+    assert asked == [("someone/questions", "README.md", hub.PATIENCE, "dataset")]
     assert "task 'mine' cannot be loaded: its data is on the Hugging Face hub, which cannot be reached" in said
     assert "crosslayer.evaluation.local_tasks DATA OUT" in said and "--include-path OUT" in said
 

@@ -1,0 +1,61 @@
+"""The Hugging Face hub: a short question says whether it answers, before a library tries for half a minute."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, is_offline_mode
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+PATIENCE = 4.0  # seconds to wait for the hub
+ANSWERS = (EntryNotFoundError, GatedRepoError, RepositoryNotFoundError)  # of a hub that can be reached
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a name has the form of a hub's: a repository, or owner/repository."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def ask_hub(name: str, file: str, seconds: float, kind: str = "model") -> Exception | None:
+    """Return what went wrong when the hub was asked for a file; looking up its address can hang, so wait.
+
+    Args:
+        name: of a repository.
+        file: in it.
+        seconds: how long the answer is waited for.
+        kind: of the repository, "model" or "dataset".
+
+    """
+    answers: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=seconds)
+            answers.append(None)
+        except Exception as error:
+            answers.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answers[0] if answers else TimeoutError(f"no answer in {seconds:.0f} s")
+
+
+@contextlib.contextmanager
+def reading_dataset(name: str) -> Iterator[None]:
+    """Let datasets load a set inside the block: from its cache, or not at all, where the hub does not answer."""
+    if is_offline_mode() or not is_hub_name(name):
+        yield
+        return
+    answer = ask_hub(name, "README.md", PATIENCE, "dataset")
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = answer is not None and not isinstance(answer, ANSWERS)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

@@ -40,6 +40,9 @@ class Mixing(nn.Module):
         They leave alone what a checkpoint has filled; `torch.nn.init` would overwrite it.
         """
 
+    def resize_tokens(self, count: int) -> None:
+        """Follow the vocabulary, which has `count` tokens now: parameters with a row for each of them do."""
+
 
 class HeadMixer(Mixing):
     """Changes a layer's states; None stands for a state that the layer borrows.
@@ -53,7 +56,7 @@ class HeadMixer(Mixing):
     def forward(
         self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
-        """Call `before`; as a module's forward, so that what wraps modules (tensor parallelism) reaches it."""
+        """Call `before`; as a module's forward, so that what wraps modules (tensor parallelism, offloading) reaches it."""
         return self.before(q, k, v, carry)
 
     def before(
@@ -63,7 +66,7 @@ class HeadMixer(Mixing):
         return q, k, v, carry
 
     def after(self, out: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Change the output of attention (B, T, H, D), before W_o."""
+        """Change the output of attention (B, T, H, D), before W_o, without parameters: hooks act on `before` alone."""
         return out, carry
 
 
@@ -94,7 +97,14 @@ class StateReader(Mixing):
 
 
 class Residual(Mixing):
-    """What a sublayer reads from the stream and how its update is written; the default is the plain sum."""
+    """What a sublayer reads from the stream and how its update is written; the default is the plain sum.
+
+    The decoder calls the module, so that hooks (which fetch offloaded parameters) act; `inputs` has no parameters.
+    """
+
+    def forward(self, stream: Tensor, carry: Carry, update: Tensor | None = None) -> tuple[Tensor, Carry]:
+        """Call `read`, or `write` where there is an update."""
+        return self.read(stream, carry) if update is None else self.write(stream, update, carry)
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return the sublayer's input (B, T, C)."""

@@ -150,8 +150,8 @@ def _residual(config: CrossLayerConfig, wiring: Wiring, layer: int, site: str) -
 
 
 def _read(residual: Residual | None, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-    return (stream, carry) if residual is None else residual.read(stream, carry)
+    return (stream, carry) if residual is None else residual(stream, carry)
 
 
 def _write(residual: Residual | None, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-    return (stream + update, carry) if residual is None else residual.write(stream, update, carry)
+    return (stream + update, carry) if residual is None else residual(stream, carry, update)

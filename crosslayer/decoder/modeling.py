@@ -72,6 +72,14 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
             super()._init_weights(module)
             initialise(module)
 
+    def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize, beside the embeddings, what methods have by token."""
+        embeddings = super()._resize_token_embeddings(*args, **kwargs)
+        for module in self.modules():
+            if isinstance(module, Mixing):
+                module.resize_tokens(len(embeddings.weight))
+        return embeddings
+
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """Say that experts may run by any of transformers' implementations, where there are experts."""
@@ -162,7 +170,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             if wanted:
                 reads.append(carry["read"])
         if self.final_residual is not None:
-            stream, carry = self.final_residual.read(stream, carry)
+            stream, carry = self.final_residual(stream, carry)
         last = self.norm(stream)
         return MoeModelOutputWithPast(
             last_hidden_state=last,

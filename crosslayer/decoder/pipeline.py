@@ -212,5 +212,5 @@ class PartBody(nn.Module):
         """Return the last hidden states (B, T, C)."""
         assert self.norm is not None
         if self.final_residual is not None:
-            stream, carry = self.final_residual.read(stream, carry)
+            stream, carry = self.final_residual(stream, carry)
         return self.norm(stream)

@@ -77,6 +77,15 @@ class _Table(HeadMixer):
         init.normal_(self.table, mean=0.0, std=self.scale)
         init.zeros_(self.gate)
 
+    def resize_tokens(self, count: int) -> None:
+        """Keep the rows of tokens that stay; those of new ones begin as in a new model."""
+        old = self.table
+        if count == len(old):
+            return
+        new = old.new_empty(count, old.shape[1]).normal_(std=self.scale)
+        new[: len(old)] = old.detach()[:count]
+        self.table = nn.Parameter(new, requires_grad=old.requires_grad)
+
     def before(
         self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:

@@ -1,10 +1,11 @@
 """What a packed row costs in memory and time: with a mask of all tokens, and document by document.
 
-    python benchmarks/packed.py [--lengths 8192 32000] [--rounds 3] [--json FILE]
+    python benchmarks/packed.py [--lengths 8192 32000 64000] [--dense 32000] [--rounds 3] [--json FILE]
 
-A row of documents of random lengths, about `--document` tokens on average, goes through a decoder of one layer, in the
-shape of the 82M recipes with a small vocabulary, forward and backward, in float32. Both ways take turns. Memory is the
-largest resident set above what was in use before; seconds are of the process's CPU time.
+A row of documents of random lengths, about `--document` tokens on average, goes through a decoder of one layer with two
+heads of 64 and a vocabulary of 256, forward and backward, in float32: little beside the mask. Both take turns. Rows
+of more than `--dense` tokens are measured by document alone, rows of more than 10,000 once. Memory is the largest
+resident set above what was in use before; seconds are of the process's CPU time.
 """
 
 import argparse
@@ -20,10 +21,9 @@ from crosslayer.benchmark.memory import peak_memory
 from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
 from crosslayer.training.attention import WITHIN_DOCUMENTS
-from crosslayer.training.sizes import SIZES
 
 WAYS = {"dense": "sdpa", "documents": WITHIN_DOCUMENTS}
-CPU = torch.device("cpu")
+CPU, OFTEN = torch.device("cpu"), 10_000
 
 
 def positions(length, mean):
@@ -47,25 +47,35 @@ def step(model, ids, position_ids):
 
 def measured(length, options):
     """Return medians of both ways at a length, and their ratios."""
-    shape = {**SIZES["82M"], "num_hidden_layers": 1, "vocab_size": 256, "max_position_embeddings": length}
+    shape = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "vocab_size": 256,
+        "max_position_embeddings": length,
+    }
+    ways = WAYS if length <= options.dense else {"documents": WITHIN_DOCUMENTS}
     model, ids = CrossLayerForCausalLM(CrossLayerConfig(**shape)), torch.zeros(1, length, dtype=torch.long)
-    position_ids, found = positions(length, options.document), {way: [] for way in WAYS}
-    for _ in range(options.rounds):
-        for way, name in WAYS.items():
+    position_ids, found = positions(length, options.document), {way: [] for way in ways}
+    for _ in range(options.rounds if length <= OFTEN else 1):
+        for way, name in ways.items():
             model.set_attn_implementation(name)
             found[way].append(step(model, ids, position_ids))
     medians = {
         way: {"bytes": statistics.median(b for b, _ in rounds), "seconds": statistics.median(s for _, s in rounds)}
         for way, rounds in found.items()
     }
-    ratios = {name: medians["documents"][name] / medians["dense"][name] for name in ("bytes", "seconds")}
+    both = ("bytes", "seconds") if "dense" in medians else ()
+    ratios = {name: medians["documents"][name] / medians["dense"][name] for name in both}
     return {**medians, "ratio": ratios, "documents_in_row": int((position_ids == 0).sum())}
 
 
 def main():
     """Measure, print a table, write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32000])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32000, 64000])
+    parser.add_argument("--dense", type=int, default=32000)
     parser.add_argument("--document", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "packed.json")
@@ -78,7 +88,8 @@ def main():
     for length, row in rows.items():
         cells = [f"{length:,}"]
         for name, unit in (("bytes", 1e6), ("seconds", 1)):
-            cells += [f"{row[way][name] / unit:,.1f}" for way in WAYS] + [f"{row['ratio'][name]:.3f}"]
+            cells += [f"{row[way][name] / unit:,.1f}" if way in row else "" for way in WAYS]
+            cells.append(f"{row['ratio'][name]:.3f}" if row["ratio"] else "")
         print(f"| {' | '.join(cells)} |")
     settings = {name: value for name, value in vars(options).items() if name != "json"}
     result = {"date": str(date.today()), "rows": rows, "options": settings, **environment()}

@@ -48,6 +48,8 @@ class Recipe(Part):
     """Which optimizer."""
     train: dict[str, Any] = {}
     """Keys of transformers' `TrainingArguments`, such as `learning_rate` or `per_device_train_batch_size`."""
+    save_minutes: float = Field(default=0, ge=0)
+    """Minutes after the last checkpoint when another one is due, beside those by `train.save_steps`; 0: never."""
     eval: EvalPart = EvalPart()
     """When the validation loss is measured."""
 

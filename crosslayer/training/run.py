@@ -36,6 +36,7 @@ from crosslayer.training.record import TrainedDomain, TrainedModel, Validation, 
 from crosslayer.training.result import TrainingRun
 from crosslayer.training.shards import Shards
 from crosslayer.training.texts import Domain, DomainShards
+from crosslayer.training.timed import SaveByTime
 from crosslayer.training.tokenizers import kept_tokenizer
 from crosslayer.training.trainer import CrossLayerTrainer
 
@@ -128,6 +129,8 @@ class _Run:
                 looked_at,
                 recipe.optimizer,
             )
+            if recipe.save_minutes:
+                trainer.add_callback(SaveByTime(recipe.save_minutes))
             trainer.train(resume_from_checkpoint=resume)
             if not _evaluated(trainer.state.log_history, steps) or not trainer.window_losses:
                 trainer.evaluate()  # the last step is no multiple of eval.every, or the run had ended before

@@ -1,7 +1,8 @@
-"""Tokens of a text in files: written once, checked before they are used, and memory-mapped.
+"""Tokens of a text in files: written once, whole or not at all, and memory-mapped.
 
 A folder holds `tokens-00000.bin`, `tokens-00001.bin`, … (unsigned 16- or 32-bit numbers, little-endian, documents one
-after the other), `ends.bin` (64-bit: where each document ends) and `index.json` (sizes, SHA-256 and the fingerprint).
+after the other), `ends.bin` (64-bit: where each document ends) and `index.json` (sizes and the fingerprint). Who opens
+them reads `ends.bin` and the sizes of files, not the tokens: every process of a run does.
 """
 
 import bisect
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,35 +27,25 @@ from crosslayer.output.folder import exclusive, filled
 from crosslayer.output.progress import Meter, Silent
 
 INDEX, ENDS = "index.json", "ends.bin"
-SCHEMA = "crosslayer/shards/1"
+SCHEMA = "crosslayer/shards/2"
 FILE = 2**27  # tokens of a file
 BATCH = 2**20  # characters that are encoded at once
 PART = 2**16  # characters; a longer document is encoded in parts, cut before a word: faster, and in less memory
 LARGEST = 2**24  # bytes of an index; that of 10¹² tokens needs fewer
-DIGEST = Field(pattern=r"^[0-9a-f]{64}$")
 TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 END_TYPE = np.dtype("<i8")
 ANEW = "remove the folder, and the text is cut into tokens anew"
-
-
-class TokenFile(BaseModel):
-    """A token file as `index.json` lists it; its name follows from its place in the list."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    tokens: int = Field(gt=0)
-    sha256: str = DIGEST
 
 
 class Index(BaseModel):
     """What `index.json` holds; `schema_` is written as "schema"."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
-    schema_: Literal["crosslayer/shards/1"] = Field(alias="schema")
+    schema_: Literal["crosslayer/shards/2"] = Field(alias="schema")
     fingerprint: str
     dtype: Literal["uint16", "uint32"]
     documents: int = Field(gt=0)
-    files: list[TokenFile] = Field(min_length=1)
-    ends_sha256: str = DIGEST
+    files: list[Annotated[int, Field(gt=0)]] = Field(min_length=1)  # tokens of each
 
 
 @dataclass(frozen=True)
@@ -164,18 +155,18 @@ def tokenise(
 
 
 def open_shards(folder: Path) -> Shards:
-    """Open a folder of shards, whose files are all read once to check them.
+    """Open a folder of shards, whose files have the sizes that its index says.
 
     Raises:
-        ValueError: a file is missing or damaged; the message names it.
+        ValueError: a file is missing or cut off; the message names it.
 
     """
     index = _read_index(folder)
     dtype = TYPES[index.dtype]
-    for number, file in enumerate(index.files):
-        _check(folder / _file_name(number), file.tokens * dtype.itemsize, file.sha256)
-    _check(folder / ENDS, index.documents * END_TYPE.itemsize, index.ends_sha256)
-    files = tuple(file.tokens for file in index.files)
+    for number, tokens in enumerate(index.files):
+        _check(folder / _file_name(number), tokens * dtype.itemsize)
+    _check(folder / ENDS, index.documents * END_TYPE.itemsize)
+    files = tuple(index.files)
     shards = Shards(folder, sum(files), index.documents, index.fingerprint, index.dtype, files)
     lengths = np.diff(shards._ends, prepend=0)
     if lengths.min() < 1 or shards._ends[-1] != shards.tokens:
@@ -187,16 +178,13 @@ def _is_there(folder: Path, fingerprint: str) -> bool:
     return folder.exists() and _read_index(folder).fingerprint == fingerprint
 
 
-def _check(path: Path, size: int, sha256: str) -> None:
-    """Refuse a file of another size or content."""
+def _check(path: Path, size: int) -> None:
+    """Refuse a file of another size."""
     place = f"{path.name} of {path.parent.name!r}"
     if not path.is_file():
         raise ValueError(f"{place} is missing; {ANEW}")
     if path.stat().st_size != size:
         raise ValueError(f"{place} has {path.stat().st_size:,} bytes, not {size:,}; {ANEW}")
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise ValueError(f"{place} is damaged: its SHA-256 is not that of {INDEX}; {ANEW}")
 
 
 def _read_index(folder: Path) -> Index:
@@ -234,15 +222,13 @@ def _write(
     assert parts == 1 or len(ends) - 1 == number and number % parts == 0, "a document is blank, or lacks its others"
     if not total:
         raise ValueError("there is no text to cut into tokens")
-    content = np.array(ends[1:], dtype=END_TYPE).tobytes()
-    (folder / ENDS).write_bytes(content)
+    (folder / ENDS).write_bytes(np.array(ends[1:], dtype=END_TYPE).tobytes())
     index = Index(
         schema=SCHEMA,
         fingerprint=fingerprint,
         dtype=dtype,
         documents=len(ends) - 1,
         files=writer.files,
-        ends_sha256=hashlib.sha256(content).hexdigest(),
     )
     (folder / INDEX).write_text(index.model_dump_json(by_alias=True, indent=1), encoding="utf-8")
 
@@ -252,19 +238,17 @@ class _Writer:
 
     def __init__(self, folder: Path, dtype: np.dtype):
         self.folder, self.dtype = folder, dtype
-        self.files: list[TokenFile] = []  # those that are complete
-        self.file, self.tokens, self.sha256 = None, 0, hashlib.sha256()
+        self.files: list[int] = []  # tokens of those that are complete
+        self.file, self.tokens = None, 0
 
     def add(self, ids: np.ndarray) -> None:
         """Append tokens."""
         while len(ids):
             if self.file is None:
                 self.file = (self.folder / _file_name(len(self.files))).open("wb")
-                self.tokens, self.sha256 = 0, hashlib.sha256()
+                self.tokens = 0
             part = ids[: FILE - self.tokens]
-            content = part.astype(self.dtype).tobytes()
-            self.file.write(content)
-            self.sha256.update(content)
+            self.file.write(part.astype(self.dtype).tobytes())
             self.tokens += len(part)
             ids = ids[len(part) :]
             if self.tokens == FILE:
@@ -275,7 +259,7 @@ class _Writer:
         if self.file is not None:
             self.file.close()
             self.file = None
-            self.files.append(TokenFile(tokens=self.tokens, sha256=self.sha256.hexdigest()))
+            self.files.append(self.tokens)
 
 
 def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[np.ndarray, bool, bool]]:

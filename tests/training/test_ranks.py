@@ -174,3 +174,34 @@ def test_two_processes_go_on_with_the_batch_of_one(tmp_path):
     assert resumed.tokens == whole.tokens and resumed.curve.steps == whole.curve.steps
     assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)
     assert resumed.validation_losses == pytest.approx(whole.validation_losses, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_two_nodes_give_a_run_as_of_one_process(tmp_path):
+    """Two groups of processes, as on two machines that see one folder, each with tokens of its own."""
+    recipe = tmp_path / "little.yaml"
+    recipe.write_text(RECIPE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", *launcher, "--master-port", port]
+    train = ["crosslayer", "train", recipe, "--set", "train.per_device_train_batch_size=2", "--out"]
+    nodes = []
+    for node in range(2):
+        words = [*command, "--node-rank", node, "-m", *train, tmp_path / "two"]
+        own = {**os.environ, "CROSSLAYER_CACHE": str(tmp_path / f"cache{node}")}
+        nodes.append(subprocess.Popen([*map(str, words)], env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    ended = [(node.communicate(timeout=300), node.returncode) for node in nodes]
+    assert [code for _, code in ended] == [0, 0], [said[1].decode()[-2000:] for said, _ in ended]
+    assert [bool(said[0].strip()) for said, _ in ended] == [True, False]  # the first node prints
+    subprocess.run(
+        [*map(str, [sys.executable, "-m", *train, tmp_path / "one", "--set", "train.gradient_accumulation_steps=2"])],
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    one, two = (load_result(tmp_path / name) for name in ("one", "two"))
+    assert two.steps == one.steps == 5 and two.tokens == one.tokens
+    assert two.losses == pytest.approx(one.losses, abs=1e-5)
+    assert two.validation_losses == pytest.approx(one.validation_losses, abs=1e-5)

@@ -181,7 +181,7 @@ BOMB = "a: &a [x, x]\nb: [*a, *a]\n"
         ("seed: 1\n7: 3\n", ", line 2: the key 7 is not a word"),
         (BOMB, ", line 2: *a is an alias; write the value out, or use extends"),
         ("model: !!python/object/apply:os.system [ls]\nseed: 0", ", line 1: the tag tag:yaml.org,2002:python/object/apply:os.system is not read; leave it out"),
-        ('"a\\nb": 3', ": 'a\\nb' is not known; known are name, seed, model, tokenizer, data, schedule, optimizer, train, eval"),
+        ('"a\\nb": 3', ": 'a\\nb' is not known; known are name, seed, model, tokenizer, data, schedule, optimizer, train, save_minutes, eval"),
         ("seed: 1\n---\nseed: 2\n", ", line 2: but found another document"),
         ("seed: " + "[" * 2000, ": it is nested too deeply"),
         ("seed: " + "9" * 40, ": 99999999999999999999… has more digits than any number of a recipe"),

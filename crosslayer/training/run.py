@@ -16,7 +16,7 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
 
 from crosslayer.benchmark.memory import peak_memory
-from crosslayer.decoder import CrossLayerForCausalLM
+from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment, quiet_transformers
 from crosslayer.models.embedded import cache_folder
 from crosslayer.models.load import load_model
@@ -33,6 +33,7 @@ from crosslayer.training.mixture import FixedRows, Mixture, validation_windows, 
 from crosslayer.training.recipe import Recipe, config_of_recipe, load_recipe
 from crosslayer.training.record import TrainedDomain, TrainedModel, Validation, curve_of, training_seconds
 from crosslayer.training.result import TrainingRun
+from crosslayer.training.room import check_room
 from crosslayer.training.shards import Shards
 from crosslayer.training.texts import Domain, DomainShards
 from crosslayer.training.tokenizers import kept_tokenizer
@@ -99,13 +100,13 @@ class _Run:
 
     def train(self, resume: bool) -> TrainingRun:
         recipe = self.recipe
-        tokenizer, shards = self._texts()
         sequences = _sequences(recipe.train)
         steps = recipe.schedule.total_steps(sequences * recipe.data.length)
         schedule = Schedule(
             steps, recipe.schedule.warmup_steps(steps), recipe.schedule.minimum, min(recipe.eval.every, steps)
         )
         arguments = training_arguments(self.folder, recipe.seed, schedule, recipe.train)
+        tokenizer, shards = self._texts(arguments)
         weights = {domain.name: domain.weight for domain in recipe.data.domains}
         training = {name: parts.training for name, parts in shards.items()}
         mixture = Mixture(training, weights, recipe.data.length, recipe.seed, steps * sequences)
@@ -114,6 +115,7 @@ class _Run:
         speed = _matrix_flops(arguments)
         with quiet_transformers(), peak_memory(arguments.device) as peak:
             model = _first_model(recipe, tokenizer)
+            check_room(model, model.config, arguments, recipe.data.length)
             facts = trained_model(model, recipe.data.length)
             trainer = CrossLayerTrainer(
                 model,
@@ -134,8 +136,11 @@ class _Run:
             result.save_within(self.folder)
         return result
 
-    def _texts(self) -> tuple[PreTrainedTokenizerFast, dict[str, DomainShards]]:
-        """Return the tokenizer, and the tokens of every domain, out of the cache where they are there."""
+    def _texts(self, arguments: TrainingArguments) -> tuple[PreTrainedTokenizerFast, dict[str, DomainShards]]:
+        """Return the tokenizer, and the tokens of every domain, out of the cache where they are there.
+
+        In between, once its vocabulary is known, a new model that cannot fit is refused.
+        """
         parts = self.recipe.data.domains
         domains = [Domain(part.name, part.training_source(), part.validation_source()) for part in parts]
 
@@ -147,6 +152,10 @@ class _Run:
         with self.progress("reading the tokenizer", 0):
             digest = "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
             tokenizer = kept_tokenizer(self.recipe.tokenizer, documents, place, digest)
+        if self.recipe.model.start is None:
+            config = _config(self.recipe, tokenizer)
+            with torch.device("meta"):
+                check_room(CrossLayerForCausalLM(config), config, arguments, self.recipe.data.length)
         return tokenizer, {domain.name: domain.shards(tokenizer, place, self.progress) for domain in domains}
 
     def _held_out(self, name: str, shards: Shards) -> FixedRows:
@@ -211,16 +220,20 @@ def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrain
                 f"{recipe.model.start!r}; leave `tokenizer` out to take the model's own"
             )
         return model
-    config = config_of_recipe(
+    model = CrossLayerForCausalLM(_config(recipe, tokenizer))
+    initialise(model, recipe.seed)
+    return model
+
+
+def _config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> CrossLayerConfig:
+    """Return the config of a new model."""
+    return config_of_recipe(
         recipe,
         len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
         eos_token_id=tokenizer.eos_token_id,  # type: ignore[arg-type]
         pad_token_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
     )
-    model = CrossLayerForCausalLM(config)
-    initialise(model, recipe.seed)
-    return model
 
 
 def _sequences(train: dict[str, Any]) -> int:

@@ -171,6 +171,8 @@ class CrossLayerTrainer(Trainer):
                 return super().train(None if checkpoint is None else str(checkpoint))
         except (TrainingStopped, MemoryError, torch.OutOfMemoryError):
             raise
+        except ImportError as error:
+            raise ValueError(f"train: {' '.join(str(error).split())}") from error
         except Exception as error:  # a broken checkpoint makes many kinds, up to the first step of the optimizer
             if self._resumed is None or self.state.global_step > self._resumed.step:
                 raise

@@ -21,6 +21,7 @@ from types import FrameType
 from crosslayer._start import interrupts
 
 WRITTEN = {"record.json", "report.html", "figures", "lm_eval"}  # what a folder of results may hold
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk answers that takes no more
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems without locks answer
 
 _reserved: dict[Path, contextlib.ExitStack] = {}  # folders that this process holds until `release_targets`
@@ -37,7 +38,7 @@ def whole_folder(target: Path, force: bool = False) -> Iterator[Path]:
     target = target.expanduser().resolve()
     with contextlib.nullcontext() if target in _reserved else _holding(target):
         _check(target, force)
-        with filled(target) as partial:
+        with _named(target), filled(target) as partial:
             yield partial
 
 
@@ -89,14 +90,36 @@ def held(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder that a verb fills as it goes on.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: another process holds it, or the disk is full.
 
     """
     try:
-        with exclusive(folder):
+        with exclusive(folder), _named(folder):
             yield
     except BlockingIOError:
         raise ValueError(f"the folder {folder.name!r} is being written by another process; name another") from None
+
+
+def disk_fault(error: Exception) -> str | None:
+    """Return in words that a disk took no more, where that is what an error means; libraries have many for it."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return os.strerror(error.errno)
+    said = [os.strerror(number) for number in FULL if os.strerror(number) in str(error)]
+    if "inline_container" in str(error):  # torch does not pass on why
+        said.append("a file could not be written to its end; its disk may be full")
+    return said[0] if said else None
+
+
+@contextlib.contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Say which folder it was, where a disk took no more."""
+    try:
+        yield
+    except Exception as error:
+        fault = disk_fault(error)
+        if fault is None:
+            raise
+        raise ValueError(f"the folder {str(folder)!r} cannot be written: {fault}") from error
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -156,6 +179,8 @@ def _check(target: Path, force: bool) -> None:
 
 
 def _beside(target: Path, what: str) -> Path:
+    if not target.name:
+        raise ValueError(f"{str(target)!r} is the root of all folders; name a folder in it")
     return target.with_name(f".{target.name}.crosslayer-{what}")
 
 

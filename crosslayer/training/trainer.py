@@ -36,6 +36,7 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from crosslayer.method import HeadMixer, Residual, StateReader
+from crosslayer.output.folder import disk_fault
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish, stage
 from crosslayer.training.interrupting import Interruption
@@ -309,8 +310,9 @@ class CrossLayerTrainer(Trainer):
             self.accelerator.wait_for_everyone()
         except (OSError, SafetensorError, RuntimeError) as error:
             shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
-            what = f"the checkpoint of step {self.state.global_step} could not be written: {error}"
-            raise TrainingStopped(what, self.state.global_step, last_good(self._folder)) from error
+            step, fault = self.state.global_step, disk_fault(error) or error
+            what = f"the checkpoint of step {step} could not be written into {str(self._folder)!r}: {fault}"
+            raise TrainingStopped(what, step, last_good(self._folder)) from error
         finally:
             self._staging = False
         self._paused += time.perf_counter() - started

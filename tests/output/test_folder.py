@@ -12,7 +12,7 @@ import pytest
 
 from crosslayer.environment import environment
 from crosslayer.output import folder
-from crosslayer.output.folder import check_target, exclusive, release_targets, whole_folder
+from crosslayer.output.folder import check_target, exclusive, held, release_targets, whole_folder
 from crosslayer.verification.result import Verification
 from tests.cli.test_cli import run
 
@@ -209,6 +209,33 @@ def test_who_waits_for_the_lock_comes_next(tmp_path):
     ]
     assert sorted(finish(process) for process in processes) == [(0, "", ""), (0, "", ""), (0, "filled\n", "")]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+FULL = {
+    "system": OSError(28, "No space left on device"),
+    "weights": RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    "torch": RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+}
+
+
+@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("way", [whole_folder, held], ids=["whole", "held"])
+def test_a_full_disk_names_the_folder(tmp_path, way, kind):
+    why = "a file could not be written to its end" if kind == "torch" else "No space left on device"
+    with (
+        pytest.raises(ValueError, match=f"the folder '{tmp_path / 'out'}' cannot be written: {why}"),
+        way(tmp_path / "out"),
+    ):
+        raise FULL[kind]
+    with pytest.raises(RuntimeError, match="other"), way(tmp_path / "out"):
+        raise RuntimeError("other")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_root_is_no_folder_of_a_result():
+    for call in (lambda: check_target(Path("/"), True), lambda: held(Path("/")).__enter__()):
+        with pytest.raises(ValueError, match="'/' is the root of all folders; name a folder in it"):
+            call()
 
 
 def test_what_cannot_be_a_folder_is_one_line(tmp_path):

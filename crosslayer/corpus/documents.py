@@ -2,12 +2,16 @@
 
 import hashlib
 import tarfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosslayer.corpus.files import is_pattern, local_files, read_file, separated, stream_file
+import psutil
+
+from crosslayer.corpus.files import is_pattern, local_files, separated, stream_file
 from crosslayer.corpus.streamed import stream_dataset
+from crosslayer.output.progress import QUIET, say
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -46,15 +50,34 @@ def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
     """Return the documents of a source: a list, or a stream of a dataset in an order shuffled by `seed`.
 
     Raises:
-        ValueError: the file is missing, empty or binary, the column is unknown, or the dataset cannot be reached.
+        ValueError: the file is missing, empty, binary or too large for the memory, the column is unknown, or the
+            dataset cannot be reached.
 
     """
     if source.name is None:
         return embedded_documents("default_corpus")
     files = local_files(source.name)
     if files:
-        return [document for path in files for document in read_file(path, source.column)]
+        return list(_told(stream_documents(source), source.describe()))
     return stream_dataset(source.name, source.config, source.split, source.column, seed)
+
+
+def _told(documents: Iterable[str], name: str) -> Iterator[str]:
+    """Yield documents that are all kept, and say from time to time how far it is.
+
+    Raises:
+        ValueError: they take more than half of the memory that was free.
+
+    """
+    size, most, said = 0, psutil.virtual_memory().available // 2, time.monotonic()
+    for text in documents:
+        size += len(text)  # characters, of a byte at the least
+        if size > most:
+            raise ValueError(f"the text of {name} takes more than half of the free memory; give a part of it")
+        if time.monotonic() - said >= QUIET:
+            said = time.monotonic()
+            say(f"reading {name}: {size / 1e6:,.0f} million characters so far")
+        yield text
 
 
 def stream_documents(source: TextSource) -> Iterator[str]:

@@ -7,13 +7,15 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
 from crosslayer.output.progress import say
 
 DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
+READ = 2**20  # bytes that are unpacked at once
+HARMLESS, DENSEST = 2**26, 200  # bytes that a packed file may hold in any case; text is packed to a third or an eighth
 LONGEST = 2**24  # characters of a document or a row: what is longer in a .txt is cut, in a .jsonl refused
 
 
@@ -25,7 +27,8 @@ def local_files(name: str) -> list[Path]:
     A name that is none of this, and has not the suffix of a text file either, is taken for a dataset's: no files.
 
     Raises:
-        ValueError: a file does not exist, a folder holds no text files, or nothing matches a pattern.
+        ValueError: a file does not exist or is a device or a pipe, a folder holds no text files, or nothing matches a
+            pattern.
 
     """
     path = Path(name).expanduser()
@@ -36,6 +39,7 @@ def local_files(name: str) -> list[Path]:
             raise ValueError(f"{name!r} is a folder without text; its text files must end in {SUFFIXES}")
         return files
     if path.exists():
+        _check_regular(path)
         return [path]
     if is_pattern(name):
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
@@ -58,11 +62,6 @@ def file_kind(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in PACKINGS else path.suffix
 
 
-def read_file(path: Path, column: str) -> list[str]:
-    """Return the documents of a file; as `stream_file`."""
-    return list(stream_file(path, column))
-
-
 def stream_file(path: Path, column: str) -> Iterator[str]:
     """Yield the documents of a file one after the other; `column` names the text in a table.
 
@@ -70,9 +69,7 @@ def stream_file(path: Path, column: str) -> Iterator[str]:
         ValueError: the file is empty, binary or damaged, is none of `READERS`, or has no such column.
 
     """
-    if not path.is_file():
-        kind = "a folder" if path.is_dir() else "a device or a pipe"
-        raise ValueError(f"{str(path)!r} is {kind}; give a .txt, .md, .jsonl or .parquet file, or a datasets name")
+    _check_regular(path)
     if file_kind(path) not in READERS:
         raise ValueError(f"{path.name!r} has the suffix {path.suffix!r}; text files end in {SUFFIXES}")
     empty = True
@@ -82,6 +79,13 @@ def stream_file(path: Path, column: str) -> Iterator[str]:
             yield text
     if empty:
         raise ValueError(f"{path.name!r} {'holds no text' if path.stat().st_size else 'is empty'}")
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse what is no file, or one without an end."""
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "a device or a pipe"
+        raise ValueError(f"{str(path)!r} is {kind}; give a .txt, .md, .jsonl or .parquet file, or a datasets name")
 
 
 def separated(text: str) -> list[str]:
@@ -214,15 +218,37 @@ def _lines(path: Path) -> Iterator[str]:
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, unpacked."""
     try:
-        with PACKINGS.get(path.suffix, Path.open)(path, "rb") as file:
-            yield file
+        with path.open("rb") as packed, PACKINGS.get(path.suffix, nullcontext)(packed) as file:
+            yield file if file is packed else io.BufferedReader(_Unpacked(path.name, packed, file), READ)
     except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise ValueError(f"{path.name!r} is damaged or cut short: {error}") from error
     except OSError as error:
         raise ValueError(f"{path.name!r} cannot be read: {error.strerror or error}") from error
 
 
-PACKINGS: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".xz": lzma.open}
+class _Unpacked(io.RawIOBase):
+    """Reads a packed file, and refuses one that unpacks to far more than text does."""
+
+    def __init__(self, name: str, packed: IO[bytes], file: IO[bytes]):
+        self.name, self.packed, self.file, self.size = name, packed, file, 0
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer; return how many bytes."""
+        content = self.file.read(len(buffer))
+        buffer[: len(content)] = content
+        self.size += len(content)
+        if self.size > HARMLESS and self.size > DENSEST * self.packed.tell():
+            raise ValueError(
+                f"{self.name!r} unpacks to more than {DENSEST} times its size, as no text does; give another file"
+            )
+        return len(content)
+
+
+PACKINGS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".xz": lzma.open}
 PLAIN = (".txt", ".md")  # whose text has no columns
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
     **dict.fromkeys(PLAIN, _txt_documents),

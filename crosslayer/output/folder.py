@@ -91,7 +91,7 @@ def held(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder that a verb fills as it goes on.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: another process holds it, or the disk is full.
 
     """
     try:
@@ -99,6 +99,13 @@ def held(folder: Path) -> Iterator[None]:
             yield
     except BlockingIOError:
         raise ValueError(f"the folder {folder.name!r} is being written by another process; name another") from None
+
+
+def disk_fault(error: Exception) -> str | None:
+    """Return in words that a disk took no more, where that is what an error means; libraries have many for it."""
+    if "inline_container" in str(error):  # torch does not pass on why
+        return "a file could not be written to its end; its disk may be full"
+    return next((words for words in FULL if words in str(error)), None)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -166,11 +173,11 @@ def _naming(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        words = next((words for words in FULL if words in str(error)), None)
+        fault = disk_fault(error)
         named = isinstance(error, OSError) and error.filename is not None
-        if words is None or named or isinstance(error, ValueError | RuntimeError):  # these have a sentence of their own
+        if fault is None or named or isinstance(error, ValueError) or error.__cause__ is not None:  # said well already
             raise
-        raise OSError(FULL[words], words, str(folder)) from error
+        raise OSError(FULL.get(fault, errno.ENOSPC), fault, str(folder)) from error
 
 
 def _check(target: Path, force: bool) -> None:

@@ -1,5 +1,6 @@
 """The settings of transformers' Trainer: those that a recipe may choose, and those that make runs comparable."""
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,10 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from crosslayer.training.recipe_file import nearest
 from crosslayer.transformers_versions import OLD_ARGUMENTS
 
 DEFAULTS: dict[str, Any] = {  # a recipe's `train` may say otherwise
@@ -18,6 +22,7 @@ DEFAULTS: dict[str, Any] = {  # a recipe's `train` may say otherwise
     "ddp_find_unused_parameters": False,  # a decoder has none: what is borrowed does not exist
 }
 LEAST = 1e-4  # of the highest rate, from which a warmup rises whose minimum is 0
+MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}  # where a package has another name
 SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}  # checkpoints by torch.distributed.checkpoint, in parallel
 
 
@@ -95,10 +100,29 @@ def training_arguments(
     taken = sorted(own.keys() & chosen.keys())
     if taken:
         raise ValueError(f"train.{taken[0]} is set by the trainer itself; leave it out")
-    arguments = TrainingArguments(**own, **{OLD_ARGUMENTS.get(name, name): value for name, value in chosen.items()})
+    _check_packages(chosen)
+    try:
+        arguments = TrainingArguments(**own, **{OLD_ARGUMENTS.get(name, name): value for name, value in chosen.items()})
+    except (ImportError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"train cannot be used as it is: {type(error).__name__}: {error}") from error
     if arguments.n_gpu > 1:  # DataParallel, where a batch is another one
         raise ValueError(
             f"a single process sees {arguments.n_gpu} GPUs; start as many by torchrun --nproc-per-node, or choose one "
             "by CUDA_VISIBLE_DEVICES"
         )
     return arguments
+
+
+def _check_packages(chosen: Mapping[str, Any]) -> None:
+    """Refuse what needs a package that is not installed, before anything is read."""
+    asked = chosen["report_to"]
+    for name in [asked] if isinstance(asked, str) else asked or ():
+        if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
+            raise ValueError(f"train.report_to is {name!r}; {nearest(name, ['none', 'all', *INTEGRATION_TO_CALLBACK])}")
+        module = MODULES.get(name, name)
+        installed = name in get_available_reporting_integrations() or importlib.util.find_spec(module) is not None
+        if name not in ("none", "all") and not installed:
+            raise ValueError(f"train.report_to is {name!r}, and the package {module} is not installed; install it")
+    for key, package in {"deepspeed": "deepspeed", "use_liger_kernel": "liger_kernel"}.items():
+        if chosen.get(key) and importlib.util.find_spec(package) is None:
+            raise ValueError(f"train.{key} needs the package {package}, which is not installed; install it")

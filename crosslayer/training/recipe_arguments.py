@@ -46,8 +46,15 @@ REASONS = {  # why a recipe does not set keys, and what to write instead → the
     "Trainer would smooth labels without shifting them": "label_smoothing_factor",
     "`torchrun` or `accelerate launch` sets it": "local_rank parallelism_config",
 }
-AT_LEAST_ONE = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 OWNED = {key: reason for reason, keys in REASONS.items() for key in keys.split()}
+LEAST = {  # what no run can have less of
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "dataloader_num_workers": 0,
+    "dataloader_prefetch_factor": 1,
+    "neftune_noise_alpha": 0,
+}
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "keys and values"}
 
 
@@ -73,8 +80,8 @@ def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if key not in kinds:
             raise Misplaced(f"is not known; {nearest(key, [k for k in kinds if k not in OWNED])}", key)
         read[key] = read_value(value, kinds[key], key)
-        if key in AT_LEAST_ONE and read[key] < 1:
-            raise Misplaced(f"is {value}; it must be at least 1", key)
+        if key in LEAST and read[key] is not None and read[key] < LEAST[key]:
+            raise Misplaced(f"is {value}; it must be at least {LEAST[key]}", key)
     checkpointing = read.get("activation_checkpointing_kwargs")
     if isinstance(checkpointing, str) or isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
         raise Misplaced(

@@ -16,7 +16,7 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
 
 from crosslayer.benchmark.memory import peak_memory
-from crosslayer.decoder import CrossLayerForCausalLM
+from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment, quiet_transformers
 from crosslayer.models.embedded import cache_folder
 from crosslayer.models.load import load_model
@@ -34,6 +34,7 @@ from crosslayer.training.mixture import FixedRows, Mixture, validation_windows, 
 from crosslayer.training.recipe import Recipe, config_of_recipe, load_recipe
 from crosslayer.training.record import TrainedDomain, TrainedModel, Validation, curve_of, training_seconds
 from crosslayer.training.result import TrainingRun
+from crosslayer.training.room import check_room
 from crosslayer.training.shards import Shards
 from crosslayer.training.texts import Domain, DomainShards
 from crosslayer.training.timed import SaveByTime
@@ -103,11 +104,11 @@ class _Run:
         recipe = self.recipe
         on_gpu = torch.accelerator.is_available() and not recipe.train.get("use_cpu", False)
         check_attention(recipe.model.attention, torch.device("cuda" if on_gpu else "cpu"))
-        tokenizer, shards = self._texts()
         sequences = _sequences(recipe.train)
         steps = recipe.schedule.total_steps(sequences * recipe.data.length)
         schedule = recipe.schedule.course(steps, min(recipe.eval.every, steps))
         arguments = training_arguments(self.folder, recipe.seed, schedule, recipe.train)
+        tokenizer, shards = self._texts(arguments)
         weights = {domain.name: domain.weight for domain in recipe.data.domains}
         training = {name: parts.training for name, parts in shards.items()}
         mixture = Mixture(training, weights, recipe.data.length, recipe.seed, steps * sequences)
@@ -116,6 +117,7 @@ class _Run:
         speed = _matrix_flops(arguments)
         with quiet_transformers(), peak_memory(arguments.device) as peak:
             model = _first_model(recipe, tokenizer)
+            check_room(model, model.config, arguments, recipe.data.length)
             facts = trained_model(model, recipe.data.length)
             set_attention(model, recipe.model.attention, arguments)
             trainer = CrossLayerTrainer(
@@ -140,8 +142,11 @@ class _Run:
             result.save_within(self.folder)
         return result
 
-    def _texts(self) -> tuple[PreTrainedTokenizerFast, dict[str, DomainShards]]:
-        """Return the tokenizer, and the tokens of every domain, out of the cache where they are there."""
+    def _texts(self, arguments: TrainingArguments) -> tuple[PreTrainedTokenizerFast, dict[str, DomainShards]]:
+        """Return the tokenizer, and the tokens of every domain, out of the cache where they are there.
+
+        In between, once its vocabulary is known, a new model that cannot fit is refused.
+        """
         parts = self.recipe.data.domains
         domains = [Domain(part.name, part.training_source(), part.validation_source()) for part in parts]
 
@@ -153,6 +158,10 @@ class _Run:
         with self.progress("reading the tokenizer", 0):
             digest = "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
             tokenizer = kept_tokenizer(self.recipe.tokenizer, documents, place, digest)
+        if self.recipe.model.start is None:
+            config = _config(self.recipe, tokenizer)
+            with torch.device("meta"):
+                check_room(CrossLayerForCausalLM(config), config, arguments, self.recipe.data.length)
         return tokenizer, {domain.name: domain.shards(tokenizer, place, self.progress) for domain in domains}
 
     def _held_out(self, name: str, shards: Shards) -> FixedRows:
@@ -217,16 +226,20 @@ def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrain
                 f"{recipe.model.start!r}; leave `tokenizer` out to take the model's own"
             )
         return model
-    config = config_of_recipe(
+    model = CrossLayerForCausalLM(_config(recipe, tokenizer))
+    initialise(model, recipe.seed)
+    return model
+
+
+def _config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> CrossLayerConfig:
+    """Return the config of a new model."""
+    return config_of_recipe(
         recipe,
         len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
         eos_token_id=tokenizer.eos_token_id,  # type: ignore[arg-type]
         pad_token_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
     )
-    model = CrossLayerForCausalLM(config)
-    initialise(model, recipe.seed)
-    return model
 
 
 def _sequences(train: dict[str, Any]) -> int:

@@ -36,7 +36,7 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from crosslayer.method import HeadMixer, Residual, StateReader
-from crosslayer.output.folder import set_modes
+from crosslayer.output.folder import disk_fault, set_modes
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.training.attention import document_borders
 from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish, stage
@@ -177,6 +177,8 @@ class CrossLayerTrainer(Trainer):
                 return super().train(None if checkpoint is None else str(checkpoint))
         except (TrainingStopped, MemoryError, torch.OutOfMemoryError):
             raise
+        except ImportError as error:
+            raise ValueError(f"train: {' '.join(str(error).split())}") from error
         except Exception as error:  # a broken checkpoint makes many kinds, up to the first step of the optimizer
             if self._resumed is None or self.state.global_step > self._resumed.step:
                 raise
@@ -328,8 +330,9 @@ class CrossLayerTrainer(Trainer):
             self.accelerator.wait_for_everyone()
         except (OSError, SafetensorError, RuntimeError) as error:
             shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
-            what = f"the checkpoint of step {self.state.global_step} could not be written: {error}"
-            raise TrainingStopped(what, self.state.global_step, last_good(self._folder)) from error
+            step, fault = self.state.global_step, disk_fault(error) or error
+            what = f"the checkpoint of step {step} could not be written into {str(self._folder)!r}: {fault}"
+            raise TrainingStopped(what, step, last_good(self._folder)) from error
         finally:
             self._staging = False
         self._paused += time.perf_counter() - started

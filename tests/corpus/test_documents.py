@@ -3,6 +3,8 @@
 import gzip
 import json
 import lzma
+import os
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -80,6 +82,41 @@ def test_what_is_too_long_is_cut_or_refused(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}')
     with pytest.raises(ValueError, match="line 1: it has 10 characters or more"):
         load_documents(TextSource(str(tmp_path / "a.jsonl")))
+
+
+@pytest.mark.parametrize("pack", ["gz", "xz"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+def test_what_unpacks_to_far_more_than_text_is_refused(tmp_path, monkeypatch, pack, kind):
+    monkeypatch.setattr(files, "HARMLESS", 2**20)
+    bomb = tmp_path / f"bomb.{kind}.{pack}"
+    with {"gz": gzip.open, "xz": lzma.open}[pack](bomb, "wb") as file:
+        for _ in range(400):
+            file.write(b'{"text": "' + b"a" * 2**16 + b'"}\n')
+    read = []
+    with pytest.raises(ValueError, match=f"'bomb.{kind}.{pack}' unpacks to more than 200 times its size"):
+        read.extend(stream_documents(TextSource(str(bomb))))
+    assert sum(map(len, read)) < 2**23
+
+
+def test_reading_long_is_told_and_has_an_end(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "one two"}\n' * 3)
+    source = TextSource(str(tmp_path / "a.jsonl"))
+    monkeypatch.setattr("crosslayer.corpus.documents.QUIET", 0)
+    assert load_documents(source) == ["one two"] * 3
+    assert capsys.readouterr().err.splitlines()[-1] == "reading a.jsonl: 0 million characters so far"
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=40))
+    with pytest.raises(ValueError, match="the text of a.jsonl takes more than half of the free memory"):
+        load_documents(source)
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.txt", "/dev/zero"])
+def test_what_has_no_end_is_no_source(tmp_path, name):
+    if name.startswith("pipe"):
+        os.mkfifo(tmp_path / name)
+    source = TextSource(str(tmp_path / name))
+    for read in (source_digest, lambda source: list(stream_documents(source)), load_documents):
+        with pytest.raises(ValueError, match="is a device or a pipe; give a .txt"):
+            read(source)
 
 
 def test_a_digest_knows_what_a_source_holds(tmp_path):

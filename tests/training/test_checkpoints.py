@@ -138,7 +138,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (round(1.5 * size), hard))
     try:
-        with pytest.raises(TrainingStopped, match="step 4 could not be written: .*; .*checkpoint is checkpoint-2$"):
+        words = f"step 4 could not be written into '{tmp_path}': a file could not .*; .*checkpoint is checkpoint-2$"
+        with pytest.raises(TrainingStopped, match=words):
             trainer_of(tmp_path).train(True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from crosslayer import CrossLayerForCausalLM, TextSource
 from crosslayer.methods import method_names
+from crosslayer.training.arguments import Schedule, training_arguments
 from crosslayer.training.recipe import Recipe, config_of_recipe, load_recipe
 from crosslayer.training.recipe_arguments import OWNED
 from crosslayer.training.recipe_parts import DomainPart
@@ -366,3 +367,29 @@ def test_the_example_of_the_page_is_a_recipe(tmp_path):
     recipe = load_recipe(tmp_path / "example.yaml")
     assert recipe.train["learning_rate"] == 1e-3 and recipe.train["weight_decay"] == 0.1
     assert recipe.schedule.tokens == 2_000_000_000 and recipe.tokenizer == "EleutherAI/gpt-neox-20b"
+
+
+PACKAGES = {
+    "report_to=wandb": "train.report_to is 'wandb', and the package wandb is not installed",
+    "report_to=[none, tensorboard]": "train.report_to is 'tensorboard', and the package tensorboard is not installed",
+    "report_to=flyte": "and the package flytekit is not installed",
+    "report_to=wand": "train.report_to is 'wand'; did you mean 'wandb'?",
+    "deepspeed=ds.json": "train.deepspeed needs the package deepspeed, which is not installed",
+    "use_liger_kernel=true": "train.use_liger_kernel needs the package liger_kernel, which is not installed",
+    "accelerator_config={nonsense: 1}": "train cannot be used as it is: TypeError: .*nonsense",
+}
+
+
+@pytest.mark.parametrize("setting", PACKAGES)
+def test_a_package_that_is_missing_is_named_before_anything_is_read(setting, tmp_path, monkeypatch):
+    monkeypatch.setattr("crosslayer.training.arguments.get_available_reporting_integrations", list)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    recipe = load_recipe(SMOKE, [f"train.{setting}"])
+    with pytest.raises(ValueError, match=PACKAGES[setting]):
+        training_arguments(tmp_path, 0, Schedule(1), recipe.train)
+
+
+@pytest.mark.parametrize("key", ["per_device_train_batch_size", "gradient_accumulation_steps", "neftune_noise_alpha"])
+def test_numbers_have_a_least(key):
+    with pytest.raises(ValueError, match=rf"--set: train.{key} is -1; it must be at least \d"):
+        load_recipe(SMOKE, [f"train.{key}=-1"])

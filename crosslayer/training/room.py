@@ -1,0 +1,53 @@
+"""What a run takes of memory at the least, from its shapes alone, so that what cannot fit is said and not tried.
+
+weights + gradients + states of the optimizer   4 bytes a parameter each; Adam has two states
++ rows of a step                                24 bytes a token
++ activations of a batch                        4 hidden states a layer (1 with checkpointing), logits twice
+"""
+
+from torch import nn
+from transformers import PreTrainedConfig, TrainingArguments
+
+from crosslayer.benchmark.memory import free_memory
+from crosslayer.training.resuming import step_sequences
+from crosslayer.transformers_versions import OLD_ARGUMENTS
+
+FLOAT, ROW = 4, 24  # bytes: of a number in float32; of a token's id, position and label
+ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
+
+
+def check_room(model: nn.Module, config: PreTrainedConfig, args: TrainingArguments, length: int) -> None:
+    """Refuse a run that cannot fit into what is free.
+
+    Args:
+        model: on the meta device, or with memory; that is free no more, and is not counted.
+        config: the model's.
+        args: of the run.
+        length: tokens of a sequence.
+
+    Raises:
+        ValueError: it does not fit; the message says what it would take, and what is free.
+
+    """
+    text = config.get_text_config()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    there = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    states = FLOAT * count * (4 if args.optim in ADAM else 2) / (args.world_size if args.fsdp else 1)
+    width = 2 if args.bf16 or args.fp16 else FLOAT
+    checkpointing = "activation_checkpointing"
+    kept = 1 if vars(args)[OLD_ARGUMENTS.get(checkpointing, checkpointing)] else 4
+    logits = 0 if args.use_liger_kernel else 2 * FLOAT * text.vocab_size
+    token = kept * width * text.num_hidden_layers * text.hidden_size + logits
+    batch = length * (args.train_batch_size * token + ROW * step_sequences(args) // args.world_size)
+    free = free_memory(args.device)
+    if max(0, states - there) + batch > free:
+        raise ValueError(
+            f"training takes at least {_gigabytes(states)} for {count:,} parameters (weights, gradients, optimizer) "
+            f"and {_gigabytes(batch)} for {args.train_batch_size:,} sequences of {length:,} tokens at once, "
+            f"{step_sequences(args):,} in a step; {_gigabytes(free)} are free here: use a smaller model or batch, or a "
+            "smaller data.length"
+        )
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:,.1f} GB"

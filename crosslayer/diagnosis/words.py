@@ -84,7 +84,7 @@ def _redundancy_words(redundancy: Redundancy) -> list[str]:
     if not redundancy.attention:
         return []
     named = ", ".join(f"{entry.layer} ({entry.similarity:.3f})" for entry in redundancy.attention[:SHOWN])
-    return [f"Attention changes its input least, by cos(x, x + Attn(x)), in layers {named}: candidates to drop."]
+    return [f"Attention changes its input least, by cos(x, x + Attn(x)), in layers {named}: candidates for removal."]
 
 
 def _neighbour_words(neighbours: Neighbours) -> list[str]:

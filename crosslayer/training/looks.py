@@ -1,4 +1,4 @@
-"""Looks at a model while it is trained: sinks and norms of every layer, over a few held-out windows.
+"""Looks at a model while it is trained: gradients, and over a few held-out windows sinks and norms, of every layer.
 
 Flows: windows → measures of each (`diagnosis/sequence.py`) → their means in the log → `Look`s of the record.
 Shapes: N windows, T tokens, L layers.
@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
 from crosslayer.diagnosis.sequence import measure_sequence
@@ -21,6 +23,7 @@ from crosslayer.training.mixture import FixedRows
 from crosslayer.training.record import Look
 
 MEASURES = tuple(name for name in Look.model_fields if name != "step")
+LAYER = re.compile(r"\.(\d+)\.")  # in a parameter's name
 KEY = re.compile(r"look_(\w+)_layer_(\d+)")  # in the log
 
 
@@ -63,3 +66,18 @@ def windows_of_each(domains: Sequence[FixedRows], count: int) -> Tensor | None:
     for number in range(max(len(rows) for rows in domains)):
         windows += [rows[number]["input_ids"] for rows in domains if number < len(rows)]
     return torch.stack(windows[:count])
+
+
+def layer_norms(model: nn.Module) -> dict[int, float]:
+    """Return the norm of the gradient of each layer; a parameter's layer is the first number in its name."""
+    gradients: dict[int, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        layer = LAYER.search(name)
+        if layer is not None and parameter.grad is not None:
+            gradients.setdefault(int(layer[1]), []).append(parameter.grad)
+    return {layer: as_number(get_total_norm(tensors)) for layer, tensors in gradients.items()}
+
+
+def as_number(norm: Any) -> float:
+    """Return a norm as a number; where it is a sharded tensor, that of all ranks together."""
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import TrainingArguments
 
+from crosslayer.method import HeadMixer, Residual, StateReader
 from crosslayer.training.recipe_parts import OptimizerPart
 
 Groups = list[dict[str, Any]]
@@ -53,6 +54,16 @@ class MuonAndAdamW(Optimizer):
         """Load the state of both."""
         super().load_state_dict(state_dict)
         self._share()
+
+
+def mixing_parameters(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that a method's mixing modules hold themselves."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, HeadMixer | Residual | StateReader)
+        for name, _ in module.named_parameters(recurse=False)
+    }
 
 
 def optimizer_of(

@@ -8,7 +8,6 @@ Shapes: B batch, T tokens, V vocabulary, N validation windows.
 """
 
 import math
-import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -19,9 +18,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     EvalPrediction,
@@ -35,20 +32,17 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from crosslayer.method import HeadMixer, Residual, StateReader
 from crosslayer.output.folder import disk_fault, set_modes
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.training.attention import document_borders
 from crosslayer.training.checkpoints import PARTIAL, damage, last_good, publish, stage
 from crosslayer.training.interrupting import Interruption
 from crosslayer.training.log import JsonLog, Shown
-from crosslayer.training.looks import look
-from crosslayer.training.optimizers import optimizer_of
+from crosslayer.training.looks import as_number, layer_norms, look
+from crosslayer.training.optimizers import mixing_parameters, optimizer_of
 from crosslayer.training.recipe_parts import OptimizerPart
 from crosslayer.training.resuming import KEPT, Kept, Resumed, step_sequences
 
-MIXES = (HeadMixer, Residual, StateReader)
-LAYER = re.compile(r"\.(\d+)\.")
 PICKLED = "training_args.bin"  # which Trainer adds to a model
 UNSUPPORTED = {
     "load_best_model_at_end": "the last checkpoint is the model",
@@ -192,15 +186,8 @@ class CrossLayerTrainer(Trainer):
         Not: norms, biases and other vectors, and the parameters that a method's mixing modules hold themselves
         (queries over depth, gains, mixing weights). A map within such a module is a map.
         """
-        decayed = set(super().get_decay_parameter_names(model))
-        mixing = {
-            f"{path}.{name}"
-            for path, module in model.named_modules()
-            if isinstance(module, MIXES)
-            for name, _ in module.named_parameters(recurse=False)
-        }
-        named = model.named_parameters()
-        return [name for name, parameter in named if name in decayed - mixing and parameter.ndim > 1]
+        decayed = set(super().get_decay_parameter_names(model)) - mixing_parameters(model)
+        return [name for name, parameter in model.named_parameters() if name in decayed and parameter.ndim > 1]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return Trainer's optimizer, or what the recipe says of it; errors as `optimizer_of`."""
@@ -248,7 +235,7 @@ class CrossLayerTrainer(Trainer):
             TrainingStopped: the norm is not finite; in float16 the step is left out instead, and its scale lowered.
 
         """
-        norm = _number(super()._get_grad_norm(model, grad_norm))
+        norm = as_number(super()._get_grad_norm(model, grad_norm))
         if not self.args.fp16:
             self._check_finite("gradient's norm", norm, 0, self.args.gradient_accumulation_steps - 1)
         if self._wants_norms and (self.state.global_step + 1) % self.state.logging_steps == 0:
@@ -389,21 +376,6 @@ class CrossLayerTrainer(Trainer):
             step + 1,
             last_good(self._folder),
         )
-
-
-def layer_norms(model: nn.Module) -> dict[int, float]:
-    """Return the norm of the gradient of each layer; a parameter's layer is the first number in its name."""
-    gradients: dict[int, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        layer = LAYER.search(name)
-        if layer is not None and parameter.grad is not None:
-            gradients.setdefault(int(layer[1]), []).append(parameter.grad)
-    return {layer: _number(get_total_norm(tensors)) for layer, tensors in gradients.items()}
-
-
-def _number(norm: Any) -> float:
-    """Return a norm as a number; where it is a sharded tensor, that of all ranks together."""
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.integrations import get_available_reporting_integrations
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 
 from crosslayer.training.recipe_file import nearest
 from crosslayer.transformers_versions import OLD_ARGUMENTS

@@ -56,7 +56,7 @@ class HeadMixer(Mixing):
     def forward(
         self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
-        """Call `before`, as a module's forward: what wraps modules (tensor parallelism, offloading) reaches it so."""
+        """Call `before`; as a module's forward, so that what wraps modules (offloading, say) reaches it."""
         return self.before(q, k, v, carry)
 
     def before(

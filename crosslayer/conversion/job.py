@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.conversion.cache import CacheShare, allocated
 from crosslayer.conversion.choose import choose
@@ -128,27 +128,24 @@ def retrofit(
         seed=seed,
         bos=bos,
     )
-    request, texts = _read(options, text, calibration_text, progress)
-    _check_config(model.config if isinstance(model, PreTrainedModel) else load_config(str(model)), request, texts)
+    request, texts = _read(options, model, text, calibration_text, progress)
     ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     return Job(ready, request, texts, progress).receipt()
 
 
-def _read(options: RetrofitOptions, text: Text, calibration_text: Text, progress: Meter) -> tuple[Request, Texts]:
-    """Open the texts, and refuse what can be refused without a model, before it is loaded."""
+def _read(
+    options: RetrofitOptions, model: PreTrainedModel | str | Path, text: Text, calibration_text: Text, progress: Meter
+) -> tuple[Request, Texts]:
+    """Open the texts, and refuse what can be refused before the model is loaded."""
     request = Request(options)
     with progress("reading the text", 0):
         texts = Texts.load(text, calibration_text, options.seed)
-    texts.parts(request)  # says at once if there are too few windows
-    return request, texts
-
-
-def _check_config(config: PreTrainedConfig, request: Request, texts: Texts) -> None:
-    """Refuse what a config tells before any weight is read: a family that does not convert, too little text for W_c."""
-    width = to_config(config).hidden_size
+    config = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
+    width = to_config(config).hidden_size  # says if the family does not convert
+    sizes = [count for count in texts.parts(request)["calibration"].values() if count]  # … if there are too few windows
     if request.fits:
-        sizes = [count for count in texts.parts(request)["calibration"].values() if count]
         check_enough(width, sizes, request.options.length, request.fit)
+    return request, texts
 
 
 class Job:

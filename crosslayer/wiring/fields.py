@@ -24,6 +24,10 @@ COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 KNOWN = (*WITHOUT, *SLIDING, *COMPRESSED, "full_attention", "chunked_attention", "indexed_attention", "hybrid")
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")  # the first that is set
+HEAD_SIZE = ("head_dim", "dim_head")
+SLIDING_HEADS = {
+    "mimo_v2_flash": 2
+}  # key-value heads of a sliding layer for one of a full layer, where no field says it
 SELECTED = ("index_topk", "indexer_budget")  # tokens, or compressed entries, that a query may look at
 INDEX_SIZE = ("index_head_dim", "indexer_head_dim")  # of an indexer's key
 STREAMS = {  # number of residual streams
@@ -46,6 +50,7 @@ class LayerStates:
         window: tokens that a query sees, with its own; None for all.
         every: tokens that an entry stands for, beside the window; None without such entries.
         selected: tokens, or such entries, that a query reads of all that it may see; None for all.
+        prompt: tokens that the model itself puts before a sequence.
 
     """
 
@@ -56,6 +61,7 @@ class LayerStates:
     window: int | None = None
     every: int | None = None
     selected: int | None = None
+    prompt: int = 0
 
     def entries(self, length: int) -> int:
         """Return how many entries stand for a sequence, beside its window."""
@@ -66,13 +72,13 @@ class LayerStates:
 
         States of fixed size, as those of linear attention and of unfinished entries, do not count.
         """
-        tokens = length if self.window is None else min(length, self.window - 1)
+        tokens = length + self.prompt if self.window is None else min(length, self.window - 1)
         size = (self.keys if "keys" in owned else 0) + (self.values if "values" in owned else 0)
         return (tokens + self.entries(length)) * size + self._indexed(length) * self.index
 
     def read(self, length: int) -> int:
         """Return the elements that attention reads for the last token of a sequence."""
-        tokens = length if self.window is None else min(length, self.window)
+        tokens = length + self.prompt if self.window is None else min(length, self.window)
         entries = self.entries(length)
         if self.selected is not None:
             tokens = min(tokens, self.selected) if self.every is None else tokens
@@ -89,10 +95,27 @@ def field(config: PreTrainedConfig, *names: str, default: Any = None) -> Any:
     return next((value for value in values if value is not None), default)
 
 
+def count(config: PreTrainedConfig, layer: int, *names: str, least: int = 1, default: Any = None) -> Any:
+    """Return the first field among `names` that a layer's config has set, which must be a whole number.
+
+    Raises:
+        ValueError: it is none, or below `least`.
+
+    """
+    name = next((name for name in names if field(config, name) is not None), None)
+    if name is None:
+        return default
+    value = field(config, name)
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"layer {layer}: {name} is {value}; it must be a whole number of at least {least}")
+    return value
+
+
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
     """Return the type of each layer, by the rule of transformers' caches where the config names none."""
-    kinds = field(config, "layers_block_type", "layer_types")
-    if kinds is not None:
+    named = [kinds for name in ("layers_block_type", "layer_types") if (kinds := field(config, name)) is not None]
+    if named:
+        kinds = next((kinds for kinds in named if set(kinds) <= set(KNOWN)), named[0])  # Jamba's blocks are "mamba"
         return list(kinds[: config.num_hidden_layers])
     windows = [field(layer, "sliding_window") for layer in config.per_layer_config]
     chunks = [field(layer, "attention_chunk_size") for layer in config.per_layer_config]
@@ -116,16 +139,17 @@ def layer_states(config: PreTrainedConfig, kind: str, layer: int) -> LayerStates
     keys, values = _sizes(config, kind, layer)
     window, every, selected, index = None, None, None, 0
     if kind in SLIDING or kind in COMPRESSED:
-        window = field(config, "sliding_window")
+        window = count(config, layer, "sliding_window")
     elif kind == "chunked_attention":
-        window = field(config, "attention_chunk_size")
+        window = count(config, layer, "attention_chunk_size")
     if kind in COMPRESSED:
         every = config.compress_rates[kind]
     if kind in ("indexed_attention", "compressed_sparse_attention"):
-        selected, index = field(config, *SELECTED), _index_size(config, layer)
+        selected, index = count(config, layer, *SELECTED), _index_size(config, layer)
     mask = _mask(kind, window, every, selected) + _choice(config, layer)
     mask += "" if _rotates(config, layer) else ", no rope"
-    return LayerStates(mask, keys, values, index, window, every, selected)
+    prompt = count(config, layer, "prompt_length", least=0, default=0)
+    return LayerStates(mask, keys, values, index, window, every, selected, prompt)
 
 
 def _mask(kind: str, window: int | None, every: int | None, selected: int | None) -> str:
@@ -156,22 +180,26 @@ def _choice(config: PreTrainedConfig, layer: int) -> str:
 
 def _sizes(config: PreTrainedConfig, kind: str, layer: int) -> tuple[int, int]:
     """Return the elements of a token in the two slots of a layer's cache."""
-    latent = field(config, "kv_lora_rank")
+    latent = count(config, layer, "kv_lora_rank")
     if latent is not None:
-        return latent, field(config, "qk_rope_head_dim", default=0) if _rotates(config, layer) else 0
+        rope = count(config, layer, "qk_rope_head_dim", least=0, default=0)
+        return latent, rope if _rotates(config, layer) else 0
     prefix = "swa_" if kind in SLIDING and field(config, "swa_head_dim") is not None else ""
-    heads = field(config, *(f"{prefix}{name}" for name in KV_HEADS))
+    heads = count(config, layer, *(f"{prefix}{name}" for name in KV_HEADS))
     if field(config, "multi_query") and not field(config, "new_decoder_architecture"):
         heads = 1
-    size = field(config, f"{prefix}head_dim", default=config.hidden_size // config.num_attention_heads)
+    if kind in SLIDING and not prefix:
+        heads *= SLIDING_HEADS.get(config.model_type, 1)
+    whole = config.hidden_size // config.num_attention_heads
+    size = count(config, layer, *(f"{prefix}{name}" for name in HEAD_SIZE), default=whole)
     if kind in COMPRESSED:  # keys are the values
         return heads * size, 0
-    return heads * size, heads * field(config, f"{prefix}v_head_dim", default=size)
+    return heads * size, heads * count(config, layer, f"{prefix}v_head_dim", default=size)
 
 
 def _index_size(config: PreTrainedConfig, layer: int) -> int:
     """Return what an indexer keeps of a token: nothing where a layer takes over an earlier layer's choice."""
-    kinds, size = field(config, "indexer_types"), field(config, *INDEX_SIZE, default=0)
+    kinds, size = field(config, "indexer_types"), count(config, layer, *INDEX_SIZE, default=0)
     if kinds is not None and kinds[layer] == "shared":
         return 0
     return size if field(config, "index_kpool") is None else 2 * size + 1  # key, gate, and whether it counts
@@ -208,7 +236,10 @@ def _readers(config: PreTrainedConfig, kinds: list[str]) -> dict[int, int]:
     named = field(config, "kv_source_layers")
     if named is not None:
         return {layer: source for layer, source in enumerate(named) if source != layer}
-    first = len(kinds) - field(config, "num_kv_shared_layers", default=0)
+    shared = field(config, "num_kv_shared_layers", default=0)
+    if not 0 <= shared <= len(kinds):
+        raise ValueError(f"num_kv_shared_layers is {shared}; it must be below the {len(kinds)} layers, or 0")
+    first = len(kinds) - shared
     readers = {}
     for layer in range(first, len(kinds)):
         owners = [owner for owner in range(first) if kinds[owner] == kinds[layer]]

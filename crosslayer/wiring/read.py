@@ -3,15 +3,19 @@
 Flows: a name → its config → what each layer keeps, who reads whom, the residual's form → result.
 """
 
+import inspect
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from crosslayer.models.load import is_causal, load_config, public_name, resolve_dtype
-from crosslayer.wiring.fields import LayerStates, depth_plan, field, layer_kinds, layer_states, residual_form
+from crosslayer.wiring.fields import LayerStates, count, depth_plan, field, layer_kinds, layer_states, residual_form
 from crosslayer.wiring.result import ModelPlan
 
+MOST_LAYERS = 100_000
+ENCODERS = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # types that guess masked tokens; some can be decoders too
 NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 
 
@@ -54,20 +58,40 @@ def read_plan(
         residual=residual,
         streams=streams,
         methods=tuple(method.name() for method in methods),
-        caches="use_cache" in text.to_dict() and (is_causal(config) or not config.architectures),
+        caches=_caches(config, text) and (not isinstance(model, PreTrainedModel) or _takes_cache(model)),
         length=length,
         dtype=str(wanted).removeprefix("torch."),
         item_bytes=wanted.itemsize,
     )
 
 
+def _caches(config: PreTrainedConfig, text: PreTrainedConfig) -> bool:
+    """Return whether a config's model keeps a cache, by its class or by what transformers knows of its type."""
+    if config.architectures and not is_causal(config):
+        return False
+    types = {config.model_type, text.model_type}
+    if types & ENCODERS and not field(text, "is_decoder", default=False):
+        return False
+    return field(text, "use_cache", "layer_types") is not None
+
+
+def _takes_cache(model: PreTrainedModel) -> bool:
+    return "past_key_values" in inspect.signature(type(model).forward).parameters
+
+
 def _check(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
-    """Refuse a config that says nothing of a stack of Transformer layers."""
+    """Refuse a config that says nothing of a stack of Transformer layers, or that cannot be."""
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type} is an encoder-decoder; decoders and encoders can be read")
-    kind = config.model_type
-    missing = [name for name in NEEDED if field(text, name) is None]
+    layers = field(text, "num_hidden_layers")
+    if layers is not None and not (isinstance(layers, int) and 1 <= layers <= MOST_LAYERS):
+        raise ValueError(f"num_hidden_layers is {layers}; it must be a whole number from 1 to {MOST_LAYERS}")
+    first = text if layers is None else text.per_layer_config[0]  # layers may differ
+    missing = [name for name in NEEDED if field(first, name) is None]
     if missing:
         raise ValueError(
-            f"the config of {kind} has no {', '.join(missing)}: it tells of no language model with attention"
+            f"the config of {config.model_type} has no {', '.join(missing)}: it tells of no language model with "
+            "attention"
         )
+    for name in NEEDED:
+        count(first, 0, name)

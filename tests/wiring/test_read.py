@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 import crosslayer
 from crosslayer import testing as contract
@@ -14,9 +14,34 @@ from tests.helpers.tiny import BASE, CAUSAL, tiny, tokens
 
 PLAIN = ("llama", "mistral", "gemma3_text", "deepseek_v3", "gpt2", "qwen3_next", "falcon", "gpt_bigcode")
 
+GQA = {"num_key_value_heads": 2}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HIDDEN = {  # families of which a config does not say all, or not in the usual fields
+    "mimo_v2_flash": {
+        **GQA, **EXPERTS, "head_dim": 16, "v_head_dim": 8, "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "inkling_text": {
+        **GQA, **EXPERTS, "head_dim": 8, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 16,
+        "sliding_window_size": 8, "d_rel": 4, "rel_extent": 16, "unpadded_vocab_size": 64,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+    },
+    "cpmant": {"dim_head": 16, "dim_ff": 48, "prompt_length": 5, "prompt_types": 4},
+    "jamba": {**GQA, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4},
+    "longcat_flash": {
+        **LATENT, "num_layers": 2, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16, "head_dim": 4,
+    },
+}  # fmt: skip
+
 
 def config_of(family: str, **changes):
-    return AutoConfig.for_model(family, **{**BASE, **(SHIPPED.get(family) or CAUSAL.get(family) or {}), **changes})
+    own = SHIPPED.get(family) or CAUSAL.get(family) or HIDDEN.get(family) or {}
+    options = {**BASE, **own, **changes}
+    if "num_layers" in own:  # each of them counts as several
+        options.pop("num_hidden_layers")
+    return AutoConfig.for_model(family, **options)
 
 
 def allocated(model, length: int) -> tuple[int, ...]:
@@ -43,6 +68,80 @@ def test_the_plan_agrees_with_the_elements_that_the_cache_allocates(family):
         plan = crosslayer.read_plan(model, length=length, dtype="float32")
         assert plan.stored_elements == allocated(model, length)
         assert plan.stored_bytes == 4 * sum(plan.stored_elements)
+
+
+@pytest.mark.parametrize("family", families(*HIDDEN))
+def test_the_plan_agrees_where_a_config_says_it_otherwise(family):
+    model = AutoModelForCausalLM.from_config(config_of(family)).eval()
+    for length in (6, 24):
+        plan = crosslayer.read_plan(model, length=length)
+        assert plan.stored_elements == allocated(model, length) and plan.stored_bytes
+
+
+TOWERS = ("vision_config", "audio_config")
+
+
+@needs("dots3_note_text")
+def test_layers_that_differ_in_fields_of_the_config():
+    sliding = {f"swa_{name}": size for name, size in LATENT.items()}
+    sliding |= {"swa_kv_lora_rank": 16, "swa_head_dim": 12, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2}
+    kinds = ["indexed_attention", "sliding_attention", "indexed_attention"]
+    config = config_of(
+        "dots3_note_text", **LATENT, **EXPERTS, **sliding, layer_types=kinds, sliding_window_size=8, index_topk=8,
+        index_head_dim=8, index_n_heads=2, num_key_value_heads=4, head_dim=12, vocab_size=64,
+    )  # fmt: skip
+    model = AutoModel.from_config(config).eval()
+    for length in (6, 24):
+        assert crosslayer.read_plan(model, length=length).stored_elements == allocated(model, length)
+    whole = AutoConfig.for_model(
+        "dots3_note", text_config=config.to_dict(), **dict.fromkeys(TOWERS, {"adapter_out_dim": 32})
+    )
+    assert crosslayer.read_plan(whole, length=24).stored_elements == allocated(model, 24)
+
+
+@needs("inkling_text")
+def test_a_multimodal_model_is_as_its_text_model():
+    text = config_of("inkling_text")
+    whole = AutoConfig.for_model("inkling_mm_model", text_config=text.to_dict())
+    assert crosslayer.read_plan(whole).stored_bytes == crosslayer.read_plan(text).stored_bytes > 0
+
+
+ENCODERS = ("bert", "roberta", "electra", "roformer", "layoutlm", "eurobert", "markuplm", "albert")
+
+
+@pytest.mark.parametrize("family", families(*ENCODERS))
+def test_encoders_keep_no_cache_whether_given_as_a_model_or_as_a_config(family, tmp_path):
+    model = AutoModel.from_config(
+        config_of(family, **({"embedding_size": 32} if family in ("albert", "electra") else {}))
+    )
+    assert crosslayer.read_plan(model).stored_bytes == 0
+    model.save_pretrained(tmp_path)  # which also names the class in the config
+    assert crosslayer.read_plan(tmp_path).stored_bytes == 0
+
+
+def test_bert_as_a_decoder_keeps_one():
+    model = AutoModelForCausalLM.from_config(config_of("bert", is_decoder=True)).eval()
+    assert crosslayer.read_plan(model, length=6).stored_elements == allocated(model, 6)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"num_hidden_layers": 10**30}, "num_hidden_layers is 1000000000000000000000000000000; it must be"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number from 1 to 100000"),
+        ("llama", {"num_attention_heads": -4, "head_dim": 8}, "num_attention_heads is -4; it must be a whole number"),
+        ("llama", {"num_key_value_heads": -2}, "layer 0: num_key_value_heads is -2; it must be a whole number of at"),
+        ("qwen3", {"head_dim": -8}, "layer 0: head_dim is -8; it must be a whole number of at least 1"),
+        ("gemma3_text", {"sliding_window": -8}, "layer 0: sliding_window is -8; it must be a whole number of at"),
+        ("deepseek_v3", {"kv_lora_rank": -8}, "layer 0: kv_lora_rank is -8; it must be a whole number of at least 1"),
+        ("gemma3n_text", {"num_kv_shared_layers": 100}, "num_kv_shared_layers is 100; it must be below the 6 layers"),
+        ("gemma4_text", {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1; it must be below the 6 layers"),
+    ],
+)
+def test_impossible_numbers_are_one_line(family, changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        crosslayer.read_plan(config_of(family, **changes))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
     def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize, beside the embeddings, what methods have by token."""
         embeddings = super()._resize_token_embeddings(*args, **kwargs)
+        assert isinstance(embeddings, nn.Embedding)
         for module in self.modules():
             if isinstance(module, Mixing):
                 module.resize_tokens(len(embeddings.weight))

@@ -34,6 +34,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 
+MOST_LAYERS = 100_000
 SENTENCE = 200  # characters of a library's error that are shown
 MISSED = re.compile(r"(^|\.)pooler\.")  # what may be missing: no measure of ours reads a pooler
 # what may be left over: that, and buffers that old versions saved, of positions and of causal masks
@@ -114,7 +115,21 @@ def load_config(name: str) -> PreTrainedConfig:
     else:
         source = model_source(name)
     with _one_line_errors(name):
+        values, _ = PreTrainedConfig.get_config_dict(source)
+        for part in (values, *(part for part in values.values() if isinstance(part, dict))):
+            check_layers(part.get("num_hidden_layers"))  # before a config makes lists of so many
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def check_layers(count: Any) -> None:
+    """Refuse a number of layers that no model has; None, which says nothing, is let through.
+
+    Raises:
+        ValueError: it is no whole number, or out of bounds.
+
+    """
+    if count is not None and not (isinstance(count, int) and 1 <= count <= MOST_LAYERS):
+        raise ValueError(f"num_hidden_layers is {count}; it must be a whole number from 1 to {MOST_LAYERS}")
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

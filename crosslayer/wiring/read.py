@@ -10,11 +10,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from crosslayer.models.load import is_causal, load_config, public_name, resolve_dtype
+from crosslayer.models.load import check_layers, is_causal, load_config, public_name, resolve_dtype
 from crosslayer.wiring.fields import LayerStates, count, depth_plan, field, layer_kinds, layer_states, residual_form
 from crosslayer.wiring.result import ModelPlan
 
-MOST_LAYERS = 100_000
 ENCODERS = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # types that guess masked tokens; some can be decoders too
 NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 
@@ -84,8 +83,7 @@ def _check(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type} is an encoder-decoder; decoders and encoders can be read")
     layers = field(text, "num_hidden_layers")
-    if layers is not None and not (isinstance(layers, int) and 1 <= layers <= MOST_LAYERS):
-        raise ValueError(f"num_hidden_layers is {layers}; it must be a whole number from 1 to {MOST_LAYERS}")
+    check_layers(layers)
     first = text if layers is None else text.per_layer_config[0]  # layers may differ
     missing = [name for name in NEEDED if field(first, name) is None]
     if missing:

@@ -144,6 +144,13 @@ def test_impossible_numbers_are_one_line(family, changes, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_config_of_countless_layers_is_refused_before_lists_are_made_of_them(tmp_path):
+    for config in ({"num_hidden_layers": 10**30}, {"text_config": {"num_hidden_layers": 10**30}}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text", **config}))
+        with pytest.raises(ValueError, match="num_hidden_layers is 10+; it must be a whole number from 1 to 100000"):
+            crosslayer.read_plan(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("family", "sources"),
     [

@@ -127,18 +127,20 @@ def retrofit(
         seed=seed,
         bos=bos,
     )
-    request, texts = _read(options, text, calibration_text, progress)
-    _check_config(model.config if isinstance(model, PreTrainedModel) else load_config(str(model)), request, texts)
+    request, texts = _read(model, options, text, calibration_text, progress)
     ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     return Job(ready, request, texts, progress).receipt()
 
 
-def _read(options: RetrofitOptions, text: Text, calibration_text: Text, progress: Meter) -> tuple[Request, Texts]:
+def _read(
+    model: PreTrainedModel | str | Path, options: RetrofitOptions, text: Text, calibration_text: Text, progress: Meter
+) -> tuple[Request, Texts]:
     """Open the texts, and refuse what can be refused without a model, before it is loaded."""
     request = Request(options)
     with progress("reading the text", 0):
         texts = Texts.load(text, calibration_text, options.seed)
     texts.parts(request)  # says at once if there are too few windows
+    _check_config(model.config if isinstance(model, PreTrainedModel) else load_config(str(model)), request, texts)
     return request, texts
 
 

@@ -3,22 +3,24 @@
 It is no signature: whoever can change the files can write a new manifest. It finds what was damaged or edited since.
 """
 
-import copy
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from crosslayer.decoder import CrossLayerConfig
 from crosslayer.environment import environment
 from crosslayer.output.folder import write_whole
 from crosslayer.plan import DepthPlan
-from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.intercept import evaluating, layer_stack
 from crosslayer.probe.tokens import positions
 
 NAME = "manifest.json"
@@ -55,7 +57,7 @@ def write_manifest(folder: Path, model: PreTrainedModel) -> None:
 
     Args:
         folder: the saved model, its tokenizer, model card, record and figures.
-        model: the model that was saved there; it is copied unless it is in float32.
+        model: the model that was saved there.
 
     Raises:
         ValueError: the folder holds something that is not a regular file.
@@ -153,12 +155,44 @@ def fingerprint(model: PreTrainedModel, ids: list[int] | None = None) -> Fingerp
         ids = [(7 + 7919 * i) % size for i in range(min(IDS, positions(model)))]
     if not all(0 <= i < size for i in ids):
         raise ValueError(f"the fingerprint's ids reach {max(ids)}; the vocabulary has {size}")
-    single = {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    used = model if single else copy.deepcopy(model).float()
-    with evaluating(used):
-        logits: Tensor = used(torch.tensor([ids], device=used.device), use_cache=False).logits[0, -1]  # (V)
+    with evaluating(model), _in_float32(model):
+        logits: Tensor = model(torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]  # (V)
     kept = [logits.shape[0] * i // LOGITS for i in range(LOGITS)]
     return Fingerprint(ids=ids, dtype="float32", logits=logits[kept].tolist(), std=logits.std().item())
+
+
+@contextlib.contextmanager
+def _in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model compute in float32 inside the block; each layer is cast while it runs, so that one is there twice."""
+    layers, stored = layer_stack(model), {}
+    inside = set(layers.parameters()) | set(layers.buffers())
+    outside = [tensor for tensor in _tensors(model) if tensor not in inside]
+
+    def cast(tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.is_floating_point() and tensor.dtype != torch.float32:
+                stored[tensor], tensor.data = tensor.data, tensor.data.float()
+
+    def restore(tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor in stored:
+                tensor.data = stored.pop(tensor)
+
+    hooks: list[RemovableHandle] = []
+    try:
+        cast(outside)
+        for layer in layers:
+            hooks.append(layer.register_forward_pre_hook(lambda layer, _: cast(_tensors(layer))))
+            hooks.append(layer.register_forward_hook(lambda layer, *_: restore(_tensors(layer))))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        restore(list(stored))
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _entries(folder: Path) -> dict[str, Path]:

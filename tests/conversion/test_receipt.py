@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import crosslayer
 from crosslayer.cli.retrofit import command
+from crosslayer.conversion import job
 from crosslayer.conversion.options import RetrofitOptions
 from crosslayer.conversion.request import Request
 from crosslayer.conversion.result import Receipt
@@ -20,6 +21,7 @@ from crosslayer.corpus.documents import TextSource
 from crosslayer.method import Method
 from crosslayer.methods import load_method
 from crosslayer.methods.cla import CLA
+from crosslayer.models.load import ready_model
 from crosslayer.output.manifest import check_files
 from crosslayer.plan import DepthPlan
 from tests.helpers.text import WORDS, tokenizer, words
@@ -122,6 +124,42 @@ def test_it_saves_a_whole_model_folder(receipt, tmp_path):
         assert torch.equal(loaded(prompt).logits, receipt.model(prompt).logits)
     with pytest.raises(ValueError, match="exists; give another name"):
         receipt.save(out)
+
+
+OPTIONS = {"method": "cla", "layers": "2-3,5-7", "compensation": "none", "windows": 40, "length": LENGTH}
+
+
+def trained(model):
+    """Take a step that changes every weight."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(input_ids=ids(4, 2), labels=ids(4, 2)).loss.backward()
+    optimizer.step()
+
+
+def test_a_model_at_hand_is_copied_so_that_training_the_retrofit_leaves_it_alone(source):
+    before = {name: weight.clone() for name, weight in source.state_dict().items()}
+    made = crosslayer.retrofit(source, ids(40, 0), **OPTIONS).model
+    start = {name: weight.clone() for name, weight in made.state_dict().items()}
+    trained(made)
+    assert not any(torch.equal(weight, start[name]) for name, weight in made.named_parameters())
+    assert all(torch.equal(weight, before[name]) for name, weight in source.state_dict().items())
+
+
+def test_a_model_that_is_loaded_for_the_call_is_not_held_twice(source, tmp_path, monkeypatch):
+    source.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    held = []
+
+    def kept(*words, **options):
+        held.append(ready_model(*words, **options))
+        return held[-1]
+
+    monkeypatch.setattr(job, "ready_model", kept)
+    receipt = crosslayer.retrofit(tmp_path / "model", ids(40, 0), **OPTIONS)
+    receipt.save(tmp_path / "out")  # the logits of its manifest change nothing
+    loaded, made = held[0].model.state_dict(), receipt.model.state_dict()
+    assert len(made) > 60 and all(made[name].data_ptr() == loaded[name].data_ptr() for name in made)
+    assert all(torch.equal(weight, source.state_dict()[name]) for name, weight in loaded.items())
 
 
 def test_whole_layers_that_go_by_any_method_give_the_stock_class(source):

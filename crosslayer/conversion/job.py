@@ -142,8 +142,9 @@ def _read(
         texts = Texts.load(text, calibration_text, options.seed)
     config = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
     width = to_config(config).hidden_size  # says if the family does not convert
-    sizes = [count for count in texts.parts(request)["calibration"].values() if count]  # … if there are too few windows
+    parts = texts.parts(request)  # says if there are too few windows
     if request.fits:
+        sizes = [count for count in parts["calibration"].values() if count]
         check_enough(width, sizes, request.options.length, request.fit)
     return request, texts
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from crosslayer.method import Residual
 from crosslayer.probe.intercept import attention_layers, layer_stack
 from crosslayer.probe.measures import working
 
@@ -140,6 +141,8 @@ class _LayerWatch:
             self.layer.register_forward_hook(self._leave, prepend=True),  # before anyone changes the output
         ]
         for child in self.layer.children():
+            if isinstance(child, Residual):  # it reads for the others
+                continue
             handles.append(child.register_forward_pre_hook(self._child_in, with_kwargs=True))
             handles.append(child.register_forward_hook(self._child_out, with_kwargs=True))
         if self.attention_out is not None:

@@ -25,9 +25,8 @@ KNOWN = (*WITHOUT, *SLIDING, *COMPRESSED, "full_attention", "chunked_attention",
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")  # the first that is set
 HEAD_SIZE = ("head_dim", "dim_head")
-SLIDING_HEADS = {
-    "mimo_v2_flash": 2
-}  # key-value heads of a sliding layer for one of a full layer, where no field says it
+# key-value heads of a sliding layer for each of a full layer, where no field says it
+SLIDING_HEADS = {"mimo_v2_flash": 2}
 SELECTED = ("index_topk", "indexer_budget")  # tokens, or compressed entries, that a query may look at
 INDEX_SIZE = ("index_head_dim", "indexer_head_dim")  # of an indexer's key
 STREAMS = {  # number of residual streams

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from crosslayer.corpus.files import is_pattern, local_files, separated, stream_file
+from crosslayer.corpus.hub import dataset_revision
 from crosslayer.corpus.streamed import stream_dataset
 from crosslayer.output.progress import QUIET, say
 
@@ -91,7 +92,9 @@ def stream_documents(source: TextSource) -> Iterator[str]:
 
 
 def source_digest(source: TextSource) -> str:
-    """Return a SHA-256 of what a source is: of local files their contents, of a dataset its names alone.
+    """Return a SHA-256 of what a source is: of local files their contents, of a dataset its names and its revision.
+
+    Where no revision is known, without the hub and with nothing in its cache, a dataset is its names.
 
     Raises:
         ValueError: a local file does not exist.
@@ -99,6 +102,8 @@ def source_digest(source: TextSource) -> str:
     """
     files = [DATA / "default_corpus.tar.xz"] if source.name is None else local_files(source.name)
     names = [source.column] if files else [source.name, source.config, source.split, source.column]
+    if source.name is not None and not files and (revision := dataset_revision(source.name)):
+        names.append(revision)
     digest = hashlib.sha256(repr(names).encode())
     for path in files:
         with path.open("rb") as file:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from crosslayer.corpus.files import is_pattern, local_files, separated, stream_file
+from crosslayer.corpus.files import Reading, is_pattern, local_files, separated, stream_file
+from crosslayer.corpus.hub import dataset_revision
 from crosslayer.corpus.streamed import stream_dataset
 from crosslayer.output.progress import QUIET, say
 
@@ -80,18 +81,32 @@ def _told(documents: Iterable[str], name: str) -> Iterator[str]:
         yield text
 
 
-def stream_documents(source: TextSource) -> Iterator[str]:
-    """Yield the documents of a source, a file at a time, always in the same order; errors as `load_documents`."""
+def reading_of(source: TextSource) -> Reading:
+    """Return a count of the bytes that a source's files have; none of them is read yet."""
+    files = [] if source.name is None else local_files(source.name)
+    return Reading(sum(path.stat().st_size for path in files))
+
+
+def stream_documents(source: TextSource, reading: Reading | None = None) -> Iterator[str]:
+    """Yield the documents of a source, a file at a time, always in the same order; errors as `load_documents`.
+
+    Args:
+        source: of the text.
+        reading: counts what is read, if it is a file's.
+
+    """
     files = [] if source.name is None else local_files(source.name)
     if files:
         for path in files:
-            yield from stream_file(path, source.column)
+            yield from stream_file(path, source.column, reading)
     else:
         yield from load_documents(source)
 
 
 def source_digest(source: TextSource) -> str:
-    """Return a SHA-256 of what a source is: of local files their contents, of a dataset its names alone.
+    """Return a SHA-256 of what a source is: of local files their contents, of a dataset its names and its revision.
+
+    Where no revision is known, without the hub and with nothing in its cache, a dataset is its names.
 
     Raises:
         ValueError: a local file does not exist.
@@ -99,6 +114,8 @@ def source_digest(source: TextSource) -> str:
     """
     files = [DATA / "default_corpus.tar.xz"] if source.name is None else local_files(source.name)
     names = [source.column] if files else [source.name, source.config, source.split, source.column]
+    if source.name is not None and not files and (revision := dataset_revision(source.name)):
+        names.append(revision)
     digest = hashlib.sha256(repr(names).encode())
     for path in files:
         with path.open("rb") as file:

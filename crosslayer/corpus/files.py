@@ -8,6 +8,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +18,14 @@ DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
 READ = 2**20  # bytes that are unpacked at once
 HARMLESS, DENSEST = 2**26, 200  # bytes that a packed file may hold in any case; text is packed to a third or an eighth
 LONGEST = 2**24  # characters of a document or a row: what is longer in a .txt is cut, in a .jsonl refused
+
+
+@dataclass
+class Reading:
+    """How many bytes of files have been read, packed as they lie there; of what is no file, no total is known."""
+
+    total: int = 0
+    done: int = 0
 
 
 def local_files(name: str) -> list[Path]:
@@ -62,8 +71,8 @@ def file_kind(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in PACKINGS else path.suffix
 
 
-def stream_file(path: Path, column: str) -> Iterator[str]:
-    """Yield the documents of a file one after the other; `column` names the text in a table.
+def stream_file(path: Path, column: str, reading: Reading | None = None) -> Iterator[str]:
+    """Yield the documents of a file one after the other; `column` names the text in a table, `reading` counts.
 
     Raises:
         ValueError: the file is empty, binary or damaged, is none of `READERS`, or has no such column.
@@ -73,7 +82,7 @@ def stream_file(path: Path, column: str) -> Iterator[str]:
     if file_kind(path) not in READERS:
         raise ValueError(f"{path.name!r} has the suffix {path.suffix!r}; text files end in {SUFFIXES}")
     empty = True
-    for text in READERS[file_kind(path)](path, column):
+    for text in READERS[file_kind(path)](path, column, reading or Reading()):
         if text.strip():
             empty = False
             yield text
@@ -99,10 +108,10 @@ def say_skipped(name: str, rows: int) -> None:
         say(f"{name}: skipped {rows} row{'s' if rows > 1 else ''} without text")
 
 
-def _txt_documents(path: Path, column: str) -> Iterator[str]:
+def _txt_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
     lines: list[str] = []
     size = 0
-    for line in _lines(path):
+    for line in _lines(path, reading):
         separates = line.rstrip("\r\n") == DOCUMENT_LINE
         if separates or size + len(line) > LONGEST:
             yield "".join(lines).strip("\r\n")
@@ -113,9 +122,9 @@ def _txt_documents(path: Path, column: str) -> Iterator[str]:
     yield "".join(lines).strip("\r\n")
 
 
-def _jsonl_documents(path: Path, column: str) -> Iterator[str]:
+def _jsonl_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
     skipped = 0
-    for place, row in jsonl_rows(path):
+    for place, row in jsonl_rows(path, reading):
         text = row_text(row, place, column)
         if text is None:
             skipped += 1
@@ -124,14 +133,14 @@ def _jsonl_documents(path: Path, column: str) -> Iterator[str]:
     say_skipped(path.name, skipped)
 
 
-def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def jsonl_rows(path: Path, reading: Reading | None = None) -> Iterator[tuple[str, Any]]:
     """Yield what the lines of a .jsonl file hold, each with the words that name its place.
 
     Raises:
         ValueError: the file is binary or damaged, or a line is too long or no JSON.
 
     """
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_lines(path, reading or Reading()), 1):
         if not line.strip():
             continue
         place = f"{path.name!r}, line {number}"
@@ -165,18 +174,18 @@ def row_text(row: Any, place: str, column: str) -> str | None:
     return row[column]
 
 
-def _parquet_documents(path: Path, column: str) -> Iterator[str]:
+def _parquet_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise ValueError("reading .parquet needs pyarrow: pip install 'crosslayer[train]'") from error
-    with _readable_table(path), _opened(path) as unpacked:
+    with _readable_table(path), _opened(path, Reading()) as unpacked:
         file = parquet.ParquetFile(io.BytesIO(unpacked.read()) if path.suffix in PACKINGS else path)
         names = file.schema_arrow.names
     if column not in names:
         raise ValueError(f"{path.name!r} has no column {column!r}; it has {', '.join(names)}")
     skipped = 0
-    for text in _parquet_rows(path, file, column):
+    for text in _parquet_rows(path, file, column, reading):
         if text is None:
             skipped += 1
         elif isinstance(text, str):
@@ -186,10 +195,13 @@ def _parquet_documents(path: Path, column: str) -> Iterator[str]:
     say_skipped(path.name, skipped)
 
 
-def _parquet_rows(path: Path, file: Any, column: str) -> Iterator[Any]:
-    """Yield the values of a column, read a batch of rows at a time."""
+def _parquet_rows(path: Path, file: Any, column: str, reading: Reading) -> Iterator[Any]:
+    """Yield the values of a column, read a batch of rows at a time, each counted as its share of the file."""
+    before, rows = reading.done, 0
     with _readable_table(path):
         for batch in file.iter_batches(columns=[column]):
+            rows += batch.num_rows
+            reading.done = before + path.stat().st_size * rows // file.metadata.num_rows
             yield from batch.column(0).to_pylist()
 
 
@@ -202,10 +214,10 @@ def _readable_table(path: Path) -> Iterator[None]:
         raise ValueError(f"{path.name!r} is not a parquet file, or is damaged: {reason}") from error
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path, reading: Reading) -> Iterator[str]:
     """Yield the lines of a text, which only a line feed ends, with it; of one longer than `LONGEST`, parts."""
     try:
-        with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="\n") as text:
+        with _opened(path, reading) as file, io.TextIOWrapper(file, encoding="utf-8", newline="\n") as text:
             while line := text.readline(LONGEST):
                 if "\0" in line:
                     raise UnicodeError
@@ -215,15 +227,32 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _opened(path: Path, reading: Reading) -> Iterator[IO[bytes]]:
     """Open a file for reading, unpacked."""
     try:
-        with path.open("rb") as packed, PACKINGS.get(path.suffix, nullcontext)(packed) as file:
+        with (
+            io.BufferedReader(_Counted(path, reading)) as packed,
+            PACKINGS.get(path.suffix, nullcontext)(packed) as file,
+        ):
             yield file if file is packed else io.BufferedReader(_Unpacked(path.name, packed, file), READ)
     except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise ValueError(f"{path.name!r} is damaged or cut short: {error}") from error
     except OSError as error:
         raise ValueError(f"{path.name!r} cannot be read: {error.strerror or error}") from error
+
+
+class _Counted(io.FileIO):
+    """Counts the bytes that are read."""
+
+    def __init__(self, path: Path, reading: Reading):
+        super().__init__(path)
+        self.reading = reading
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read into a buffer; return how many bytes."""
+        count = super().readinto(buffer)
+        self.reading.done += count or 0
+        return count
 
 
 class _Unpacked(io.RawIOBase):
@@ -250,7 +279,7 @@ class _Unpacked(io.RawIOBase):
 
 PACKINGS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".xz": lzma.open}
 PLAIN = (".txt", ".md")  # whose text has no columns
-READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+READERS: dict[str, Callable[[Path, str, Reading], Iterator[str]]] = {
     **dict.fromkeys(PLAIN, _txt_documents),
     ".jsonl": _jsonl_documents,
     ".parquet": _parquet_documents,

@@ -1,11 +1,15 @@
 """The Hugging Face hub: a short question says whether it answers, before a library tries for half a minute."""
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, is_offline_mode
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url, is_offline_mode
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 
 PATIENCE = 4.0  # seconds to wait for the hub
@@ -31,19 +35,39 @@ def ask_hub(name: str, file: str, seconds: float, kind: str = "model") -> Except
         kind: of the repository, "model" or "dataset".
 
     """
-    answers: list[Exception | None] = []
+    url = hf_hub_url(name, file, repo_type=kind)
+    answer = _within(seconds, lambda: get_hf_file_metadata(url, timeout=seconds))
+    return answer if isinstance(answer, Exception) else None
 
-    def ask() -> None:
+
+def _within(seconds: float, ask: Callable[[], Any]) -> Any:
+    """Return what a question is answered with, or what went wrong, after so many seconds at the latest."""
+    answers: list[Any] = []
+
+    def run() -> None:
         try:
-            get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=seconds)
-            answers.append(None)
+            answers.append(ask())
         except Exception as error:
             answers.append(error)
 
-    asking = threading.Thread(target=ask, daemon=True)
+    asking = threading.Thread(target=run, daemon=True)
     asking.start()
     asking.join(seconds)
     return answers[0] if answers else TimeoutError(f"no answer in {seconds:.0f} s")
+
+
+@functools.cache
+def dataset_revision(name: str) -> str | None:
+    """Return the newest commit of a dataset; where the hub does not say, the one that was read last, or None."""
+    if not is_hub_name(name):
+        return None
+    if not is_offline_mode():
+        info = _within(PATIENCE, lambda: HfApi().dataset_info(name, timeout=PATIENCE))
+        if not isinstance(info, Exception):
+            return info.sha
+    folder = repo_folder_name(repo_id=name, repo_type="dataset")
+    main = Path(constants.HF_HUB_CACHE) / folder / "refs" / "main"
+    return main.read_text().strip() if main.is_file() else None
 
 
 @contextlib.contextmanager

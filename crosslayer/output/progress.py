@@ -85,7 +85,7 @@ class Remaining:
 class Progress:
     """The meter of the command line: on stderr, a bar with the time that is left on a terminal, plain lines otherwise.
 
-    Work of 0 steps, whose length is not known, is a single line.
+    Work of 0 steps, whose length is not known, is a line, and more with how much is done where that is counted.
     """
 
     def __init__(self, what: str, total: int = 0):
@@ -117,7 +117,7 @@ class Progress:
         if (done, doing) == self.shown:  # a search may take more steps than it expected
             return
         now, self.shown = time.monotonic(), (done, doing)
-        left = self.remaining.after(done, total, now) if done else None
+        left = self.remaining.after(done, total, now) if done and total else None
         words = "" if left is None else f", about {left:.0f} s left"
         if done == total:
             words = f", {now - self.started:.0f} s"
@@ -126,4 +126,5 @@ class Progress:
             self.bar.update(self.task, description=what, completed=done, total=total, time=words.removeprefix(", "))
         elif doing or done in (0, total) or now - self.said >= QUIET:
             self.said = now
-            say(f"{self.what}: {done} of {total}{words}{f'; now {doing}' if doing else ''}")
+            count = f"{done} of {total}" if total else f"{done:,} so far"
+            say(f"{self.what}: {count}{words}{f'; now {doing}' if doing else ''}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from crosslayer.corpus.files import file_kind, jsonl_rows, local_files, row_text, say_skipped
+from crosslayer.corpus.files import Reading, file_kind, jsonl_rows, local_files, row_text, say_skipped
 from crosslayer.training.mixture import IGNORED
 from crosslayer.training.shards import Shards
 from crosslayer.training.texts import FIRST, Domain
@@ -48,18 +48,18 @@ class Instructions(Domain):
     columns: Columns = Columns()
     parts: ClassVar[int] = 2
 
-    def training(self) -> Iterator[str]:
+    def training(self, reading: Reading | None = None) -> Iterator[str]:
         """Yield prompt and response of each example to train on; errors as `read_examples`."""
-        return _documents(self._examples(held_out=False))
+        return _documents(self._examples(False, reading))
 
-    def held_out(self) -> Iterator[str]:
+    def held_out(self, reading: Reading | None = None) -> Iterator[str]:
         """Yield prompt and response of each example that is not trained on.
 
         Raises:
             ValueError: a file cannot be read, or there are too few examples to hold any out.
 
         """
-        documents = list(_documents(self._examples(held_out=True)))
+        documents = list(_documents(self._examples(True, reading)))
         if not documents:
             raise ValueError(f"there are {FIRST} instructions or fewer, too few to hold any out; name `validation`")
         yield from documents
@@ -68,16 +68,16 @@ class Instructions(Domain):
         """Return a SHA-256 of the text, its columns and the prompt."""
         return hashlib.sha256(f"{super().digest()}/{astuple(self.columns)}/{PROMPT}".encode()).hexdigest()
 
-    def _examples(self, held_out: bool) -> Iterator[Example]:
+    def _examples(self, held_out: bool, reading: Reading | None) -> Iterator[Example]:
         source = self.validation if held_out and self.validation is not None else self.source
         assert source.name is not None, "an instruction domain names its files"
-        for number, example in enumerate(read_examples(local_files(source.name), self.columns)):
+        for number, example in enumerate(read_examples(local_files(source.name), self.columns, reading)):
             if self.validation is not None or (number % self.every == FIRST) == held_out:
                 yield example
 
 
-def read_examples(files: Iterable[Path], columns: Columns) -> Iterator[Example]:
-    """Yield prompt and response of every row that has a response.
+def read_examples(files: Iterable[Path], columns: Columns, reading: Reading | None = None) -> Iterator[Example]:
+    """Yield prompt and response of every row that has a response; `reading` counts what is read.
 
     Raises:
         ValueError: a file is no .jsonl, or a row has not the columns; the message names file, line and column.
@@ -87,7 +87,7 @@ def read_examples(files: Iterable[Path], columns: Columns) -> Iterator[Example]:
         if file_kind(path) != ".jsonl":
             raise ValueError(f"{path.name!r} holds no columns; instructions are read from .jsonl (.gz, .xz)")
         skipped = 0
-        for place, row in jsonl_rows(path):
+        for place, row in jsonl_rows(path, reading):
             response = row_text(row, place, columns.response)
             if response is None or not response.strip():
                 skipped += 1

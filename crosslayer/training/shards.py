@@ -3,6 +3,9 @@
 A folder holds `tokens-00000.bin`, `tokens-00001.bin`, … (unsigned 16- or 32-bit numbers, little-endian, documents one
 after the other), `ends.bin` (64-bit: where each document ends) and `index.json` (sizes and the fingerprint). Who opens
 them reads `ends.bin` and the sizes of files, not the tokens: every process of a run does.
+
+While a folder `out` is cut its files lie in `.out.crosslayer-begun`, with `begun.json`: how far they are right. What is
+interrupted goes on from there, with the same bytes.
 """
 
 import bisect
@@ -10,27 +13,27 @@ import contextlib
 import hashlib
 import itertools
 import json
-from array import array
-from collections.abc import Iterable, Iterator
+import os
+import shutil
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from crosslayer.corpus.pieces import next_word, special_tokens
-from crosslayer.output.folder import exclusive, filled
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.corpus.files import Reading
+from crosslayer.output.folder import exclusive, filled, write_whole
+from crosslayer.output.progress import Meter, Silent, say
+from crosslayer.training.encode import PART, batches, encoder, frame, pieces
 
-INDEX, ENDS = "index.json", "ends.bin"
+INDEX, ENDS, BEGUN = "index.json", "ends.bin", "begun.json"
 SCHEMA = "crosslayer/shards/2"
 FILE = 2**27  # tokens of a file
-BATCH = 2**20  # characters that are encoded at once
-PART = 2**16  # characters; a longer document is encoded in parts, cut before a word: faster, and in less memory
+SAVED = 2**24  # tokens between two points that an interrupted cutting goes on from
 LARGEST = 2**24  # bytes of an index; that of 10¹² tokens needs fewer
 TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 END_TYPE = np.dtype("<i8")
@@ -46,6 +49,17 @@ class Index(BaseModel):
     dtype: Literal["uint16", "uint32"]
     documents: int = Field(gt=0)
     files: list[Annotated[int, Field(gt=0)]] = Field(min_length=1)  # tokens of each
+
+
+class Begun(BaseModel):
+    """What `begun.json` holds: how far the files beside it are right, and of what they are."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    key: str
+    pieces: int = Field(default=0, ge=0)  # of the text, that are cut
+    tokens: int = Field(default=0, ge=0)
+    documents: int = Field(default=0, ge=0)  # that have ended
+    ended: int = Field(default=0, ge=0)  # tokens, when the last of them had
 
 
 @dataclass(frozen=True)
@@ -110,7 +124,7 @@ class Shards:
 
 def fingerprint(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
     """Return a SHA-256 of a text (by what says which it is, such as `source_digest`), a tokenizer and the format."""
-    parts = [SCHEMA, text, tokenizer.backend_tokenizer.to_str(), _frame(tokenizer)]
+    parts = [SCHEMA, text, tokenizer.backend_tokenizer.to_str(), frame(tokenizer)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -122,12 +136,14 @@ def tokenise(
     fingerprint: str,
     parts: int = 1,
     meter: Meter = Silent,
+    reading: Reading | None = None,
 ) -> Shards:
     """Write the tokens of documents into a folder, or take what lies there with the same fingerprint.
 
     A document begins and ends with what the tokenizer puts there, and with its end token where it has any; special
     tokens written out in the text stay text. The folder is whole or not there. Processes that want the same one wait
-    for the first. All cores are used (`RAYON_NUM_THREADS`, `TOKENIZERS_PARALLELISM=false` limit that).
+    for the first. What was interrupted goes on where it was. All cores are used (`RAYON_NUM_THREADS`,
+    `TOKENIZERS_PARALLELISM=false` limit that); the files are the same for any number.
 
     Args:
         documents: read only if they must be; those without text are left out.
@@ -137,6 +153,7 @@ def tokenise(
         parts: how many documents belong together, such as 2 for a prompt and its response: the first alone begins,
             and the last alone ends, with special tokens. None may be blank then.
         meter: shows what is being done.
+        reading: counts what is read of the documents' files, where they come from files; for a percentage.
 
     Raises:
         ValueError: the folder cannot be written or holds something else, its files are damaged, or there is no text.
@@ -147,8 +164,9 @@ def tokenise(
         try:
             with exclusive(folder, wait=True):
                 if not _is_there(folder, fingerprint):
-                    with filled(folder) as partial, meter(f"cutting {folder.name} into tokens", 0):
-                        _write(documents, tokenizer, partial, fingerprint, parts)
+                    with _begun(folder) as begun:
+                        steps = _write(documents, tokenizer, begun, fingerprint, parts)
+                        _show(steps, f"cutting {folder.name} into tokens", meter, reading or Reading())
         except OSError as error:
             raise ValueError(f"the folder {str(folder)!r} cannot be written: {error.strerror or error}") from error
     return open_shards(folder)
@@ -204,111 +222,137 @@ def _file_name(number: int) -> str:
     return f"tokens-{number:05d}.bin"
 
 
+@contextlib.contextmanager
+def _begun(folder: Path) -> Iterator[Path]:
+    """Give the folder that files are cut in, whose files become `folder` when the block ends; else it is kept."""
+    begun = folder.with_name(f".{folder.name}.crosslayer-begun")
+    try:
+        begun.mkdir(exist_ok=True)
+        yield begun
+        with filled(folder) as partial:
+            (begun / BEGUN).unlink(missing_ok=True)
+            for path in [begun / INDEX, begun / ENDS, *begun.glob("tokens-*.bin")]:
+                path.rename(partial / path.name)
+    finally:
+        if not (begun / BEGUN).is_file():  # nothing to go on from
+            shutil.rmtree(begun, ignore_errors=True)
+
+
+def _show(steps: Generator[int], title: str, meter: Meter, reading: Reading) -> None:
+    """Take all steps, each the number of documents that are done; show that, or how much of their files is read."""
+    known = reading.total > 0
+    with contextlib.closing(steps), meter(f"{title} (%)" if known else title, 100 * known) as bar:
+        for done in steps:
+            bar.step(min(100, 100 * reading.done // reading.total) if known else done, 100 * known)
+
+
 def _write(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, folder: Path, fingerprint: str, parts: int
-) -> None:
-    """Write all files of a folder."""
+) -> Generator[int]:
+    """Write all files of a folder, or those that are not there yet; yield from time to time how many documents are."""
     dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
-    first, last = (np.array(ids, dtype=np.int64) for ids in _frame(tokenizer))
-    ends, total, number = array("q", [0]), 0, 0
-    with contextlib.closing(_Writer(folder, TYPES[dtype])) as writer:
-        for ids, begins, finishes in _encoded(documents, tokenizer):
-            opens, closes = begins and number % parts == 0, finishes and (number + 1) % parts == 0
-            framed = np.concatenate([*[first] * opens, ids, *[last] * closes])
-            writer.add(framed)
-            total, number = total + len(framed), number + finishes
-            if finishes and total > ends[-1]:
-                ends.append(total)
-    assert parts == 1 or len(ends) - 1 == number and number % parts == 0, "a document is blank, or lacks its others"
-    if not total:
+    first, last = (np.array(ids, dtype=np.int64) for ids in frame(tokenizer))
+    encode = encoder(tokenizer)
+    with contextlib.closing(_Writer(folder, TYPES[dtype], f"{fingerprint}/{FILE}/{PART}")) as writer:
+        if writer.at.tokens:
+            say(f"going on from {writer.at.tokens:,} tokens, which an interrupted run has cut")
+        for batch in batches(itertools.islice(pieces(documents, parts), writer.at.pieces, None)):
+            for piece, ids in zip(batch, encode(batch), strict=True):
+                writer.add(np.concatenate([*[first] * piece.opens, ids, *[last] * piece.closes]))
+                if piece.ends:
+                    ended = writer.end()
+                    assert ended or parts == 1, "a document has no tokens"
+            writer.at.pieces += len(batch)
+            writer.save()
+            yield writer.at.documents
+        yield writer.at.documents  # now the text is at its end
+    if not writer.at.tokens:
         raise ValueError("there is no text to cut into tokens")
-    (folder / ENDS).write_bytes(np.array(ends[1:], dtype=END_TYPE).tobytes())
+    whole, rest = divmod(writer.at.tokens, FILE)
     index = Index(
         schema=SCHEMA,
         fingerprint=fingerprint,
         dtype=dtype,
-        documents=len(ends) - 1,
-        files=writer.files,
+        documents=writer.at.documents,
+        files=[FILE] * whole + [rest] * (rest > 0),
     )
     (folder / INDEX).write_text(index.model_dump_json(by_alias=True, indent=1), encoding="utf-8")
 
 
 class _Writer:
-    """Writes tokens into files of `FILE` tokens."""
+    """Writes tokens into files of `FILE` tokens, and where documents end; begins where it was saved last, if ever."""
 
-    def __init__(self, folder: Path, dtype: np.dtype):
+    def __init__(self, folder: Path, dtype: np.dtype, key: str):
         self.folder, self.dtype = folder, dtype
-        self.files: list[int] = []  # tokens of those that are complete
-        self.file, self.tokens = None, 0
+        self.at = _saved(folder, dtype, key)
+        self.saved = self.at.tokens
+        self.file: IO[bytes] | None = None
+        self.ends = _opened(folder / ENDS, self.at.documents * END_TYPE.itemsize)
 
     def add(self, ids: np.ndarray) -> None:
         """Append tokens."""
         while len(ids):
+            number, inside = divmod(self.at.tokens, FILE)
             if self.file is None:
-                self.file = (self.folder / _file_name(len(self.files))).open("wb")
-                self.tokens = 0
-            part = ids[: FILE - self.tokens]
+                self.file = _opened(self.folder / _file_name(number), inside * self.dtype.itemsize)
+            part = ids[: FILE - inside]
             self.file.write(part.astype(self.dtype).tobytes())
-            self.tokens += len(part)
+            self.at.tokens += len(part)
             ids = ids[len(part) :]
-            if self.tokens == FILE:
-                self.close()
+            if self.at.tokens % FILE == 0:
+                self._close_file()
+
+    def end(self) -> bool:
+        """End a document here; return whether it is one: it has tokens."""
+        if self.at.tokens == self.at.ended:
+            return False
+        self.ends.write(np.array([self.at.tokens], dtype=END_TYPE).tobytes())
+        self.at.ended = self.at.tokens
+        self.at.documents += 1
+        return True
+
+    def save(self) -> None:
+        """Make the present point one to go on from, if the last is `SAVED` tokens away."""
+        if self.at.tokens - self.saved >= SAVED:
+            for file in filter(None, (self.file, self.ends)):
+                _settle(file)
+            write_whole(self.folder / BEGUN, self.at.model_dump_json())
+            self.saved = self.at.tokens
 
     def close(self) -> None:
-        """Complete the file that is being written, if there is one."""
+        """Complete the files that are being written."""
+        self._close_file()
+        self.ends.close()
+
+    def _close_file(self) -> None:
         if self.file is not None:
+            _settle(self.file)
             self.file.close()
             self.file = None
-            self.files.append(self.tokens)
 
 
-def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[np.ndarray, bool, bool]]:
-    """Yield the tokens of parts of documents, and whether a part begins and whether it finishes its document."""
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy, whose settings are ours
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = True
-    for batch in _batches(documents):
-        encodings = backend.encode_batch_fast([text for text, _, _ in batch], add_special_tokens=False)
-        for encoding, (_, begins, finishes) in zip(encodings, batch, strict=True):
-            yield np.array(encoding.ids, dtype=np.int64), begins, finishes
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool, bool]]]:
-    """Yield parts of documents, about `BATCH` characters at once; each with whether it begins and finishes its own."""
-    batch: list[tuple[str, bool, bool]] = []
-    size = 0
-    for number, text in enumerate(documents):
-        _check_document(text, number)
-        if not text.strip():
-            continue
-        start = 0
-        while start < len(text):
-            stop = next_word(text, start + PART)
-            batch.append((text[start:stop], start == 0, stop == len(text)))
-            size += stop - start
-            start = stop
-            if size >= BATCH:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _check_document(text: str, number: int) -> None:
-    """Refuse what is no text, or none that has a form in UTF-8."""
-    if not isinstance(text, str):
-        raise ValueError(f"document {number} is a {type(text).__name__}, not a text")
+def _saved(folder: Path, dtype: np.dtype, key: str) -> Begun:
+    """Return how far the files of a folder are right; of what was begun otherwise, or is damaged, nothing is."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"document {number} holds half of a character (a surrogate)") from None
+        at = Begun.model_validate_json((folder / BEGUN).read_bytes())
+        tokens = sum((folder / _file_name(number)).stat().st_size for number in range(-(-at.tokens // FILE)))
+        ends = (folder / ENDS).stat().st_size
+        if at.key == key and tokens >= at.tokens * dtype.itemsize and ends >= at.documents * END_TYPE.itemsize:
+            return at
+    except (FileNotFoundError, ValidationError):
+        pass
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return Begun(key=key)
 
 
-def _frame(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Return the tokens that a document begins and ends with."""
-    first, last = special_tokens(tokenizer)
-    end = tokenizer.eos_token_id
-    if isinstance(end, int) and end not in last:
-        last = [*last, end]
-    return first, last
+def _opened(path: Path, size: int) -> IO[bytes]:
+    """Open a file to write behind its first `size` bytes; what is there beyond them goes."""
+    file = path.open("ab")
+    file.truncate(size)
+    return file
+
+
+def _settle(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

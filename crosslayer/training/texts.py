@@ -9,8 +9,9 @@ from typing import ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from crosslayer.corpus.documents import TextSource, embedded_documents, source_digest, stream_documents
+from crosslayer.corpus.documents import TextSource, embedded_documents, reading_of, source_digest, stream_documents
 from crosslayer.corpus.domains import EMBEDDED
+from crosslayer.corpus.files import Reading
 from crosslayer.corpus.pieces import next_word
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.training.shards import Shards, fingerprint, tokenise
@@ -45,19 +46,22 @@ class Domain:
     every: int = EVERY
     parts: ClassVar[int] = 1  # how many of the documents belong together, as `tokenise` takes them
 
-    def training(self) -> Iterator[str]:
+    def training(self, reading: Reading | None = None) -> Iterator[str]:
         """Yield the documents to train on; of one from which pieces are held out, what stands between them.
+
+        Args:
+            reading: counts what is read of files; that of `held_out` too.
 
         Raises:
             ValueError: the source cannot be read.
 
         """
         if self.validation is not None:
-            yield from self._documents()
+            yield from self._documents(reading)
         else:
-            yield from _kept(self._documents(), self.every)
+            yield from _kept(self._documents(reading), self.every)
 
-    def held_out(self) -> Iterator[str]:
+    def held_out(self, reading: Reading | None = None) -> Iterator[str]:
         """Yield the documents, or the pieces of them, that are not trained on.
 
         Raises:
@@ -65,10 +69,10 @@ class Domain:
 
         """
         if self.validation is not None:
-            yield from stream_documents(self.validation)
+            yield from stream_documents(self.validation, reading)
             return
         empty = True
-        for piece, _, held in _pieces(self._documents(), self.every):
+        for piece, _, held in _pieces(self._documents(reading), self.every):
             if held:
                 empty = False
                 yield piece
@@ -83,22 +87,35 @@ class Domain:
 
         """
         shards, text = [], self.digest()
+        judged_by = self.source if self.validation is None else self.validation
         try:
-            for part, documents in {"training": self.training, "validation": self.held_out}.items():
+            for part, documents, source in (
+                ("training", self.training, self.source),
+                ("validation", self.held_out, judged_by),
+            ):
+                reading = reading_of(source)
                 digest = fingerprint(f"{part}/{text}", tokenizer)
                 place = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', self.name)}-{part}-{digest[:16]}"
                 shards.append(
-                    tokenise(documents(), tokenizer, place, fingerprint=digest, parts=self.parts, meter=meter)
+                    tokenise(
+                        documents(reading),
+                        tokenizer,
+                        place,
+                        fingerprint=digest,
+                        parts=self.parts,
+                        meter=meter,
+                        reading=reading,
+                    )
                 )
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
         return DomainShards(*shards)
 
-    def _documents(self) -> Iterator[str]:
+    def _documents(self, reading: Reading | None = None) -> Iterator[str]:
         if self.source.name is None and self.name in EMBEDDED:
             yield from embedded_documents(*EMBEDDED[self.name])
         else:
-            yield from stream_documents(self.source)
+            yield from stream_documents(self.source, reading)
 
     def digest(self) -> str:
         """Return a SHA-256 of the text and of how it is parted.

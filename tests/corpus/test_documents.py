@@ -4,6 +4,8 @@ import gzip
 import json
 import lzma
 import os
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -127,7 +129,58 @@ def test_a_digest_knows_what_a_source_holds(tmp_path):
     assert source_digest(TextSource(str(file), column="body")) != first
     file.write_text("two")
     assert source_digest(TextSource(str(file))) != first
-    assert source_digest(TextSource("some/set")) != source_digest(TextSource("some/set", split="test"))
+
+
+def _hub_says(monkeypatch, tmp_path, answer):
+    """Let the hub answer with a commit or an error, and have an empty cache."""
+    asked = []
+
+    def dataset_info(api, name, timeout):
+        asked.append((name, timeout))
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(sha=answer)
+
+    monkeypatch.setattr(hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub.dataset_revision.cache_clear()
+    return asked
+
+
+def test_a_digest_knows_the_revision_of_a_dataset(tmp_path, monkeypatch):
+    digests = []
+    for commit in ("a" * 40, "b" * 40, "a" * 40):
+        asked = _hub_says(monkeypatch, tmp_path, commit)
+        digests.append(source_digest(TextSource("some/set")))
+        assert source_digest(TextSource("some/set", split="test")) != digests[-1]
+        assert asked == [("some/set", hub.PATIENCE)]  # once a process
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_without_the_hub_a_dataset_is_the_revision_that_the_cache_has(tmp_path, monkeypatch):
+    _hub_says(monkeypatch, tmp_path, "a" * 40)
+    online = source_digest(TextSource("some/set"))
+    _hub_says(monkeypatch, tmp_path, ConnectionError())
+    unknown = source_digest(TextSource("some/set"))
+    main = tmp_path / "cache" / "datasets--some--set" / "refs" / "main"
+    main.parent.mkdir(parents=True)
+    main.write_text("a" * 40)  # as huggingface_hub writes it
+    _hub_says(monkeypatch, tmp_path, ConnectionError())
+    assert source_digest(TextSource("some/set")) == online != unknown
+    asked = _hub_says(monkeypatch, tmp_path, "b" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert source_digest(TextSource("some/set")) == online and not asked
+
+
+def test_a_hub_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
+    _hub_says(monkeypatch, tmp_path, "a" * 40)
+    monkeypatch.setattr(hub, "PATIENCE", 0.1)
+    ended = threading.Event()
+    monkeypatch.setattr(hub.HfApi, "dataset_info", lambda *_, **__: ended.wait(30))
+    started = time.monotonic()
+    assert hub.dataset_revision("some/set") is None and time.monotonic() - started < 10
+    ended.set()
 
 
 def test_only_a_line_feed_ends_a_row_and_rows_without_text_are_counted(tmp_path, capsys):

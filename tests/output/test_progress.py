@@ -73,3 +73,11 @@ def test_a_terminal_gets_a_bar_with_the_same_words(clock, monkeypatch):
             clock[0] += 4
             bar.step(done, 4)
     assert "3/4" in terminal.getvalue() and "about 4 s left" in terminal.getvalue()
+
+
+def test_work_whose_length_is_not_known_is_counted(clock, capsys):
+    with Progress("reading") as bar:
+        for done in range(1, 4):
+            clock[0] += 4
+            bar.step(1000 * done, 0)
+    assert capsys.readouterr().err.splitlines() == ["reading", "reading: 2,000 so far"]

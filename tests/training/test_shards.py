@@ -3,12 +3,14 @@
 import json
 import os
 import pickle
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from crosslayer.training import encode
 from crosslayer.training import shards as module
 from crosslayer.training.shards import fingerprint, open_shards, tokenise
 from crosslayer.training.tokenizers import make_tokenizer
@@ -54,8 +56,8 @@ def test_documents_begin_and_end_as_the_tokenizer_has_them(tmp_path):
 def test_files_end_anywhere_and_reading_does_not_see_it(tmp_path, monkeypatch):
     whole = write(tmp_path / "whole")
     monkeypatch.setattr(module, "FILE", 7)
-    monkeypatch.setattr(module, "BATCH", 5)
-    monkeypatch.setattr(module, "PART", 3)
+    monkeypatch.setattr(encode, "BATCH", 5)
+    monkeypatch.setattr(encode, "PART", 3)
     split = write(tmp_path / "split")
     assert len(split.files) == -(-split.tokens // 7) and set(split.files[:-1]) == {7}
     ids, starts = whole.read(0, whole.tokens), whole.starts(0, whole.tokens)
@@ -76,8 +78,8 @@ def test_a_large_vocabulary_takes_more_bytes(tmp_path):
 def test_a_long_document_is_cut_before_words_and_stays_a_document(tmp_path, monkeypatch):
     pairs = make_tokenizer("bpe:400", lambda: [words(0, 400)])
     expected = documents_of(write(tmp_path / "whole", [words(0, 400), "w1"], pairs))
-    monkeypatch.setattr(module, "BATCH", 150)
-    monkeypatch.setattr(module, "PART", 50)
+    monkeypatch.setattr(encode, "BATCH", 150)
+    monkeypatch.setattr(encode, "PART", 50)
     assert documents_of(write(tmp_path / "cut", [words(0, 400), "w1"], pairs)) == expected
 
 
@@ -195,6 +197,85 @@ def test_a_full_disk_is_a_line_and_leaves_no_folder(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="/s' cannot be written: No space left on device"):
         write(tmp_path / "s")
     assert not list(tmp_path.iterdir())
+
+
+LONG = [words(number, number + 9) for number in range(12)]
+FRAMED = word_tokenizer("[CLS] $A [SEP]", cls_token="[CLS]", sep_token="[SEP]")
+
+
+def interrupted(documents, after):
+    yield from documents[:after]
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def small_files(monkeypatch):
+    """Files, parts and batches of a few tokens, and a way back every ten; gives the texts that are encoded."""
+    monkeypatch.setattr(module, "FILE", 16)
+    monkeypatch.setattr(module, "SAVED", 10)
+    monkeypatch.setattr(encode, "BATCH", 20)
+    monkeypatch.setattr(encode, "PART", 10)
+    encoded, encoder = [], module.encoder
+
+    def noted(tokenizer):
+        def noting(batch):
+            encoded.extend(piece.text for piece in batch)
+            return encoder(tokenizer)(batch)
+
+        return noting
+
+    monkeypatch.setattr(module, "encoder", noted)
+    return encoded
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_interrupted_cutting_goes_on_with_the_same_bytes(tmp_path, small_files, parts, capsys):
+    def cut(documents, folder):
+        tokenise(documents, FRAMED, folder, fingerprint="f", parts=parts)
+
+    cut(LONG, tmp_path / "whole")
+    whole = len("".join(small_files))
+    for after in range(1, len(LONG)):
+        small_files.clear()
+        with pytest.raises(KeyboardInterrupt):
+            cut(interrupted(LONG, after), tmp_path / "s")
+        assert not (tmp_path / "s").exists()
+        with pytest.raises(KeyboardInterrupt):  # a second time, later
+            cut(interrupted(LONG, after + 1), tmp_path / "s")
+        cut(LONG, tmp_path / "s")
+        assert files_of(tmp_path / "s") == files_of(tmp_path / "whole")
+        assert len("".join(small_files)) < whole + 80  # of each interruption at most 40 characters again
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "whole"]
+        shutil.rmtree(tmp_path / "s")
+    assert "going on from " in capsys.readouterr().err
+
+
+def _changed(folder):
+    state = json.loads((folder / "begun.json").read_text())
+    (folder / "begun.json").write_text(json.dumps(state | {"pieces": "1"}))
+
+
+@pytest.mark.parametrize("change", [_changed, lambda folder: os.truncate(folder / "tokens-00001.bin", 1), None])
+def test_what_was_begun_otherwise_is_cut_anew(tmp_path, small_files, change):
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "s", interrupted(LONG, 6), FRAMED, "f" if change else "g")
+    if change:
+        change(tmp_path / ".s.crosslayer-begun")
+    small_files.clear()
+    write(tmp_path / "s", LONG, FRAMED)
+    assert "".join(small_files) == "".join(LONG)
+    assert documents_of(open_shards(tmp_path / "s")) == documents_of(write(tmp_path / "t", LONG, FRAMED))
+
+
+def test_the_number_of_threads_does_not_change_the_files(tmp_path, monkeypatch):
+    for threads in ("true", "false"):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", threads)
+        write(tmp_path / threads, LONG * 50, FRAMED)
+    assert files_of(tmp_path / "true") == files_of(tmp_path / "false")
 
 
 def test_the_text_is_read_by_the_first_of_those_that_want_it(tmp_path):

@@ -1,9 +1,17 @@
 """Domains: what is held out is not trained on, nothing is lost, and tokens are cut once."""
 
+import gzip
+import importlib
+import json
+import lzma
+import random
+import string
+from typing import ClassVar
+
 import pytest
 
 from crosslayer.corpus.documents import TextSource
-from crosslayer.training import texts
+from crosslayer.training import encode, texts
 from crosslayer.training.texts import Domain
 from crosslayer.training.tokenizers import make_tokenizer
 from tests.helpers.text import words
@@ -53,6 +61,57 @@ def test_tokens_are_cut_once_and_again_for_another_text(tmp_path):
     other = domain(tmp_path, ["one", "two", "three", "four", "six"]).shards(BYTES, tmp_path / "shards")
     assert {other.training.fingerprint, other.validation.fingerprint}.isdisjoint(shard.fingerprint for shard in first)
     assert first.training.folder.name.startswith("web-pages-training-")
+
+
+class Noted:
+    """A meter that keeps what it is told."""
+
+    told: ClassVar[list[tuple[str, int, list[int]]]] = []
+
+    def __init__(self, what, total=0):
+        self.told.append((what, total, []))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def step(self, done, total, doing=""):
+        assert total == self.told[-1][1]
+        self.told[-1][2].append(done)
+
+
+@pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.xz", "parquet"])
+def test_of_files_it_is_told_how_much_is_read(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(encode, "BATCH", 20_000)
+    monkeypatch.setattr(Noted, "told", [])
+    draw = random.Random(0)  # what does not pack well, so that packed files are long enough
+    documents = ["".join(draw.choices(string.ascii_letters, k=10_000)) for _ in range(100)]
+    for number in range(2):
+        file = tmp_path / f"{number}.{kind}"
+        if kind == "parquet":
+            pyarrow = pytest.importorskip("pyarrow")
+            table = pyarrow.table({"text": documents})
+            importlib.import_module("pyarrow.parquet").write_table(table, file)
+        else:
+            lines = [json.dumps({"text": text}) if "jsonl" in kind else text for text in documents]
+            content = ("\n" if "jsonl" in kind else "\n<|doc|>\n").join(lines).encode()
+            file.write_bytes({"gz": gzip.compress, "xz": lzma.compress}.get(kind.split(".")[-1], bytes)(content))
+    Domain("web", TextSource(str(tmp_path))).shards(BYTES, tmp_path / "shards")
+    assert not Noted.told
+    Domain("web", TextSource(str(tmp_path)), every=5).shards(BYTES, tmp_path / "shards", Noted)
+    for part, (what, total, steps) in zip(("training", "validation"), Noted.told, strict=True):
+        assert what.startswith(f"cutting web-{part}-") and what.endswith(" into tokens (%)") and total == 100
+        assert steps == sorted(steps) and steps[0] < 60 and steps[-1] == 100
+        assert len(set(steps)) > (1 if kind == "parquet" else 10)
+
+
+def test_of_other_sources_documents_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(Noted, "told", [])
+    shards = Domain("science", TextSource()).shards(BYTES, tmp_path / "shards", Noted)
+    for part, (what, total, steps) in zip(shards, Noted.told, strict=True):
+        assert what == f"cutting {part.folder.name} into tokens" and total == 0 and steps[-1] == part.documents
 
 
 def test_parts_of_the_embedded_corpus_by_name():

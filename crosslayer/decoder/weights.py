@@ -80,8 +80,8 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
         if source.methods:
             names = ", ".join(method.name() for method in source.methods)
             raise ValueError(
-                f"the model has {names} already, and what a retrofit takes is judged and made up for against plain "
-                f"layers; train both together instead (model.method: [{names}, …])"
+                f"the model has {names} already, and a retrofit is fitted to, and judged by, a model without methods; "
+                f"train both together instead (model.method: [{names}, …])"
             )
         if source.linear_layers:
             raise ValueError(

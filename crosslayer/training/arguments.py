@@ -1,6 +1,7 @@
 """The settings of transformers' Trainer: those that a recipe may choose, and those that make runs comparable."""
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ DEFAULTS: dict[str, Any] = {  # a recipe's `train` may say otherwise
 }
 LEAST = 1e-4  # of the highest rate, from which a warmup rises whose minimum is 0
 MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}  # where a package has another name
+WORKERS = 16  # processes that read data, for each core, at the most
 SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}  # checkpoints by torch.distributed.checkpoint, in parallel
 
 
@@ -77,7 +79,8 @@ def training_arguments(
         train: any other field of `TrainingArguments`.
 
     Raises:
-        ValueError: `train` sets what the trainer needs to be as it is, or a single process sees several GPUs.
+        ValueError: `train` sets what the trainer needs to be as it is, needs a package that is missing, or asks for
+            what this machine cannot do; or a single process sees several GPUs.
 
     """
     own = {
@@ -105,8 +108,15 @@ def training_arguments(
     _check_packages(chosen)
     try:
         arguments = TrainingArguments(**own, **{OLD_ARGUMENTS.get(name, name): value for name, value in chosen.items()})
+        arguments.get_process_log_level()  # fails for a level that is not known
     except (ImportError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"train cannot be used as it is: {type(error).__name__}: {error}") from error
+    workers, cores = arguments.dataloader_num_workers, os.cpu_count() or 1
+    if workers > WORKERS * cores:  # each is a process
+        raise ValueError(
+            f"train.dataloader_num_workers is {workers:,}; with the {cores} cores of this machine use at most "
+            f"{WORKERS * cores}"
+        )
     if arguments.n_gpu > 1:  # DataParallel, where a batch is another one
         raise ValueError(
             f"a single process sees {arguments.n_gpu} GPUs; start as many by torchrun --nproc-per-node, or choose one "

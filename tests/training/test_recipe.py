@@ -393,3 +393,16 @@ def test_a_package_that_is_missing_is_named_before_anything_is_read(setting, tmp
 def test_numbers_have_a_least(key):
     with pytest.raises(ValueError, match=rf"--set: train.{key} is -1; it must be at least \d"):
         load_recipe(SMOKE, [f"train.{key}=-1"])
+
+
+WRONG = {
+    "log_level=nonsense": "train cannot be used as it is: KeyError: 'nonsense'",
+    "dataloader_num_workers=1000000": r"train.dataloader_num_workers is 1,000,000; with the \d+ cores of this machine",
+}
+
+
+@pytest.mark.parametrize("setting", WRONG)
+def test_what_only_a_run_would_trip_over_is_refused_before(setting, tmp_path):
+    recipe = load_recipe(SMOKE, [f"train.{setting}"])
+    with pytest.raises(ValueError, match=WRONG[setting]):
+        training_arguments(tmp_path, 0, Schedule(1), recipe.train)

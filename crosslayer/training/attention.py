@@ -19,10 +19,12 @@ from crosslayer.decoder.configuration import CrossLayerConfig
 from crosslayer.decoder.packed import attend_within_documents, document_mask
 from crosslayer.method import StateReader
 from crosslayer.transformers_versions import attention_that_caps
+from crosslayer.wiring.fields import layer_kinds
 
 Attention = Literal["sdpa", "flex", "flash"]
 WITHIN_DOCUMENTS, FLASH = "sdpa_within_documents", "flash_attention_2"
 NAMES = {"sdpa": WITHIN_DOCUMENTS, "flex": "flex_attention", "flash": FLASH}  # transformers' names
+STATES = {"linear_attention", "conv", "mamba"}  # types of layers that carry a state from token to token
 
 AttentionInterface.register(WITHIN_DOCUMENTS, attend_within_documents)
 AttentionMaskInterface.register(WITHIN_DOCUMENTS, document_mask)
@@ -50,6 +52,11 @@ def set_attention(model: PreTrainedModel, kind: Attention | None, arguments: Tra
     """
     check_attention(kind, arguments.device)
     config: Any = model.config.get_text_config()
+    if not isinstance(config, CrossLayerConfig) and (carried := STATES & set(layer_kinds(config))):
+        raise ValueError(
+            f"model.start has layers of {carried.pop()}, whose state would go over the borders of documents; start "
+            "from a model whose layers all have softmax attention"
+        )
     if arguments.torch_compile and isinstance(config, CrossLayerConfig) and config.linear_layers:
         raise ValueError("train.torch_compile: linear attention would go over the borders of documents; leave it out")
     caps = attention_that_caps(config, "sdpa") != "sdpa"

@@ -12,6 +12,7 @@ from crosslayer.training import attention
 from crosslayer.training.arguments import Schedule, training_arguments
 from crosslayer.training.attention import WITHIN_DOCUMENTS, check_attention, readable_masks, set_attention
 from tests.decoder.test_every_method import CAPPED, LINEAR
+from tests.helpers.tiny import tiny
 from tests.helpers.training import losses, model_of, trainer_of
 
 TWO = {"num_hidden_layers": 2, "attention_dropout": 0.0}
@@ -48,6 +49,12 @@ def test_what_does_not_go_together_is_refused(tmp_path, kind, methods, shape, tr
     with pytest.raises(ValueError) as caught:
         set_attention(model_of(methods, **shape), kind, arguments(tmp_path, **train))
     assert str(caught.value).startswith(message)
+
+
+def test_states_that_would_go_over_borders_are_refused(tmp_path):
+    """Those of transformers' own linear layers, which are told of no borders."""
+    with pytest.raises(ValueError, match="model.start has layers of linear_attention, whose state would go over"):
+        set_attention(tiny("qwen3_next"), None, arguments(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["flex", "flash"])

@@ -10,9 +10,9 @@ import psutil
 import torch
 
 GROUP = Path("/sys/fs/cgroup")
-LIMITS = (  # of a control group, and what it uses: version 2 and 1
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+LIMITS = (  # of a control group, what it uses, and what of that is cached files, given up when needed: version 2 and 1
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -26,10 +26,17 @@ def free_memory(device: torch.device) -> float:
 
 def _group_free() -> float:
     """Return bytes left under the limit of this process's control group, of which psutil knows nothing."""
-    for limit, usage in LIMITS:
+    for limit, usage, cached in LIMITS:
         with contextlib.suppress(OSError, ValueError):
-            return int((GROUP / limit).read_text()) - int((GROUP / usage).read_text())
+            free = int((GROUP / limit).read_text()) - int((GROUP / usage).read_text())
+            return free + _stated((GROUP / usage).with_name("memory.stat"), cached)
     return float("inf")
+
+
+def _stated(path: Path, name: str) -> int:
+    """Return a number of a control group's statistics; 0 where there are none."""
+    words = path.read_text().split() if path.is_file() else []
+    return int(words[words.index(name) + 1]) if name in words else 0
 
 
 class Peak:

@@ -122,10 +122,8 @@ def sort_runs(folders: Sequence[Path]) -> Sorted:
         settings[setting.label] = setting
         placed.append(Placed(run, where, setting.label))
     result = replace(assemble(list(settings.values()), placed), budget=_agreed(list(budgets.values())))
-    first, *others = states.values()
-    if first is None or any(other != first for other in others):  # no single comparison trained them
-        return result
-    return replace(result, extends=first.before(result.seeds))
+    before = [state.before(result.seeds) for state in states.values() if state is not None]
+    return replace(result, extends=max(before, key=len, default=()))
 
 
 def _state(folder: Path) -> State | None:

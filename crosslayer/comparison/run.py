@@ -240,7 +240,8 @@ class _Job:
 def _judged(state: State, result: Comparison) -> State:
     """Note the seeds of a page that could give verdicts, for the pages after it."""
     seeds = tuple(sorted({run.seed for run in result.runs}))
-    if seeds in state.judged or all(outcome.adjusted is None for outcome in result.outcomes):
+    known = any(set(seeds) <= set(judged) for judged in state.judged)
+    if known or all(outcome.adjusted is None for outcome in result.outcomes):
         return state
     return state.model_copy(update={"judged": (*state.judged, seeds)})
 

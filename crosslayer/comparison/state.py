@@ -31,8 +31,9 @@ class State(Frozen):
     judged: tuple[tuple[int, ...], ...] = Field((), description="seeds of each page that could give verdicts")
 
     def before(self, seeds: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the seeds of each page that came before the page of these seeds."""
-        return self.judged[: self.judged.index(seeds)] if seeds in self.judged else self.judged
+        """Return the seeds of each page that came before the page of these seeds, and to which they add."""
+        before = self.judged[: self.judged.index(seeds)] if seeds in self.judged else self.judged
+        return tuple(fewer for fewer in before if set(fewer) < set(seeds))
 
 
 def read_state(folder: Path) -> State | None:

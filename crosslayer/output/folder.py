@@ -91,7 +91,8 @@ def held(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder that a verb fills as it goes on.
 
     Raises:
-        ValueError: another process holds it, or the disk is full.
+        ValueError: another process holds it.
+        OSError: the disk is full.
 
     """
     try:
@@ -103,7 +104,7 @@ def held(folder: Path) -> Iterator[None]:
 
 def disk_fault(error: Exception) -> str | None:
     """Return in words that a disk took no more, where that is what an error means; libraries have many for it."""
-    if "inline_container" in str(error):  # torch does not pass on why
+    if "inline_container" in str(error) and "unexpected pos" in str(error):  # torch does not pass on why
         return "a file could not be written to its end; its disk may be full"
     return next((words for words in FULL if words in str(error)), None)
 

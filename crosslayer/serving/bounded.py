@@ -1,10 +1,11 @@
 """Runs a server that ends soon after it is told to: `python bounded.py SECONDS WORD…` runs `python WORD…`.
 
-Ctrl-C and SIGTERM are passed on. A server that has not ended SECONDS later, or at a second signal, is killed with its
-processes: vLLM can wait for ever for the end of a stream that nothing feeds any more. It is run as a file, so that
-nothing heavy lies in memory beside the server.
+Ctrl-C, SIGTERM and SIGHUP are passed on to its processes, which are a session of their own. A server that has not ended
+SECONDS later, or at a second signal, is killed with its processes: vLLM can wait for ever for the end of a stream that
+nothing feeds any more. It is run as a file, so that nothing heavy lies in memory beside the server.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ KILLED = "crosslayer: the server did not end by itself and was killed; streams t
 
 def run(seconds: float, words: list[str]) -> int:
     """Run a server until it ends, and return its exit status."""
-    server = subprocess.Popen([sys.executable, *words])
+    server = subprocess.Popen([sys.executable, *words], start_new_session=True)  # else Ctrl-C would reach it twice
     told: list[int] = []
 
     def tell(number: int, frame: FrameType | None) -> None:
@@ -26,18 +27,20 @@ def run(seconds: float, words: list[str]) -> int:
         if len(told) > 1:
             kill(number, frame)
         elif server.returncode is None:
-            os.kill(server.pid, number)
+            os.killpg(server.pid, number)  # to all its processes, as a terminal does
             signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def kill(number: int, frame: FrameType | None) -> None:
         if server.returncode is None:
             os.write(2, KILLED.encode())
-            first = psutil.Process(server.pid)
-            for process in (*first.children(recursive=True), first):
-                process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # they may be ending
+                for process in psutil.Process(server.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                os.killpg(server.pid, signal.SIGKILL)
 
     signal.signal(signal.SIGALRM, kill)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, tell)
     status = server.wait()

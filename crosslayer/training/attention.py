@@ -24,7 +24,7 @@ from crosslayer.wiring.fields import layer_kinds
 Attention = Literal["sdpa", "flex", "flash"]
 WITHIN_DOCUMENTS, FLASH = "sdpa_within_documents", "flash_attention_2"
 NAMES = {"sdpa": WITHIN_DOCUMENTS, "flex": "flex_attention", "flash": FLASH}  # transformers' names
-STATES = {"linear_attention", "conv", "mamba"}  # types of layers that carry a state from token to token
+STATES = {"linear_attention", "conv", "mamba", "hybrid"}  # types of layers that carry a state from token to token
 
 AttentionInterface.register(WITHIN_DOCUMENTS, attend_within_documents)
 AttentionMaskInterface.register(WITHIN_DOCUMENTS, document_mask)
@@ -52,10 +52,10 @@ def set_attention(model: PreTrainedModel, kind: Attention | None, arguments: Tra
     """
     check_attention(kind, arguments.device)
     config: Any = model.config.get_text_config()
-    if not isinstance(config, CrossLayerConfig) and (carried := STATES & set(layer_kinds(config))):
+    if not isinstance(config, CrossLayerConfig) and (model._is_stateful or STATES & set(layer_kinds(config))):
         raise ValueError(
-            f"model.start has layers of {carried.pop()}, whose state would go over the borders of documents; start "
-            "from a model whose layers all have softmax attention"
+            "model.start has layers of linear attention, convolutions or Mamba, whose states would go over the borders "
+            "of documents; start from a model whose layers all have softmax attention"
         )
     if arguments.torch_compile and isinstance(config, CrossLayerConfig) and config.linear_layers:
         raise ValueError("train.torch_compile: linear attention would go over the borders of documents; leave it out")

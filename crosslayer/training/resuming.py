@@ -65,6 +65,7 @@ class Resumed:
             raise _refused(checkpoint, DAMAGED) from None
         if not sound:
             raise _refused(checkpoint, DAMAGED)
+        _check_batch(checkpoint, kept.sequences, args)  # with another one a run by tokens has other steps, too
         named = NAME.fullmatch(checkpoint.name)
         if state.global_step > args.max_steps or named is not None and int(named[1]) != state.global_step:
             raise _refused(checkpoint, f"{STATE} is of step {state.global_step}")
@@ -74,7 +75,6 @@ class Resumed:
                     torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except Exception as error:  # many kinds, by what is wrong
                 raise _refused(checkpoint, f"{path.name} is damaged") from error
-        _check_batch(checkpoint, kept.sequences, args)
         return cls(checkpoint, state.global_step, kept)
 
     def check_weights(self, model: nn.Module, loaded: Any) -> None:

@@ -16,7 +16,9 @@ FLOAT, ROW = 4, 24  # bytes: of a number in float32; of a token's id, position a
 ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
 
 
-def check_room(model: nn.Module, config: PreTrainedConfig, args: TrainingArguments, length: int) -> None:
+def check_room(
+    model: nn.Module, config: PreTrainedConfig, args: TrainingArguments, length: int, muon: bool = False
+) -> None:
     """Refuse a run that cannot fit into what is free.
 
     Args:
@@ -24,6 +26,7 @@ def check_room(model: nn.Module, config: PreTrainedConfig, args: TrainingArgumen
         config: the model's.
         args: of the run.
         length: tokens of a sequence.
+        muon: whether matrices have one state of the optimizer instead of two.
 
     Raises:
         ValueError: it does not fit; the message says what it would take, and what is free.
@@ -31,8 +34,10 @@ def check_room(model: nn.Module, config: PreTrainedConfig, args: TrainingArgumen
     """
     text = config.get_text_config()
     count = sum(parameter.numel() for parameter in model.parameters())
-    there = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
-    states = FLOAT * count * (4 if args.optim in ADAM else 2) / (args.world_size if args.fsdp else 1)
+    there = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == args.device.type)
+    copies = 2 if args.optim not in ADAM else 3 if muon else 4
+    elsewhere = args.deepspeed or "offload" in str(args.fsdp)  # which lay some of it in other memory
+    states = 0 if elsewhere else FLOAT * count * copies / (args.world_size if args.fsdp else 1)
     width = 2 if args.bf16 or args.fp16 else FLOAT
     checkpointing = "activation_checkpointing"
     kept = 1 if vars(args)[OLD_ARGUMENTS.get(checkpointing, checkpointing)] else 4

@@ -34,6 +34,7 @@ from crosslayer.training.mixture import FixedRows, Mixture, validation_windows, 
 from crosslayer.training.recipe import Recipe, config_of_recipe, load_recipe
 from crosslayer.training.record import TrainedDomain, TrainedModel, Validation, curve_of, training_seconds
 from crosslayer.training.result import TrainingRun
+from crosslayer.training.resuming import step_sequences
 from crosslayer.training.room import check_room
 from crosslayer.training.shards import Shards
 from crosslayer.training.texts import Domain, DomainShards
@@ -108,6 +109,7 @@ class _Run:
         steps = recipe.schedule.total_steps(sequences * recipe.data.length)
         schedule = recipe.schedule.course(steps, min(recipe.eval.every, steps))
         arguments = training_arguments(self.folder, recipe.seed, schedule, recipe.train)
+        assert step_sequences(arguments) == sequences
         tokenizer, shards = self._texts(arguments)
         weights = {domain.name: domain.weight for domain in recipe.data.domains}
         training = {name: parts.training for name, parts in shards.items()}
@@ -117,7 +119,7 @@ class _Run:
         speed = _matrix_flops(arguments)
         with quiet_transformers(), peak_memory(arguments.device) as peak:
             model = _first_model(recipe, tokenizer)
-            check_room(model, model.config, arguments, recipe.data.length)
+            self._check_room(model, arguments)
             facts = trained_model(model, recipe.data.length)
             set_attention(model, recipe.model.attention, arguments)
             trainer = CrossLayerTrainer(
@@ -142,6 +144,10 @@ class _Run:
             result.save_within(self.folder)
         return result
 
+    def _check_room(self, model: PreTrainedModel, arguments: TrainingArguments) -> None:
+        muon = self.recipe.optimizer.name == "muon"
+        check_room(model, model.config, arguments, self.recipe.data.length, muon)
+
     def _texts(self, arguments: TrainingArguments) -> tuple[PreTrainedTokenizerFast, dict[str, DomainShards]]:
         """Return the tokenizer, and the tokens of every domain, out of the cache where they are there.
 
@@ -161,7 +167,7 @@ class _Run:
         if self.recipe.model.start is None:
             config = _config(self.recipe, tokenizer)
             with torch.device("meta"):
-                check_room(CrossLayerForCausalLM(config), config, arguments, self.recipe.data.length)
+                self._check_room(CrossLayerForCausalLM(config), arguments)
         return tokenizer, {domain.name: domain.shards(tokenizer, place, self.progress) for domain in domains}
 
     def _held_out(self, name: str, shards: Shards) -> FixedRows:

@@ -61,6 +61,8 @@ def test_a_container_leaves_no_more_than_its_limit(monkeypatch, tmp_path):
     (group / "memory.current").write_text("1000000")
     monkeypatch.setattr(memory, "GROUP", group)
     assert free_memory(cpu) == 2_000_000
+    (group / "memory.stat").write_text("anon 100000\ninactive_file 900000\n")  # cached files, which are given up
+    assert free_memory(cpu) == 2_900_000
     (group / "memory.max").write_text("max")
     assert free_memory(cpu) > 2_000_000
 

@@ -6,6 +6,7 @@ import pytest
 
 import crosslayer
 from crosslayer.comparison.arms import label_of, read_methods
+from crosslayer.comparison.state import State
 from tests.cli.test_bad_input import type_in
 from tests.helpers.runs import run, written
 
@@ -202,3 +203,9 @@ def test_the_command_reads_runs(tmp_path, capsys, monkeypatch):
     assert type_in(monkeypatch, [*words, "--force"]) == 0
     assert type_in(monkeypatch, [*words, "--force", "--budget", "time=3"]) == 2
     assert "--budget is for a recipe whose runs are trained" in capsys.readouterr().err
+
+
+def test_a_page_of_more_seeds_is_none_that_came_before():
+    state = State(judged=((0, 1, 2), (0, 1, 2, 3, 4)))
+    assert state.before((0, 1, 2, 3, 4)) == state.before((0, 1, 2, 5)) == ((0, 1, 2),)
+    assert state.before((0, 1, 2)) == state.before((1, 2, 3)) == ()

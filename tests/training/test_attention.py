@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import FalconH1Config, FalconH1ForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_flash_attn_2_available
 
@@ -53,8 +53,13 @@ def test_what_does_not_go_together_is_refused(tmp_path, kind, methods, shape, tr
 
 def test_states_that_would_go_over_borders_are_refused(tmp_path):
     """Those of transformers' own linear layers, which are told of no borders."""
-    with pytest.raises(ValueError, match="model.start has layers of linear_attention, whose state would go over"):
-        set_attention(tiny("qwen3_next"), None, arguments(tmp_path))
+    hybrid = FalconH1Config(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4,
+    )  # fmt: skip
+    for model in (tiny("qwen3_next"), FalconH1ForCausalLM(hybrid)):
+        with pytest.raises(ValueError, match="model.start has layers of linear attention, convolutions or Mamba"):
+            set_attention(model, None, arguments(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["flex", "flash"])

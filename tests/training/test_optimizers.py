@@ -1,6 +1,7 @@
 """Optimizers and learning rates of runs: Muon beside AdamW, groups of rates, and how rates rise and fall."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -119,7 +120,8 @@ def test_rates_that_decide_nothing_are_refused(tmp_path):
 def test_bfloat16_is_on_by_itself_where_the_gpu_has_it(tmp_path, monkeypatch):
     assert not training_arguments(tmp_path, 0, Schedule(1), {"use_cpu": True}).bf16
     asked = {}
-    monkeypatch.setattr(module, "TrainingArguments", lambda **given: asked.update(given) or type("A", (), {"n_gpu": 1}))
+    accepted = mock.Mock(n_gpu=1, dataloader_num_workers=0)
+    monkeypatch.setattr(module, "TrainingArguments", lambda **given: asked.update(given) or accepted)
     for has, train, expected in (
         (True, {}, True),
         (False, {}, False),

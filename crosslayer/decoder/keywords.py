@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.utils.generic import TransformersKwargs
 
-LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")  # options of the loss function
+LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", "skip_logits")  # of the loss, and how it is computed
 LEAKED = ("tokenizer", "assistant_tokenizer")  # of `generate`, which lets them through to `forward`
 # what layers hand on to the attention function: transformers' own, continuous batching's and vLLM's
 PASSED_ON = frozenset(

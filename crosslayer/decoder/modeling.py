@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, initialization
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -34,6 +36,7 @@ MASKS = {
     "sliding_attention": create_sliding_window_causal_mask,
     "linear_attention": recurrent_mask,
 }
+AT_ONCE = 2048  # tokens whose logits exist at once where they are not returned
 
 
 class CrossLayerPreTrainedModel(NewPreTrainedModel):
@@ -244,6 +247,8 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
     ) -> MoeCausalLMOutputWithPast:
         """Return logits (B, T, V), or of the last `logits_to_keep` tokens, and the loss where there are `labels`.
 
+        With `skip_logits` the loss alone: logits of `AT_ONCE` tokens exist at a time, and again in the backward pass.
+
         The loss also takes `shift_labels` (labels that are shifted already; they suffice alone, as where the sequence
         is split over ranks), `ignore_index` and `num_items_in_batch`. With `output_router_logits` it contains the
         routers' `aux_loss`, which is returned as well.
@@ -260,13 +265,18 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        loss = None
-        if labels is not None or options.get("shift_labels") is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
+        skip_logits = options.pop("skip_logits", False)
+        judged = labels is not None or options.get("shift_labels") is not None
+        logits = loss = None
+        if skip_logits:
+            if not judged or logits_to_keep != 0:
+                raise ValueError("skip_logits leaves the loss alone, so it needs labels, and no logits_to_keep")
+            loss = self._loss_in_parts(outputs.last_hidden_state, labels, **options)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self._logits(outputs.last_hidden_state[:, kept, :])
+            if judged:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         aux_loss = None
         if outputs.router_logits is not None:
             from crosslayer.decoder.sparse import balance_loss  # dense models do without loading it
@@ -284,6 +294,36 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             router_logits=outputs.router_logits,
         )
+
+    def _logits(self, states: Tensor) -> Tensor:
+        logits = self.lm_head(states)
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def _loss_in_parts(
+        self,
+        states: Tensor,
+        labels: Tensor | None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of the last hidden states (B, T, C), `AT_ONCE` tokens at a time."""
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels[:, 1:], (0, 1), value=ignore_index)  # (B, T)
+        count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+
+        def loss(states: Tensor, labels: Tensor) -> Tensor:
+            options = {"shift_labels": labels, "num_items_in_batch": count, "ignore_index": ignore_index}
+            logits = self._logits(states)
+            return self.loss_function(logits=logits, labels=None, vocab_size=self.config.vocab_size, **options)
+
+        states, shift_labels = states.flatten(0, 1), shift_labels.flatten()  # (B·T, C), (B·T,)
+        total = torch.zeros((), device=states.device)
+        for start in range(0, len(states), AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            total = total + checkpoint(loss, states[part], shift_labels[part], use_reentrant=False)
+        return total
 
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
         if generation_config.cache_implementation == "quantized":

@@ -22,6 +22,7 @@ from crosslayer._start import interrupts
 
 WRITTEN = {"record.json", "report.html", "figures", "lm_eval"}  # what a folder of results may hold
 FULL = {os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}  # how any library says so
+SHARED, SHARED_FILE = "/dev/shm", "</torch_"  # where processes hand tensors over, and how torch names files there
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems without locks answer
 
 _reserved: dict[Path, contextlib.ExitStack] = {}  # folders that this process holds until `release_targets`
@@ -178,7 +179,8 @@ def _naming(folder: Path) -> Iterator[None]:
         named = isinstance(error, OSError) and error.filename is not None
         if fault is None or named or isinstance(error, ValueError) or error.__cause__ is not None:  # said well already
             raise
-        raise OSError(FULL.get(fault, errno.ENOSPC), fault, str(folder)) from error
+        path = SHARED if SHARED_FILE in str(error) else str(folder)
+        raise OSError(FULL.get(fault, errno.ENOSPC), fault, path) from error
 
 
 def _check(target: Path, force: bool) -> None:

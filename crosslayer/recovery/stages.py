@@ -31,7 +31,7 @@ from crosslayer.recovery.trainer import DistillTrainer, Teacher
 from crosslayer.training.arguments import training_arguments
 from crosslayer.training.attention import set_attention
 from crosslayer.training.checkpoints import PARTIAL, checkpoints
-from crosslayer.training.interrupting import resumable
+from crosslayer.training.interrupting import Interruption, resumable
 from crosslayer.training.record import curve_of, training_seconds
 from crosslayer.training.trainer import CrossLayerTrainer, TrainingStopped
 
@@ -116,7 +116,7 @@ class Stage:
             assert teacher is not None
             teacher.model.to(arguments.device)  # type: ignore[arg-type]
             trainer.teacher = teacher
-        trainer.add_callback(_LastStep())
+        trainer.add_callback(_LastStep(trainer.interruption))
         if part.stop is not None:
             trainer.add_callback(EarlyStop(part.stop.smoothing, part.stop.patience, part.stop.least))
         return trainer
@@ -148,12 +148,18 @@ class Stage:
 
 
 class _LastStep(TrainerCallback):
-    """Leaves checkpoint and evaluation of the last step out: the model itself is written next, and then measured."""
+    """Leaves checkpoint and evaluation of the last step out: the model itself is written next, and then measured.
+
+    Interrupted in that step, nothing is written next, so the checkpoint stays.
+    """
+
+    def __init__(self, interruption: Interruption):
+        self.interruption = interruption
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take back what Trainer has decided."""
         if state.global_step >= state.max_steps:
-            control.should_save = control.should_evaluate = False
+            control.should_save, control.should_evaluate = self.interruption.pressed, False
 
 
 def finished(folder: Path) -> StageRun | Stopped | None:

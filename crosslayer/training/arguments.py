@@ -105,7 +105,7 @@ def training_arguments(
     taken = sorted(own.keys() & chosen.keys())
     if taken:
         raise ValueError(f"train.{taken[0]} is set by the trainer itself; leave it out")
-    _check_packages(chosen)
+    _check_choices(chosen)
     try:
         arguments = TrainingArguments(**own, **{OLD_ARGUMENTS.get(name, name): value for name, value in chosen.items()})
         arguments.get_process_log_level()  # fails for a level that is not known
@@ -125,8 +125,8 @@ def training_arguments(
     return arguments
 
 
-def _check_packages(chosen: Mapping[str, Any]) -> None:
-    """Refuse what needs a package that is not installed, before anything is read."""
+def _check_choices(chosen: Mapping[str, Any]) -> None:
+    """Refuse what needs a package that is not installed, and names that nobody knows, before anything is read."""
     asked = chosen["report_to"]
     for name in [asked] if isinstance(asked, str) else asked or ():
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
@@ -138,3 +138,9 @@ def _check_packages(chosen: Mapping[str, Any]) -> None:
     for key, package in {"deepspeed": "deepspeed", "use_liger_kernel": "liger_kernel"}.items():
         if chosen.get(key) and importlib.util.find_spec(package) is None:
             raise ValueError(f"train.{key} needs the package {package}, which is not installed; install it")
+    mode = chosen.get("torch_compile_mode")
+    if mode is not None:
+        from torch._inductor import list_mode_options  # takes a second to load
+
+        if mode not in list_mode_options():
+            raise ValueError(f"train.torch_compile_mode is {mode!r}; {nearest(mode, list(list_mode_options()))}")

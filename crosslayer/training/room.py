@@ -3,17 +3,29 @@
 weights + gradients + states of the optimizer   4 bytes a parameter each; Adam has two states
 + rows of a step                                24 bytes a token
 + activations of a batch                        4 hidden states a layer (1 with checkpointing), logits twice
+                                                (of a batch without them: of as many tokens as have them at once)
 """
 
 from torch import nn
 from transformers import PreTrainedConfig, TrainingArguments
 
 from crosslayer.benchmark.memory import free_memory
+from crosslayer.decoder import CrossLayerConfig
+from crosslayer.decoder.modeling import AT_ONCE
 from crosslayer.training.resuming import step_sequences
 from crosslayer.transformers_versions import OLD_ARGUMENTS
 
 FLOAT, ROW = 4, 24  # bytes: of a number in float32; of a token's id, position and label
+LOGITS = 2**30  # numbers; a batch that has more goes without them
 ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
+
+
+def without_logits(config: PreTrainedConfig, args: TrainingArguments, tokens: int) -> bool:
+    """Return whether the loss of that many tokens is computed a part at a time, without logits of all of them.
+
+    Compiled models make all logits: the graph breaks where parts are recomputed.
+    """
+    return isinstance(config, CrossLayerConfig) and tokens * config.vocab_size > LOGITS and not args.torch_compile
 
 
 def check_room(
@@ -41,9 +53,13 @@ def check_room(
     width = 2 if args.bf16 or args.fp16 else FLOAT
     checkpointing = "activation_checkpointing"
     kept = 1 if vars(args)[OLD_ARGUMENTS.get(checkpointing, checkpointing)] else 4
-    logits = 0 if args.use_liger_kernel else 2 * FLOAT * text.vocab_size
-    token = kept * width * text.num_hidden_layers * text.hidden_size + logits
-    batch = length * (args.train_batch_size * token + ROW * step_sequences(args) // args.world_size)
+    tokens = length * args.train_batch_size
+    judged = AT_ONCE if without_logits(config, args, tokens) else 0 if args.use_liger_kernel else tokens
+    batch = (
+        tokens * kept * width * text.num_hidden_layers * text.hidden_size
+        + judged * 2 * FLOAT * text.vocab_size
+        + length * ROW * step_sequences(args) // args.world_size
+    )
     free = free_memory(args.device)
     if max(0, states - there) + batch > free:
         raise ValueError(

@@ -42,6 +42,7 @@ from crosslayer.training.looks import as_number, layer_norms, look
 from crosslayer.training.optimizers import mixing_parameters, optimizer_of
 from crosslayer.training.recipe_parts import OptimizerPart
 from crosslayer.training.resuming import KEPT, Kept, Resumed, step_sequences
+from crosslayer.training.room import without_logits
 
 PICKLED = "training_args.bin"  # which Trainer adds to a model
 UNSUPPORTED = {
@@ -72,6 +73,7 @@ class CrossLayerTrainer(Trainer):
     Attributes:
         window_losses: of the newest evaluation, the mean loss of every validation window (N,), by the names that the
             log has for them ("eval_loss", "eval_web_loss").
+        interruption: whether Ctrl-C was pressed.
 
     """
 
@@ -116,7 +118,7 @@ class CrossLayerTrainer(Trainer):
         self.window_losses: dict[str, np.ndarray] = {}
         self._staging, self._micro_batch = False, 0
         self._resumed: Resumed | None = None
-        self._interruption = Interruption()
+        self.interruption = Interruption()
         self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then
         self._paused = 0.0  # seconds since then that were no training
         self._shown, self._wants_norms, self._norms = Shown(meter), depth_norms, {}
@@ -130,7 +132,7 @@ class CrossLayerTrainer(Trainer):
             eval_dataset if not isinstance(eval_dataset, Mapping) else dict(eval_dataset),
             tokenizer,
             compute_metrics=_over_tokens,
-            callbacks=[JsonLog(), self._shown, self._interruption],
+            callbacks=[JsonLog(), self._shown, self.interruption],
         )
         model.config.use_cache = use_cache  # the inputs turn the cache off, so the model needs no such setting
         if args.fsdp and not self.is_fsdp_enabled:
@@ -167,7 +169,7 @@ class CrossLayerTrainer(Trainer):
         set_seed(self.args.seed)
         self._micro_batch, self._clock = 0, None
         try:
-            with self._interruption.heeded(self.args):
+            with self.interruption.heeded(self.args):
                 return super().train(None if checkpoint is None else str(checkpoint))
         except (TrainingStopped, MemoryError, torch.OutOfMemoryError):
             raise
@@ -203,7 +205,13 @@ class CrossLayerTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss; without a cache, since positions that restart separate documents only then."""
-        return super().compute_loss(model, {**inputs, "use_cache": False}, return_outputs, num_items_in_batch)
+        given = {**inputs, "use_cache": False, **self._skipping(inputs["input_ids"])}
+        return super().compute_loss(model, given, return_outputs, num_items_in_batch)
+
+    def _skipping(self, ids: Tensor) -> dict[str, bool]:
+        """Return what asks the model for a loss without logits, where those of ids (B, T) would be too many."""
+        config: Any = self.model.config  # type: ignore[union-attr]  # an adapter's model has one, too
+        return {"skip_logits": True} if without_logits(config, self.args, ids.numel()) else {}
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs on their device, with the borders of documents where attention must be told them."""
@@ -287,11 +295,16 @@ class CrossLayerTrainer(Trainer):
         """Return the batch's loss, and of each window (B,) the sum of its losses and how many tokens it predicts."""
         inputs = self._prepare_inputs(inputs)
         labels = inputs["labels"]
-        with torch.no_grad(), self.compute_loss_context_manager():
-            rest = {name: value for name, value in inputs.items() if name != "labels"}
-            logits = model(**rest, use_cache=False).logits  # (B, T, V)
-        sums = torch.stack([_loss(row, targets) for row, targets in zip(logits, labels, strict=True)])
         counts = labels[:, 1:].ne(-100).sum(dim=1)
+        skipping = self._skipping(labels)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if skipping and len(labels) == 1:
+                text_alone = {"output_router_logits": False, "num_items_in_batch": 1}  # the sum, without routers' loss
+                sums = model(**inputs, **skipping, **text_alone, use_cache=False).loss[None]
+            else:
+                rest = {name: value for name, value in inputs.items() if name != "labels"}
+                logits = model(**rest, use_cache=False).logits  # (B, T, V)
+                sums = torch.stack([_loss(row, targets) for row, targets in zip(logits, labels, strict=True)])
         return sums.sum() / counts.sum(), sums, counts
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

@@ -10,7 +10,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from crosslayer import testing as contract
-from crosslayer.decoder import CrossLayerConfig, CrossLayerModel
+from crosslayer.decoder import CrossLayerConfig, CrossLayerModel, modeling
 from crosslayer.decoder.weights import to_model
 from crosslayer.method import Compensation
 from tests.decoder.test_every_method import CASES
@@ -196,6 +196,32 @@ def test_the_loss_is_llamas(case):
         expected = stock(tokens(length=8), labels=options["shift_labels"], **options).loss
     assert expected.item() == found.item()
     assert not handed[0] & set(options), "options of the loss reach the layers"
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_without_logits_the_loss_and_its_gradients_are_the_same(case, monkeypatch):
+    monkeypatch.setattr(modeling, "AT_ONCE", 3)
+    models = [contract.build(contract.config_of(["resformer"], final_logit_softcapping=2.0)) for _ in range(2)]
+    ids, made = tokens(2, 8), []
+    options = {
+        name: value.expand(2, -1) if getattr(value, "ndim", 0) else value for name, value in LOSSES[case].items()
+    }
+    models[1].lm_head.register_forward_hook(lambda _, __, logits: made.append(logits.shape[0]))
+    outputs = [model(ids, **options, skip_logits=skip) for model, skip in zip(models, (False, True), strict=True)]
+    assert outputs[1].logits is None and max(made) == 3
+    assert outputs[1].loss.item() == pytest.approx(outputs[0].loss.item(), rel=1e-6)  # the loss is in float32
+    for output in outputs:
+        output.loss.backward()
+    for ours, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{}, {"labels": LABELS, "logits_to_keep": 1}], ids=["no labels", "some logits"])
+def test_without_logits_there_must_be_a_loss(options):
+    with pytest.raises(
+        ValueError, match="skip_logits leaves the loss alone, so it needs labels, and no logits_to_keep"
+    ):
+        contract.build(contract.config_of([]))(tokens(length=8), skip_logits=True, **options)
 
 
 def test_generate_may_be_given_a_tokenizer():

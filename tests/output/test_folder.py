@@ -151,8 +151,18 @@ def test_a_full_disk_is_named_whoever_finds_it(tmp_path, writer, error):
     assert not list(tmp_path.iterdir())
     with pytest.raises(KeyError), writer(tmp_path / "results"):
         raise KeyError("other errors stay as they are")
+    with pytest.raises(RuntimeError, match="PytorchStreamReader"), writer(tmp_path / "results"):
+        raise RuntimeError("[enforce fail at inline_container.cc:159] PytorchStreamReader failed reading zip archive")
     with pytest.raises(RuntimeError, match="the checkpoint"), writer(tmp_path / "results"):
         raise RuntimeError("the checkpoint of step 3: No space left on device") from error  # has a sentence already
+
+
+def test_a_full_shared_memory_is_not_the_folders_disk(tmp_path):
+    """Processes that read data hand tensors over in /dev/shm."""
+    error = RuntimeError("unable to write to file </torch_812_95_0>: No space left on device (28)")
+    with pytest.raises(OSError, match="No space left on device") as raised, whole_folder(tmp_path / "results"):
+        raise error
+    assert raised.value.filename == "/dev/shm"
 
 
 def test_two_processes_do_not_write_one_folder(out):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -16,11 +17,13 @@ from crosslayer.recovery.recipe import load_heal_recipe
 from crosslayer.recovery.retrofits import open_retrofits
 from crosslayer.recovery.windows import judging
 from crosslayer.recovery.words import tokens_read
+from crosslayer.training.checkpoints import checkpoints
 from crosslayer.training.trainer import TrainingStopped
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, resize
 from tests.helpers.recovery import instructions_in, original_in, recipe_in, retrofit_in
 from tests.helpers.training import Stop
+from tests.training.test_interrupting import Press
 
 NAMES = ("fitted", "without", "shorter")
 
@@ -312,6 +315,27 @@ def test_a_disk_fault_ends_it_all(base, tmp_path, monkeypatch):
     with pytest.raises(TrainingStopped, match="the disk is full"):
         crosslayer.heal([base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"))
     assert not (tmp_path / "out" / "without" / "stage-2" / "stopped.txt").exists()
+
+
+def test_ctrl_c_in_the_last_step_of_a_stage_keeps_the_step(base, tmp_path, monkeypatch):
+    recipe = recipe_in(tmp_path, stages=[{"parameters": "all", "schedule": {"steps": 3}}], baseline=False)
+    options = {"original": str(base / "original")}
+
+    class Pressed(stages.CrossLayerTrainer):
+        def train(self, *args, **kwargs):
+            self.add_callback(Press(3))
+            return super().train(*args, **kwargs)
+
+    crosslayer.heal([base / "fitted"], recipe, tmp_path / "whole", **options)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "CrossLayerTrainer", Pressed)
+        with pytest.raises(KeyboardInterrupt):
+            crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", **options)
+    signal.signal(signal.SIGINT, before)
+    assert list(checkpoints(tmp_path / "out" / "fitted" / "stage-1"))[-1] == 3
+    crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", **options, resume=True)
+    assert not changed(*(tmp_path / name / "fitted" / "model" for name in ("whole", "out")))
 
 
 def test_adapters_are_resumed_bit_for_bit(base, tmp_path, monkeypatch):

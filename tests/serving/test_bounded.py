@@ -1,5 +1,6 @@
 """A server that is told to end ends, whatever it waits for; with stand-ins for it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -54,3 +55,26 @@ def test_a_server_that_ends_keeps_its_exit_status():
     process, _ = started(ORDERLY, 600)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=30)[1] == "" and process.returncode == 7
+
+
+def test_a_server_and_its_processes_get_one_signal_each(tmp_path):
+    """A terminal's Ctrl-C reaches a whole group of processes, and vLLM drops its requests at the second."""
+    server = f"""
+        import os, signal, time
+        os.fork()
+        def hear(*_):
+            with open({str(tmp_path / "heard")!r}, "a") as file:
+                file.write(f"{{os.getpid()}} ")
+        signal.signal(signal.SIGINT, hear)
+        print(0, flush=True)
+        for _ in range(20):
+            time.sleep(0.05)
+    """
+    words = [sys.executable, bounded.__file__, "600", "-c", textwrap.dedent(server)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+    for _ in range(2):
+        process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=30)
+    heard = (tmp_path / "heard").read_text().split()
+    assert len(heard) == len(set(heard)) == 2

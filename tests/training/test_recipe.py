@@ -373,6 +373,7 @@ PACKAGES = {
     "report_to=wandb": "train.report_to is 'wandb', and the package wandb is not installed",
     "report_to=[none, tensorboard]": "train.report_to is 'tensorboard', and the package tensorboard is not installed",
     "report_to=flyte": "and the package flytekit is not installed",
+    "torch_compile_mode=max-autotun": "train.torch_compile_mode is 'max-autotun'; did you mean 'max-autotune'?",
     "report_to=wand": "train.report_to is 'wand'; did you mean 'wandb'?",
     "deepspeed=ds.json": "train.deepspeed needs the package deepspeed, which is not installed",
     "use_liger_kernel=true": "train.use_liger_kernel needs the package liger_kernel, which is not installed",

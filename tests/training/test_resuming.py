@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from crosslayer.training.arguments import Schedule
 from crosslayer.training.checkpoints import MARK, checkpoints
 from crosslayer.training.trainer import CrossLayerTrainer
 from tests.helpers.training import STEPS, Random, Stop, losses, model_of, trainer_of
@@ -131,6 +132,13 @@ def test_another_batch_is_refused_with_the_accumulation_that_keeps_it(batch, sto
     sequences = size * accumulated * processes
     message = f"checkpoint-4 was trained on 4 sequences a step, and this run reads {sequences}: .*{BATCHES[batch]}"
     with pytest.raises(ValueError, match=message):
+        trainer.train(True)
+
+
+def test_a_batch_that_makes_a_run_shorter_than_the_checkpoint_is_named_first(stopped):
+    """A run by tokens has half the steps with twice the batch: not the checkpoint's step is wrong."""
+    trainer = trainer_of(stopped, data=Random(STEPS * 16), schedule=Schedule(3), gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"reads 8: train\.gradient_accumulation_steps=1 keeps that"):
         trainer.train(True)
 
 

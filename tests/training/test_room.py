@@ -25,7 +25,7 @@ def recipe(tmp_path, monkeypatch):
     ("setting", "words"),
     [
         ("model.shape.hidden_size=10000000", r"at least [\d,]{9,}.\d GB for [\d,]{18,} parameters"),
-        ("train.per_device_train_batch_size=100000000", r"[\d,]{6,}.\d GB for 100,000,000 sequences of 32 tokens"),
+        ("train.per_device_train_batch_size=100000000", r"[\d,]{5,}.\d GB for 100,000,000 sequences of 32 tokens"),
         ("train.gradient_accumulation_steps=100000000", r"400,000,000 in a step"),
     ],
 )

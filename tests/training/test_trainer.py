@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from crosslayer.decoder import CrossLayerForCausalLM
+from crosslayer.training import room
 from crosslayer.training.arguments import Schedule
 from crosslayer.training.checkpoints import checkpoints
 from crosslayer.training.trainer import TrainingStopped
@@ -213,6 +214,22 @@ def test_every_way_to_train_gives_the_same_losses(way, tmp_path):
     assert other == pytest.approx(plain, abs=tolerance)
     if way == "bfloat16":
         assert other != plain
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": True}], ids=str)
+def test_a_batch_of_too_many_logits_trains_and_is_judged_without_them(more, tmp_path, monkeypatch):
+    runs, seen = [], []
+    for name, bound in (("all", 2**30), ("none", 0)):
+        monkeypatch.setattr(room, "LOGITS", bound)
+        model = model_of(["resformer"], attention_dropout=0.0, final_logit_softcapping=3.0)
+        model.lm_head.register_forward_hook(lambda _, __, logits, to=seen: to.append(logits.shape[:-1]))
+        more = {**more, "per_device_eval_batch_size": 1}
+        runs.append(trainer_of(tmp_path / name, model, Random(12), schedule=Schedule(3), **more))
+        runs[-1].train()
+    assert {len(shape) for shape in seen} == {1, 2}  # of a part of a batch, and of a batch
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=1e-6 if "bf16" not in more else 2e-3)
+    for window, other in zip(*(run.window_losses["eval_a_loss"] for run in runs), strict=True):
+        assert window == pytest.approx(other, rel=1e-5 if "bf16" not in more else 2e-3)
 
 
 @pytest.mark.parametrize("limit", [0.1, 100.0, 0.0], ids="limit {}".format)

@@ -46,7 +46,8 @@ def command(
     compensation: Annotated[
         str | None,
         typer.Option(
-            help="How W_c is fitted: layerwise (default; with --merge ridge), none, zero, mean, lstsq, lmmse or ridge."
+            help="How W_c is fitted: layerwise (default; with --merge ridge), none, zero, mean, lstsq, lmmse or ridge; "
+            "or W_o of layers that attend to borrowed states with it (refit) or alone (refit-o)."
         ),
     ] = None,
     target: Annotated[

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.conversion.cache import CacheShare, allocated
+from crosslayer.conversion.calibrate import inputs
 from crosslayer.conversion.choose import choose
 from crosslayer.conversion.damage import by_domain
 from crosslayer.conversion.losses import logits_of, logits_without, losses
@@ -82,7 +83,8 @@ def retrofit(
         kv_budget: search for this share of the cache.
         kv_context: tokens at which the cache is counted.
         kl_budget: search within this KL, in nats a token.
-        compensation: how W_c is fitted: none, zero, mean, lstsq, lmmse, ridge or layerwise.
+        compensation: how W_c is fitted: none, zero, mean, lstsq, lmmse, ridge or layerwise; or W_o with it, refit, or
+            alone, refit-o, where layers attend to borrowed states.
         target: where W_c writes.
         groups: v of Theorem 3.1, for compensation "mean".
         merge: what becomes of pretrained weights that a group shares.
@@ -141,7 +143,7 @@ def _read(
     with progress("reading the text", 0):
         texts = Texts.load(text, calibration_text, options.seed)
     config = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
-    width = to_config(config).hidden_size  # says if the family does not convert
+    width = inputs(to_config(config), request.fit)  # says if the family does not convert
     parts = texts.parts(request)  # says if there are too few windows
     if request.fits:
         sizes = [count for count in parts["calibration"].values() if count]
@@ -182,7 +184,9 @@ class Job:
             title=title(methods),
             plan=merge_plans(methods, self.layers),
             choice=choice,
-            weights=Weights(dropped=rewired.dropped, merged=rewired.merged, new=rewired.new),
+            weights=Weights(
+                dropped=rewired.dropped, merged=rewired.merged, new=rewired.new, refitted=list(rewired.refitted)
+            ),
             calibration=self._calibration(rewired, windows),
             cache=self._cache(rewired.model),
             damage=damage,
@@ -216,10 +220,10 @@ class Job:
             )
 
     def _judge(self, rewired: Rewired, windows: Windows) -> Domains:
-        """Measure the damage, with W_c and, where it was fitted, without."""
+        """Measure the damage, with what was fitted and, where anything was, without."""
         runs = {"after": logits_of(rewired.model)}
         if rewired.fits:
-            runs["without"] = logits_without(rewired.model)
+            runs["without"] = logits_without(rewired.model, rewired.refitted)
         with self.progress("measuring the damage", len(windows)) as bar:
             measured = losses(logits_of(self.model), runs, windows, bar.step)
         seen = self.texts.seen(self.request)

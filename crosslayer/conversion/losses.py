@@ -5,7 +5,7 @@
 Shapes: N windows, T tokens of a window, V vocabulary, R rows of logits at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,17 +58,22 @@ def logits_if(model: PreTrainedModel, plan: DepthPlan, sublayers: Sublayers) -> 
     return run
 
 
-def logits_without(model: PreTrainedModel) -> Run:
-    """Return the forward pass of a rewired model as if every W_c were zero."""
+def logits_without(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> Run:
+    """Return the forward pass of a rewired model as if nothing was fitted: W_c is zero, W_o the original's, by name."""
     compensations = [module for module in model.modules() if isinstance(module, Compensation)]
 
     def run(ids: Tensor) -> Tensor:
         hooks = [
             module.register_forward_hook(lambda _, args, out: out.new_zeros(out.shape)) for module in compensations
         ]
+        fitted = {name: model.get_parameter(name).data for name in refitted}
         try:
+            for name, weight in refitted.items():
+                model.get_parameter(name).data = weight
             return logits_of(model)(ids)
         finally:
+            for name, weight in fitted.items():
+                model.get_parameter(name).data = weight
             for hook in hooks:
                 hook.remove()
 

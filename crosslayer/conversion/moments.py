@@ -7,9 +7,15 @@ domain. Text of a single domain leaves its every eighth window out instead.
 A bias is the weight of a further input that is always 1. No penalty shrinks it: W is fitted to centred moments, and the
 bias is what then remains of the mean of E.
 
-Shapes: B sequences, T tokens, C hidden, I inputs (C, with a bias C + 1), P parts of the text, v groups of sequences.
+Where W_o is refitted, the concatenated heads that it reads are inputs as well, and what is fitted is by how much W_o
+changes. W_o and W_c then have a penalty each, in mean squares of their own inputs, found by steps of ten from the best
+equal pair: both shrink what they change towards nothing.
+
+Shapes: B sequences, T tokens, C hidden, H·D concatenated heads, P parts of the text, v groups of sequences, I inputs:
+C for W_c, H·D for W_o, or both, one behind another; with a bias one more.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FITS = ("zero", "mean", "lstsq", "lmmse", "ridge", "layerwise")
+REFITS = ("refit", "refit-o")  # W_o of layers that read borrowed states is fitted, too, or alone
+FITS = ("zero", "mean", "lstsq", "lmmse", "ridge", "layerwise", *REFITS)
 LEAST_SQUARES = ("lstsq", "lmmse")  # without a penalty
-CHOSEN = ("ridge", "layerwise")  # whose penalty is chosen
-ALONE = ("layerwise", "lmmse")  # W_c stands for what was taken from its own layer
+CHOSEN = ("ridge", "layerwise", *REFITS)  # whose penalty is chosen
+ALONE = ("layerwise", "lmmse", *REFITS)  # what is fitted stands for what was taken from its own layer
 PENALTIES = tuple(10.0**exponent for exponent in range(-7, 4))  # times the mean square of an input
 LARGEST_CUTOFF = 0.01  # of singular values, as a share of the largest
 HELD_OUT = 8  # every n-th sequence is left out where there is a single domain
@@ -31,8 +38,9 @@ NEEDED = 2  # tokens for each input of W_c, below which least squares memorise
 class Fit:
     """What W_c of a layer does: root mean square of E before, and of E − X W_c after; on all calibration tokens.
 
-    `mean_*` is that of the position-wise mean, which Theorem 3.1 makes small. Where a penalty was chosen: `penalty`,
-    and `left_out`, the root mean square of what remains of E on each part that was left out in turn, over that of E.
+    `mean_*` is that of the position-wise mean, which Theorem 3.1 makes small. Where a penalty was chosen: `penalty`, of
+    W_c, `output_penalty`, of a refitted W_o, and `left_out`, the root mean square of what remains of E on each part
+    that was left out in turn, over that of E.
     """
 
     layer: int
@@ -42,6 +50,7 @@ class Fit:
     mean_after: float
     penalty: float | None = None
     left_out: float | None = None
+    output_penalty: float | None = None
 
 
 def folds(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -55,7 +64,7 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
     """Refuse too little text for W_c.
 
     Args:
-        width: inputs of W_c.
+        width: inputs of what is fitted.
         sizes: sequences of each domain.
         length: tokens of a sequence.
         fit: how W_c is fitted.
@@ -70,13 +79,17 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
     evenly = ([len(range(first, count, domains)) for first in range(domains)] for count in itertools.count(1))
     least = next(shared for shared in evenly if _is_enough(width, shared, length, fit))
     held = _held_out(least, fit)
-    parts = f"{sum(least) - held} to fit, with {NEEDED} tokens for each of the {width} inputs of W_c"
+    parts = f"{sum(least) - held} to fit, with {NEEDED} tokens for each of the {width} inputs of {_fitted(fit)}"
     if held:
-        parts += f", and {held} held out{' in turn' if domains > 1 else ''} to choose its penalty"
+        parts += f", and {held} held out{' in turn' if domains > 1 else ''} to choose a penalty"
     raise ValueError(
         f"calibration text has {sum(sizes) * length} tokens; {fit} needs at least {sum(least) * length} tokens "
         f"({sum(least)} windows of {length}: {parts})"
     )
+
+
+def _fitted(fit: str) -> str:
+    return {"refit": "W_o and W_c", "refit-o": "W_o"}.get(fit, "W_c")
 
 
 def _is_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> bool:
@@ -94,9 +107,22 @@ def _held_out(sizes: Sequence[int], fit: str) -> int:
 class Moments:
     """Second moments of X and E by part, and position-wise sums in groups of sequences."""
 
-    def __init__(self, like: Tensor, sizes: Sequence[int], groups: int, bias: bool = False):
+    def __init__(
+        self, like: Tensor, sizes: Sequence[int], groups: int, bias: bool = False, blocks: Sequence[int] | None = None
+    ):
+        """Begin with nothing.
+
+        Args:
+            like: a stream (B, T, C).
+            sizes: sequences of each domain.
+            groups: v.
+            bias: whether W has one.
+            blocks: inputs with a penalty of their own: (C,) by default, (H·D,), or (H·D, C).
+
+        """
         length, width = like.shape[1:]
-        inputs = width + bias
+        self.blocks = (width,) if blocks is None else tuple(blocks)
+        inputs = sum(self.blocks) + bias
         self.parts, self.held = folds(sizes)
         self.sequences, self.groups, self.length, self.bias = sum(sizes), groups, length, bias
         self.epsilon = torch.finfo(like.dtype).eps
@@ -110,7 +136,7 @@ class Moments:
         self.members = torch.zeros(groups, **double)  # sequences in each group, (v,)
 
     def add(self, x: Tensor, error: Tensor, first: int) -> None:
-        """Add a batch (B, T, C) whose first sequence has the number `first`."""
+        """Add a batch of X (B, T, I without the bias) and E (B, T, C); its first sequence has the number `first`."""
         x, error = x.double(), error.double()  # least squares invert what float32 products leave of dependent inputs
         if self.bias:
             x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1)  # (B, T, I)
@@ -131,18 +157,24 @@ class Moments:
         error = self.errors / members
         return x.flatten(0, 1), error.flatten(0, 1)
 
-    def solve(self, fit: str) -> tuple[Tensor, float | None, float | None]:
-        """Return W (I, C) with X W ≈ E, and the penalty if it was chosen, with what it leaves on the parts left out.
+    def solve(self, fit: str) -> tuple[Tensor, tuple[float, ...], float | None]:
+        """Return W (I, C) with X W ≈ E, and if they were chosen the penalties of its blocks, with what they leave.
 
-        The last row of W is the bias, where there is one.
+        That is measured on the parts left out. The last row of W is the bias, where there is one.
         """
         if fit == "zero":
-            return torch.zeros_like(self.cross[0]), None, None
+            return torch.zeros_like(self.cross[0]), (), None
         if fit == "mean":
-            return self._interpolated(), None, None
-        penalty, left = self._penalty() if fit in CHOSEN else (None, None)
-        system = _System(self.gram.sum(0), self.cross.sum(0), self.bias)
-        return system.solve(penalty or 0.0), penalty, left
+            return self._interpolated(), (), None
+        penalties, left = self._penalties() if fit in CHOSEN else ((), None)
+        return self._system().solve(penalties or (0.0,)), penalties, left
+
+    def _system(self, without: int | None = None) -> "_System":
+        """Return the normal equations of all parts, or of all but one."""
+        gram, cross = self.gram.sum(0), self.cross.sum(0)
+        if without is not None:
+            gram, cross = gram - self.gram[without], cross - self.cross[without]
+        return _System(gram, cross, self.bias, self.blocks)
 
     def _interpolated(self) -> Tensor:
         """Return pinv(X̄) Ē, with a bias that of what deviates from the means over all rows."""
@@ -153,16 +185,23 @@ class Moments:
         weight = pseudo_inverse(x - center, self.epsilon) @ (error - offset)  # (C, C)
         return torch.cat([weight, (offset - center @ weight)[None]])
 
-    def _penalty(self) -> tuple[float, float]:
-        """Return the penalty with the least error on the parts left out, and the share of E that it leaves there."""
-        errors = dict.fromkeys(PENALTIES, 0.0)
-        for part in self.held:
-            system = _System(self.gram.sum(0) - self.gram[part], self.cross.sum(0) - self.cross[part], self.bias)
-            for penalty in PENALTIES:
-                errors[penalty] += self._error(system.solve(penalty), [part])
-        penalty = min(PENALTIES, key=errors.__getitem__)
+    def _penalties(self) -> tuple[tuple[float, ...], float]:
+        """Return the penalties with the least error on the parts left out, and the share of E that they leave there."""
+        systems = {part: self._system(without=part) for part in self.held}
+
+        @functools.cache
+        def error(places: tuple[int, ...]) -> float:
+            penalties = [PENALTIES[place] for place in places]
+            return sum(self._error(system.solve(penalties), [part]) for part, system in systems.items())
+
+        equal = [(place,) * len(self.blocks) for place in range(len(PENALTIES))]
+        best = min(equal if len(self.blocks) == 1 else equal[2::2], key=error)
+        nearer = min(_neighbours(best), key=error)
+        while error(nearer) < error(best):
+            best, nearer = nearer, min(_neighbours(nearer), key=error)
         energy = float(self.energy[self.held].sum())
-        return penalty, (max(errors[penalty], 0.0) / energy) ** 0.5 if energy else 0.0
+        left = (max(error(best), 0.0) / energy) ** 0.5 if energy else 0.0
+        return tuple(PENALTIES[place] for place in best), left
 
     def _error(self, weight: Tensor, parts: list[int]) -> float:
         """Return ‖E − X W‖² = ‖E‖² − 2 ⟨W, XᵀE⟩ + ⟨W, XᵀX W⟩, from the moments alone."""
@@ -170,7 +209,7 @@ class Moments:
         cross = self.cross[parts].sum(0)
         return float(self.energy[parts].sum() - 2 * (weight * cross).sum() + (weight * (gram @ weight)).sum())
 
-    def report(self, layer: int, weight: Tensor, penalty: float | None, left_out: float | None) -> Fit:
+    def report(self, layer: int, weight: Tensor, **chosen: float | None) -> Fit:
         """Return the errors before and after."""
         tokens = self.sequences * self.length
         after = max(self._error(weight, list(range(len(self.gram)))), 0.0)
@@ -182,9 +221,18 @@ class Moments:
             token_after=(after / tokens) ** 0.5,
             mean_before=float((error.square().sum() / len(error)).sqrt()),
             mean_after=float((rest.square().sum() / len(rest)).sqrt()),
-            penalty=penalty,
-            left_out=left_out,
+            **chosen,
         )
+
+
+def _neighbours(places: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the places in `PENALTIES` that are one step away for a single block."""
+    near = []
+    for block, place in enumerate(places):
+        for other in (place - 1, place + 1):
+            if 0 <= other < len(PENALTIES):
+                near.append((*places[:block], other, *places[block + 1 :]))
+    return near
 
 
 def pseudo_inverse(x: Tensor, epsilon: float) -> Tensor:
@@ -198,22 +246,37 @@ def pseudo_inverse(x: Tensor, epsilon: float) -> Tensor:
 
 
 class _System:
-    """The normal equations XᵀX W = XᵀE, solved for any penalty; with a bias, those of centred X and E."""
+    """The normal equations XᵀX W = XᵀE, solved for any penalties; with a bias, those of centred X and E."""
 
-    def __init__(self, gram: Tensor, cross: Tensor, bias: bool):
-        self.bias = bias
+    def __init__(self, gram: Tensor, cross: Tensor, bias: bool, blocks: Sequence[int]):
+        self.bias, self.blocks = bias, blocks
         if bias:
             tokens = gram[-1, -1]
-            self.center, self.offset = gram[-1, :-1] / tokens, cross[-1] / tokens  # means of X and E, (C,) each
+            self.center, self.offset = gram[-1, :-1] / tokens, cross[-1] / tokens  # means of X and E, (I,) and (C,)
             gram = gram[:-1, :-1] - tokens * torch.outer(self.center, self.center)
             cross = cross[:-1] - tokens * torch.outer(self.center, self.offset)
-        self.cross, self.scale = cross, float(gram.diagonal().mean())
-        values, self.vectors = torch.linalg.eigh(gram)
-        self.values = torch.where(values > values[-1] * 1e-13, values, 0)  # 0: a direction of no weight
+        self.gram, self.cross = gram, cross
+        if len(blocks) == 1:  # one decomposition serves every penalty
+            self.scale = float(gram.diagonal().mean())
+            values, self.vectors = torch.linalg.eigh(gram)
+            self.values = torch.where(values > values[-1] * 1e-13, values, 0)  # 0: a direction of no weight
 
-    def solve(self, penalty: float) -> Tensor:
-        """Return W (I, C); `penalty` is in mean squares of an input; directions of no weight are left alone."""
+    def solve(self, penalties: Sequence[float]) -> Tensor:
+        """Return W (I, C); penalties, one a block, are in mean squares of an input."""
+        weight = self._of_one(*penalties) if len(self.blocks) == 1 else self._of_blocks(penalties)
+        return torch.cat([weight, (self.offset - self.center @ weight)[None]]) if self.bias else weight
+
+    def _of_one(self, penalty: float) -> Tensor:
+        """Leave directions of no weight alone."""
         penalized = torch.where(self.values > 0, self.values + penalty * self.scale, 1)
         inverse = torch.where(self.values > 0, 1 / penalized, 0)
-        weight = self.vectors @ (inverse[:, None] * (self.vectors.T @ self.cross))  # (C, C)
-        return torch.cat([weight, (self.offset - self.center @ weight)[None]]) if self.bias else weight
+        return self.vectors @ (inverse[:, None] * (self.vectors.T @ self.cross))  # (I, C)
+
+    def _of_blocks(self, penalties: Sequence[float]) -> Tensor:
+        """Penalise each block in its own mean square; one of nothing but zeros gets weights of zero."""
+        squares = [float(block.mean()) for block in self.gram.diagonal().split(list(self.blocks))]
+        scales = self.gram.new_tensor([square or 1.0 for square in squares])
+        added = [
+            (penalty * scale).expand(size) for penalty, scale, size in zip(penalties, scales, self.blocks, strict=True)
+        ]
+        return torch.cholesky_solve(self.cross, torch.linalg.cholesky(self.gram + torch.cat(added).diag()))  # (I, C)

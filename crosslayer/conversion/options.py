@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from crosslayer.conversion.moments import ALONE, FITS
+from crosslayer.conversion.moments import ALONE, FITS, REFITS
 from crosslayer.diagnosis.groups import PAPER_SIZE
 from crosslayer.method import Method
 from crosslayer.methods import Entry, to_entry
@@ -40,8 +40,8 @@ class RetrofitOptions(Options):
     kl_budget: Budget = Field(default=None, description="search within this KL, in nats a token")
     compensation: str | None = Field(
         default=None,
-        description="how W_c is fitted: none, zero, mean, lstsq, lmmse, ridge or layerwise; None: what suits the "
-        "method",
+        description="how W_c is fitted: none, zero, mean, lstsq, lmmse, ridge or layerwise; or W_o with it, refit, or "
+        "alone, refit-o, where layers attend to borrowed states. None: what suits the method",
     )
     bias: bool = Field(default=False, description="whether W_c has a bias")
     target: str | None = Field(default=None, description="where W_c writes; None: the method's first choice")
@@ -81,6 +81,11 @@ class RetrofitOptions(Options):
             raise ValueError(f"`kv_context` {self.kv_context} is too short; it is a number of tokens, at least 2")
         if self.size < 2:
             raise ValueError(f"`size` {self.size} is too small; a block has at least 2 layers")
+        if self.compensation in REFITS and self.target not in (None, "attention"):
+            raise ValueError(
+                f"`compensation` {self.compensation} refits W_o beside a W_c that writes to the stream; use `target` "
+                "attention"
+            )
         if self.compensation in ALONE and self.merge != "first":
             raise ValueError(
                 f"`compensation` {self.compensation} makes up for followers alone, and `merge` {self.merge} also "

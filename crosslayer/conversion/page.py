@@ -9,7 +9,7 @@ from crosslayer.output.panel import COLORS, Line, Panel
 from crosslayer.plan import STATES
 
 NAMES_SHOWN = 6  # of weights
-FIT_LINES = (  # of the figure of W_c: name, field of a fit, color, dashed
+FIT_LINES = (  # of the figure of what is fitted: name, field of a fit, color, dashed
     ("each token, before", "token_before", 0, True),
     ("each token, after", "token_after", 0, False),
     ("mean by position, before", "mean_before", 1, True),
@@ -64,8 +64,12 @@ def _fits(record: RetrofitRecord) -> Panel:
         Line(name, layers, [fit[key] for fit in fits], color=COLORS[color], dashed=dashed)
         for name, key, color, dashed in FIT_LINES
     ]
-    sentence = "Root mean square of what the rewired layer's stream lacks, without and with W_c, on calibration text."
-    return Panel("calibration", "What W_c makes up for", sentence, "layer", "RMS error", lines, log_y=True, wide=True)
+    sentence = (
+        "Root mean square of what the rewired stream lacks, without and with what is fitted, on calibration text."
+    )
+    return Panel(
+        "calibration", "What the fit makes up for", sentence, "layer", "RMS error", lines, log_y=True, wide=True
+    )
 
 
 def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
@@ -98,7 +102,7 @@ def tables(record: RetrofitRecord) -> list[Table]:
 
 
 def _by_domain(domains: list[DomainDamage]) -> Table:
-    """Return the damage of each domain, with and without W_c."""
+    """Return the damage of each domain, with what was fitted and without it."""
     rows = []
     for domain in domains:
         without = None if domain.gain is None else domain.gain.without
@@ -113,14 +117,19 @@ def _by_domain(domains: list[DomainDamage]) -> Table:
                 "–" if without is None else kl(without),
             ]
         )
-    heads = ["domain", "", "windows", "perplexity ratio", "without W_c", "KL", "without W_c"]
+    heads = ["domain", "", "windows", "perplexity ratio", "without the fit", "KL", "without the fit"]
     return ("Damage by domain", heads, rows)
 
 
 def _weights(record: RetrofitRecord) -> Table:
     weights = record.weights
     rows = []
-    for title, names in (("dropped", weights.dropped), ("merged", weights.merged), ("new", weights.new)):
+    for title, names in (
+        ("dropped", weights.dropped),
+        ("merged", weights.merged),
+        ("new", weights.new),
+        ("refitted", weights.refitted),
+    ):
         shown = names[:NAMES_SHOWN]
         rows.append([title, str(len(names)), [*shown, "…"] if len(names) > len(shown) else shown])
     return ("Weights", ["", "count", "names"], rows)

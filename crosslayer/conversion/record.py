@@ -73,14 +73,15 @@ class Weights(Frozen):
     dropped: list[str]
     merged: list[str]
     new: list[str]
+    refitted: list[str] = Field(default=[], description="W_o that were fitted anew")
 
 
 class Calibration(Frozen):
-    """How W_c was fitted."""
+    """How W_c and W_o were fitted."""
 
-    fit: str = Field(description="none, zero, mean, lstsq, lmmse, ridge or layerwise")
+    fit: str = Field(description="none, zero, mean, lstsq, lmmse, ridge, layerwise, refit or refit-o")
     windows: dict[str, int] = Field(description="windows that were fitted to, by domain")
-    layers: list[Fit] = Field(description="what W_c of each compensated layer does, from below")
+    layers: list[Fit] = Field(description="what they do in each layer that was fitted, from below")
 
 
 class CacheRecord(Frozen):

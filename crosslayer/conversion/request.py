@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+from crosslayer.conversion.moments import REFITS
 from crosslayer.conversion.options import RetrofitOptions
 from crosslayer.conversion.wires import searched_methods
 from crosslayer.method import Method
@@ -70,9 +71,14 @@ class Request:
         """Whether W_c is fitted to calibration text."""
         return self.fit not in ("none", "zero")
 
+    @property
+    def adds(self) -> bool:
+        """Whether a W_c is added wherever a method may have one."""
+        return self.fit not in ("none", "refit-o")
+
     def target(self, kind: type[Method]) -> str | None:
         """Return where W_c of a method writes, None without W_c: as asked, or else the method's first choice."""
-        if self.fit == "none" or not kind.targets:
+        if not self.adds or not kind.targets:
             return None
         return self.options.target if self.options.target in kind.targets else kind.targets[0]
 
@@ -112,9 +118,9 @@ class Request:
             "merge": len(merges) > 1,
             "groups": self.fit == "mean",
             "calibration": self.fits or self.many_tokens,
-            "bias": self.fit != "none" and self.whole is None and (kind is None or takes_bias(kind)),
-            "target": self.fit != "none" and self.whole is None and (kind is None or len(kind.targets) > 1),
-            "compensation": self.fit == "none" or self._has_targets(),
+            "bias": self.adds and self.whole is None and (kind is None or takes_bias(kind)),
+            "target": self.adds and self.whole is None and (kind is None or len(kind.targets) > 1),
+            "compensation": not self.adds or self._has_targets(),
         }
         asked = options.changed()
         for option, does in acts.items():
@@ -131,6 +137,12 @@ class Request:
             check_choice("retrofit", "part", options.part, self.kind.parts)
         if options.select is not None and self.kind is not None:
             check_choice("retrofit", "select", options.select, selects(self.kind))
+        chosen = type(self.whole) if self.whole is not None else self.kind
+        if self.fit in REFITS and chosen is not None and not chosen.grouped:
+            raise ValueError(
+                f"`compensation` {self.fit} refits W_o of layers that attend to borrowed states, and {chosen.name()} "
+                "has none; use layerwise"
+            )
         if options.target is not None:
             kinds = searched_methods() if self.kind is None else [self.kind]
             check_choice(

@@ -4,16 +4,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from crosslayer.conversion.calibrate import Text, calibrate, changed_alone
 from crosslayer.conversion.convert import convert
-from crosslayer.conversion.moments import ALONE, FITS, Fit
+from crosslayer.conversion.moments import ALONE, FITS, REFITS, Fit
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.method import Compensation, Method, mixes
 from crosslayer.methods import Entry, load_methods, merge_plans
 from crosslayer.options import check_choice
 from crosslayer.plan import DepthPlan
+
+OUTPUT = "model.layers.{}.self_attn.o_proj.weight"  # W_o of a layer, in all families that convert
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,9 @@ class Rewired:
         dropped: names of the original's weights that are gone.
         merged: names of the weights that were merged from several layers'.
         new: names of the weights that the original does not have.
-        fit: how W_c was fitted; None where there is no W_c.
-        fits: what W_c of each compensated layer does, from below.
+        fit: how W_c and W_o were fitted; None where neither was.
+        fits: what they do in each layer that was fitted, from below.
+        refitted: the original's tensor of every W_o that was refitted, by name.
 
     """
 
@@ -38,6 +42,7 @@ class Rewired:
     new: list[str]
     fit: str | None
     fits: list[Fit]
+    refitted: dict[str, Tensor]
 
 
 @torch.no_grad()
@@ -61,8 +66,8 @@ def rewire(
         methods: a method or a list: names, {"name": …, option: …}, `Method` objects or classes.
         calibration: token ids (N, T) without padding, to fit W_c where a method has a compensation; or such ids by
             domain, {"web": …, "code": …}: what is fitted to several carries over better to text of other kinds.
-        fit: "zero", "mean" (arXiv 2502.00439, Theorem 3.1), "lstsq", "lmmse", "ridge" or "layerwise" (see
-            calibrate.py).
+        fit: "zero", "mean" (arXiv 2502.00439, Theorem 3.1), "lstsq", "lmmse", "ridge", "layerwise", "refit" or
+            "refit-o" (see calibrate.py).
             Default: "layerwise", or "ridge" where anything changes outside of what W_c stands for (a merge, an MLP that
             goes), for which neither "layerwise" nor "lmmse" makes up.
         groups: v of Theorem 3.1: how many groups of sequences have a mean of their own, for fit "mean".
@@ -79,7 +84,7 @@ def rewire(
     _check_changes(chosen, model.config.num_hidden_layers)
     conversion, fits = convert(model, chosen, merge), []
     rewired = conversion.model
-    if not any(isinstance(module, Compensation) for module in rewired.modules()):
+    if fit not in REFITS and not any(isinstance(module, Compensation) for module in rewired.modules()):
         fit = None
     elif fit != "zero":
         plain = convert(model, []).model
@@ -91,7 +96,10 @@ def rewire(
     if not share_weights:
         for parameter in rewired.parameters():
             parameter.data = parameter.data.clone()
-    return Rewired(rewired, chosen, conversion.dropped, conversion.merged, conversion.new, fit, fits)
+    originals = model.state_dict()
+    outputs = [OUTPUT.format(fitted.layer) for fitted in fits if fitted.output_penalty is not None]
+    refitted = {name: originals[name] for name in outputs}
+    return Rewired(rewired, chosen, conversion.dropped, conversion.merged, conversion.new, fit, fits, refitted)
 
 
 def _check_changes(methods: list[Method], layers: int) -> None:
@@ -106,10 +114,10 @@ def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | 
     """Return how W_c is fitted; a fit of each layer alone is refused where it would leave a change out."""
     if fit not in (*ALONE, None):
         return fit
-    alone = changed_alone(plain, model)
+    alone = changed_alone(plain, model, fit or "layerwise")
     if fit is not None and alone:
         raise ValueError(
-            f"fit {fit!r} makes up for nothing in layers {alone}, which change outside of what W_c stands for "
+            f"fit {fit!r} makes up for nothing in layers {alone}, which change outside of what it stands for "
             "(a merged leader, an MLP that goes); use ridge"
         )
     return fit or ("ridge" if alone else "layerwise")

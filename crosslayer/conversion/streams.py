@@ -7,7 +7,7 @@ Shapes: B sequences of a batch, T tokens, C hidden.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,17 +57,17 @@ class Streams:
             for stream in self.before:
                 stream.copy_(self._run(self.layers_before[layer], layer, stream, {})[0])
 
-    def gaps(self, layer: int, target: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield X and E of each batch, (B, T, C): the rewired layer's normed input, and what its stream lacks.
+    def gaps(self, layer: int, target: str, reads: Sequence[str] = ("normed",)) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield X (B, T, I) and E (B, T, C) of each batch: what is fitted to, and what the rewired stream lacks.
 
-        `target` is where W_c writes. The original's own stream has passed the layer afterwards.
+        X is the layer's "normed" input, or the concatenated "heads" that its W_o reads, or both. `target` is where W_c
+        writes. The original's own stream has passed the layer afterwards.
         """
         self._separate(layer)
         for number, stream in enumerate(self.after):
             wanted = self._wanted(layer, number, target)
             rewired = self._watched(self.layers_after[layer], layer, stream, self.carries[number], target, stop=True)
-            assert rewired.normed is not None
-            yield rewired.normed, wanted - rewired.reached
+            yield torch.cat([rewired.seen[name] for name in reads], dim=-1), wanted - rewired.reached
         self.passed = layer
 
     def around_attention(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -131,12 +131,12 @@ class _EnoughError(Exception):
 
 
 class _Watch:
-    """Keeps the normed input of a layer and the stream to which W_c writes."""
+    """Keeps what W_c and W_o of a layer read, by name, and the stream to which W_c writes."""
 
     def __init__(self, layer: CrossLayerDecoderLayer, target: str, stop: bool):
         self.layer, self.stop = layer, stop
         self.early = target != "mlp" and layer.mlp is not None  # else the layer's output is what W_c changes
-        self.normed: Tensor | None = None
+        self.seen: dict[str, Tensor] = {}
         self.stream: Tensor | None = None
         self.output: Tensor | None = None
         self.handles: list[Any] = []
@@ -144,6 +144,8 @@ class _Watch:
     def __enter__(self) -> "_Watch":
         assert self.layer.input_layernorm is not None
         self.handles.append(self.layer.input_layernorm.register_forward_hook(self._keep_normed))
+        if self.layer.self_attn is not None:
+            self.handles.append(self.layer.self_attn.o_proj.register_forward_pre_hook(self._keep_heads))
         if self.early:
             assert self.layer.mlp_norm is not None
             self.handles.append(self.layer.mlp_norm.register_forward_pre_hook(self._keep_stream))
@@ -161,7 +163,10 @@ class _Watch:
         return stream
 
     def _keep_normed(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.normed = output
+        self.seen["normed"] = output
+
+    def _keep_heads(self, module: nn.Module, args: Any) -> None:
+        self.seen["heads"] = args[0]
 
     def _keep_stream(self, module: nn.Module, args: Any) -> None:
         self.stream = args[0]

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from crosslayer.conversion.bootstrap import Interval
 from crosslayer.conversion.record import Damage, DomainDamage, FixedBlocks, Gain, RetrofitRecord
 
+FITTED = {"refit": "the fit of W_o and W_c", "refit-o": "the fit of W_o"}
+
 
 def sentences(record: RetrofitRecord) -> list[str]:
     """Return what the retrofit is, what it costs and what that rests on."""
@@ -55,7 +57,7 @@ def _damage(record: RetrofitRecord) -> list[str]:
         said.append(_ratios(domains))
     gains = [(domain, domain.gain) for domain in domains if domain.gain is not None]
     if gains:
-        said.append(gain_sentence(gains))
+        said.append(gain_sentence(gains, record.calibration.fit))
     if all(domain.seen for domain in domains):
         said.append(
             "All of this is text of the kind that it was fitted to: what it costs on other text was not measured; "
@@ -88,8 +90,8 @@ def drawn(domains: Sequence[DomainDamage]) -> str:
     return f"drawn within documents (of {', '.join(single)}: {independent})" if single else "drawn within documents"
 
 
-def gain_sentence(gains: Sequence[tuple[DomainDamage, Gain]]) -> str:
-    """Say on which domains W_c lowers the KL, on which it raises it, and on which neither can be told."""
+def gain_sentence(gains: Sequence[tuple[DomainDamage, Gain]], fit: str) -> str:
+    """Say on which domains what was fitted lowers the KL, on which it raises it, and on which neither can be told."""
     lowers, raises, unclear = [], [], []
     for domain, gain in gains:
         low, high = gain.kl_ci95
@@ -97,7 +99,7 @@ def gain_sentence(gains: Sequence[tuple[DomainDamage, Gain]]) -> str:
         listed.append(f"{domain.name} ({gain.without.kl:.3f} → {domain.kl:.3f})")
     verdicts = {"lowers the KL on": lowers, "raises the KL on": raises, "is not told apart from none on": unclear}
     said = [f"{verdict} {', '.join(listed)}" for verdict, listed in verdicts.items() if listed]
-    return f"Against the same wiring without it, W_c {'; '.join(said)}."
+    return f"Against the same wiring without it, {FITTED.get(fit, 'W_c')} {'; '.join(said)}."
 
 
 def _search(record: RetrofitRecord, blocks: FixedBlocks) -> str:

@@ -129,7 +129,7 @@ def test_ridge_leaves_one_domain_out(source):
         error = 0.1 * x @ shared + sign * 3 * x @ (torch.eye(32) - shared)
         moments.add(x, error, 8 * domain)
         single.add(x, error, 8 * domain)
-    (_, penalty, left), (_, other, _) = moments.solve("ridge"), single.solve("ridge")
+    (_, (penalty,), left), (_, (other,), _) = moments.solve("ridge"), single.solve("ridge")
     assert penalty >= 10 * other and left > 1 - 1e-3  # what was learnt of one domain does not hold in the next
 
 
@@ -279,7 +279,7 @@ def test_no_penalty_shrinks_a_bias():
         error = offset + torch.randn(8, 16, 8, generator=generator, dtype=torch.float64)  # x says nothing of it
         moments.add(x, error, 8 * domain)
         rows.append((x.flatten(0, 1), error.flatten(0, 1)))
-    solved, penalty, left = moments.solve("ridge")
+    solved, (penalty,), left = moments.solve("ridge")
     x, error = (torch.cat(parts) for parts in zip(*rows, strict=True))
     assert penalty >= 1 and left < 0.5 and solved[:-1].abs().max() < 0.2
     centred = x - x.mean(0)
@@ -288,7 +288,7 @@ def test_no_penalty_shrinks_a_bias():
     weight = torch.linalg.solve(gram + eye, centred.T @ (error - error.mean(0)))
     assert (solved[:-1] - weight).abs().max() < 1e-9
     assert (solved[-1] - (error.mean(0) - x.mean(0) @ weight)).abs().max() < 1e-9
-    report = moments.report(0, solved, penalty, left)
+    report = moments.report(0, solved)
     rest = error - x @ solved[:-1] - solved[-1]
     assert report.token_after == pytest.approx(float(rest.square().sum(-1).mean().sqrt()), rel=1e-9)
     mean, *_ = moments.solve("mean")

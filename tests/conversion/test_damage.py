@@ -95,7 +95,7 @@ def test_without_w_c_is_the_wiring_alone():
     made = rewire(model, {"name": "cla", "groups": [[2, 3]], "compensation": "attention"}, fit="zero").model
     torch.nn.init.normal_(made.model.layers[3].compensation.weight)
     with torch.no_grad():
-        before, alone = made(ids).logits, logits_without(made)(ids)
+        before, alone = made(ids).logits, logits_without(made, {})(ids)
         with what_if(model, made.config.plan):
             assert torch.allclose(alone, model(ids).logits, atol=1e-6)
         assert torch.equal(made(ids).logits, before) and not torch.allclose(before, alone, atol=1e-3)
@@ -125,7 +125,7 @@ def test_words_say_how_windows_were_drawn_and_what_w_c_raises():
     assert (drawn([single]), drawn([several])) == (independent, "drawn within documents")
     assert drawn([single, several]) == f"drawn within documents (of a: {independent})"
     raised = domain_of("a", 1, 0.3, gain=(0.2, (0.05, 0.15)))
-    assert gain_sentence([(raised, raised.gain)]) == (
+    assert gain_sentence([(raised, raised.gain)], "layerwise") == (
         "Against the same wiring without it, W_c raises the KL on a (0.200 → 0.300)."
     )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import DynamicCache, GenerationConfig, QuantizedCache
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, QuantizedCache
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache, convert_and_export_with_cache
 
 from crosslayer import testing as contract
@@ -108,5 +108,6 @@ def test_continuous_batching_equals_generate(case):
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     expected = [model.generate(prompt, **options)[0, prompt.shape[1] :].tolist() for prompt in prompts]
     config = GenerationConfig(**options, eos_token_id=-1)
-    outputs = model.generate_batch([prompt[0].tolist() for prompt in prompts], generation_config=config)
+    room = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # by default nearly all memory that is free
+    outputs = model.generate_batch([prompt[0].tolist() for prompt in prompts], config, room)
     assert [output.generated_tokens for output in outputs.values()] == expected

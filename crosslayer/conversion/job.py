@@ -83,8 +83,7 @@ def retrofit(
         kv_budget: search for this share of the cache.
         kv_context: tokens at which the cache is counted.
         kl_budget: search within this KL, in nats a token.
-        compensation: how W_c is fitted: none, zero, mean, lstsq, lmmse, ridge or layerwise; or W_o with it, refit, or
-            alone, refit-o, where layers attend to borrowed states.
+        compensation: how W_c is fitted: none, zero, mean, lstsq, lmmse, ridge, layerwise; refit, refit-o: W_o as well.
         target: where W_c writes.
         groups: v of Theorem 3.1, for compensation "mean".
         merge: what becomes of pretrained weights that a group shares.

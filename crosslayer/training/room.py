@@ -6,6 +6,8 @@ weights + gradients + states of the optimizer   4 bytes a parameter each; Adam h
                                                 (of a batch without them: of as many tokens as have them at once)
 """
 
+from typing import Any
+
 from torch import nn
 from transformers import PreTrainedConfig, TrainingArguments
 
@@ -20,12 +22,13 @@ LOGITS = 2**30  # numbers; a batch that has more goes without them
 ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
 
 
-def without_logits(config: PreTrainedConfig, args: TrainingArguments, tokens: int) -> bool:
-    """Return whether the loss of that many tokens is computed a part at a time, without logits of all of them.
+def without_logits(config: Any, args: TrainingArguments, tokens: int) -> dict[str, bool]:
+    """Return what asks a model for the loss of that many tokens without logits of all of them, where those are many.
 
     Compiled models make all logits: the graph breaks where parts are recomputed.
     """
-    return isinstance(config, CrossLayerConfig) and tokens * config.vocab_size > LOGITS and not args.torch_compile
+    ours = isinstance(config, CrossLayerConfig) and not args.torch_compile
+    return {"skip_logits": True} if ours and tokens * config.vocab_size > LOGITS else {}
 
 
 def check_room(

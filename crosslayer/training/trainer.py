@@ -205,13 +205,9 @@ class CrossLayerTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss; without a cache, since positions that restart separate documents only then."""
-        given = {**inputs, "use_cache": False, **self._skipping(inputs["input_ids"])}
+        skipping = without_logits(self.model.config, self.args, inputs["input_ids"].numel())  # type: ignore[union-attr]
+        given = {**inputs, **skipping, "use_cache": False}
         return super().compute_loss(model, given, return_outputs, num_items_in_batch)
-
-    def _skipping(self, ids: Tensor) -> dict[str, bool]:
-        """Return what asks the model for a loss without logits, where those of ids (B, T) would be too many."""
-        config: Any = self.model.config  # type: ignore[union-attr]  # an adapter's model has one, too
-        return {"skip_logits": True} if without_logits(config, self.args, ids.numel()) else {}
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs on their device, with the borders of documents where attention must be told them."""
@@ -296,7 +292,7 @@ class CrossLayerTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         labels = inputs["labels"]
         counts = labels[:, 1:].ne(-100).sum(dim=1)
-        skipping = self._skipping(labels)
+        skipping = without_logits(self.model.config, self.args, labels.numel())  # type: ignore[union-attr]
         with torch.no_grad(), self.compute_loss_context_manager():
             if skipping and len(labels) == 1:
                 text_alone = {"output_router_logits": False, "num_items_in_batch": 1}  # the sum, without routers' loss

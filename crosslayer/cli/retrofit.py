@@ -46,8 +46,9 @@ def command(
     compensation: Annotated[
         str | None,
         typer.Option(
-            help="How W_c is fitted: layerwise (default; with --merge ridge), none, zero, mean, lstsq, lmmse or ridge; "
-            "or W_o of layers that attend to borrowed states with it (refit) or alone (refit-o)."
+            help="What makes up for it: refit (default where layers attend to borrowed states: W_c, and their W_o "
+            "anew), refit-o (their W_o alone), or W_c by layerwise (default elsewhere), ridge (default with --merge), "
+            "zero, mean, lstsq or lmmse; or none."
         ),
     ] = None,
     target: Annotated[

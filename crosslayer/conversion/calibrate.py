@@ -66,7 +66,7 @@ def calibrate(
     fits = []
     for layer in range(highest + 1):
         if layer in fitted:
-            fits.append(_fit(streams, layer, fit, sizes, groups))
+            fits.append(fit_layer(streams, layer, fit, sizes, groups))
         if layer < highest:
             streams.advance(layer)
         if progress is not None:
@@ -83,12 +83,18 @@ def fitted_layers(model: CrossLayerForCausalLM, fit: str) -> list[int]:
     ]
 
 
+def can_refit(model: CrossLayerForCausalLM) -> bool:
+    """Return whether layers attend to borrowed states by a W_o that can be refitted beside every W_c."""
+    targets = set(model.config.wiring.compensation) - {None, "attention"}
+    return any(is_reader(block) for block in layers_of(model)) and not model.config.has_post_norms and not targets
+
+
 def is_reader(block: CrossLayerDecoderLayer) -> bool:
     """Return whether a layer attends to states that it borrows."""
     return block.self_attn is not None and bool(block.self_attn.sources)
 
 
-def _fit(streams: Streams, layer: int, fit: str, sizes: list[int], groups: int) -> Fit:
+def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: int = 1) -> Fit:
     """Fit W_c and W_o of a layer, as far as it has them and the fit asks for them, to what the layer lacks."""
     rewired = streams.layers_after[layer]
     compensation, refits = rewired.compensation, fit in REFITS and is_reader(rewired)
@@ -176,14 +182,24 @@ def _check_refit(model: CrossLayerForCausalLM) -> None:
     wiring = model.config.wiring
     if not any(is_reader(block) for block in layers_of(model)):
         raise ValueError("no layer attends to borrowed states, so there is no W_o to refit; use layerwise")
-    if model.config.has_post_norms:
-        raise ValueError(
-            "W_o is not refitted through the norm on attention's update that this model has; use layerwise"
-        )
+    check_output(model.config)
     others = sorted({target for target in wiring.compensation if target not in (None, "attention")})
     if others:
         raise ValueError(
             f"W_o is refitted beside a W_c that writes to the stream; use target 'attention', not {others[0]!r}"
+        )
+
+
+def check_output(config: CrossLayerConfig) -> None:
+    """Refuse to refit W_o where attention's update is not linear in it.
+
+    Raises:
+        ValueError: there is a norm on the update.
+
+    """
+    if config.has_post_norms:
+        raise ValueError(
+            "W_o is not refitted through the norm on attention's update that this model has; use layerwise"
         )
 
 

@@ -36,7 +36,7 @@ def choose(
     Args:
         model: the original.
         request: what was asked for.
-        windows: text by purpose; "search" and "trade-off" for a budget, "choice" for automatic layers.
+        windows: text by purpose; "search", "trade-off" and "calibration" for a budget, "choice" for automatic layers.
         progress: shows what is being done.
 
     Raises:
@@ -48,7 +48,7 @@ def choose(
         look(model).check(request.whole.plan(layers))
         return [request.whole], Choice(how="as options")
     if request.kind is None:
-        return methods_by_damage(model, windows["search"], windows["trade-off"], request, progress)
+        return methods_by_damage(model, windows, request, progress)
     named = request.options.layers
     if named == "auto":
         ids = windows["calibration" if request.many_tokens else "choice"].ids

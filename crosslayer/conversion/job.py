@@ -7,11 +7,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.conversion.cache import CacheShare, allocated
-from crosslayer.conversion.calibrate import inputs
+from crosslayer.conversion.calibrate import check_output, inputs
 from crosslayer.conversion.choose import choose
 from crosslayer.conversion.damage import by_domain
 from crosslayer.conversion.losses import logits_of, logits_without, losses
-from crosslayer.conversion.moments import check_enough
+from crosslayer.conversion.moments import REFITS, check_enough
 from crosslayer.conversion.options import RetrofitOptions, plain_method
 from crosslayer.conversion.record import (
     Architecture,
@@ -141,8 +141,11 @@ def _read(
     request = Request(options)
     with progress("reading the text", 0):
         texts = Texts.load(text, calibration_text, options.seed)
-    config = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
-    width = inputs(to_config(config), request.fit)  # says if the family does not convert
+    config = to_config(model.config if isinstance(model, PreTrainedModel) else load_config(str(model)))
+    request.post_norms = config.has_post_norms
+    if request.fit in REFITS:
+        check_output(config)
+    width = inputs(config, request.fit)
     parts = texts.parts(request)  # says if there are too few windows
     if request.fits:
         sizes = [count for count in parts["calibration"].values() if count]
@@ -205,13 +208,13 @@ class Job:
         return windows
 
     def _rewire(self, methods: list[Method], windows: dict[str, Windows]) -> Rewired:
-        request = self.request
+        request, fit = self.request, self.request.fit_of(methods)
         with self.progress("calibrating", self.layers) as bar:
             return rewire(
                 self.model,
                 methods,
                 calibration=windows["calibration"].by_domain() if request.fits else None,
-                fit=None if request.fit == "none" else request.fit,
+                fit=None if fit == "none" else fit,
                 groups=request.options.groups,
                 merge=request.options.merge,
                 progress=bar.step,

@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 
 from crosslayer.corpus.windows import Windows
 from crosslayer.method import Compensation
-from crosslayer.plan import DepthPlan
-from crosslayer.probe.what_if import Sublayers, what_if
 
 ROWS = 128  # of logits at a time, so that no second copy of a window's logits is made
 Run = Callable[[Tensor], Tensor]  # ids (1, T) → logits (1, T, V)
@@ -46,16 +44,6 @@ class Losses:
 def logits_of(model: PreTrainedModel) -> Run:
     """Return the forward pass of a model."""
     return lambda ids: model(input_ids=ids.to(model.device), use_cache=False).logits
-
-
-def logits_if(model: PreTrainedModel, plan: DepthPlan, sublayers: Sublayers) -> Run:
-    """Return the forward pass of a model that pretends to be wired by `plan`."""
-
-    def run(ids: Tensor) -> Tensor:
-        with what_if(model, plan, sublayers):
-            return model(input_ids=ids.to(model.device), use_cache=False).logits
-
-    return run
 
 
 def logits_without(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> Run:

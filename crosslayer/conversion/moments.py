@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-REFITS = ("refit", "refit-o")  # W_o of layers that read borrowed states is fitted, too, or alone
+REFITTED = {"refit": "W_o and W_c", "refit-o": "W_o"}  # what is fitted, where it is not W_c alone
+REFITS = tuple(REFITTED)  # W_o of layers that read borrowed states is fitted, too, or alone
 FITS = ("zero", "mean", "lstsq", "lmmse", "ridge", "layerwise", *REFITS)
 LEAST_SQUARES = ("lstsq", "lmmse")  # without a penalty
 CHOSEN = ("ridge", "layerwise", *REFITS)  # whose penalty is chosen
@@ -31,6 +32,7 @@ ALONE = ("layerwise", "lmmse", *REFITS)  # what is fitted stands for what was ta
 PENALTIES = tuple(10.0**exponent for exponent in range(-7, 4))  # times the mean square of an input
 LARGEST_CUTOFF = 0.01  # of singular values, as a share of the largest
 HELD_OUT = 8  # every n-th sequence is left out where there is a single domain
+COMPARED = 96  # combinations of E's entries on which penalties are compared, at most
 NEEDED = 2  # tokens for each input of W_c, below which least squares memorise
 
 
@@ -73,13 +75,15 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
         ValueError: the message says how many tokens are needed, and how many of them are held out.
 
     """
-    if fit not in (*LEAST_SQUARES, *CHOSEN) or _is_enough(width, sizes, length, fit):
+    if fit not in (*LEAST_SQUARES, *CHOSEN) or is_enough(width, sizes, length, fit):
         return
     domains = len(sizes)
     evenly = ([len(range(first, count, domains)) for first in range(domains)] for count in itertools.count(1))
-    least = next(shared for shared in evenly if _is_enough(width, shared, length, fit))
+    least = next(shared for shared in evenly if is_enough(width, shared, length, fit))
     held = _held_out(least, fit)
-    parts = f"{sum(least) - held} to fit, with {NEEDED} tokens for each of the {width} inputs of {_fitted(fit)}"
+    parts = (
+        f"{sum(least) - held} to fit, with {NEEDED} tokens for each of the {width} inputs of {REFITTED.get(fit, 'W_c')}"
+    )
     if held:
         parts += f", and {held} held out{' in turn' if domains > 1 else ''} to choose a penalty"
     raise ValueError(
@@ -88,11 +92,7 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
     )
 
 
-def _fitted(fit: str) -> str:
-    return {"refit": "W_o and W_c", "refit-o": "W_o"}.get(fit, "W_c")
-
-
-def _is_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> bool:
+def is_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> bool:
     """Return whether what is fitted has enough tokens, and something is held out where a penalty is chosen."""
     held = _held_out(sizes, fit)
     return (sum(sizes) - held) * length >= NEEDED * width and (held > 0 or fit not in CHOSEN)
@@ -169,12 +169,12 @@ class Moments:
         penalties, left = self._penalties() if fit in CHOSEN else ((), None)
         return self._system().solve(penalties or (0.0,)), penalties, left
 
-    def _system(self, without: int | None = None) -> "_System":
-        """Return the normal equations of all parts, or of all but one."""
+    def _system(self, without: int | None = None, combinations: Tensor | None = None) -> "_System":
+        """Return the normal equations of all parts, or of all but one; for E, or for combinations (C, K) of it."""
         gram, cross = self.gram.sum(0), self.cross.sum(0)
         if without is not None:
             gram, cross = gram - self.gram[without], cross - self.cross[without]
-        return _System(gram, cross, self.bias, self.blocks)
+        return _System(gram, cross if combinations is None else cross @ combinations, self.bias, self.blocks)
 
     def _interpolated(self) -> Tensor:
         """Return pinv(X̄) Ē, with a bias that of what deviates from the means over all rows."""
@@ -186,28 +186,42 @@ class Moments:
         return torch.cat([weight, (offset - center @ weight)[None]])
 
     def _penalties(self) -> tuple[tuple[float, ...], float]:
-        """Return the penalties with the least error on the parts left out, and the share of E that they leave there."""
-        systems = {part: self._system(without=part) for part in self.held}
+        """Return the penalties with the least error on the parts left out, and the share of E that they leave there.
+
+        Ridge fits each entry of E by itself, so a few random combinations of them tell penalties apart.
+        """
+        combinations = self._combinations()  # (C, K)
+        systems = {part: self._system(part, combinations) for part in self.held}
+        crosses = {part: self.cross[part] @ combinations for part in self.held}
 
         @functools.cache
-        def error(places: tuple[int, ...]) -> float:
+        def error(places: tuple[int, ...]) -> float:  # but for the energy of E, which no penalty changes
             penalties = [PENALTIES[place] for place in places]
-            return sum(self._error(system.solve(penalties), [part]) for part, system in systems.items())
+            return sum(
+                _explained(system.solve(penalties), self.gram[part], crosses[part]) for part, system in systems.items()
+            )
 
         equal = [(place,) * len(self.blocks) for place in range(len(PENALTIES))]
         best = min(equal if len(self.blocks) == 1 else equal[2::2], key=error)
         nearer = min(_neighbours(best), key=error)
         while error(nearer) < error(best):
             best, nearer = nearer, min(_neighbours(nearer), key=error)
+        penalties = tuple(PENALTIES[place] for place in best)
         energy = float(self.energy[self.held].sum())
-        left = (max(error(best), 0.0) / energy) ** 0.5 if energy else 0.0
-        return tuple(PENALTIES[place] for place in best), left
+        rest = sum(self._error(self._system(part).solve(penalties), [part]) for part in self.held)
+        return penalties, (max(rest, 0.0) / energy) ** 0.5 if energy else 0.0
+
+    def _combinations(self) -> Tensor:
+        """Return orthonormal combinations of the entries of E, (C, K); of few entries all as they are."""
+        width = self.cross.shape[-1]
+        if width <= 2 * COMPARED:
+            return torch.eye(width).to(self.cross)
+        drawn = torch.randn(width, COMPARED, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        return torch.linalg.qr(drawn).Q.to(self.cross)
 
     def _error(self, weight: Tensor, parts: list[int]) -> float:
-        """Return ‖E − X W‖² = ‖E‖² − 2 ⟨W, XᵀE⟩ + ⟨W, XᵀX W⟩, from the moments alone."""
-        gram = self.gram[parts].sum(0)  # (I, I)
-        cross = self.cross[parts].sum(0)
-        return float(self.energy[parts].sum() - 2 * (weight * cross).sum() + (weight * (gram @ weight)).sum())
+        """Return ‖E − X W‖² of the given parts."""
+        return float(self.energy[parts].sum()) + _explained(weight, self.gram[parts].sum(0), self.cross[parts].sum(0))
 
     def report(self, layer: int, weight: Tensor, **chosen: float | None) -> Fit:
         """Return the errors before and after."""
@@ -223,6 +237,11 @@ class Moments:
             mean_after=float((rest.square().sum() / len(rest)).sqrt()),
             **chosen,
         )
+
+
+def _explained(weight: Tensor, gram: Tensor, cross: Tensor) -> float:
+    """Return ‖E − X W‖² − ‖E‖² = ⟨W, XᵀX W⟩ − 2 ⟨W, XᵀE⟩, from the moments alone; for combinations of E too."""
+    return float((weight * (gram @ weight - 2 * cross)).sum())
 
 
 def _neighbours(places: tuple[int, ...]) -> list[tuple[int, ...]]:

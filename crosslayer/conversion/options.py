@@ -40,8 +40,8 @@ class RetrofitOptions(Options):
     kl_budget: Budget = Field(default=None, description="search within this KL, in nats a token")
     compensation: str | None = Field(
         default=None,
-        description="how W_c is fitted: none, zero, mean, lstsq, lmmse, ridge or layerwise; or W_o with it, refit, or "
-        "alone, refit-o, where layers attend to borrowed states. None: what suits the method",
+        description="what makes up for it: none, zero, mean, lstsq, lmmse, ridge or layerwise fit W_c; refit W_o as "
+        "well, and refit-o W_o alone, of layers that attend to borrowed states. None: what suits the method",
     )
     bias: bool = Field(default=False, description="whether W_c has a bias")
     target: str | None = Field(default=None, description="where W_c writes; None: the method's first choice")

@@ -81,7 +81,7 @@ def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
         low, high = blocks.kl_ci95
         lines.append(Line(f"fixed blocks, {blocks.method}", [blocks.share], [blocks.kl], [low], [high]))
     sentence = (
-        "KL to the original on text that was not searched, without compensation, as states are taken away; 95 % "
+        "KL to the original on text that was not searched, as states are taken away and layers are repaired; 95 % "
         "bootstrap intervals over windows."
     )
     return Panel(

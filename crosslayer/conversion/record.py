@@ -32,8 +32,8 @@ class CurvePoint(Frozen):
     """The wiring after some picks of the search; KL in nats a token."""
 
     share: float = Field(description="of the original's cache that it keeps")
-    kl_search: float = Field(description="KL on the text that was searched on")
-    kl: float = Field(description="KL on text that was not searched, without compensation")
+    kl_search: float = Field(description="KL on the text that was searched on, which ends as it began")
+    kl: float = Field(description="KL on text that was not searched, each layer repaired by itself")
     kl_ci95: Interval
     layers: dict[str, int] = Field(description="how many layers each method acts on")
 
@@ -44,7 +44,7 @@ class FixedBlocks(Frozen):
     method: str
     blocks: list[list[int]]
     share: float
-    kl: float = Field(description="nats a token, on text that was not searched, without compensation")
+    kl: float = Field(description="nats a token, on text that was not searched, repaired in the same way")
     kl_ci95: Interval
     search_minus_fixed: float = Field(description="KL of the search's wiring minus that of the blocks, paired")
     search_minus_fixed_ci95: Interval
@@ -53,7 +53,7 @@ class FixedBlocks(Frozen):
 class SearchRecord(Frozen):
     """How the search went."""
 
-    passes: int = Field(description="forward passes over the text that was searched on")
+    passes: int = Field(description="wirings that were run over the text that was searched on")
     kinds: list[str] = Field(description="(L,) the method that acts on each layer, or 'own'")
     curve: list[CurvePoint]
     fixed: list[FixedBlocks]

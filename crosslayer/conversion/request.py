@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 from crosslayer.conversion.moments import REFITS
 from crosslayer.conversion.options import RetrofitOptions
@@ -10,7 +11,6 @@ from crosslayer.method import Method
 from crosslayer.methods import load_method, method_class
 from crosslayer.options import check_choice
 
-DEFAULT_FIT = "layerwise"
 SINGLE, NEIGHBOURS, ANY = ("similarity", "greedy", "correlation"), ("similarity",), ("distance", "similarity")
 
 
@@ -21,6 +21,7 @@ class Request:
         options: what was asked for.
         kind: the method whose layers are to be chosen; None for a whole method, or where a budget chooses.
         whole: the method that came with all its options, None otherwise.
+        post_norms: whether the model has a norm on attention's update, through which W_o is not refitted.
 
     Raises:
         ValueError: the method is not known, its options are wrong, or an option would do nothing.
@@ -28,7 +29,7 @@ class Request:
     """
 
     def __init__(self, options: RetrofitOptions):
-        self.options = options
+        self.options, self.post_norms = options, False
         self.kind, self.whole = _method_of(options)
         self._refuse_idle()
         self._check_choices()
@@ -64,7 +65,22 @@ class Request:
             return self.options.compensation
         if not self._may_compensate():
             return "none"
-        return DEFAULT_FIT if self.options.merge == "first" else "ridge"  # a merged leader is in no layerwise target
+        if self.options.merge != "first":
+            return "ridge"  # a merged leader is in no layerwise target
+        method = self.kind if self.whole is None else type(self.whole)
+        borrows = method is None or method.grouped  # a search may take a method on groups
+        return "refit" if borrows and self._writes_to_the_stream() and not self.post_norms else "layerwise"
+
+    def fit_of(self, methods: Sequence[Method]) -> str:
+        """Return how the methods that were chosen are fitted: a search may end without a layer that borrows."""
+        if self.fit not in REFITS or any(method.grouped for method in methods):
+            return self.fit
+        return "layerwise" if self.adds else "none"
+
+    def _writes_to_the_stream(self) -> bool:
+        """Return whether W_c, where there is one, writes beside attention's update."""
+        target = self.options.target if self.whole is None else self.whole.compensation
+        return target in (None, "attention")
 
     @property
     def fits(self) -> bool:

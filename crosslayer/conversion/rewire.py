@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from crosslayer.conversion.calibrate import Text, calibrate, changed_alone
+from crosslayer.conversion.calibrate import Text, calibrate, can_refit, changed_alone
 from crosslayer.conversion.convert import convert
 from crosslayer.conversion.moments import ALONE, FITS, REFITS, Fit
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
@@ -68,8 +68,8 @@ def rewire(
             domain, {"web": …, "code": …}: what is fitted to several carries over better to text of other kinds.
         fit: "zero", "mean" (arXiv 2502.00439, Theorem 3.1), "lstsq", "lmmse", "ridge", "layerwise", "refit" or
             "refit-o" (see calibrate.py).
-            Default: "layerwise", or "ridge" where anything changes outside of what W_c stands for (a merge, an MLP that
-            goes), for which neither "layerwise" nor "lmmse" makes up.
+            Default: "refit" where layers attend to borrowed states, else "layerwise"; or "ridge" where anything changes
+            outside of what these stand for (a merge, an MLP that goes).
         groups: v of Theorem 3.1: how many groups of sequences have a mean of their own, for fit "mean".
         merge: what becomes of pretrained weights that a group shares, a rule of a method's `merges`.
         progress: called after each calibrated layer with (done, all).
@@ -120,4 +120,8 @@ def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | 
             f"fit {fit!r} makes up for nothing in layers {alone}, which change outside of what it stands for "
             "(a merged leader, an MLP that goes); use ridge"
         )
-    return fit or ("ridge" if alone else "layerwise")
+    if fit is not None:
+        return fit
+    if alone:
+        return "ridge"
+    return "refit" if can_refit(model) else "layerwise"

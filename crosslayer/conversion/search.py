@@ -1,9 +1,9 @@
 """Which layers and methods meet a budget: a greedy search by measured damage.
 
 A move puts a method on a further layer. At each step the search takes the move with the least measured KL to the
-original for what it saves of the cache at a stated context (a layer with a sliding window has less to save than
-others). Every move is ranked once (of deep models every n-th layer's, for its neighbours); a move is measured again
-before it is taken, for as long as another looks better then (lazy greedy).
+original, after a repair (repairs.py), for what it saves of the cache at a stated context (a layer with a sliding window
+has less to save than others). Every move is ranked once (of deep models every n-th layer's, for its neighbours); a move
+is measured again before it is taken, for as long as another looks better then (lazy greedy).
 """
 
 import math
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from crosslayer.conversion.cache import CacheShare
 from crosslayer.conversion.wires import Kind, Wires, searched_methods
-from crosslayer.plan import DepthPlan
 from crosslayer.probe.shapes import LayerShape
 
 PASSES = 300  # over the search text, at most
@@ -26,7 +25,7 @@ class Search:
     """A greedy search.
 
     Attributes:
-        measure: the KL to the original of a plan, on the search text.
+        measure: the KL to the original of wires, on the search text.
         shapes: of each layer's attention.
         kinds: the methods that are tried.
         context: tokens at which the cache is counted; None: as `CacheShare` does.
@@ -35,7 +34,7 @@ class Search:
 
     """
 
-    measure: Callable[[DepthPlan], float]
+    measure: Callable[[Wires], float]
     shapes: Sequence[LayerShape | None]
     kinds: Sequence[Kind] = field(default_factory=searched_methods)
     context: int | None = None
@@ -108,7 +107,7 @@ class Search:
     def _cost(self, wires: Wires, move: Move, damage: float) -> float:
         """Return the damage that a move adds, for each state of mean size that it saves."""
         self.passes += 1
-        return (self.measure(wires.take(*move).plan) - damage) / self._saved(move)
+        return (self.measure(wires.take(*move)) - damage) / self._saved(move)
 
     def _best(self, wires: Wires, damage: float, costs: dict[Move, float], refused: set[Move]) -> Move | None:
         """Measure the most promising moves again until the best of them stands; its cost in `costs` is then fresh."""

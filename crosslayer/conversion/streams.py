@@ -26,19 +26,31 @@ class Streams:
     With `follow` "both" the original has a stream of its own, from the first layer on in which the models differ. With
     "rewired" the original's layers are asked about the rewired model's stream; with "original" the rewired model's
     layers are asked about the original's.
+
+    `text` is ids (N, T), which begin at the first layer, or streams that are known at another, (B, T, C) each.
     """
 
-    def __init__(self, original: CrossLayerForCausalLM, rewired: CrossLayerForCausalLM, ids: Tensor, follow: str):
+    def __init__(
+        self,
+        original: CrossLayerForCausalLM,
+        rewired: CrossLayerForCausalLM,
+        text: Tensor | Sequence[Tensor],
+        follow: str,
+    ):
         self.body, self.follow = rewired.model, follow
         self.layers_before, self.layers_after = layers_of(original), layers_of(rewired)
-        ids = ids.to(rewired.device)  # (N, T)
-        batches = ids.split(max(1, TOKENS_EACH // ids.shape[1]))
-        position = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, T)
-        placed = [self.body.place(original.model.embed_tokens(batch), position) for batch in batches]
-        self.after, self.rotary = [stream for stream, _ in placed], placed[0][1]  # streams (B, T, C)
+        length = text.shape[1] if isinstance(text, Tensor) else text[0].shape[1]
+        position = torch.arange(length, device=rewired.device)[None]  # (1, T)
+        if isinstance(text, Tensor):
+            batches = text.to(rewired.device).split(max(1, TOKENS_EACH // length))
+            placed = [self.body.place(original.model.embed_tokens(batch), position) for batch in batches]
+            self.after, self.rotary = [stream for stream, _ in placed], placed[0][1]  # streams (B, T, C)
+        else:
+            self.after = [stream.clone() for stream in text]
+            self.rotary = self.body.place(text[0], position)[1]
         self.before: list[Tensor] | None = None  # the original's own, once it differs
         self.passed = -1  # the last layer that the original's own stream has passed
-        self.carries: list[Carry] = [{} for _ in batches]
+        self.carries: list[Carry] = [{} for _ in self.after]
         by_size = {len(stream): stream for stream in self.after}  # the last batch may be smaller
         self.masks = {size: self.body._masks(stream, None, None, position) for size, stream in by_size.items()}
         assert rewired.config.layer_types is not None
@@ -56,6 +68,12 @@ class Streams:
         if self.before is not None and self.passed < layer:
             for stream in self.before:
                 stream.copy_(self._run(self.layers_before[layer], layer, stream, {})[0])
+
+    def borrow(self, layer: int) -> None:
+        """Keep what a layer lends, of streams that enter it; the streams stay where they are."""
+        for number, stream in enumerate(self.after):
+            _, carry = self._run(self.layers_after[layer], layer, stream, self.carries[number])
+            self.carries[number] = {name: state for name, state in carry.items() if name != "read"}
 
     def gaps(self, layer: int, target: str, reads: Sequence[str] = ("normed",)) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield X (B, T, I) and E (B, T, C) of each batch: what is fitted to, and what the rewired stream lacks.

@@ -12,7 +12,7 @@ from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import FITTED, embedded_domains, shared_out, split_domains
 from crosslayer.corpus.windows import Windows, check_text
 
-CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 36
+CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 24
 Documents = Tensor | TextSource | Iterable[str]
 Text = Documents | Sequence[TextSource] | Mapping[str, Documents] | None
 

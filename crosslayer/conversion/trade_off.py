@@ -1,38 +1,42 @@
 """Meet a budget by measured damage, and measure the trade-off on text that was not searched."""
 
 import math
-import time
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from crosslayer.conversion.blocks import Blocks, fixed_blocks
+from crosslayer.conversion.calibrate import inputs
+from crosslayer.conversion.convert import convert
 from crosslayer.conversion.damage import damage, difference
-from crosslayer.conversion.losses import Losses, compare, logits_if, logits_of, losses
+from crosslayer.conversion.losses import Losses, compare, logits_of, losses
+from crosslayer.conversion.moments import REFITS
 from crosslayer.conversion.record import Choice, CurvePoint, FixedBlocks, SearchRecord
+from crosslayer.conversion.repairs import Entering, Repairs
 from crosslayer.conversion.request import Request
 from crosslayer.conversion.search import PASSES, Search
-from crosslayer.conversion.wires import Wires
+from crosslayer.conversion.wires import Wires, searched_methods
 from crosslayer.corpus.windows import Windows
+from crosslayer.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.method import Method
 from crosslayer.output.progress import Meter
-from crosslayer.plan import DepthPlan
-from crosslayer.probe.what_if import Sublayers, look
+from crosslayer.probe.what_if import look
 
-POINTS = 8  # of the curve, at most
+POINTS = 5  # of the curve, at most
 
 
 @torch.no_grad()
 def methods_by_damage(
-    model: PreTrainedModel, searched: Windows, unseen: Windows, request: Request, progress: Meter
+    model: PreTrainedModel, windows: Mapping[str, Windows], request: Request, progress: Meter
 ) -> tuple[list[Method], Choice]:
     """Return the methods that meet the request's budget, and what the record says of the choice.
 
     Args:
         model: the original.
-        searched: text on which moves are measured.
-        unseen: other text, on which the trade-off curve is measured.
+        windows: text by purpose: "search", on which moves are measured, "trade-off", on which the curve is, and
+            "calibration", to which repairs are fitted if the request fits anything.
         request: names the budget.
         progress: shows both.
 
@@ -40,62 +44,96 @@ def methods_by_damage(
         ValueError: the budget cannot be met; the message names the nearest.
 
     """
-    options = request.options
-    sublayers = look(model)
-    measure = Measure(model, sublayers, searched)
-    search = Search(measure, sublayers.shapes, context=options.kv_context)
-    expected = len(sublayers.shapes) * len(search.kinds) * 3 // 2
-    duration = expected * measure.seconds
-    what = f"searching, about {expected} of at most {PASSES} forward passes, {duration:.0f} s"
-    with progress(what, expected) as bar:
-        bar.step(0, expected)
+    options, shapes = request.options, look(model).shapes
+    with progress("reading the layers of the original", 0):
+        measure = Measure(model, windows["search"], request, windows.get("calibration"))
+    search = Search(measure, shapes, context=options.kv_context)
+    expected = len(shapes) * len(search.kinds) * 3 // 2
+    with progress(f"searching, about {expected} of at most {PASSES} wirings", expected) as bar:
         measure.step = lambda passes: bar.step(min(passes, expected), expected)
         chosen = search.run(options.kv_budget, options.kl_budget)
-    targets = {kind: request.target(kind) for kind in search.kinds}
-    methods = [request.with_bias(method) for method in chosen.methods(targets)]
+    methods = measure.methods(chosen)
     if not methods:
         raise ValueError(f"a damage of {options.kl_budget} nats allows no change: every single move costs more")
-    curve, fixed = _measured(model, sublayers, search, unseen, progress)
+    curve, fixed = _measured(model, measure, search, windows["trade-off"], progress)
     record = SearchRecord(passes=search.passes, kinds=chosen.names(), curve=curve, fixed=fixed)
     return methods, Choice(how="search", search=record)
 
 
 class Measure:
-    """KL to the original over the search text, whose logits are kept."""
+    """KL to the original of wirings whose layers are repaired, over text that ends as it began.
 
-    def __init__(self, model: PreTrainedModel, sublayers: Sublayers, windows: Windows):
-        self.model, self.sublayers, self.windows, self.passes = model, sublayers, windows, 0
-        started = time.perf_counter()
-        original = logits_of(model)
-        self.original: list[Tensor] = [original(ids[None])[0] for ids in windows.ids]  # each (T, V)
-        self.seconds = time.perf_counter() - started  # of a pass
-        self.step = lambda passes: None
+    Tokens that repeat earlier ones have half the weight: a model that can no longer look up what it has read loses
+    hardly anything on ordinary text, and answers no question about it.
 
-    def __call__(self, plan: DepthPlan) -> float:
-        """Run the model as if wired by `plan` over the windows; return the mean KL, in nats a token."""
-        run = logits_if(self.model, plan, self.sublayers)
+    Attributes:
+        passes: how often something was measured.
+        step: called with the passes so far after each.
+
+    """
+
+    def __init__(self, model: PreTrainedModel, windows: Windows, request: Request, calibration: Windows | None = None):
+        self.model, self.request = model, request
+        self.ids, self.repeated = repeating(windows.ids)
+        plain = convert(model, []).model
+        assert isinstance(plain, CrossLayerForCausalLM)
+        self.entering = Entering(plain, self.ids)
+        self.original = self.entering.logits(plain)
+        self.repairs = None
+        if calibration is not None and request.fits:
+            fit = request.fit if request.fit in REFITS else "layerwise"
+            self.repairs = Repairs(plain, calibration.by_domain(), fit, inputs(plain.config, fit))
+        self.passes, self.step = 0, lambda passes: None
+
+    def methods(self, wires: Wires) -> list[Method]:
+        """Return the methods that make the wires, with their W_c."""
+        targets = {kind: self.request.target(kind) for kind in searched_methods()}
+        return [self.request.with_bias(method) for method in wires.methods(targets)]
+
+    def candidate(self, methods: list[Method]) -> CrossLayerForCausalLM:
+        """Return the model under these methods, repaired; what stays are the original's tensors."""
+        candidate = convert(self.model, methods).model
+        assert isinstance(candidate, CrossLayerForCausalLM)
+        if self.repairs is not None:
+            self.repairs.apply(candidate)
+        return candidate
+
+    def __call__(self, wires: Wires) -> float:
+        """Return the mean KL to the original of the repaired model over the windows, in nats a token."""
+        logits = self.entering.logits(self.candidate(self.methods(wires)))
         divergences = []
-        for ids, original in zip(self.windows.ids, self.original, strict=True):
-            _, _, kl = compare(original, run(ids[None])[0], ids)
-            divergences.append(kl)
+        for ids, original, after in zip(self.ids, self.original, logits, strict=True):
+            for part in (slice(self.repeated), slice(self.repeated, None)):
+                _, _, kl = compare(original[part], after[part], ids[part])
+                divergences.append(kl)
         self.passes += 1
         self.step(self.passes)
         return sum(divergences) / len(divergences)
 
 
+def repeating(ids: Tensor) -> tuple[Tensor, int]:
+    """Return windows (N, T) whose last third is what follows the first token once more, and where that begins."""
+    begins = ids.shape[1] - ids.shape[1] // 3
+    return torch.cat([ids[:, :begins], ids[:, 1 : ids.shape[1] - begins + 1]], dim=1), begins
+
+
 def _measured(
-    model: PreTrainedModel, sublayers: Sublayers, search: Search, windows: Windows, progress: Meter
+    model: PreTrainedModel, measure: Measure, search: Search, windows: Windows, progress: Meter
 ) -> tuple[list[CurvePoint], list[FixedBlocks]]:
-    """Measure the picks on the unsearched windows, and fixed blocks beside the last of them."""
+    """Measure the picks on the unsearched windows, and fixed blocks beside the last of them; all are repaired."""
     picks = _spread_out(search.curve[1:])
     if not picks:
         return [], []
     reached = search.cache.of(picks[-1][0].plan)
-    candidates = [fixed_blocks(kind, sublayers.shapes, reached, search.cache) for kind in search.kinds if kind.grouped]
+    candidates = [fixed_blocks(kind, search.shapes, reached, search.cache) for kind in search.kinds if kind.grouped]
     yardsticks = [blocks for blocks in candidates if blocks is not None]
-    runs = {f"pick {number}": logits_if(model, wires.plan, sublayers) for number, (wires, _) in enumerate(picks)}
+    runs = {}
+    for number, (wires, _) in enumerate(picks):
+        runs[f"pick {number}"] = logits_of(measure.candidate(measure.methods(wires)))
     for blocks in yardsticks:
-        runs[blocks.kind.name()] = logits_if(model, blocks.plan, sublayers)
+        target = measure.request.target(blocks.kind)
+        method = blocks.kind.from_groups(blocks.groups, len(search.shapes), target)
+        runs[blocks.kind.name()] = logits_of(measure.candidate([measure.request.with_bias(method)]))
     with progress("measuring the trade-off on unseen text", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
     curve = [_point(search, wires, kl, measured[f"pick {number}"]) for number, (wires, kl) in enumerate(picks)]

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from crosslayer.conversion.bootstrap import Interval
+from crosslayer.conversion.moments import REFITTED
 from crosslayer.conversion.record import Damage, DomainDamage, FixedBlocks, Gain, RetrofitRecord
-
-FITTED = {"refit": "the fit of W_o and W_c", "refit-o": "the fit of W_o"}
 
 
 def sentences(record: RetrofitRecord) -> list[str]:
@@ -99,15 +98,17 @@ def gain_sentence(gains: Sequence[tuple[DomainDamage, Gain]], fit: str) -> str:
         listed.append(f"{domain.name} ({gain.without.kl:.3f} → {domain.kl:.3f})")
     verdicts = {"lowers the KL on": lowers, "raises the KL on": raises, "is not told apart from none on": unclear}
     said = [f"{verdict} {', '.join(listed)}" for verdict, listed in verdicts.items() if listed]
-    return f"Against the same wiring without it, {FITTED.get(fit, 'W_c')} {'; '.join(said)}."
+    fitted = f"the fit of {REFITTED[fit]}" if fit in REFITTED else "W_c"
+    return f"Against the same wiring without it, {fitted} {'; '.join(said)}."
 
 
 def _search(record: RetrofitRecord, blocks: FixedBlocks) -> str:
     """Say whether the search's wiring is better than fixed blocks."""
     low, high = blocks.search_minus_fixed_ci95
     verdict = "better than" if high < 0 else "worse than" if low > 0 else "not told apart from"
+    repaired = "each layer repaired by itself" if record.calibration.layers else "without a repair"
     return (
-        "On windows that were not searched, before compensation, the search's wiring "
+        f"On windows that were not searched, {repaired}, the search's wiring "
         f"({record.cache.share:.2%} of the cache) is {verdict} fixed blocks of {blocks.method} ({blocks.share:.2%}): "
         f"KL {blocks.search_minus_fixed:+.4f} ({low:+.4f} to {high:+.4f})."
     )

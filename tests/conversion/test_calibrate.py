@@ -138,7 +138,7 @@ def test_domains_are_text_like_any_other_but_for_the_penalty(source):
     one, two = ({"a": ids[:10], "b": ids[10:]}, ids)
     first, second = (rewire(source, METHODS["cla"], calibration=given, fit="lstsq").fits for given in (one, two))
     assert [fit.token_after for fit in first] == pytest.approx([fit.token_after for fit in second], rel=1e-9)
-    fits = rewire(source, METHODS["cla"], calibration=one).fits
+    fits = rewire(source, METHODS["cla"], calibration=one, fit="layerwise").fits
     assert all(0 < fit.left_out < 2 and fit.penalty is not None for fit in fits)
     with pytest.raises(ValueError, match=r"sequences of equal length; its domains have \[8, 12\]"):
         rewire(source, METHODS["cla"], calibration={"a": ids, "b": ids[:, :8]})
@@ -332,11 +332,14 @@ def test_a_mixer_below_parts_the_streams(source):
 
 
 def test_what_changes_outside_of_w_c_is_fitted_by_ridge(source):
-    """A merged leader and a dropped MLP are in no layerwise target: ridge by default, and layerwise is refused."""
+    """A merged leader and a dropped MLP are in no layerwise target: ridge by default, and layerwise is refused.
+
+    Otherwise W_o of what borrows is refitted, where W_c writes to the stream.
+    """
     both = {"name": "drop", "attention": (2, 4), "mlp": (4,), "compensation": "attention"}
     alone = {"name": "drop", "attention": (4,), "mlp": (1,), "compensation": "attention"}
     ids = text()
-    assert rewire(source, METHODS["cla"], calibration=ids).fit == "layerwise"
+    assert rewire(source, METHODS["cla"], calibration=ids).fit == "refit"
     assert rewire(source, METHODS["mlp"], calibration=ids).fit == "layerwise"
     assert rewire(source, "cla").fit is None
     cases = [
@@ -379,12 +382,12 @@ def test_the_windows_that_are_asked_for_are_the_fewest_that_do(domains, fit):
 def test_bad_calibrations(source):
     with pytest.raises(ValueError, match="uniattn, attnres: W_c is fitted between plain residual streams"):
         rewire(source, [METHODS["uniattn"], "attnres"], calibration=text())
-    with pytest.raises(ValueError, match="fit 'layerwise' needs calibration=…"):
+    with pytest.raises(ValueError, match="fit 'refit' needs calibration=…"):
         rewire(source, METHODS["uniattn"])
     with pytest.raises(ValueError, match=r"calibration text has 24 tokens; lstsq needs at least 72"):
         rewire(source, METHODS["uniattn"], calibration=text(2, 12), fit="lstsq")
     with pytest.raises(ValueError, match=r"calibration text has 84 tokens; layerwise needs at least 96"):
-        rewire(source, METHODS["uniattn"], calibration=text(7, 12))
+        rewire(source, METHODS["uniattn"], calibration=text(7, 12), fit="layerwise")
     with pytest.raises(ValueError, match="no layer has a W_c to fit"):
         calibrate(convert(source, []).model, convert(source, [load_method("cla")]).model, text())
     with pytest.raises(ValueError, match="groups is 25; it must be between 1 and the 24"):

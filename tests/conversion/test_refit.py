@@ -173,3 +173,12 @@ def test_what_cannot_be_refitted_is_a_line(source, case):
 def test_a_norm_on_the_update_is_in_the_way():
     with pytest.raises(ValueError, match="not refitted through the norm on attention's update"):
         rewire(tiny("gemma2"), {"name": "cla", "groups": ((0, 2),)}, calibration=domains(), fit="refit-o")
+
+
+@pytest.mark.parametrize("chosen", [{"method": "cla", "layers": "0+2"}, {"kv_budget": 0.8}], ids=str)
+def test_a_norm_on_the_update_is_said_before_layers_are_chosen(chosen):
+    options = {"length": 12, "windows": 16, "calibration": 40}
+    with pytest.raises(ValueError, match="not refitted through the norm on attention's update"):
+        crosslayer.retrofit(tiny("gemma2"), text(60), **chosen, **options, compensation="refit")
+    receipt = crosslayer.retrofit(tiny("gemma2"), text(120), **chosen, **options)
+    assert receipt.calibration.fit == "layerwise"

@@ -22,7 +22,8 @@ def own(layers):
 def additive(costs):
     """A damage that is a sum over layers: `costs[method][layer]`, read off the plan."""
 
-    def measure(plan):
+    def measure(wires):
+        plan = wires.plan
         total = 0.0
         for layer in range(plan.layers):
             if plan.keys[layer] is None:
@@ -55,13 +56,13 @@ def test_with_additive_damage_the_search_takes_the_cheapest_states(seed):
     search = Search(additive(costs), [SHAPE] * layers)
     chosen = search.run(share=0.75)
     assert chosen.plan.cached_fraction() <= 0.75 and search.passes <= PASSES
-    assert search.curve[-1][1] == pytest.approx(additive(costs)(chosen.plan))
+    assert search.curve[-1][1] == pytest.approx(additive(costs)(chosen))
     shares = [wires.plan.cached_fraction() for wires, _ in search.curve]
     assert shares == sorted(shares, reverse=True) and shares[0] == 1.0
     # the first pick is the cheapest possible move for each state that it saves
     singles = [own(layers).take(kind, layer) for kind in searched_methods() for layer in range(layers)]
     possible = [wires for wires in singles if wires.valid]
-    cheapest = min(additive(costs)(wires.plan) / saved(wires) for wires in possible)
+    cheapest = min(additive(costs)(wires) / saved(wires) for wires in possible)
     wires, damage = search.curve[1]
     assert damage / saved(wires) == pytest.approx(cheapest)
 
@@ -69,7 +70,8 @@ def test_with_additive_damage_the_search_takes_the_cheapest_states(seed):
 def test_a_move_that_became_dear_is_measured_again():
     """Dropping both 3 and 4 ruins the toy model, each alone is free: a search that never looks again takes both."""
 
-    def measure(plan):
+    def measure(wires):
+        plan = wires.plan
         gone = [i for i, source in enumerate(plan.keys) if source is None]
         shared = sum(plan.values[i] not in (i, None) or plan.keys[i] not in (i, None) for i in range(8))
         return 100.0 * ({3, 4} <= set(gone)) + 0.1 * len(set(gone) - {3, 4}) + shared
@@ -83,7 +85,7 @@ def test_a_damage_budget_stops_before_it_is_crossed():
     costs = drawn_costs(1, 8)
     search = Search(additive(costs), [SHAPE] * 8)
     chosen = search.run(kl=0.4)
-    assert additive(costs)(chosen.plan) <= 0.4
+    assert additive(costs)(chosen) <= 0.4
     assert search.run(kl=1e-9).methods() == []
 
 
@@ -130,7 +132,7 @@ def test_budgets_that_cannot_be_met_name_the_nearest():
     with pytest.raises(ValueError, match=r"a KV budget of 0.05 cannot be met; with 8 layers it lies from 0.1250 to 1"):
         Search(additive(drawn_costs(0, 8)), [SHAPE] * 8).run(share=0.05)
     with pytest.raises(ValueError, match=r"the nearest reached is 0.6250"):  # three keys of eight states
-        Search(lambda plan: 0.0, [SHAPE] * 4, kinds=[UNIATTN]).run(share=0.5)
+        Search(lambda wires: 0.0, [SHAPE] * 4, kinds=[UNIATTN]).run(share=0.5)
 
 
 def test_wires_follow_the_rules_of_plans():

@@ -139,7 +139,10 @@ def test_the_worst_domain_that_was_not_fitted_to_leads(monkeypatch, inputs, tmp_
     assert gain["kl"] == pytest.approx(rows[0]["kl"] - gain["without"]["kl"], rel=1e-9)
     assert "Worst on text that it was not fitted to, other.txt" in captured
     assert "not fitted to: other.txt" in captured and "; fitted to: text.txt" in captured
-    assert "Against the same wiring without it, W_c" in captured and "on other text was not measured" not in captured
+    assert (
+        "Against the same wiring without it, the fit of W_o and W_c" in captured
+        and "on other text was not measured" not in captured
+    )
     assert json.loads(captured.strip().splitlines()[-1])["worst_domain"] == "other.txt"
     assert all(0 < fit["left_out"] < 10 for fit in record["calibration"]["layers"])
 
@@ -179,7 +182,7 @@ def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs,
     assert retrofit(monkeypatch, inputs, out, "--kv-budget", 0.7, "--compensation", "none", "--length", 8) == 0
     output = capsys.readouterr()
     assert json.loads(output.out.strip().splitlines()[-1])["kv_share"] <= 0.7
-    assert "searching, about 36 of at most 300 forward passes" in output.err
+    assert "searching, about 36 of at most 300 wirings" in output.err
     record = json.loads((out / "record.json").read_text())
     assert record["texts"] == {"judged": ["text.txt"], "fitted": ["text.txt"]}
     search = record["choice"]["search"]
@@ -222,8 +225,8 @@ BAD = [
     ((), "give --method, or --kv-budget or --kl-budget"),
     (("--kv-budget", 0.01, "--calibration", 16), "0.01 cannot be met; with 8 layers it lies from 0.1250 to 1"),
     (("--method", "cla", "--windows", 15), "--windows 15 is too few for an interval; use at least 16"),
-    (("--kv-budget", 0.7, "--calibration", 2), "calibration text has 32 tokens; layerwise needs at least 128"),
-    (("--method", "uniattn", "--calibration", 2), "calibration text has 32 tokens; layerwise needs at least 128"),
+    (("--kv-budget", 0.7, "--calibration", 2), "calibration text has 32 tokens; refit needs at least 144"),
+    (("--method", "uniattn", "--calibration", 2), "calibration text has 32 tokens; refit needs at least 144"),
     (("--method", "cla", "--compensation", "none", "--calibration", 64), "--calibration 64 does nothing"),
     (("--method", "cla", "--compensation", "none", "--layers", "6-7", "--calibration-text", "TEXT"),
      "--calibration-text does nothing here"),
@@ -254,7 +257,7 @@ def test_bad_input_is_one_line(monkeypatch, inputs, tmp_path, capsys, options, m
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("llama", "32 tokens; layerwise needs at least 128"), ("gpt2", "'gpt2' cannot be converted")]
+    ("kind", "message"), [("llama", "32 tokens; refit needs at least 144"), ("gpt2", "'gpt2' cannot be converted")]
 )
 def test_what_the_config_tells_is_refused_before_weights_are_read(monkeypatch, inputs, tmp_path, capsys, kind, message):
     tiny(kind).config.save_pretrained(tmp_path / "model")  # no weights

@@ -113,4 +113,4 @@ def test_linear_attention_keeps_no_state_over_borders(case, attention):
     logits = model(ids, position_ids=POSITIONS, use_cache=False).logits
     for row, lengths in enumerate(DOCUMENTS):
         alone = [model(piece[None], use_cache=False).logits[0] for piece in ids[row].split(lengths)]
-        contract.close(logits[row], torch.cat(alone), f"row {row}", 1e-6)
+        contract.close(logits[row], torch.cat(alone), f"row {row}", contract.tolerance(model.config))

@@ -62,7 +62,7 @@ class Known(nn.Module):
 class Through(nn.Module):
     """A layer that was computed already."""
 
-    self_attn = None
+    self_attn = compensation = None
 
     def forward(self, stream: Tensor, carry: dict[str, Any], rotary: Any, mask: Any) -> tuple[Tensor, dict[str, Any]]:
         """Return what came in."""

@@ -46,7 +46,10 @@ WIRINGS = {  # name → method, layers, what is fitted
     "search-85": ("drop", "6-7,17,22,25", ("none", "books", "mixture")),  # by a search that did not repair
     "uniattn-pairs": ("uniattn", PAIRS, REFITS),
     "cla-pairs": ("cla", PAIRS, REFITS),
+    "uniattn-fours": ("uniattn", FOURS, REFITS),
+    "cla-fours": ("cla", FOURS, REFITS),
     "drop-3": ("drop", "25,27,29", ("none", "mixture")),
+    "drop-followers": ("drop", "19-21,23-25,27-29", ("none", "mixture")),
     "bare-83": ("drop", "6-7,17,22,25", ("none", "mixture")),  # by a search that did not repair
     "repaired-83": ("drop", "6,21,25,28-29", ("none", "mixture")),  # by one that does
     "bare-70": ("drop", "4,6-7,17,20,22-23,25,29", ("none", "mixture")),
@@ -58,6 +61,12 @@ COMPARED = (  # on the same windows
     (("cla-pairs", "mixture, refit"), ("cla-pairs", "mixture")),
     (("cla-pairs", "mixture, refit-o"), ("cla-pairs", "mixture")),
     (("uniattn-pairs", "mixture, refit"), ("uniattn-pairs", "mixture")),
+    (("uniattn-fours", "mixture, refit"), ("uniattn-fours", "mixture")),
+    (("uniattn-fours", "mixture, refit-o"), ("uniattn-fours", "mixture")),
+    (("uniattn-fours", "mixture, refit"), ("uniattn-fours", "mixture, refit-o")),
+    (("cla-fours", "mixture, refit"), ("cla-fours", "mixture")),
+    (("cla-fours", "mixture, refit"), ("drop-followers", "mixture")),
+    (("cla-pairs", "mixture, refit"), ("drop-3", "mixture")),
     (("repaired-83", "mixture"), ("bare-83", "mixture")),
     (("repaired-70", "mixture"), ("bare-70", "mixture")),
     (("repaired-50", "mixture"), ("bare-50", "mixture")),
@@ -196,9 +205,16 @@ def table(results: dict[str, Any]) -> str:
         lines.append("")
     for one, other in COMPARED:
         cells, others = (results.get(name, {}).get("cells", {}) for name, _ in (one, other))
-        for domain in (domain for domain in cells if domain in others):
-            gap, (low, high) = difference(_losses(cells[domain][one[1]]), _losses(others[domain][other[1]]))
-            lines.append(f"{domain}: KL, {', '.join(one)} − {', '.join(other)}: {gap:+.3f} ({low:+.3f} to {high:+.3f})")
+        shared = [domain for domain in cells if domain in others]
+        unseen = [domain for domain in shared if domain not in FITTED]
+        for chosen in [*([domain] for domain in shared), *([unseen] if len(unseen) > 1 else [])]:
+            sides = (
+                _joined([_losses(each[domain][fit]) for domain in chosen])
+                for each, fit in ((cells, one[1]), (others, other[1]))
+            )
+            gap, (low, high) = difference(*sides)
+            named = f"{', '.join(one)} − {', '.join(other)}"
+            lines.append(f"{' + '.join(chosen)}: KL, {named}: {gap:+.3f} ({low:+.3f} to {high:+.3f})")
     return "\n".join(lines)
 
 
@@ -215,6 +231,13 @@ def _cell(cells: dict[str, Any], fit: str) -> str:
 def _losses(cell: dict[str, Any]) -> Losses:
     before, after, kl = (np.array(cell[key]) for key in ("before", "after", "kl"))
     return Losses(before, after, kl, tuple(cell["documents"]))
+
+
+def _joined(losses: list[Losses]) -> Losses:
+    """Return the losses of several domains as one, whose documents are told apart."""
+    documents = [1000 * number + document for number, each in enumerate(losses) for document in each.documents]
+    columns = (np.concatenate([vars(each)[name] for each in losses]) for name in ("before", "after", "kl"))
+    return Losses(*columns, tuple(documents))
 
 
 if __name__ == "__main__":

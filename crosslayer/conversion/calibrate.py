@@ -31,6 +31,7 @@ from crosslayer.options import check_choice
 
 # whose streams are fitted to; both models' by default
 FOLLOWED = {"layerwise": "rewired", "refit": "rewired", "refit-o": "rewired", "lmmse": "original"}
+NORMED = "W_o is not refitted through the norm on attention's update that this model has; use layerwise"
 Text = Tensor | Mapping[str, Tensor]  # ids (N, T), or those of each domain by name
 
 
@@ -83,10 +84,16 @@ def fitted_layers(model: CrossLayerForCausalLM, fit: str) -> list[int]:
     ]
 
 
-def can_refit(model: CrossLayerForCausalLM) -> bool:
-    """Return whether layers attend to borrowed states by a W_o that can be refitted beside every W_c."""
-    targets = set(model.config.wiring.compensation) - {None, "attention"}
-    return any(is_reader(block) for block in layers_of(model)) and not model.config.has_post_norms and not targets
+def why_no_refit(model: CrossLayerForCausalLM) -> str | None:
+    """Return why W_o is not refitted beside every W_c of a model; None where it can be."""
+    if not any(is_reader(block) for block in layers_of(model)):
+        return "no layer attends to borrowed states, so there is no W_o to refit; use layerwise"
+    if model.config.has_post_norms:
+        return NORMED
+    others = sorted(set(model.config.wiring.compensation) - {None, "attention"})  # pyright: ignore[reportArgumentType]
+    if others:
+        return f"W_o is refitted beside a W_c that writes to the stream; use target 'attention', not {others[0]!r}"
+    return None
 
 
 def is_reader(block: CrossLayerDecoderLayer) -> bool:
@@ -151,8 +158,8 @@ def _check(model: CrossLayerForCausalLM, domains: list[Tensor], fit: str, groups
     wiring = model.config.wiring
     if not fitted_layers(model, fit):
         raise ValueError("no layer has a W_c to fit; give the method compensation='attention'")
-    if fit in REFITS:
-        _check_refit(model)
+    if fit in REFITS and (reason := why_no_refit(model)) is not None:
+        raise ValueError(reason)
     if model.config.has_post_norms and "heads" in wiring.compensation:
         raise ValueError(
             "W_c before W_o is not fitted through the norm on attention's update that this model has; use target "
@@ -175,32 +182,6 @@ def inputs(config: CrossLayerConfig, fit: str) -> int:
     assert config.num_attention_heads is not None and config.head_dim is not None
     heads = config.num_attention_heads * config.head_dim
     return {"refit": heads + config.hidden_size, "refit-o": heads}.get(fit, config.hidden_size)
-
-
-def _check_refit(model: CrossLayerForCausalLM) -> None:
-    """Refuse to refit W_o where nothing reads borrowed states, or where the update is not linear in it."""
-    wiring = model.config.wiring
-    if not any(is_reader(block) for block in layers_of(model)):
-        raise ValueError("no layer attends to borrowed states, so there is no W_o to refit; use layerwise")
-    check_output(model.config)
-    others = sorted({target for target in wiring.compensation if target not in (None, "attention")})
-    if others:
-        raise ValueError(
-            f"W_o is refitted beside a W_c that writes to the stream; use target 'attention', not {others[0]!r}"
-        )
-
-
-def check_output(config: CrossLayerConfig) -> None:
-    """Refuse to refit W_o where attention's update is not linear in it.
-
-    Raises:
-        ValueError: there is a norm on the update.
-
-    """
-    if config.has_post_norms:
-        raise ValueError(
-            "W_o is not refitted through the norm on attention's update that this model has; use layerwise"
-        )
 
 
 def changed_alone(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str) -> list[int]:

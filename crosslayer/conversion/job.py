@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.conversion.cache import CacheShare, allocated
-from crosslayer.conversion.calibrate import check_output, inputs
+from crosslayer.conversion.calibrate import NORMED, inputs
 from crosslayer.conversion.choose import choose
 from crosslayer.conversion.damage import by_domain
 from crosslayer.conversion.losses import logits_of, logits_without, losses
@@ -18,6 +18,7 @@ from crosslayer.conversion.record import (
     CacheRecord,
     Calibration,
     Domains,
+    Needles,
     Seconds,
     TextsRecord,
     Weights,
@@ -35,6 +36,7 @@ from crosslayer.method import Method
 from crosslayer.methods import Entry, merge_plans, to_entry
 from crosslayer.models.load import Ready, load_config, ready_model
 from crosslayer.models.origin import origin
+from crosslayer.needles.lookup import look_up
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 from crosslayer.probe.intercept import evaluating
@@ -66,6 +68,7 @@ def retrofit(
     windows: int = 96,
     calibration: int = 128,
     length: int = 512,
+    needles: bool = True,
     seed: int = 0,
     bos: str = "auto",
     dtype: str | torch.dtype | None = None,
@@ -97,6 +100,7 @@ def retrofit(
         windows: windows to judge on, of all domains.
         calibration: windows to fit to, of all domains.
         length: tokens of a window.
+        needles: ask both models for numbers hidden in long texts, ten at each of 256, 512, 1,024 and 2,048 tokens.
         seed: of all that is drawn.
         bos: first token of a window: auto, yes or no.
         dtype: of a model that is named.
@@ -107,28 +111,9 @@ def retrofit(
         ValueError: options contradict each other, model or wiring is not possible, or there is too little text.
 
     """
-    options = RetrofitOptions(
-        method=plain_method(method),
-        layers=layers,
-        kv_budget=kv_budget,
-        kv_context=kv_context,
-        kl_budget=kl_budget,
-        compensation=compensation,
-        target=target,
-        groups=groups,
-        merge=merge,
-        part=part,
-        bias=bias,
-        select=select,
-        size=size,
-        count=count,
-        threshold=threshold,
-        windows=windows,
-        calibration=calibration,
-        length=length,
-        seed=seed,
-        bos=bos,
-    )
+    asked = locals()
+    asked["method"] = plain_method(method)
+    options = RetrofitOptions(**{name: asked[name] for name in RetrofitOptions.model_fields})
     request, texts = _read(options, model, text, calibration_text, progress)
     ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     return Job(ready, request, texts, progress).receipt()
@@ -138,13 +123,12 @@ def _read(
     options: RetrofitOptions, model: PreTrainedModel | str | Path, text: Text, calibration_text: Text, progress: Meter
 ) -> tuple[Request, Texts]:
     """Open the texts, and refuse what can be refused before the model is loaded."""
-    request = Request(options)
+    config = to_config(model.config if isinstance(model, PreTrainedModel) else load_config(str(model)))
+    request = Request(options, config.has_post_norms)
     with progress("reading the text", 0):
         texts = Texts.load(text, calibration_text, options.seed)
-    config = to_config(model.config if isinstance(model, PreTrainedModel) else load_config(str(model)))
-    request.post_norms = config.has_post_norms
-    if request.fit in REFITS:
-        check_output(config)
+    if request.fit in REFITS and config.has_post_norms:
+        raise ValueError(NORMED)
     width = inputs(config, request.fit)
     parts = texts.parts(request)  # says if there are too few windows
     if request.fits:
@@ -176,6 +160,7 @@ class Job:
         rewired = self._rewire(methods, windows)
         judging = time.perf_counter()
         damage = self._judge(rewired, windows["evaluation"])
+        needles = self._needles(rewired) if self.request.options.needles else None
         done = time.perf_counter()
         seconds = Seconds(
             choose=rewiring - choosing, rewire=judging - rewiring, damage=done - judging, all=done - started
@@ -192,6 +177,7 @@ class Job:
             calibration=self._calibration(rewired, windows),
             cache=self._cache(rewired.model),
             damage=damage,
+            needles=needles,
             options=self.request.options,
             texts=TextsRecord(judged=list(self.texts.judging), fitted=list(self.texts.read(self.request))),
             seconds=seconds,
@@ -230,6 +216,16 @@ class Job:
             measured = losses(logits_of(self.model), runs, windows, bar.step)
         seen = self.texts.seen(self.request)
         return by_domain(measured["after"], measured.get("without"), seen, self.request.options.seed)
+
+    def _needles(self, rewired: Rewired) -> Needles | None:
+        """Ask both models for numbers hidden in long texts."""
+        seed = self.request.options.seed
+        retrofit = look_up(rewired.model, self.tokenizer, seed, self.progress)
+        return (
+            Needles(original=look_up(self.model, self.tokenizer, seed, self.progress), retrofit=retrofit)
+            if retrofit
+            else None
+        )
 
     def _architecture(self, rewired: Rewired) -> Architecture:
         return Architecture(

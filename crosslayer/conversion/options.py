@@ -64,6 +64,7 @@ class RetrofitOptions(Options):
     windows: int = Field(default=96, description="windows on which the damage is measured, of all domains")
     calibration: int = Field(default=128, ge=1, description="windows to which W_c is fitted, of all domains")
     length: int = Field(default=512, ge=2, description="tokens of a window")
+    needles: bool = Field(default=True, description="whether both models are asked for numbers hidden in long texts")
     seed: Seed = Field(default=0, description="of the windows that are drawn, and of the bootstrap")
     bos: str = Field(default="auto", description="first token of a window: auto (as the tokenizer has it), yes or no")
 

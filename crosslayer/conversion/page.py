@@ -4,6 +4,7 @@ import math
 
 from crosslayer.conversion.record import CurvePoint, DomainDamage, FixedBlocks, RetrofitRecord
 from crosslayer.conversion.words import kl, ratio, sentences
+from crosslayer.needles.lookup import count_found
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
 from crosslayer.plan import STATES
@@ -38,10 +39,18 @@ def cards(record: RetrofitRecord) -> list[tuple[str, str, str]]:
     low, high = worst.ratio_ci95
     kl_low, kl_high = worst.kl_ci95
     about = f"{sum(fitted.values())} windows of {', '.join(fitted)}" if fitted else "no calibration text"
+    needles = []
+    if record.needles is not None:
+        asked = sum(len(lookup.found) for lookup in record.needles.retrofit)
+        counts = count_found(record.needles.retrofit), count_found(record.needles.original)
+        needles = [
+            ("Hidden numbers", f"{counts[0]} of {asked}", f"found in long texts; the original finds {counts[1]}")
+        ]
     return [
         ("KV cache", f"{record.cache.share:.2%}", "of the original's bytes, as allocated"),
         ("Perplexity", f"× {worst.ratio:.3f}", f"95 %: {low:.3f} to {high:.3f}, on {worst.name}"),
         ("KL", f"{worst.kl:.3f}", f"95 %: {kl_low:.3f} to {kl_high:.3f} nats a token, on {worst.name}"),
+        *needles,
         ("Compensation", record.calibration.fit, about),
     ]
 

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from crosslayer.conversion.bootstrap import Interval
 from crosslayer.conversion.moments import Fit
 from crosslayer.conversion.options import RetrofitOptions
+from crosslayer.needles.lookup import Lookup
 from crosslayer.output.record import Environment, Frozen
 from crosslayer.plan import DepthPlan
 
@@ -130,6 +131,13 @@ class Domains(Frozen):
     all: Damage
 
 
+class Needles(Frozen):
+    """Which numbers that are hidden in long texts each model finds: the same questions, in the same order."""
+
+    original: tuple[Lookup, ...] = Field(min_length=1)
+    retrofit: tuple[Lookup, ...] = Field(min_length=1)
+
+
 class TextsRecord(Frozen):
     """Names of the domains that were read."""
 
@@ -142,7 +150,7 @@ class Seconds(Frozen):
 
     choose: float
     rewire: float = Field(description="conversion and calibration")
-    damage: float
+    damage: float = Field(description="losses on text, and hidden numbers")
     all: float
 
 
@@ -159,6 +167,9 @@ class RetrofitRecord(Frozen):
     calibration: Calibration
     cache: CacheRecord
     damage: Domains
+    needles: Needles | None = Field(
+        default=None, description="None where none were asked for, or the model's positions or tokens do not allow it"
+    )
     options: RetrofitOptions = Field(description="what was asked for")
     texts: TextsRecord
     command: str | None = Field(default=None, description="the command line, None for a call from Python")

@@ -28,8 +28,8 @@ class Request:
 
     """
 
-    def __init__(self, options: RetrofitOptions):
-        self.options, self.post_norms = options, False
+    def __init__(self, options: RetrofitOptions, post_norms: bool = False):
+        self.options, self.post_norms = options, post_norms
         self.kind, self.whole = _method_of(options)
         self._refuse_idle()
         self._check_choices()

@@ -12,6 +12,7 @@ from crosslayer.conversion import page, words
 from crosslayer.conversion.card import OURS, model_card
 from crosslayer.conversion.record import RetrofitRecord
 from crosslayer.environment import quiet_transformers
+from crosslayer.needles.lookup import count_found
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.page import Page
@@ -155,6 +156,7 @@ class Receipt(RetrofitRecord, Result):
             "perplexity_after": round(worst.perplexity_after, 4),
             "perplexity_ratio_ci95": [round(end, 4) for end in worst.ratio_ci95],
             "kl": round(worst.kl, 5),
+            "needles": None if self.needles is None else count_found(self.needles.retrofit),
             "seconds": round(self.seconds.all, 1),
         }
 

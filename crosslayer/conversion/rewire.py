@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from crosslayer.conversion.calibrate import Text, calibrate, can_refit, changed_alone
+from crosslayer.conversion.calibrate import Text, calibrate, changed_alone, why_no_refit
 from crosslayer.conversion.convert import convert
 from crosslayer.conversion.moments import ALONE, FITS, REFITS, Fit
 from crosslayer.decoder.modeling import CrossLayerForCausalLM
@@ -124,4 +124,4 @@ def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | 
         return fit
     if alone:
         return "ridge"
-    return "refit" if can_refit(model) else "layerwise"
+    return "refit" if why_no_refit(model) is None else "layerwise"

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from crosslayer.conversion.bootstrap import Interval
 from crosslayer.conversion.moments import REFITTED
 from crosslayer.conversion.record import Damage, DomainDamage, FixedBlocks, Gain, RetrofitRecord
+from crosslayer.needles.lookup import lookup_words
 
 
 def sentences(record: RetrofitRecord) -> list[str]:
@@ -13,6 +14,7 @@ def sentences(record: RetrofitRecord) -> list[str]:
     return [
         _savings(record),
         *_damage(record),
+        *([lookup_words(record.needles.retrofit, record.needles.original)] if record.needles is not None else []),
         *(_search(record, blocks) for blocks in fixed),
     ]
 

@@ -14,11 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.conversion.losses import Losses, logits_of, losses
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_model
+from crosslayer.needles.lookup import Lookup, look_up
 from crosslayer.output.folder import write_whole
 from crosslayer.output.progress import Meter
 from crosslayer.training.mixture import IGNORED
@@ -36,20 +37,39 @@ class Measured(BaseModel):
     after: list[float]
     kl: list[float]
     held_out: dict[str, float]
+    needles: list[Lookup]
 
 
 class Measurement(NamedTuple):
-    """Losses on the windows, against the original's; and on rows held out of the text that is trained on, by domain."""
+    """What is measured of a model.
+
+    Attributes:
+        losses: on the windows, against the original's.
+        held_out: losses on rows held out of the text that is trained on, by domain.
+        needles: which numbers that are hidden in long texts it finds; empty where it was not asked.
+
+    """
 
     losses: Losses
     held_out: dict[str, float]
+    needles: tuple[Lookup, ...]
 
 
 @dataclass(frozen=True)
 class Judge:
-    """The original, and the text on which models are compared with it."""
+    """The original, and the text on which models are compared with it.
+
+    Attributes:
+        original: the original.
+        tokenizer: of all models, to ask them for numbers hidden in long texts; None: they are not asked.
+        windows: on which losses are compared.
+        held_out: rows held out of the text that is trained on, by domain.
+        meter: shows what is being done.
+
+    """
 
     original: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
     windows: Windows
     held_out: Mapping[str, Dataset[dict[str, Tensor]]]
     meter: Meter
@@ -70,7 +90,7 @@ class Judge:
             with self.meter(f"measuring {', '.join(map(_called, paths))}", len(self.windows)) as bar:
                 results = losses(logits_of(self.original), runs, self.windows, bar.step)
             for path, model in loaded.items():
-                measured[path] = Measurement(results[str(path)], self._held_out(model))
+                measured[path] = self._measured(model, results[str(path)])
                 self._write(path, measured[path])
         return measured
 
@@ -80,9 +100,13 @@ class Judge:
         if kept is not None:
             return kept
         own = Losses(other.before, other.before, np.zeros(len(other.kl)), other.documents, other.domains)
-        measured = Measurement(own, self._held_out(self.original))
+        measured = self._measured(self.original, own)
         self._write(path, measured)
         return measured
+
+    def _measured(self, model: PreTrainedModel, losses: Losses) -> Measurement:
+        """Return what is measured of a model whose losses are known."""
+        return Measurement(losses, self._held_out(model), look_up(model, self.tokenizer, progress=self.meter))
 
     def _load(self, folder: Path) -> PreTrainedModel:
         return load_model(str(folder), dtype=self.original.dtype, device=self.original.device)[0]
@@ -94,7 +118,7 @@ class Judge:
     @cached_property
     def text(self) -> str:
         """A SHA-256 of all that is measured on."""
-        digest = hashlib.sha256(self.windows.ids.numpy().tobytes())
+        digest = hashlib.sha256(self.windows.ids.numpy().tobytes() + bytes(self.tokenizer is not None))
         for name, rows in self.held_out.items():
             digest.update(name.encode())
             for row in _rows(rows):
@@ -112,12 +136,13 @@ class Judge:
         before, after, kl = (np.array(values) for values in (kept.before, kept.after, kept.kl))
         if kept.text != self.text or not len(before) == len(after) == len(kl) == len(self.windows):
             return None
-        return Measurement(Losses(before, after, kl, self.windows.documents, self.windows.domains), kept.held_out)
+        losses = Losses(before, after, kl, self.windows.documents, self.windows.domains)
+        return Measurement(losses, kept.held_out, tuple(kept.needles))
 
     def _write(self, path: Path, measured: Measurement) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         lists: dict[str, Any] = {name: vars(measured.losses)[name].tolist() for name in ("before", "after", "kl")}
-        content = Measured(text=self.text, held_out=measured.held_out, **lists)
+        content = Measured(text=self.text, held_out=measured.held_out, needles=[*measured.needles], **lists)
         write_whole(path, content.model_dump_json(by_alias=True))
 
 

@@ -12,6 +12,7 @@ from crosslayer.recovery.words import (
     LOSSES,
     as_the_last_stage,
     estimate,
+    found_of,
     kind_of,
     percent,
     place_words,
@@ -69,6 +70,7 @@ def _overview(record: RecoveryRecord) -> Table:
         f"perplexity ratio, {first}",
         "KL, all windows",
         f"gap closed, {first}",
+        "hidden numbers found",
     ]
     rows = [
         [
@@ -78,6 +80,7 @@ def _overview(record: RecoveryRecord) -> Table:
             ratio(state.domains[0].damage),
             kl(state.all.damage),
             percent(state.domains[0].closed) if number else "–",
+            found_of(state),
         ]
         for name, number, state in _states(record)
     ]

@@ -141,6 +141,8 @@ class MeasurePart(Part):
     """Tokens of a window."""
     held_out: Count = 8
     """Rows of each domain that is trained on, held out, for the loss at the end of a stage."""
+    needles: bool = True
+    """Whether models are asked for numbers hidden in long texts, ten at each of 256, 512, 1,024 and 2,048 tokens."""
 
     @field_validator("domains")
     @classmethod

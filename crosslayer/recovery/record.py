@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from crosslayer.conversion.bootstrap import Interval
 from crosslayer.conversion.record import Damage
+from crosslayer.needles.lookup import Lookup
 from crosslayer.output.record import Environment, Frozen
 from crosslayer.training.record import Curve
 
@@ -60,6 +61,9 @@ class State(Frozen):
     domains: tuple[Standing, ...] = Field(min_length=1)
     all: Standing
     held_out: dict[str, float] = Field(description="loss of rows that are held out of the text to train on, by domain")
+    needles: tuple[Lookup, ...] = Field(
+        default=(), description="which numbers hidden in long texts it finds; empty where it was not asked"
+    )
 
 
 class Arm(Frozen):

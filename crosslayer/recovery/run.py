@@ -132,7 +132,7 @@ class _Job:
                 Stage(recipe, part, rows, progress).arguments(folder)
             except ValueError as error:
                 raise ValueError(f"stages.{number}: {error}") from None
-        judge = Judge(model, windows, rows.held_out(), progress)
+        judge = Judge(model, tokenizer if recipe.eval.needles else None, windows, rows.held_out(), progress)
         return cls(recipe, retrofits, folder, original, model, rows, judge, how, progress)
 
     def heal(self) -> Recovery:
@@ -285,7 +285,7 @@ def _state(
 ) -> State:
     before, start = (None if other is None else other.losses for other in (earlier, first))
     domains, everything = summary.standings(now.losses, before, start)
-    return State(name=name, domains=domains, all=everything, held_out=now.held_out)
+    return State(name=name, domains=domains, all=everything, held_out=now.held_out, needles=now.needles)
 
 
 def _files(recipe: HealRecipe, retrofits: list[Retrofit]) -> dict[str, str]:

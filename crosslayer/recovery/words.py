@@ -3,6 +3,7 @@
 from statistics import fmean
 
 from crosslayer.conversion.words import with_interval
+from crosslayer.needles.lookup import count_found, lookup_words
 from crosslayer.recovery.record import Arm, Estimate, Place, RecoveryRecord, Standing, State
 
 LOSSES = {
@@ -61,7 +62,24 @@ def _arm(record: RecoveryRecord, arm: Arm) -> str:
         f"{arm.name} ({arm.title}; {arm.cache_share:.0%} of the cache): on {before.name} ({kind}) the KL to the "
         f"original goes {kls} nats a token, the perplexity ratio {before.damage.ratio:.3f} → {after.damage.ratio:.3f}. "
         + _gap(record, after)
+        + _needles(record, arm)
     )
+
+
+def _needles(record: RecoveryRecord, arm: Arm) -> str:
+    """Say how many hidden numbers are found stage by stage."""
+    if not arm.states[-1].needles:
+        return ""
+    earlier = ", then ".join(found_of(state) for state in arm.states[:-1])
+    return (
+        f" Before: {earlier} hidden numbers. {lookup_words(arm.states[-1].needles, record.untrained_original.needles)}"
+    )
+
+
+def found_of(state: State) -> str:
+    """Return how many hidden numbers are found, a dash where none were asked for."""
+    asked = sum(len(lookup.found) for lookup in state.needles)
+    return f"{count_found(state.needles)} of {asked}" if asked else "–"
 
 
 def _gap(record: RecoveryRecord, after: Standing) -> str:

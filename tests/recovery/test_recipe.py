@@ -49,7 +49,7 @@ def test_shipped_recipes_are_read(path):
         ("data.domains.0.name=wob", "--set: data.domains.0.name is 'wob', no embedded domain; did you mean 'web'?"),
         ("eval.windows=20", "--set: eval.windows is 20; 2 domains need at least 32"),
         ("eval.domains=[wob]", "--set: eval.domains.0 is 'wob', no embedded domain; did you mean 'web'?"),
-        ("eval.every=3", "--set: eval.every is not known; known are domains, windows, length, held_out"),
+        ("eval.every=3", "--set: eval.every is not known; known are domains, windows, length, held_out, needles"),
         (
             "data.domains.0.source=own.txt",
             "data.domains.0.name is 'web', an embedded domain to measure on, and its source is 'own.txt'; "

@@ -22,10 +22,12 @@ from crosslayer.method import Method
 from crosslayer.methods import load_method
 from crosslayer.methods.cla import CLA
 from crosslayer.models.load import ready_model
+from crosslayer.needles.lookup import look_up
 from crosslayer.output.manifest import check_files
 from crosslayer.plan import DepthPlan
 from tests.helpers.text import WORDS, tokenizer, words
 from tests.helpers.tiny import VOCABULARY, tiny
+from tests.needles.oracle import TOKENIZER, random_model
 
 LENGTH = 16
 
@@ -320,3 +322,21 @@ def test_documents_need_only_a_tokenizer():
     options = {"method": "cla", "layers": "1-2", "compensation": "none", "windows": 16, "length": 8}
     receipt = crosslayer.retrofit(model, documents, tokenizer(), **options)
     assert receipt.domains == ("text",) and receipt.damage.all.documents == 3 and receipt.tokenizer is not None
+
+
+def test_both_models_are_asked_for_hidden_numbers():
+    model, text = random_model(torch.float32), {"web": ids(40, 0), "code": ids(40, 1)}
+    options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": LENGTH}
+    receipt = crosslayer.retrofit(model, text, TOKENIZER, **options)
+    assert receipt.needles.original == look_up(model, TOKENIZER)
+    assert receipt.needles.retrofit == look_up(receipt.model, TOKENIZER)
+    asked = sum(len(lookup.found) for lookup in receipt.needles.original)
+    assert asked >= 30 and receipt.headline()["needles"] == 0
+    assert any(f"Of {asked} numbers hidden in long texts it finds 0 (" in said for said in receipt.sentences())
+    assert ("Hidden numbers", f"0 of {asked}") in [card[:2] for card in receipt.layout().cards]
+    silent = crosslayer.retrofit(model, text, TOKENIZER, **options, needles=False)
+    assert silent.needles is None and silent.headline()["needles"] is None
+
+
+def test_without_a_tokenizer_no_numbers_are_asked_for(receipt):
+    assert receipt.needles is None and not any("hidden" in said for said in receipt.sentences())

@@ -22,7 +22,7 @@ RECIPE = {
         },
         {"parameters": "all", "schedule": {"steps": 5, "warmup": 1, "minimum": 0}, "train": {"learning_rate": 1e-3}},
     ],
-    "eval": {"domains": ["web", "code"], "windows": 32, "length": 24, "held_out": 2, "needles": False},
+    "eval": {"domains": ["web", "code"], "windows": 32, "length": 24, "held_out": 2},
 }
 RETROFITS = {
     "fitted": {"method": "uniattn", "layers": "2-3", "compensation": "lstsq", "calibration": 32},
@@ -32,9 +32,9 @@ RETROFITS = {
 }
 
 
-def original_in(folder, seed_shift=0.0, name="original"):
+def original_in(folder, seed_shift=0.0, name="original", **sizes):
     """Save a tiny Llama of bytes, and return its folder."""
-    model = tiny("llama", vocab_size=258, num_hidden_layers=4, dtype=torch.float32)
+    model = tiny("llama", vocab_size=258, num_hidden_layers=4, dtype=torch.float32, **sizes)
     for parameter in model.parameters():
         parameter.data += seed_shift
     model.save_pretrained(folder / name)

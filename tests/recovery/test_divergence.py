@@ -107,7 +107,5 @@ def test_logits_of_all_tokens_never_exist():
     hidden, weight, target, target_weight = (tensor.float() for tensor in states_of(tokens, vocabulary, 0.3))
     gc.collect()
     with Largest() as largest:
-        divergence(
-            hidden.requires_grad_(), Head(weight.requires_grad_()), target, Head(target_weight), rows
-        ).backward()
+        divergence(hidden.requires_grad_(), Head(weight.requires_grad_()), target, Head(target_weight), rows).backward()
     assert weight.numel() < largest.numbers <= rows * vocabulary

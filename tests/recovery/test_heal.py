@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import crosslayer
 from crosslayer.conversion.losses import logits_of, losses
 from crosslayer.decoder.weights import to_model
+from crosslayer.needles.lookup import look_up
 from crosslayer.recovery import stages
 from crosslayer.recovery.recipe import load_heal_recipe
 from crosslayer.recovery.retrofits import open_retrofits
@@ -51,6 +52,26 @@ def whole(base, tmp_path_factory):
     recipe = recipe_in(folder)
     recovery = crosslayer.heal([base / name for name in NAMES], recipe, folder / "out", original=str(base / "original"))
     return recovery, folder / "out"
+
+
+def test_hidden_numbers_are_asked_for_before_and_after_each_stage(tmp_path):
+    original = original_in(tmp_path, max_position_embeddings=512)
+    folder = retrofit_in(tmp_path, original, "zero")
+    evaluation = {"domains": ["code"], "windows": 16, "length": 24, "held_out": 2}
+    stage = {"parameters": "all", "schedule": {"steps": 1}, "train": {"learning_rate": 1e-3}}
+    recipe = recipe_in(tmp_path, stages=[stage], objective={"loss": "distill"}, eval=evaluation)
+    recovery = crosslayer.heal([folder], recipe, tmp_path / "out", original=str(original))
+    model, tokenizer = crosslayer.load_model(str(tmp_path / "out" / "zero" / "model"))
+    assert recovery.arms[0].states[1].needles == look_up(model, tokenizer)
+    assert [lookup.length for lookup in recovery.untrained_original.needles] == [512]
+    said = recovery.sentences()[0]
+    assert (
+        "Before: 0 of 10 hidden numbers. Of 10 numbers hidden in long texts it finds 0 (0 of 10 at 512 tokens)" in said
+    )
+    without = crosslayer.heal(
+        [folder], recipe, tmp_path / "none", original=str(original), settings=["eval.needles=false"]
+    )
+    assert without.arms[0].states[1].needles == () and "hidden" not in without.sentences()[0]
 
 
 def windows_of(base, recipe, tokenizer):

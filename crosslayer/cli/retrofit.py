@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from crosslayer.cli.heal import command as heal_command
 from crosslayer.cli.options import (
     AllowMethods,
     Bos,
@@ -88,6 +89,10 @@ def command(
     needles: Annotated[bool, typer.Option(help="Ask both models for 40 numbers hidden in long texts.")] = True,
     seed: Seed = 0,
     bos: Bos = "auto",
+    heal: Annotated[
+        Path | None,
+        typer.Option(metavar="RECIPE", help="Then train it by this recipe into OUT-healed, as `crosslayer heal` does."),
+    ] = None,
     remote_code_shim: Annotated[bool, typer.Option("--remote-code-shim", help="Add an auto_map file.")] = False,
     device: Device = None,
     dtype: Dtype = None,
@@ -101,8 +106,16 @@ def command(
         from crosslayer.corpus.documents import TextSource
         from crosslayer.corpus.domains import check_table_options
         from crosslayer.output.folder import check_target
+        from crosslayer.recovery.recipe import load_heal_recipe
 
     check_target(out, force)
+    healed = out.with_name(f"{out.name}-healed")
+    if heal is not None:
+        load_heal_recipe(heal)
+        if healed.exists():
+            raise ValueError(
+                f"the folder {healed.name!r}, for the healed model, exists; remove it or name another `out`"
+            )
     judging = [TextSource(name, config, split, column) for name in text or ()]
     fitted = [TextSource(name, config, split, column) for name in calibration_text or ()]
     check_table_options([*judging, *fitted] or [TextSource(None, config, split, column)])
@@ -143,3 +156,5 @@ def command(
         print_line(sentence)
     print_line(f"report: {report}")
     print_headline(receipt.headline())
+    if heal is not None:
+        heal_command([out], heal, healed, model)

@@ -56,11 +56,13 @@ def lookup_difference(model: Sequence[Lookup], original: Sequence[Lookup]) -> Di
 def lookup_words(model: Sequence[Lookup], original: Sequence[Lookup]) -> str:
     """Say how many numbers a model finds beside its original."""
     compared = lookup_difference(model, original)
-    counts = ", ".join(f"{sum(lookup.found)} of {len(lookup.found)} at {lookup.length:,}" for lookup in model)
+    counts = ", ".join(str(sum(lookup.found)) for lookup in model)
+    lengths = ", ".join(f"{lookup.length:,}" for lookup in model)
     low, high = (f"{100 * end:+.0f}".replace("-", "−") for end in compared.interval)
     return (
-        f"Of {compared.n} numbers hidden in long texts it finds {count_found(model)} ({counts} tokens), the original "
-        f"{count_found(original)}: {low} to {high} points, paired."
+        f"Of {compared.n} numbers hidden in long texts it finds {count_found(model)} ({counts} of "
+        f"{len(model[0].found)} at {lengths} tokens), the original {count_found(original)}: "
+        f"{low} to {high} points, paired."
     )
 
 

@@ -103,6 +103,7 @@ def test_defaults_are_the_same(verb):
     if verb is bench:  # another engine is another call
         assert (shell.pop("engine"), shell.pop("kv_memory")) == ("transformers", None)
     if verb is retrofit:
+        assert shell.pop("heal") is None  # another verb
         assert shell.pop("remote_code_shim") is defaults(crosslayer.Receipt.save)["remote_code_shim"]
     shell = {names.get(name, name): in_python(default) for name, default in shell.items()}
     assert shell == {name: default for name, default in expected.items() if name not in PYTHON | ALONE}

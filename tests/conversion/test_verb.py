@@ -46,7 +46,8 @@ def test_the_folder_opens_with_automodel_and_tells_its_story(monkeypatch, inputs
     captured = capsys.readouterr()
     line = json.loads(captured.out.strip().splitlines()[-1])
     keys = (
-        "method layers kv_share worst_domain seen perplexity_before perplexity_after perplexity_ratio_ci95 kl seconds"
+        "method layers kv_share worst_domain seen perplexity_before perplexity_after perplexity_ratio_ci95 kl needles "
+        "seconds"
     )
     assert list(line) == keys.split()
     assert (line["method"], line["layers"], line["kv_share"]) == ("uniattn", [5, 7], 0.875)

@@ -80,14 +80,14 @@ def train_locally(options: argparse.Namespace) -> None:
             with torch.no_grad():
                 streams = Streams(plain, retrofit, rows[step * ROWS : (step + 1) * ROWS], follow="original")
                 entering = boundaries(streams, max(changed))
-            loss = sum(lack(streams, layer, *entering[layer]) for layer in changed)
-        loss.backward()  # type: ignore[union-attr]
+            loss: Any = sum(lack(streams, layer, *entering[layer]) for layer in changed)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_([p for block in layers for p in block.parameters()], 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         if step % 10 == 0 or step == steps - 1:
-            print(f"{step + 1} of {steps}: {float(loss) / len(changed):.4f} of the update is lacking", flush=True)
+            print(f"{step + 1} of {steps}: {loss.item() / len(changed):.4f} of the update is lacking", flush=True)
     print(f"{steps * ROWS * ROW:,} tokens in {time.perf_counter() - started:.0f} s")
     retrofit.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)

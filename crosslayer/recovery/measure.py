@@ -118,7 +118,8 @@ class Judge:
     @cached_property
     def text(self) -> str:
         """A SHA-256 of all that is measured on."""
-        digest = hashlib.sha256(self.windows.ids.numpy().tobytes() + bytes(self.tokenizer is not None))
+        digest = hashlib.sha256(self.windows.ids.numpy().tobytes())
+        digest.update(b"needles" if self.tokenizer is not None else b"")
         for name, rows in self.held_out.items():
             digest.update(name.encode())
             for row in _rows(rows):

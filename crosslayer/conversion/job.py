@@ -221,11 +221,9 @@ class Job:
         """Ask both models for numbers hidden in long texts."""
         seed = self.request.options.seed
         retrofit = look_up(rewired.model, self.tokenizer, seed, self.progress)
-        return (
-            Needles(original=look_up(self.model, self.tokenizer, seed, self.progress), retrofit=retrofit)
-            if retrofit
-            else None
-        )
+        if not retrofit:
+            return None
+        return Needles(original=look_up(self.model, self.tokenizer, seed, self.progress), retrofit=retrofit)
 
     def _architecture(self, rewired: Rewired) -> Architecture:
         return Architecture(

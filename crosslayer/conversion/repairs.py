@@ -53,12 +53,7 @@ class Entering:
 
 
 class Repairs:
-    """Repairs of single layers, each fitted when it is first asked for.
-
-    Attributes:
-        fitted: how many layers were fitted so far.
-
-    """
+    """Repairs of single layers, each fitted when it is first asked for, and then known."""
 
     def __init__(self, plain: CrossLayerForCausalLM, text: Mapping[str, Tensor], fit: str, inputs: int):
         """Look at the original.
@@ -74,11 +69,6 @@ class Repairs:
         self.fit, self.sizes = fit, [len(ids) for ids in domains]
         self.entering = Entering(plain, torch.cat(domains))
         self.known: dict[tuple, dict[str, Tensor]] = {}
-
-    @property
-    def fitted(self) -> int:
-        """How many layers were fitted so far."""
-        return len(self.known)
 
     def apply(self, model: CrossLayerForCausalLM) -> None:
         """Repair every layer of a rewired model that has a W_c, or a W_o that is refitted."""

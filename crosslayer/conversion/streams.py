@@ -64,7 +64,7 @@ class Streams:
             if self.follow == "original":
                 output = self._run(self.layers_before[layer], layer, stream, {})[0]
             stream.copy_(output)  # in place: freed and new streams in turns would scatter over the memory
-            self.carries[number] = {name: state for name, state in carry.items() if name != "read"}
+            self.carries[number] = _lent(carry)
         if self.before is not None and self.passed < layer:
             for stream in self.before:
                 stream.copy_(self._run(self.layers_before[layer], layer, stream, {})[0])
@@ -73,7 +73,7 @@ class Streams:
         """Keep what a layer lends, of streams that enter it; the streams stay where they are."""
         for number, stream in enumerate(self.after):
             _, carry = self._run(self.layers_after[layer], layer, stream, self.carries[number])
-            self.carries[number] = {name: state for name, state in carry.items() if name != "read"}
+            self.carries[number] = _lent(carry)
 
     def gaps(self, layer: int, target: str, reads: Sequence[str] = ("normed",)) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield X (B, T, I) and E (B, T, C) of each batch: what is fitted to, and what the rewired stream lacks.
@@ -121,6 +121,11 @@ class Streams:
             return
         if not computes_the_same(self.layers_before[layer], self.layers_after[layer]):
             self.before = [stream.clone() for stream in self.after]
+
+
+def _lent(carry: Carry) -> Carry:
+    """Return what the layers so far lend to later ones."""
+    return {name: state for name, state in carry.items() if name != "read"}
 
 
 def layers_of(model: CrossLayerForCausalLM) -> list[CrossLayerDecoderLayer]:

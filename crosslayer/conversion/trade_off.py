@@ -50,7 +50,7 @@ def methods_by_damage(
     search = Search(measure, shapes, context=options.kv_context)
     expected = len(shapes) * len(search.kinds) * 3 // 2
     with progress(f"searching, about {expected} of at most {PASSES} wirings", expected) as bar:
-        measure.step = lambda passes: bar.step(min(passes, expected), expected)
+        measure.step = lambda: bar.step(min(search.passes, expected), expected)
         chosen = search.run(options.kv_budget, options.kl_budget)
     methods = measure.methods(chosen)
     if not methods:
@@ -67,8 +67,7 @@ class Measure:
     hardly anything on ordinary text, and answers no question about it.
 
     Attributes:
-        passes: how often something was measured.
-        step: called with the passes so far after each.
+        step: called after each.
 
     """
 
@@ -83,7 +82,7 @@ class Measure:
         if calibration is not None and request.fits:
             fit = request.fit if request.fit in REFITS else "layerwise"
             self.repairs = Repairs(plain, calibration.by_domain(), fit, inputs(plain.config, fit))
-        self.passes, self.step = 0, lambda passes: None
+        self.step = lambda: None
 
     def methods(self, wires: Wires) -> list[Method]:
         """Return the methods that make the wires, with their W_c."""
@@ -106,8 +105,7 @@ class Measure:
             for part in (slice(self.repeated), slice(self.repeated, None)):
                 _, _, kl = compare(original[part], after[part], ids[part])
                 divergences.append(kl)
-        self.passes += 1
-        self.step(self.passes)
+        self.step()
         return sum(divergences) / len(divergences)
 
 

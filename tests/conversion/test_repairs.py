@@ -80,10 +80,10 @@ def test_a_repair_is_fitted_to_the_original_whatever_else_a_wiring_changes(sourc
     repairs.apply(both)
     for name, weight in fitted_weights(alone, 3).items():
         torch.testing.assert_close(fitted_weights(both, 3)[name], weight, rtol=0, atol=1e-6)
-    assert repairs.fitted == 4
+    assert len(repairs.known) == 4
     single = convert(source, [load_method(method)]).model
     repairs.apply(single)  # nothing is fitted again
-    assert repairs.fitted == 4
+    assert len(repairs.known) == 4
     for name, weight in fitted_weights(single, 3).items():
         assert torch.equal(fitted_weights(both, 3)[name], weight)
 

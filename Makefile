@@ -37,8 +37,7 @@ test: $(STAMP) style browser
 
 # What reads, runs, trains and serves models, with the oldest transformers that pyproject.toml allows: it stands before the
 # other on the import path. Tests of models that came later are skipped there.
-OLDEST_TESTS := benchmark comparison conversion decoder diagnosis evaluation eviction formats generation intervention \
-  methods models needles probe recovery serving training verification wiring
+OLDEST_TESTS := core eviction models probe verbs wiring
 OLDEST := $(VENV)/transformers-5.19
 $(OLDEST): $(STAMP)
 	rm -rf $@ $@.part
@@ -64,7 +63,7 @@ $(SERVING)/.current: pyproject.toml
 	touch $@
 
 test-serving: $(SERVING)/.current
-	$(SERVING)/bin/python -m pytest -m slow tests/serving
+	$(SERVING)/bin/python -m pytest -m slow tests/verbs/serve
 
 # kvpress needs an older transformers, so it has an environment beside the other, too
 KVPRESS := $(VENV)/kvpress
@@ -90,7 +89,7 @@ $(TRANSFORMERS): $(STAMP)
 test-transformers: $(TRANSFORMERS)
 	$(BIN)/python -m pip install --quiet --no-deps parameterized
 	CROSSLAYER_TRANSFORMERS_TESTS=$${CROSSLAYER_TRANSFORMERS_TESTS:-$(TRANSFORMERS)/tests} \
-	  OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow -rs tests/decoder/test_transformers.py
+	  OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow -rs tests/core/decoder/test_transformers.py
 
 # the generated table of docs/METHODS.md
 methods-table: $(STAMP)

@@ -21,7 +21,7 @@ import torch
 from scipy.stats import bootstrap
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 
 WIDTHS = {
     "vocab_size": 32_000, "hidden_size": 8192, "intermediate_size": 28_672, "num_attention_heads": 64,

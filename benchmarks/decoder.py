@@ -28,12 +28,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from crosslayer import depth_attention
-from crosslayer.benchmark.intervals import paired_ratio
-from crosslayer.benchmark.memory import peak_memory
-from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.methods import method_class, method_names, to_entry
+from crosslayer.core import depth_attention
+from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.methods import method_class, method_names, to_entry
 from crosslayer.testing import elements
+from crosslayer.verbs.bench.intervals import paired_ratio
+from crosslayer.verbs.bench.memory import peak_memory
 
 SHAPE = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 import crosslayer
-from crosslayer.benchmark.intervals import coverage, paired_ratio
 from crosslayer.environment import environment
-from crosslayer.evaluation import harness
 from crosslayer.models.load import load_model, model_source
+from crosslayer.verbs.bench.intervals import coverage, paired_ratio
+from crosslayer.verbs.evaluate import harness
 
 TARGET = 1.03  # the upper end of the interval
 

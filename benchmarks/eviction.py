@@ -18,10 +18,10 @@ import torch
 from transformers import DynamicCache
 
 from crosslayer import load_model
-from crosslayer.benchmark.intervals import coverage, paired_ratio
-from crosslayer.decoder.caches import cache_bytes
+from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.environment import environment
 from crosslayer.eviction.running import evicting
+from crosslayer.verbs.bench.intervals import coverage, paired_ratio
 
 
 def random_states(model, batch, tokens):

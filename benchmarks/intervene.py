@@ -26,12 +26,12 @@ import crosslayer
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import pack
 from crosslayer.environment import environment
-from crosslayer.intervention.kinds import Kind, PositionSwap, positions_of, waiver
-from crosslayer.intervention.parts import change, loss_change
-from crosslayer.intervention.readings import Passes
 from crosslayer.output.panel import Line, Panel, save_svg
 from crosslayer.output.progress import Progress
 from crosslayer.output.summary import summarise
+from crosslayer.verbs.intervene.kinds import Kind, PositionSwap, positions_of, waiver
+from crosslayer.verbs.intervene.parts import change, loss_change
+from crosslayer.verbs.intervene.readings import Passes
 
 HERE = Path(__file__).parent
 RESULTS, FIGURES = HERE / "results" / "intervene.json", HERE.parent / "docs" / "figures"
@@ -91,7 +91,7 @@ def random_tokens(model, sequences: int, seed: int) -> torch.Tensor:
 def measured(name: str, model, ids: torch.Tensor, intervention: Kind, layers: slice) -> dict[str, Any]:
     """Return what is kept of an intervention: by layer, and averaged over the named layers of each sequence.
 
-    Unlike `crosslayer.effect`, whose record holds means over sequences, this needs the sequences themselves.
+    Unlike `crosslayer.intervene`, whose record holds means over sequences, this needs the sequences themselves.
     """
     (position,) = positions_of(intervention)
     with Progress(name, 2 * len(ids)) as steps:

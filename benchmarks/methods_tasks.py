@@ -4,7 +4,7 @@
         [--names hellaswag,openbookqa,winogrande,arc_easy,arc_challenge,piqa] [--limit 2000] [--baseline vanilla]
 
 RUNS_FOLDER holds folders ARM-SEED as `crosslayer compare` leaves them, TASKS_FOLDER is what `python -m
-crosslayer.evaluation.local_tasks` writes. An item's difference is the mean over the seeds that both arms have;
+crosslayer.verbs.evaluate.local_tasks` writes. An item's difference is the mean over the seeds that both arms have;
 intervals are over items. Differences seed by seed stand beside them.
 """
 
@@ -18,7 +18,7 @@ from scipy import stats
 
 from crosslayer import evaluate, load_model
 from crosslayer.environment import environment
-from crosslayer.evaluation.items import samples_of
+from crosslayer.verbs.evaluate.items import samples_of
 
 POSITIONS = 1024  # rotary ones go on; a few answers of PIQA are longer than the 256 that the runs were trained on
 SIX = "hellaswag,openbookqa,winogrande,arc_easy,arc_challenge,piqa"

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from crosslayer.benchmark.memory import peak_memory
-from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
-from crosslayer.training.attention import WITHIN_DOCUMENTS
+from crosslayer.verbs.bench.memory import peak_memory
+from crosslayer.verbs.train.attention import WITHIN_DOCUMENTS
 
 WAYS = {"dense": "sdpa", "documents": WITHIN_DOCUMENTS}
 CPU, OFTEN = torch.device("cpu"), 10_000

@@ -28,9 +28,9 @@ import torch.multiprocessing as mp
 from scipy.stats import bootstrap
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.decoder.cuts import KEPT
-from crosslayer.decoder.pipeline import pipeline_stages
+from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.decoder.cuts import KEPT
+from crosslayer.core.decoder.pipeline import pipeline_stages
 
 CASES = ((2, 1), (2, 2), (4, 1), (4, 2))
 LAYERS = 8

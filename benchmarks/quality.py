@@ -5,8 +5,8 @@
         [--lengths 256,512] [--no-cost] [--dtype bfloat16]
 
 The first row is the baseline: every other is paired with it, item by item, window by window, needle by needle.
-TASKS_FOLDER is what `python -m crosslayer.evaluation.local_tasks` writes. Perplexity is of the embedded corpus, windows
-of 512 tokens; needles are RULER's with a single key. What is measured stands in FILE after each row.
+TASKS_FOLDER is what `python -m crosslayer.verbs.evaluate.local_tasks` writes. Perplexity is of the embedded corpus,
+windows of 512 tokens; needles are RULER's with a single key. What is measured stands in FILE after each row.
 """
 
 import argparse
@@ -19,14 +19,14 @@ import torch
 from scipy import stats
 from torch.nn import functional
 
-from crosslayer import evaluate, find_needles, load_model
+from crosslayer import evaluate, load_model, needles
 from crosslayer.corpus.windows import read_windows
 from crosslayer.environment import environment
-from crosslayer.evaluation import summary
-from crosslayer.evaluation.cost import measure_cost
 from crosslayer.eviction.running import evicting_if
-from crosslayer.needles.score import difference, is_found
 from crosslayer.output.progress import Progress
+from crosslayer.verbs.evaluate import summary
+from crosslayer.verbs.evaluate.cost import measure_cost
+from crosslayer.verbs.needles.score import difference, is_found
 
 LENGTH = 512  # tokens of a window of text
 
@@ -45,7 +45,7 @@ def window_losses(model, windows, evict):
 def needles_found(model, tokenizer, evict, options):
     """Return whether each needle was found, by length."""
     lengths = [int(length) for length in options.lengths.split(",")]
-    search = find_needles(
+    search = needles(
         model, tokenizer, lengths=lengths, depths=(0, 25, 50, 75, 100), keys=1, samples=options.needles, evict=evict
     )
     right = {length: [] for length in lengths}

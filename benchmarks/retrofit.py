@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import crosslayer
-from crosslayer.benchmark.run import bench
-from crosslayer.conversion.cache import allocated
-from crosslayer.conversion.choose import choose
-from crosslayer.conversion.damage import damage
-from crosslayer.conversion.losses import logits_of, losses
-from crosslayer.conversion.options import RetrofitOptions
-from crosslayer.conversion.request import Request
-from crosslayer.conversion.rewire import rewire
+from crosslayer.core.method import Method
+from crosslayer.core.methods import method_class, to_entry
+from crosslayer.core.plan import parse_layers
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.environment import environment
-from crosslayer.method import Method
-from crosslayer.methods import method_class, to_entry
 from crosslayer.output.progress import Silent
-from crosslayer.plan import parse_layers
+from crosslayer.verbs.bench.run import bench
+from crosslayer.verbs.retrofit.cache import allocated
+from crosslayer.verbs.retrofit.choose import choose
+from crosslayer.verbs.retrofit.damage import damage
+from crosslayer.verbs.retrofit.losses import logits_of, losses
+from crosslayer.verbs.retrofit.options import RetrofitOptions
+from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.rewire import rewire
 
 PARTS = ("damage", "times", "table")
 RESULTS = Path(__file__).parent / "results" / "retrofit.json"

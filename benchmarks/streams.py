@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crosslayer.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 
 
 class Upper:

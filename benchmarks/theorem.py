@@ -19,12 +19,12 @@ from streams import Upper
 from torch import Tensor
 
 import crosslayer
-from crosslayer.conversion.convert import convert
-from crosslayer.conversion.losses import compare
+from crosslayer.core.methods import load_method
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
-from crosslayer.methods import load_method
+from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.losses import compare
 
 RESULTS = Path(__file__).parent / "results" / "theorem.json"
 BLOCK = (18, 19, 20, 21)

@@ -20,12 +20,12 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from crosslayer.benchmark.intervals import paired_ratio
-from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
-from crosslayer.training.arguments import Schedule, training_arguments
-from crosslayer.training.initialise import initialise
-from crosslayer.training.trainer import CrossLayerTrainer
+from crosslayer.verbs.bench.intervals import paired_ratio
+from crosslayer.verbs.train.arguments import Schedule, training_arguments
+from crosslayer.verbs.train.initialise import initialise
+from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 SHAPE = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,

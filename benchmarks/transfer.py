@@ -23,16 +23,16 @@ import torch
 from streams import Known, Upper, from_known
 
 import crosslayer
-from crosslayer.conversion.calibrate import calibrate
-from crosslayer.conversion.convert import convert
-from crosslayer.conversion.damage import damage, difference
-from crosslayer.conversion.losses import Losses, compare
+from crosslayer.core.method import Method
+from crosslayer.core.methods import load_method, merge_plans, method_class, to_entry
+from crosslayer.core.plan import parse_layers
 from crosslayer.corpus.domains import FITTED, embedded_domains, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
-from crosslayer.method import Method
-from crosslayer.methods import load_method, merge_plans, method_class, to_entry
-from crosslayer.plan import parse_layers
+from crosslayer.verbs.retrofit.calibrate import calibrate
+from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.damage import damage, difference
+from crosslayer.verbs.retrofit.losses import Losses, compare
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
 FOURS = "18-21,22-25,26-29"

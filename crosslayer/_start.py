@@ -12,6 +12,7 @@ INTERRUPT_LINE = f"{NAME}: interrupted, nothing is half-written"
 PATIENCE, TRIES = 3, 3  # seconds until an interrupt that a library swallowed is raised again, and how often
 # progress bars of other libraries, which fill a log with carriage returns
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
+command_line: str | None = None  # as it was typed, once a verb runs from a shell
 
 
 def open_streams() -> None:

@@ -1,50 +1,24 @@
 """Any result, out of the folder that it was saved in."""
 
+from importlib import import_module
 from pathlib import Path
 
-from crosslayer.benchmark.result import Benchmark
-from crosslayer.comparison.result import Comparison
-from crosslayer.conversion.result import Receipt
-from crosslayer.diagnosis.result import Diagnosis
-from crosslayer.evaluation.result import Evaluation
-from crosslayer.intervention.result import Effect
-from crosslayer.needles.result import Needles
-from crosslayer.output.result import load_as
-from crosslayer.recovery.result import Recovery
-from crosslayer.serving.result import ServingBenchmark
-from crosslayer.training.result import TrainingRun
-from crosslayer.verification.result import Verification
-
-KINDS = (
-    Diagnosis,
-    Effect,
-    Receipt,
-    Verification,
-    Benchmark,
-    Evaluation,
-    TrainingRun,
-    Comparison,
-    Recovery,
-    ServingBenchmark,
-    Needles,
-)
+from crosslayer import verbs
+from crosslayer.output.result import Result, load_as
 
 
-def load_result(
-    folder: str | Path,
-) -> (
-    Diagnosis
-    | Effect
-    | Receipt
-    | Verification
-    | Benchmark
-    | Evaluation
-    | TrainingRun
-    | Comparison
-    | Recovery
-    | ServingBenchmark
-    | Needles
-):
+def result_types() -> list[type[Result]]:
+    """Return the types of results: those that files named result.py of the verbs define."""
+    types = []
+    for path in sorted(Path(verbs.__file__).parent.glob("*/*result.py")):
+        module = import_module(f"{verbs.__name__}.{path.parent.name}.{path.stem}")
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, Result) and value.__module__ == module.__name__:
+                types.append(value)
+    return types
+
+
+def load_result(folder: str | Path) -> Result:
     """Load the result that `save`, or the command line, wrote into a folder; it equals the result that was saved.
 
     The record may come from anyone: it is checked as a whole before anything of it is used.
@@ -56,4 +30,4 @@ def load_result(
         ValueError: there is no record, it is damaged, or this release reads another version of it.
 
     """
-    return load_as(KINDS, Path(folder))
+    return load_as(result_types(), Path(folder))

@@ -17,19 +17,19 @@ import typer
 
 import crosslayer
 from crosslayer.cli import app, main
-from crosslayer.methods import method_names
+from crosslayer.core.methods import method_names
 from tests.helpers.text import WORDS, tokenizer, words
 from tests.helpers.tiny import tiny
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-ELSEWHERE = {"docs/YOUR_METHOD.md"}  # executed by tests/methods/test_your_method.py
+ELSEWHERE = {"docs/YOUR_METHOD.md"}  # executed by tests/core/methods/test_your_method.py
 NOTEBOOKS = {page.relative_to(ROOT).as_posix() for page in (DOCS / "notebooks").glob("*.md")}  # … test_notebooks.py
 PAGES = sorted({page.relative_to(ROOT).as_posix() for page in DOCS.rglob("*.md")} - ELSEWHERE - NOTEBOOKS)
 FENCE = re.compile(r'(?m)^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.S)
 SMALLER = {  # what pages say → the same for the tiny model of a test, in less time
     "diagnosis = crosslayer.diagnose(": "diagnosis = crosslayer.diagnose(text=NOTES, sequences=2, length=32, model=",
-    'effect("smollm2", ': 'effect("tiny", NOTES, sequences=2, length=16, ',
+    'intervene("smollm2", ': 'intervene("tiny", NOTES, sequences=2, length=16, ',
     "waiver(255)": "waiver(5)",
     'retrofit("smollm2"': 'retrofit("tiny", windows=96',
     "length=256": "length=32",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.transformers_versions import enable_checkpointing
+from crosslayer.core.transformers_versions import enable_checkpointing
 from tests.helpers.browser import complaints, resize
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
@@ -32,7 +32,7 @@ def diagnosed(model):
 
 
 def intervened(model):
-    return crosslayer.effect(model, documents(0), tokenizer(), interventions=[crosslayer.waiver(5)], **WINDOWS)
+    return crosslayer.intervene(model, documents(0), tokenizer(), interventions=[crosslayer.waiver(5)], **WINDOWS)
 
 
 def retrofitted(model):
@@ -67,7 +67,7 @@ def results(model):
 
 
 def continued(model):
-    return crosslayer.generate(model, "w1 w2 w3", tokenizer(), new_tokens=8)
+    return crosslayer.generate(model, "w1 w2 w3", tokenizer(), max_new_tokens=8)
 
 
 FIGURES = {

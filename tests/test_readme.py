@@ -14,7 +14,7 @@ README = Path(__file__).parent.parent / "README.md"
 SMALL = 'crosslayer.TextSource("notes.txt"), sequences=2, length='
 SMALLER = {  # what README says → the same for a model of 8 layers, in less time
     'diagnose("smollm2")': f'diagnose("tiny", {SMALL}32)',
-    'effect("smollm2", ': f'effect("tiny", {SMALL}16, ',
+    'intervene("smollm2", ': f'intervene("tiny", {SMALL}16, ',
     "waiver(255)": "waiver(5)",
     'retrofit("smollm2"': 'retrofit("tiny", windows=96',
     '"smollm2"': '"tiny"',

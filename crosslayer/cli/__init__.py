@@ -1,9 +1,8 @@
-"""The command line: a file for each verb, which parses, calls and prints.
+"""The command line, made out of the verbs: what a verb's call takes, a shell can give.
 
 Nothing heavy is imported before a verb runs, so that help and errors of typing come at once.
 """
 
-import inspect
 import io
 import sys
 import traceback
@@ -13,28 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from crosslayer._start import INTERRUPT_LINE, INTERRUPTED, interrupts
-from crosslayer.cli import (
-    bench,
-    compare,
-    diagnose,
-    errors,
-    eval,
-    export,
-    generate,
-    heal,
-    intervene,
-    methods,
-    needles,
-    plan,
-    push,
-    retrofit,
-    serve,
-    train,
-    verify,
-)
-from crosslayer.cli.options import Debug, print_line
+from crosslayer.cli import errors
+from crosslayer.cli.command import command_of
+from crosslayer.cli.declared import EVERYWHERE, read_verb
+from crosslayer.cli.printing import print_line
 from crosslayer.output.folder import release_targets
 from crosslayer.output.progress import say
+from crosslayer.verbs import GROUPS, verb_names
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,26 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Attention across depth: what one Transformer layer takes from another.",
 )
-VERBS = (
-    diagnose,
-    intervene,
-    retrofit,
-    train,
-    heal,
-    compare,
-    bench,
-    verify,
-    eval,
-    needles,
-    generate,
-    serve,
-    export,
-    push,
-    methods,
-    plan,
-)
+VERBS = sorted(map(read_verb, verb_names()), key=lambda verb: (GROUPS.index(verb.group), verb.name))
 for verb in VERBS:
-    app.command(verb.__name__.rpartition(".")[2])(verb.command)
+    app.command(verb.name, rich_help_panel=verb.group)(command_of(verb))
 
 
 def _show_version(wanted: bool) -> None:
@@ -75,9 +42,9 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version and exit.")
     ] = False,
-    debug: Debug = False,
+    debug: Annotated[bool, typer.Option("--debug", help=EVERYWHERE[-1].text)] = False,
 ) -> None:
     """Hold the options of all verbs."""
 
@@ -85,8 +52,8 @@ def _root(
 def main() -> None:
     """Run the command line.
 
-    The exit status is 0 (done), 1 (a check failed), 2 (something that the user can mend), 70 (a fault of ours) or 130
-    (interrupted); all but the first two come with a single line.
+    The exit status is 0 (done), 1 (a check failed, or training ended too soon), 2 (something that the user can mend),
+    70 (a fault of ours) or 130 (interrupted); all but 0 come with a single line.
     """
     _print_anything()
     try:
@@ -134,7 +101,7 @@ def _fail_typing(error: typer.TyperException) -> int:
 def _fail(error: Exception) -> int:
     if "--debug" in sys.argv:
         traceback.print_exc()
-    options = {name for verb in VERBS for name in inspect.signature(verb.command).parameters}
+    options = {option.name for verb in VERBS for option in verb.options}
     status, line = errors.explain(error, options)
     say(f"crosslayer: error: {line}")
     return status

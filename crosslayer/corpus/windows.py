@@ -86,6 +86,9 @@ def open_text(
     """
     if isinstance(text, Tensor):
         return text
+    for name, value, least in (("sequences", sequences, 1), ("length", length, 2), ("seed", seed, 0)):
+        if not least <= value < 2**63:  # torch takes no larger seed
+            raise ValueError(f"`{name}` is {value}; it must be at least {least}, and below 2⁶³")
     check_text(text, "text")
     documents = [text] if isinstance(text, str) else text
     if documents is None or isinstance(documents, TextSource):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.state import GroupState, Step, padding
-from crosslayer.plan import CACHED, DepthPlan
 from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted, layer_stack
 from crosslayer.wiring.fields import field
 from crosslayer.wiring.read import read_plan

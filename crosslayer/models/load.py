@@ -18,12 +18,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.corpus.hub import is_hub_name
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.embedded import EMBEDDED, embedded_config, embedded_folder
 from crosslayer.models.hub import hub_source
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.transformers_versions import attention_that_caps
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def load_model(
             infinite weights.
 
     """
-    import crosslayer.decoder  # noqa: F401  registers our model
+    import crosslayer.core.decoder  # noqa: F401  registers our model
 
     target = resolve_device(device)
     folder = model_source(name)
@@ -102,7 +102,7 @@ def load_config(name: str) -> PreTrainedConfig:
         ValueError: the model is unknown, or its config cannot be read.
 
     """
-    import crosslayer.decoder  # noqa: F401  registers our model
+    import crosslayer.core.decoder  # noqa: F401  registers our model
 
     if name in EMBEDDED:
         with _one_line_errors(name):

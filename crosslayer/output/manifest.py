@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from crosslayer.decoder import CrossLayerConfig
+from crosslayer.core.decoder import CrossLayerConfig
+from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import environment
 from crosslayer.output.folder import write_whole
-from crosslayer.plan import DepthPlan
 from crosslayer.probe.intercept import evaluating, layer_stack
 from crosslayer.probe.tokens import positions
 

@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from crosslayer.output.panel import Panel, drawn, plotly_figure, save_svg
 from crosslayer.output.record import dumps
+from crosslayer.output.shown import Table
 
 
 class Mark(NamedTuple):
@@ -21,7 +22,6 @@ class Mark(NamedTuple):
 
 
 Cell = str | list[str] | Mark  # a list is set as pieces of code
-Table = tuple[str, list[str], list[list[Any]]]  # title, head, rows of cells
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from crosslayer import _start
+
 LARGEST = 2**28  # bytes of a record; a diagnosis of 30 layers has 0.8 MB
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch takes no larger seed
 DEEPEST = 32  # lists and objects inside of each other, far more than any record has
@@ -113,6 +115,11 @@ class Options(BaseModel):
             place = ".".join(map(str, first["loc"]))
             own = first["msg"].removeprefix("Value error, ") if first["type"] == "value_error" else None
             raise ValueError(own or f"{place}: {first['msg']}") from None
+
+
+def typed_command() -> Any:
+    """Return the field of a record that holds the command as it was typed; None of a call from Python."""
+    return Field(default_factory=lambda: _start.command_line, description="as typed; None from Python")
 
 
 def dumps(record: dict[str, Any]) -> str:

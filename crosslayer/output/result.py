@@ -12,11 +12,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.page import Page, save_page
 from crosslayer.output.record import read_record
+from crosslayer.output.shown import Shown
 
 NOTEBOOK_HEIGHT = 800  # pixels of the page inside a notebook's cell
 
 
-class Result(BaseModel):
+class Result(Shown, BaseModel):
     """The result of a verb: its fields are what `record.json` holds, checked on construction, and frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -47,10 +48,6 @@ class Result(BaseModel):
     @abstractmethod
     def layout(self) -> Page:
         """Return the parts of the page."""
-
-    @abstractmethod
-    def headline(self) -> dict[str, Any]:
-        """Return the few figures that the last line of the command line holds."""
 
     def page(self) -> str:
         """Return the page as a self-contained HTML document."""

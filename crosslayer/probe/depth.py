@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 from torch import Tensor, nn
 
-from crosslayer.method import Carry, Residual
+from crosslayer.core.method import Carry, Residual
 
 
 class DepthReads:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from crosslayer.plan import CACHED
-from crosslayer.transformers_versions import layers_without_cache
+from crosslayer.core.plan import CACHED
+from crosslayer.core.transformers_versions import layers_without_cache
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from crosslayer.method import Residual
+from crosslayer.core.method import Residual
 from crosslayer.probe.intercept import attention_layers, layer_stack
 from crosslayer.probe.measures import working
 

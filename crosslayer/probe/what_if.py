@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from crosslayer.method import mixes
-from crosslayer.methods import Entry, load_methods, merge_plans
-from crosslayer.plan import STATES, DepthPlan
+from crosslayer.core.method import mixes
+from crosslayer.core.methods import Entry, load_methods, merge_plans
+from crosslayer.core.plan import STATES, DepthPlan
+from crosslayer.core.transformers_versions import is_checkpointing
 from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, visited
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
-from crosslayer.transformers_versions import is_checkpointing
 
 Wish = DepthPlan | Entry | Sequence[Entry]
 

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from crosslayer.conversion.convert import convert
-from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.method import Method
-from crosslayer.methods import Entry
+from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.method import Method
+from crosslayer.core.methods import Entry
 from crosslayer.probe.intercept import visited
 from crosslayer.testing.tiny import (
     SHAPE,
@@ -44,6 +43,7 @@ from crosslayer.testing.tiny import (
     tokens,
     tolerance,
 )
+from crosslayer.verbs.retrofit.convert import convert
 
 Check = Callable[[CrossLayerConfig], None]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from crosslayer.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.methods import Entry
-from crosslayer.plan import CACHED
+from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.methods import Entry
+from crosslayer.core.plan import CACHED
 
 TOLERANCE = 1e-10
 FLOAT32 = 1e-4  # where a part computes in float32 whatever the dtype

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from crosslayer.method import Method
-from crosslayer.plan import DepthPlan
-from crosslayer.transformers_versions import layers_without_cache
+from crosslayer.core.method import Method
+from crosslayer.core.plan import DepthPlan
+from crosslayer.core.transformers_versions import layers_without_cache
 
 WITHOUT = {  # layer types that keep no keys and values, and what they are
     "linear_attention": "linear attention",

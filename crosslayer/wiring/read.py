@@ -20,23 +20,10 @@ NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size
 
 def read_plan(
     model: PreTrainedModel | PreTrainedConfig | str | Path,
-    *,
-    length: int = 4096,
+    length: int = 1,
     dtype: str | torch.dtype | None = None,
 ) -> ModelPlan:
-    """Return who owns and who reads in a model, what its cache holds, and the form of its residual.
-
-    Args:
-        model: a model, a config, or a name: of the hub (its config.json alone is fetched), of a folder (which needs no
-            weights), or smollm2 or minilm.
-        length: tokens of the sequence that the cache holds.
-        dtype: of the cache, or its name; default the checkpoint's own, bfloat16 where the config names none.
-
-    Raises:
-        ValueError: there is no such model, its config says nothing of layers with attention, or something that is not
-            known here.
-
-    """
+    """Return who owns and who reads in a model, what its cache holds, and the form of its residual: see `plan`."""
     if length < 1:
         raise ValueError(f"length is {length}; the cache holds at least 1 token")
     config = model.config if isinstance(model, PreTrainedModel) else model

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from crosslayer.plan import DepthPlan
+from crosslayer.core.plan import DepthPlan
+from crosslayer.output.shown import Shown
 from crosslayer.wiring.fields import LayerStates
 
 
 @dataclass(frozen=True)
-class ModelPlan:
+class ModelPlan(Shown):
     """The wiring of a model, read from its config; L layers, bytes of a single sequence of `length` tokens.
 
     Attributes:
@@ -76,9 +77,9 @@ class ModelPlan:
         width = max(map(len, lines)) + 2
         return "\n".join(f"{line:<{width}}{mask}" for line, mask in zip(lines, masks, strict=True))
 
-    def words(self) -> list[str]:
-        """Return what the wiring is and costs, in sentences."""
-        return [self._count(), f"Residual: {self.residual}.", *self._cost()]
+    def sentences(self) -> list[str]:
+        """Return the wiring as it is drawn, and what it is and costs, in sentences."""
+        return [self.diagram(), self._count(), f"Residual: {self.residual}.", *self._cost()]
 
     def headline(self) -> dict[str, Any]:
         """Return the figures of the last line of the command line."""

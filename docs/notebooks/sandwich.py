@@ -8,8 +8,8 @@ Source: "sandwich-bottom" of Wu, Wu and Tu 2024 (arXiv 2410.14442).
 
 from dataclasses import dataclass
 
-from crosslayer.method import TARGETS, Method
-from crosslayer.plan import DepthPlan
+from crosslayer.core.method import TARGETS, Method
+from crosslayer.core.plan import DepthPlan
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ for layer in (0, 10, 15, 23):
 # Is it the token, or the place? Let another token attend only to itself, and look again, paired over the same text.
 
 # %%
-effect = crosslayer.effect(
+effect = crosslayer.intervene(
     model, None, tokenizer, interventions=[crosslayer.waiver(64)], sequences=2, length=128, scan="none", controls=0
 )
 before, after = effect.attention_received  # (2, L)

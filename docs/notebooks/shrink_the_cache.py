@@ -25,7 +25,7 @@ for name, ratio, (low, high), seen in zip(
 
 # %%
 receipt.save("small")
-print(crosslayer.generate("small", "The whale is", new_tokens=16).text)
+print(crosslayer.generate("small", "The whale is", max_new_tokens=16).text)
 
 # %% [markdown]
 # ![What W_c makes up for, by layer](small/figures/calibration.svg)

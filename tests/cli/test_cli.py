@@ -50,7 +50,7 @@ def test_diagnose_writes_a_whole_folder(monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, "diagnose", "minilm", "--sequences", 2, "--length", 64, "--out", out) == 0
     captured = capsys.readouterr()
     headline = json.loads(captured.out.strip().splitlines()[-1])
-    assert headline["report"] == str(out / "report.html")
+    assert headline["model"] == "minilm" and f"report: {out / 'report.html'}\n" in captured.out
     assert "diagnosing: 2 of 2" in captured.err
     text = (out / "record.json").read_text()
     record = json.loads(text)

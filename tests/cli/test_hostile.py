@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from crosslayer import CrossLayerConfig, CrossLayerForCausalLM, _path, methods
+from crosslayer import CrossLayerConfig, CrossLayerForCausalLM, _path
+from crosslayer.core import methods
 from tests.cli.test_bad_input import type_in
 from tests.helpers.text import WORDS, tokenizer
 
@@ -21,7 +22,7 @@ VERBS = {
     "diagnose": "diagnose . --sequences 2 --length 16 --out {out}",
     "intervene": "intervene . --waiver 5 --sequences 2 --length 16 --out {out}",
     "retrofit": "retrofit . --method cla --out {out}",
-    "bench": "bench . --baseline . --context 8 --out {out}",
+    "bench": "bench . --baseline . --contexts 8 --out {out}",
     "verify": "verify .",
     "generate": "generate . w1",
     "export": "export . --to gguf --out {out}",
@@ -32,7 +33,7 @@ def trap(mark):
     """Return a module that leaves a mark when it is imported, and looks like a method."""
     return (
         f"from pathlib import Path\nPath({str(mark)!r}).write_text(__name__)\n"
-        "from dataclasses import dataclass\nfrom crosslayer.method import Method\n"
+        "from dataclasses import dataclass\nfrom crosslayer.core.method import Method\n"
         "@dataclass(frozen=True)\nclass Hostile(Method):\n    pass\n"
     )
 

@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from rich.table import Table
 
-from crosslayer.cli.options import print_table
+from crosslayer.cli.printing import print_table
+from crosslayer.output.page import Mark
 from crosslayer.output.progress import print_to
 
 PROGRAM = [sys.executable, "-c", "import sys; sys.argv[0] = 'crosslayer'; from crosslayer.cli import main; main()"]
@@ -84,8 +84,11 @@ def test_the_work_goes_on_when_nobody_reads(unread):
 
 
 def test_a_table_is_printed_whole(capsys):
-    table = Table("a", "b")
-    table.add_row("[1]", "ü")
-    print_table(table, width=40)
+    print_table("title", ["a", "b"], [["[1]", Mark("ü", "pass")], [["x", "y"], ""]])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 and "[1]" in lines[3] and "ü" in lines[3]
+    assert (
+        lines[0] == "title"
+        and "[1]" in lines[4]
+        and "ü" in lines[4]
+        and [line.strip() for line in lines[5:7]] == ["x", "y"]
+    )

@@ -2,9 +2,9 @@
 
 import pytest
 
-from crosslayer.conversion.texts import Texts
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import FITTED, embedded_domains, shared_out, split_domains
+from crosslayer.verbs.retrofit.texts import Texts
 from tests.helpers.text import tokenizer, words
 
 

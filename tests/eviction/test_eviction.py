@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from crosslayer.decoder.caches import cache_bytes
+from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.eviction.eviction import BLOCK, Amount, Eviction, parse_eviction
 from crosslayer.eviction.running import evicting, sharing_groups
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens

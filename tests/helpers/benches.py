@@ -1,6 +1,6 @@
 """The shapes that hand counts and tests of whole benches share."""
 
-from crosslayer.benchmark.run import bench
+from crosslayer.verbs.bench.run import bench
 
 UNIATTN = [{"name": "uniattn", "superblocks": [[1, 2, 3]]}]
 DROP = [{"name": "drop", "attention": [4, 5], "mlp": [0]}]

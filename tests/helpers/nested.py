@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from crosslayer.method import HeadMixer, Method
+from crosslayer.core.method import HeadMixer, Method
 
 FACTOR = 2.0
 

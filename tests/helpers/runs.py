@@ -5,8 +5,8 @@ import json
 import numpy as np
 
 from crosslayer.environment import environment
-from crosslayer.training.record import Curve, Look, TrainedDomain, TrainedModel, Validation
-from crosslayer.training.result import TrainingRun
+from crosslayer.verbs.train.record import Curve, Look, TrainedDomain, TrainedModel, Validation
+from crosslayer.verbs.train.result import TrainingRun
 
 DOMAINS = {"books": 0.75, "code": 0.25}
 STEPS = tuple(range(10, 210, 10))

@@ -3,8 +3,8 @@
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.testing import VOCABULARY, tokens
-from crosslayer.transformers_versions import attention_that_caps
 
 __all__ = ["BASE", "CAUSAL", "ENCODERS", "LENGTH", "VOCABULARY", "tiny", "tokens"]
 LENGTH = 24  # of `tokens`

@@ -7,11 +7,11 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from crosslayer import testing as contract
-from crosslayer.decoder import CrossLayerForCausalLM
+from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.output.progress import Silent
-from crosslayer.training.arguments import Schedule, training_arguments
-from crosslayer.training.initialise import initialise
-from crosslayer.training.trainer import CrossLayerTrainer
+from crosslayer.verbs.train.arguments import Schedule, training_arguments
+from crosslayer.verbs.train.initialise import initialise
+from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 LENGTH = 12
 STEPS = 8

@@ -1,7 +1,7 @@
 """What the tests of verification share."""
 
-from crosslayer.verification import run as module
-from crosslayer.verification.checks import CHECKS
+from crosslayer.verbs.verify import run as module
+from crosslayer.verbs.verify.checks import CHECKS
 
 
 def only(monkeypatch, *names):

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from crosslayer.environment import environment
 from crosslayer.output import folder
 from crosslayer.output.folder import check_target, exclusive, held, release_targets, whole_folder
-from crosslayer.verification.result import Verification
+from crosslayer.verbs.verify.result import Verification
 from tests.cli.test_cli import run
 
 PROGRAM = f"""
@@ -207,7 +207,7 @@ def test_every_verb_lets_go(monkeypatch, tmp_path, fails):
             raise ValueError("no")
         return Verification(model="smollm2", checks=(), seconds=0.0, environment=environment())
 
-    monkeypatch.setattr("crosslayer.verification.run.verify", verified)
+    monkeypatch.setattr("crosslayer.verbs.verify.run.verify", verified)
     assert run(monkeypatch, "verify", "smollm2", "--out", tmp_path / "out") == (2 if fails else 0)
     assert [path.name for path in tmp_path.iterdir()] == ([] if fails else ["out"])
 

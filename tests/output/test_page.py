@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 import crosslayer
-from crosslayer.conversion.moments import Fit
-from crosslayer.conversion.page import panels as retrofit_panels
-from crosslayer.conversion.record import Calibration, Choice, CurvePoint, FixedBlocks, RetrofitRecord, SearchRecord
 from crosslayer.environment import environment
 from crosslayer.output.page import Page, save_page
 from crosslayer.output.panel import Line, Panel, drawn, plotly_figure, same_scale
+from crosslayer.verbs.retrofit.moments import Fit
+from crosslayer.verbs.retrofit.page import panels as retrofit_panels
+from crosslayer.verbs.retrofit.record import Calibration, Choice, CurvePoint, FixedBlocks, RetrofitRecord, SearchRecord
 from tests.helpers.browser import complaints, resize
 from tests.helpers.tiny import tiny, tokens
 
@@ -86,7 +86,7 @@ def diagnosed(folder):
 
 def intervened(folder):
     model = tiny("llama", num_hidden_layers=LAYERS)
-    record = crosslayer.effect(model, tokens(batch=2, length=48), interventions=[crosslayer.waiver(23)]).record()
+    record = crosslayer.intervene(model, tokens(batch=2, length=48), interventions=[crosslayer.waiver(23)]).record()
     widen(record)
     return crosslayer.Effect.from_record(record).save(folder)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.method import Residual
+from crosslayer.core.method import Residual
 from crosslayer.probe.depth import depth_reads
 from crosslayer.testing import build, config_of
 from tests.helpers.tiny import tokens

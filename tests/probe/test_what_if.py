@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.methods import load_method
-from crosslayer.methods.cla import CLA
-from crosslayer.transformers_versions import enable_checkpointing
+from crosslayer.core.methods import load_method
+from crosslayer.core.methods.cla import CLA
+from crosslayer.core.transformers_versions import enable_checkpointing
 from tests.helpers.tiny import tiny, tokens
 
 DROPPED = {"name": "drop", "attention": [2]}

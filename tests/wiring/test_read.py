@@ -65,7 +65,7 @@ def allocated(model, length: int) -> tuple[int, ...]:
 def test_the_plan_agrees_with_the_elements_that_the_cache_allocates(family):
     model = shipped(family) if family in SHIPPED else tiny(family, dtype=torch.float32)
     for length in (6, 24):  # below the window of 8, and beyond it
-        plan = crosslayer.read_plan(model, length=length, dtype="float32")
+        plan = crosslayer.plan(model, length=length, dtype="float32")
         assert plan.stored_elements == allocated(model, length)
         assert plan.stored_bytes == 4 * sum(plan.stored_elements)
 
@@ -74,7 +74,7 @@ def test_the_plan_agrees_with_the_elements_that_the_cache_allocates(family):
 def test_the_plan_agrees_where_a_config_says_it_otherwise(family):
     model = AutoModelForCausalLM.from_config(config_of(family)).eval()
     for length in (6, 24):
-        plan = crosslayer.read_plan(model, length=length)
+        plan = crosslayer.plan(model, length=length)
         assert plan.stored_elements == allocated(model, length) and plan.stored_bytes
 
 
@@ -92,18 +92,18 @@ def test_layers_that_differ_in_fields_of_the_config():
     )  # fmt: skip
     model = AutoModel.from_config(config).eval()
     for length in (6, 24):
-        assert crosslayer.read_plan(model, length=length).stored_elements == allocated(model, length)
+        assert crosslayer.plan(model, length=length).stored_elements == allocated(model, length)
     whole = AutoConfig.for_model(
         "dots3_note", text_config=config.to_dict(), **dict.fromkeys(TOWERS, {"adapter_out_dim": 32})
     )
-    assert crosslayer.read_plan(whole, length=24).stored_elements == allocated(model, 24)
+    assert crosslayer.plan(whole, length=24).stored_elements == allocated(model, 24)
 
 
 @needs("inkling_text")
 def test_a_multimodal_model_is_as_its_text_model():
     text = config_of("inkling_text")
     whole = AutoConfig.for_model("inkling_mm_model", text_config=text.to_dict())
-    assert crosslayer.read_plan(whole).stored_bytes == crosslayer.read_plan(text).stored_bytes > 0
+    assert crosslayer.plan(whole).stored_bytes == crosslayer.plan(text).stored_bytes > 0
 
 
 ENCODERS = ("bert", "roberta", "electra", "roformer", "layoutlm", "eurobert", "markuplm", "albert")
@@ -114,14 +114,14 @@ def test_encoders_keep_no_cache_whether_given_as_a_model_or_as_a_config(family, 
     model = AutoModel.from_config(
         config_of(family, **({"embedding_size": 32} if family in ("albert", "electra") else {}))
     )
-    assert crosslayer.read_plan(model).stored_bytes == 0
+    assert crosslayer.plan(model).stored_bytes == 0
     model.save_pretrained(tmp_path)  # which also names the class in the config
-    assert crosslayer.read_plan(tmp_path).stored_bytes == 0
+    assert crosslayer.plan(tmp_path).stored_bytes == 0
 
 
 def test_bert_as_a_decoder_keeps_one():
     model = AutoModelForCausalLM.from_config(config_of("bert", is_decoder=True)).eval()
-    assert crosslayer.read_plan(model, length=6).stored_elements == allocated(model, 6)
+    assert crosslayer.plan(model, length=6).stored_elements == allocated(model, 6)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_bert_as_a_decoder_keeps_one():
 )
 def test_impossible_numbers_are_one_line(family, changes, message):
     with pytest.raises(ValueError, match=message) as error:
-        crosslayer.read_plan(config_of(family, **changes))
+        crosslayer.plan(config_of(family, **changes))
     assert "\n" not in str(error.value)
 
 
@@ -148,7 +148,7 @@ def test_a_config_of_countless_layers_is_refused_before_lists_are_made_of_them(t
     for config in ({"num_hidden_layers": 10**30}, {"text_config": {"num_hidden_layers": 10**30}}):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text", **config}))
         with pytest.raises(ValueError, match="num_hidden_layers is 10+; it must be a whole number from 1 to 100000"):
-            crosslayer.read_plan(tmp_path)
+            crosslayer.plan(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_config_of_countless_layers_is_refused_before_lists_are_made_of_them(t
     ],
 )
 def test_who_reads_whom(family, sources):
-    plan = crosslayer.read_plan(config_of(family)).plan
+    plan = crosslayer.plan(config_of(family)).plan
     assert plan.keys == plan.values == sources
     assert plan.queries == tuple(None if source is None else layer for layer, source in enumerate(sources))
 
@@ -170,7 +170,7 @@ def test_who_reads_whom(family, sources):
 @pytest.mark.parametrize("methods", [["cla"], ["svformer"], [{"name": "drop", "attention": (0, 2)}], ["attnres"]])
 def test_our_own_models(methods):
     config = contract.config_of(methods)
-    plan = crosslayer.read_plan(config, length=24)
+    plan = crosslayer.plan(config, length=24)
     assert plan.plan == config.plan and plan.methods == (config.methods[0].name(),)
     assert sum(plan.stored_elements) == contract.predicted(config, 1, 24)
     assert plan.kv_share == config.plan.cached_fraction()
@@ -178,9 +178,9 @@ def test_our_own_models(methods):
 
 
 def test_storing_less_is_not_reading_less():
-    llama, ours = crosslayer.read_plan(config_of("llama")), crosslayer.read_plan(contract.config_of(["cla"]))
+    llama, ours = crosslayer.plan(config_of("llama")), crosslayer.plan(contract.config_of(["cla"]))
     assert llama.read_bytes == llama.stored_bytes and ours.read_bytes == 2 * ours.stored_bytes
-    sparse = crosslayer.read_plan(config_of("hy_v4"), length=24, dtype="float32")
+    sparse = crosslayer.plan(config_of("hy_v4"), length=24, dtype="float32")
     # 8 chosen tokens of a latent of 8 + 4 in three layers, and the keys of 8 by which two of them choose among 24
     assert sparse.read_bytes == 4 * (3 * 8 * 12 + 2 * 24 * 8)
 
@@ -198,12 +198,12 @@ def test_storing_less_is_not_reading_less():
     ],
 )
 def test_the_form_of_the_residual(family, streams, residual):
-    plan = crosslayer.read_plan(config_of(family))
+    plan = crosslayer.plan(config_of(family))
     assert (plan.streams, plan.residual) == (streams, residual)
 
 
 def masks(family):
-    return [states.mask for states in crosslayer.read_plan(config_of(family)).layers]
+    return [states.mask for states in crosslayer.plan(config_of(family)).layers]
 
 
 def test_masks_in_words():
@@ -234,20 +234,20 @@ def test_a_config_is_enough(monkeypatch, tmp_path, capsys):
 def test_of_the_hub_nothing_but_the_config_is_needed(monkeypatch, tmp_path):
     config_of("mistral_large4_text").save_pretrained(tmp_path)
     monkeypatch.setattr("crosslayer.models.load.hub_source", lambda name: str(tmp_path))
-    plan = crosslayer.read_plan("someone/something")
+    plan = crosslayer.plan("someone/something")
     assert plan.model == "someone/something" and plan.plan.keys == (0, 1, 1, 3, 3, 1)
 
 
 def test_an_embedded_model_is_not_converted(monkeypatch, tmp_path):
     monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path))
-    plan = crosslayer.read_plan("smollm2", length=2048)
+    plan = crosslayer.plan("smollm2", length=2048)
     assert plan.stored_bytes == 2048 * 23_040 and plan.dtype == "bfloat16"
     assert not list(tmp_path.iterdir())
 
 
 def test_an_encoder_keeps_no_cache():
-    plan = crosslayer.read_plan("minilm")
-    assert plan.stored_bytes == plan.read_bytes == 0 and "encoder" in plan.words()[-1]
+    plan = crosslayer.plan("minilm")
+    assert plan.stored_bytes == plan.read_bytes == 0 and "encoder" in plan.sentences()[-1]
     assert "cache" not in plan.diagram()
 
 
@@ -269,14 +269,14 @@ def test_an_encoder_keeps_no_cache():
 )
 def test_what_cannot_be_read_is_one_line(config, message):
     with pytest.raises(ValueError, match=message) as error:
-        crosslayer.read_plan(config())
+        crosslayer.plan(config())
     assert "\n" not in str(error.value)
 
 
 def test_bad_options():
     with pytest.raises(ValueError, match="length is 0; the cache holds at least 1 token"):
-        crosslayer.read_plan(config_of("llama"), length=0)
+        crosslayer.plan(config_of("llama"), length=0)
     with pytest.raises(ValueError, match="dtype 'float31' is not known"):
-        crosslayer.read_plan(config_of("llama"), dtype="float31")
+        crosslayer.plan(config_of("llama"), dtype="float31")
     with pytest.raises(ValueError, match="does not exist"):
-        crosslayer.read_plan("no/such/folder")
+        crosslayer.plan("no/such/folder")

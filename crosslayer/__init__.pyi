@@ -1,0 +1,55 @@
+"""The public names: what type checkers and editors read, and the list by which `__init__.py` loads each name."""
+
+from crosslayer.core.decoder import CrossLayerConfig as CrossLayerConfig
+from crosslayer.core.decoder import CrossLayerForCausalLM as CrossLayerForCausalLM
+from crosslayer.core.method import HeadMixer as HeadMixer
+from crosslayer.core.method import Method as Method
+from crosslayer.core.method import Residual as Residual
+from crosslayer.core.methods import allow_methods as allow_methods
+from crosslayer.core.plan import DepthPlan as DepthPlan
+from crosslayer.corpus.documents import TextSource as TextSource
+from crosslayer.eviction.running import evicting as evicting
+from crosslayer.models.load import load_model as load_model
+from crosslayer.probe.what_if import what_if as what_if
+from crosslayer.results import load_result as load_result
+from crosslayer.verbs.bench.result import Benchmark as Benchmark
+from crosslayer.verbs.bench.run import bench as bench
+from crosslayer.verbs.bench.serving_result import ServingBenchmark as ServingBenchmark
+from crosslayer.verbs.compare.result import Comparison as Comparison
+from crosslayer.verbs.compare.run import compare as compare
+from crosslayer.verbs.diagnose.result import Diagnosis as Diagnosis
+from crosslayer.verbs.diagnose.run import diagnose as diagnose
+from crosslayer.verbs.evaluate.local_tasks import write_local_tasks as write_local_tasks
+from crosslayer.verbs.evaluate.result import Evaluation as Evaluation
+from crosslayer.verbs.evaluate.run import evaluate as evaluate
+from crosslayer.verbs.export.run import export as export
+from crosslayer.verbs.generate.run import generate as generate
+from crosslayer.verbs.heal.result import Recovery as Recovery
+from crosslayer.verbs.heal.run import heal as heal
+from crosslayer.verbs.intervene.apply import intervening as intervening
+from crosslayer.verbs.intervene.kinds import Ablate as Ablate
+from crosslayer.verbs.intervene.kinds import Forbid as Forbid
+from crosslayer.verbs.intervene.kinds import PositionSwap as PositionSwap
+from crosslayer.verbs.intervene.kinds import ScaleValues as ScaleValues
+from crosslayer.verbs.intervene.kinds import TokenSwap as TokenSwap
+from crosslayer.verbs.intervene.kinds import Waiver as Waiver
+from crosslayer.verbs.intervene.kinds import waiver as waiver
+from crosslayer.verbs.intervene.result import Effect as Effect
+from crosslayer.verbs.intervene.run import intervene as intervene
+from crosslayer.verbs.methods.run import methods as methods
+from crosslayer.verbs.needles.result import Needles as Needles
+from crosslayer.verbs.needles.run import needles as needles
+from crosslayer.verbs.plan.run import plan as plan
+from crosslayer.verbs.push.run import push as push
+from crosslayer.verbs.retrofit.result import Receipt as Receipt
+from crosslayer.verbs.retrofit.rewire import Rewired as Rewired
+from crosslayer.verbs.retrofit.rewire import rewire as rewire
+from crosslayer.verbs.retrofit.run import retrofit as retrofit
+from crosslayer.verbs.serve.run import serve as serve
+from crosslayer.verbs.train.result import TrainingRun as TrainingRun
+from crosslayer.verbs.train.run import train as train
+from crosslayer.verbs.verify.result import Verification as Verification
+from crosslayer.verbs.verify.run import verify as verify
+from crosslayer.wiring.result import ModelPlan as ModelPlan
+
+__version__: str

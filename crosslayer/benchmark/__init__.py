@@ -1,1 +1,0 @@
-"""Measure two models in turns: cache, times, memory."""

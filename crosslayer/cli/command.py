@@ -1,0 +1,159 @@
+"""A verb as a command: its options out of its call, and what becomes of what was typed."""
+
+import inspect
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from crosslayer import _start
+from crosslayer.cli.declared import REQUIRED, SOURCE, TEXTS, Call, Option, Verb
+from crosslayer.cli.printing import print_headline, print_line, print_table
+from crosslayer.output.progress import Progress, Silent, say
+
+TYPES = {"int": int, "float": float, "bool": bool}
+METAVARS = {"settings": "KEY=VALUE", "vary": "KEY=V1,V2", "allow_methods": "MODULE"}
+
+
+def command_of(verb: Verb) -> Callable[..., None]:
+    """Return a function from which typer makes the command."""
+
+    def command(**typed: Any) -> None:
+        run(verb, typed)
+
+    parameters = [_parameter(option, typer.Argument(help=option.text)) for option in verb.arguments]
+    for option in verb.options:
+        named = typer.Option(option.flag, help=option.text, metavar=METAVARS.get(option.name))
+        parameters.append(_parameter(option, named))
+    command.__doc__ = f"{verb.call.about}\n\n{verb.call.text}"
+    command.__dict__["__signature__"] = inspect.Signature(parameters)
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _parameter(option: Option, declared: Any) -> inspect.Parameter:
+    """Return a parameter of the type that the annotation of the call names; any other is a text."""
+    kind: Any = TYPES.get(option.kind, str)
+    default = inspect.Parameter.empty if option.default is REQUIRED else option.default
+    if option.has_commas:
+        default = ",".join(map(str, option.default))
+    elif option.is_list:
+        kind, default = list[str], default or None
+    annotation = Annotated[kind if default is not None else kind | None, declared]
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def run(verb: Verb, typed: dict[str, Any]) -> None:
+    """Do what was typed, and print the result."""
+    with _importing():
+        from crosslayer.core.methods import allow_methods
+
+        allow_methods(*typed["allow_methods"] or ())
+        call = getattr(import_module(f"crosslayer.verbs.{verb.name}.run"), verb.name)
+        own = {name: getattr(import_module(f"crosslayer.cli.{verb.name}"), name) for name in verb.beside}
+    made = {name: function(**_values(verb.beside[name], typed)) for name, function in own.items()}
+    if verb.is_saved and "saver" not in made:
+        made["saver"] = _saver(typed["out"], typed["force"])
+    save, then = made.pop("saver", None), made.pop("then", None)
+    arguments = _values(verb.call, typed) | made
+    is_first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts
+    if any(option.name == "progress" for option in verb.call.parameters):
+        arguments["progress"] = Progress if is_first else Silent
+    _start.command_line = _command_line()
+    try:
+        result = call(**arguments)
+    finally:
+        _start.command_line = None
+    if is_first:
+        _show(result, typed.get("out"), save)
+    if then is not None:
+        then(result)
+    raise typer.Exit(getattr(result, "exit_status", 0))
+
+
+def _saver(out: str | None, force: bool) -> Callable[[Any], Path] | None:
+    """Refuse a folder before any work is done, and return what saves a result into it."""
+    from crosslayer.output.folder import check_target
+
+    if out is None:
+        return None
+    check_target(Path(out), force)
+    return lambda result: result.save(out, force)
+
+
+def _show(result: Any, out: str | None, save: Callable[[Any], Path] | None) -> None:
+    """Print a result: its tables and sentences, where its page lies, and figures as JSON."""
+    page = None if out is None else Path(out) / "report.html"
+    if save is not None:
+        say("writing the report")
+        page = save(result)
+    for table in result.tables():
+        print_table(*table)
+    for sentence in result.sentences():
+        print_line(sentence)
+    if page is not None and page.is_file():
+        print_line(f"report: {page}")
+    print_headline(result.headline())
+
+
+def _values(call: Call, typed: dict[str, Any]) -> dict[str, Any]:
+    """Return what was typed for the parameters of a call, as Python takes it."""
+    from crosslayer.corpus.documents import TextSource
+    from crosslayer.corpus.domains import check_table_options
+
+    source = {option.name: typed[option.name] for option in SOURCE if option.name in typed}
+    values, sources = {}, []
+    for option in call.parameters:
+        if option.name not in typed:
+            continue
+        value = typed[option.name]
+        if option.kind in TEXTS:
+            named = [TextSource(name, **source) for name in ([value] if isinstance(value, str) else value or ())]
+            sources += named
+            value = (named or [None])[0] if option.kind == "Text" else named
+        elif option.has_commas:
+            value = _split(option, value)
+        elif option.is_list:
+            value = tuple(value or ())
+        values[option.name] = value
+    if any(option.kind in TEXTS for option in call.parameters):
+        check_table_options(sources or [TextSource(None, **source)])
+    return values
+
+
+def _split(option: Option, text: str) -> tuple[Any, ...]:
+    """Return values with commas between them.
+
+    Raises:
+        ValueError: a whole number is asked for and something else is there.
+
+    """
+    words = [word.strip() for word in text.split(",")]
+    if option.kind != "Sequence[int]":
+        return tuple(words)
+    if not all(re.fullmatch(r"-?[0-9]{1,18}", word) for word in words):
+        example = ",".join(map(str, option.default[:2]))
+        raise ValueError(f"`{option.name}` is {text!r}; it takes whole numbers with commas between, as {example}")
+    return tuple(map(int, words))
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Import what a verb needs: it is said, since it takes seconds; until its end Ctrl-C just ends the process."""
+    if "torch" not in sys.modules:
+        say("importing torch and transformers")
+    yield
+    _start.interrupts.at_once = False
+
+
+def _command_line() -> str:
+    """Return the command as typed, with absolute paths cut to their last part."""
+    words = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]
+    return shlex.join(["crosslayer", *words])

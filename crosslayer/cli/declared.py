@@ -1,0 +1,166 @@
+"""The options of a verb: read from its call as text, since importing it would take seconds."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parent.parent
+REQUIRED = object()
+TEXTS = ("Text", "DomainTexts")  # annotations of text: of one kind, and by domain
+SPELLED = {"settings": "--set"}  # on top of a recipe, as tools for configs have it
+
+
+@dataclass(frozen=True)
+class Option:
+    """A parameter: its annotation as it is written, its default or `REQUIRED`, and what it does."""
+
+    name: str
+    annotation: str
+    default: Any
+    text: str
+
+    @property
+    def kind(self) -> str:
+        """The annotation without None."""
+        return self.annotation.replace(" | None", "")
+
+    @property
+    def has_commas(self) -> bool:
+        """Whether it takes several values of which a default is known, in the shell with commas between."""
+        return self.kind.startswith("Sequence[") and isinstance(self.default, tuple) and bool(self.default)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it takes several values, each named by itself in the shell."""
+        return self.kind == "DomainTexts" or self.kind.startswith("Sequence[") and not self.has_commas
+
+    @property
+    def flag(self) -> str:
+        """How it is typed: "--new-tokens", or "--needles/--no-needles" of what is on by default."""
+        name = SPELLED.get(self.name, "--" + self.name.replace("_", "-"))
+        return f"{name}/--no-{name[2:]}" if self.kind == "bool" and self.default is True else name
+
+
+SOURCE = (  # of text that is a table or a data set
+    Option("config", "str | None", None, "configuration of a dataset."),
+    Option("split", "str", "train", "split of a dataset."),
+    Option("column", "str", "text", "text column of a table or dataset."),
+)
+FORCE = Option("force", "bool", False, "replace an existing folder of results.")
+EVERYWHERE = (
+    Option("allow_methods", "Sequence[str] | None", None, "a module of your own that a config may name, repeatable."),
+    Option("debug", "bool", False, "show a traceback on an error."),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function: what its docstring says first, what it says then until Args, and its parameters."""
+
+    about: str
+    text: str
+    parameters: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb as its folder declares it (see `crosslayer.verbs`), and what only a shell does for it.
+
+    `beside` has the functions of `cli/<verb>.py`. Their parameters with a default are options; the others are what was
+    typed for the verb. A function that is named as a parameter of the call returns its value. `saver` and `then` return
+    functions of the result: one saves it and returns its page, one goes on when all is printed.
+    """
+
+    name: str
+    group: str
+    call: Call
+    beside: dict[str, Call]
+    count: int  # of parameters that are written without a name
+    out: str | None  # the folder of results where none is named, "" where one must be
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether what it returns is a result, which the call itself does not write."""
+        has_result = (PACKAGE / "verbs" / self.name / "record.py").is_file()
+        return has_result and all(option.name != "out" for option in self.call.parameters)
+
+    @property
+    def arguments(self) -> tuple[Option, ...]:
+        """What is typed without a name."""
+        return self._shown()[: self.count]
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """What is typed with a name: of the call, of the shell alone, and of all verbs."""
+        own = [option for call in self.beside.values() for option in call.parameters if option.default is not REQUIRED]
+        options = [*self._shown()[self.count :], *own]
+        if any(option.kind in TEXTS for option in options):
+            options += SOURCE
+        if self.is_saved:
+            default = REQUIRED if self.out == "" else self.out
+            options += [Option("out", "str", default, "folder for report.html, record.json and figures."), FORCE]
+        return (*options, *EVERYWHERE)
+
+    def _shown(self) -> tuple[Option, ...]:
+        """Return the parameters of the call that a shell can give."""
+        parameters = [option for option in self.call.parameters if option.name not in self.beside]
+        return tuple(_of_shell(option) for option in parameters if not option.text.startswith("in Python"))
+
+
+def _of_shell(option: Option) -> Option:
+    """Return an option without what its text says of Python alone."""
+    return replace(option, text=option.text.partition(" In Python")[0])
+
+
+def read_verb(name: str) -> Verb:
+    """Return a verb out of its folder."""
+    folder = import_module(f"crosslayer.verbs.{name}")
+    call = read_calls(PACKAGE / "verbs" / name / "run.py")[name]
+    beside = read_calls(Path(__file__).with_name(f"{name}.py"))
+    return Verb(name, folder.GROUP, call, beside, getattr(folder, "ARGUMENTS", 1), getattr(folder, "OUT", None))
+
+
+def read_calls(path: Path) -> dict[str, Call]:
+    """Return the public functions of a file by name; none where it is not there."""
+    if not path.is_file():
+        return {}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    return {node.name: _call(node) for node in functions}
+
+
+def _call(node: ast.FunctionDef) -> Call:
+    lead, _, behind = inspect.cleandoc(ast.get_docstring(node) or "").partition("\nArgs:\n")
+    about, _, rest = lead.partition("\n\n")
+    return Call(_joined(about), rest.strip(), tuple(_parameters(node.args, _described(behind))))
+
+
+def _described(text: str) -> dict[str, str]:
+    """Return what the section Args of a docstring says of each parameter."""
+    section = re.split(r"\n(?=\S)", text)[0]
+    entries = re.split(r"\n(?=    \w+: )", "\n" + section)[1:]
+    return {name.strip(): _joined(words) for name, _, words in (entry.partition(":") for entry in entries)}
+
+
+def _parameters(arguments: ast.arguments, texts: dict[str, str]) -> Iterator[Option]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    missing = [None] * (len(positional) - len(arguments.defaults))
+    defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
+    for argument, default in zip([*positional, *arguments.kwonlyargs], defaults, strict=True):
+        kind = "str" if argument.annotation is None else ast.unparse(argument.annotation)
+        yield Option(argument.arg, kind, _value(default), texts.get(argument.arg, ""))
+
+
+def _value(default: ast.expr | None) -> Any:
+    if default is None:
+        return REQUIRED
+    return None if ast.unparse(default) == "Silent" else ast.literal_eval(default)
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,52 @@
+"""How a verb prints its result."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from crosslayer.output.progress import print_to
+
+COLOURS = {"pass": "green", "fail": "red", "skip": "yellow"}  # of marked cells
+
+
+def print_line(text: str) -> None:
+    """Print a line of the result on stdout, at once."""
+    print_to(sys.stdout, text)
+
+
+def print_headline(figures: dict[str, Any]) -> None:
+    """Print the last line of the result, a JSON object, in characters that stdout can show."""
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    print_line(json.dumps(figures, ensure_ascii=not unicode))
+
+
+def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print a table of a page on stdout; where that is no terminal, as wide as the table is."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    grid = Table(*head, box=SIMPLE, pad_edge=False)
+    for cells in rows:
+        grid.add_row(*map(_styled, cells))
+    wide = Console(width=1000)
+    width = None if sys.stdout.isatty() else Measurement.get(wide, wide.options, grid).maximum
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(grid)
+    if title:
+        print_line(title)
+    print_line(capture.get().rstrip("\n"))
+
+
+def _styled(cell: Any) -> str:
+    """Return a cell of a page in the markup of rich: a text, pieces of code, or a marked text."""
+    from rich.markup import escape
+
+    if isinstance(cell, str):
+        return escape(cell)
+    if isinstance(cell, list):
+        return escape("\n".join(cell))
+    return f"[{COLOURS[cell.kind]}]{escape(cell.text)}[/]"

@@ -1,1 +1,0 @@
-"""Compares training runs fairly: paired seeds, intervals, curves beside a baseline, scaling fits."""

@@ -1,0 +1,1 @@
+"""What a model of ours is and does."""

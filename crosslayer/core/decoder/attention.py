@@ -1,0 +1,175 @@
+"""Attention of a layer, which owns, borrows and lends queries, keys and values as the wiring says.
+
+A module that a layer does without is None: a borrowed projection and its norm, W_c. Mixers are a list, often empty.
+
+Shapes: B batch, T new tokens, S cached + new tokens, C hidden, H heads, H_kv key-value heads, D head size.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # Llama's, and it caps scores
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from crosslayer.core.decoder.caches import update_both, update_single
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.decoder.parts import norm
+from crosslayer.core.method import INPUT, Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
+from crosslayer.core.plan import STATES
+
+States = list[Tensor | None]  # queries, keys and values; None for those that are borrowed
+Inputs = tuple[Tensor, Tensor, Tensor]  # what queries, keys and values are made of
+
+
+class CrossLayerAttention(nn.Module):
+    """Attention of a layer; W_c that writes to the heads adds to their output, before W_o."""
+
+    def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
+        super().__init__()
+        assert config.num_key_value_heads is not None and config.head_dim is not None
+        assert config.layer_types is not None
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim, self.is_causal = config.head_dim, True
+        self.scaling = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+        cap = config.attn_logit_softcapping
+        self.softcap = {} if cap is None else {"softcap": cap}  # only functions that cap are told
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.attention_dropout = config.attention_dropout or 0.0
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        self.stored = wiring.stored[layer_idx]
+        self.sources, self.lends = wiring.sources[layer_idx], wiring.lends[layer_idx]
+        plan = wiring.plan
+        owned = [plan.owns(state, layer_idx) for state in STATES]
+        self._add_projections(config, owned, plan.value_shares[layer_idx])
+        mixers = [mixer for m in wiring.methods if (mixer := m.heads(config, wiring, layer_idx)) is not None]
+        self.mixers = nn.ModuleList(mixers)
+        self.shows_input = any(mixer.reads_input for mixer in mixers)
+        self.reader = state_reader(config, wiring, layer_idx) if wiring.several[layer_idx] else None
+        on_heads = wiring.compensation[layer_idx] == "heads"
+        self.compensation = Compensation(config, "heads", wiring.compensation_bias[layer_idx]) if on_heads else None
+
+    def _add_projections(self, config: CrossLayerConfig, owned: list[bool], value_share: float) -> None:
+        """Add W_q, W_k and W_v of the states that are owned, their norms, and W_o."""
+        assert config.num_key_value_heads is not None
+        width, bias = config.hidden_size, config.attention_bias
+        heads = config.num_attention_heads * self.head_dim
+        pairs = config.num_key_value_heads * self.head_dim
+        value_heads = round(config.num_key_value_heads * value_share)
+        if value_heads != config.num_key_value_heads * value_share:
+            raise ValueError(
+                f"layer {self.layer_idx} has {value_share:.0%} of {config.num_key_value_heads} value heads for itself, "
+                "which is not a whole number of heads"
+            )
+        owns_q, owns_k, owns_v = owned
+        self.q_proj = nn.Linear(width, heads, bias=bias) if owns_q else None
+        self.k_proj = nn.Linear(width, pairs, bias=bias) if owns_k else None
+        self.v_proj = nn.Linear(width, value_heads * self.head_dim, bias=bias) if owns_v else None
+        output_bias = bias if config.attention_output_bias is None else config.attention_output_bias
+        self.o_proj = nn.Linear(heads, width, bias=output_bias)
+        self.q_norm = norm(config, self.head_dim) if owns_q and config.qk_norm else None
+        self.k_norm = norm(config, self.head_dim) if owns_k and config.qk_norm else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        carry: Carry,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        attention_mask: Any,
+        past_key_values: Cache | None,
+        inputs: Inputs | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Carry]:
+        """Return the update (B, T, C) and the carry with what this layer lends; `kwargs` go on to attention.
+
+        `inputs` (B, T, C) are what queries, keys and values are made of, where that is not `hidden_states`.
+        """
+        for_q, for_k, for_v = (hidden_states,) * 3 if inputs is None else inputs
+        states: States = [
+            self._project(for_q, self.q_proj, self.q_norm),  # (B, H, T, D)
+            self._project(for_k, self.k_proj, self.k_norm),  # (B, H_kv, T, D)
+            self._project(for_v, self.v_proj, None),  # (B, H_kv, T, D)
+        ]
+        if position_embeddings is not None:
+            states = _rotate(states, position_embeddings)
+        states, carry = self._mixed(states, for_v, carry)
+        if past_key_values is not None and self.stored:
+            states = self._cached(states, past_key_values)  # owned keys, values: (B, H_kv, S, D)
+        own = states
+        if self.reader is None:
+            borrowed = {i: carry[name] for i, (name,) in self.sources.items() if name is not None}
+            states = [borrowed.get(i, state) for i, state in enumerate(own)]
+        else:
+            new = hidden_states.shape[1]
+            states, attention_mask = self._read_several(self.reader, states, carry, attention_mask, new)
+        if self.lends:
+            carry = {**carry, **{name: own[i] for i, name in self.lends.items()}}
+        out = self._attend(states, attention_mask, **kwargs)  # (B, T, H, D)
+        mixer: HeadMixer
+        for mixer in self.mixers:  # type: ignore[assignment]
+            out, carry = mixer.after(out, carry)
+        out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()  # (B, T, H·D)
+        if self.compensation is not None:
+            out = out + self.compensation(hidden_states)
+        return self.o_proj(out), carry
+
+    def _project(self, hidden_states: Tensor, linear: nn.Module | None, norm: nn.Module | None) -> Tensor | None:
+        if linear is None:
+            return None
+        split = linear(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim)  # (B, T, H or H_kv, D)
+        return (split if norm is None else norm(split)).transpose(1, 2)  # (B, H or H_kv, T, D)
+
+    def _mixed(self, states: States, values_input: Tensor, carry: Carry) -> tuple[States, Carry]:
+        """Return the states as the mixers leave them; they may look at what the values are made of (B, T, C)."""
+        carry = {**carry, INPUT: values_input} if self.shows_input else carry
+        for mixer in self.mixers:
+            *states, carry = mixer(*states, carry)
+        return states, {name: value for name, value in carry.items() if name != INPUT} if self.shows_input else carry
+
+    def _read_several(
+        self, reader: StateReader, states: States, carry: Carry, mask: Any, new: int
+    ) -> tuple[States, Any]:
+        """Return the states that attention reads where some come from several layers, and the mask for them."""
+        kind = self.config._attn_implementation or "eager"
+        if reader.needs_mask and (not isinstance(mask, Tensor | None) or "flash" in kind):
+            raise ValueError(
+                f"attention {kind!r} takes no mask as a tensor, which this method changes; use sdpa or eager"
+            )
+        q, keys, values = (
+            tuple(states[i] if name is None else carry[name] for name in self.sources.get(i, (None,)))
+            for i in range(len(STATES))
+        )
+        k, v, mask = reader(keys, values, mask, new)
+        return [q[0], k, v], mask
+
+    def _attend(self, states: States, attention_mask: Any, **kwargs: Any) -> Tensor:
+        """Return what attention reads (B, T, H, D) with all three states at hand."""
+        kind = self.config._attn_implementation or "eager"
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
+        options = {**options, **self.softcap, **kwargs}
+        return attend(self, *states, attention_mask, **options)[0]
+
+    def _cached(self, states: States, cache: Cache) -> States:
+        """Cache what this layer stores."""
+        q, k, v = states
+        if k is not None and v is not None:
+            return [q, *update_both(cache, k, v, self.layer_idx)]
+        if k is not None:
+            return [q, update_single(cache, k, self.layer_idx), v]
+        assert v is not None
+        return [q, k, update_single(cache, v, self.layer_idx)]
+
+
+def _rotate(states: States, rotary: tuple[Tensor, Tensor]) -> States:
+    """Apply rotary embedding to the queries and keys that are there."""
+    q, k, v = states
+    if q is not None and k is not None:
+        return [*apply_rotary_pos_emb(q, k, *rotary), v]
+    if q is not None:
+        return [apply_rotary_pos_emb(q, q, *rotary)[0], None, v]
+    if k is not None:
+        return [None, apply_rotary_pos_emb(k, k, *rotary)[1], v]
+    return states

@@ -1,0 +1,249 @@
+"""The config of the cross-layer decoder: Llama's, what other families differ in, and a list of methods."""
+
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig
+
+from crosslayer.core.decoder.parallel import EXPERTS, GATED_MLP, LINEAR, PLAIN_MLP, WHOLE, tensor_parallel_plan
+from crosslayer.core.method import Method, Wiring, mixes, state_reader
+from crosslayer.core.methods import load_method, to_entry, wire
+from crosslayer.core.plan import CACHED, STATES, DepthPlan
+
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+FAMILIES = ("llama", "gemma2", "gpt2")
+
+
+@strict
+class CrossLayerConfig(LlamaConfig):
+    """`cross_layer` is a method or a list of methods; empty means Llama.
+
+    Each is a name, {"name": …, option: …}, a `Method` or a class of them; they are kept as plain data.
+
+    Beside Llama's fields:
+
+    - `family`: what norms, MLPs and embeddings are made of, "llama", "gemma2" or "gpt2" (decoder/parts.py); numbers,
+      biases and activations are fields of their own.
+    - `qk_norm` (Qwen3), `attention_output_bias` (None: as `attention_bias`; Qwen2 has False).
+    - `sliding_window` with `layer_types`.
+    - "linear_attention" among `layer_types` is Kimi Linear's block, with `linear_num_heads` of `linear_head_dim` and a
+      convolution over `linear_conv_kernel_dim` tokens. It keeps a state of its own, so that no method shares there.
+    - `query_pre_attn_scalar`: scores are divided by its root; None: the head size.
+    - `attn_logit_softcapping`, `final_logit_softcapping`: c of c·tanh(x / c), for scores and for logits; None: no cap.
+      SDPA cannot cap scores, so that eager attention is the default then; FlexAttention can.
+    - `num_local_experts`: makes each MLP a mixture of so many (Mixtral), of which a token goes through
+      `num_experts_per_tok`. With `output_router_logits` their balance counts in the loss, times `router_aux_loss_coef`.
+
+    Raises:
+        ValueError: a method, an option or the wiring is impossible; the message says what would be right.
+
+    """
+
+    model_type = "crosslayer"
+    router_jitter_noise = 0.0  # read by transformers' sparse block
+    base_model_pp_plan = None  # what layers lend does not travel between the stages of a pipeline
+
+    cross_layer: Any = None
+    qk_norm: bool = False
+    attention_output_bias: bool | None = None
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
+    family: str = "llama"
+    query_pre_attn_scalar: int | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    num_local_experts: int | None = None
+    num_experts_per_tok: int = 2
+    router_aux_loss_coef: float = 0.001
+    output_router_logits: bool = False
+    linear_num_heads: int | None = None
+    linear_head_dim: int | None = None
+    linear_conv_kernel_dim: int = 4
+
+    def __post_init__(self, **kwargs: Any):
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
+                f"{self.num_attention_heads}; set head_dim"
+            )
+        entries = self.cross_layer if isinstance(self.cross_layer, list | tuple) else [self.cross_layer]
+        self.cross_layer = [to_entry(load_method(entry)) for entry in entries if entry is not None]
+        self._set_windows()
+        super().__post_init__(**kwargs)
+        self._check_family()
+        self._check_shapes()
+        self._check_wiring()
+
+    def _set_windows(self) -> None:
+        """Set `layer_types` and `sliding_window`, where a method answers for them as it says.
+
+        Raises:
+            ValueError: they are set already, to something else.
+
+        """
+        for method in self.methods:
+            windows = method.windows(self.num_hidden_layers)
+            if windows is None:
+                continue
+            kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+            (width,) = {window for window in windows if window is not None}
+            if self.layer_types not in (None, kinds) or self.sliding_window not in (None, width):
+                raise ValueError(
+                    f"{method.name()} sets layer_types and sliding_window = {width} by itself; the config has "
+                    f"{self.layer_types} and {self.sliding_window}: leave them out"
+                )
+            self.layer_types, self.sliding_window = kinds, width
+        if self.layer_types is None:
+            kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+            self.layer_types = [kind] * self.num_hidden_layers
+
+    def validate_architecture(self) -> None:
+        """Allow any head size: Llama's config insists on hidden_size / num_attention_heads."""
+
+    @property
+    def methods(self) -> list[Method]:
+        """The methods, in list order."""
+        assert isinstance(self.cross_layer, list)
+        return [load_method(entry) for entry in self.cross_layer]
+
+    @property
+    def wiring(self) -> Wiring:
+        """What the methods say together; the same methods and number of layers are computed once per process."""
+        return wire(self.methods, self.num_hidden_layers, self.linear_layers)
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """The layers with linear attention."""
+        return tuple(layer for layer, kind in enumerate(self.layer_types or ()) if kind == "linear_attention")
+
+    @property
+    def plan(self) -> DepthPlan:
+        """Who owns and who reads, all methods merged."""
+        return self.wiring.plan
+
+    @property
+    def kv_sharing_modes(self) -> list[str | None]:
+        """What transformers' caches read: "reuse" for layers that store nothing, "store" for lenders."""
+        wiring, modes = self.wiring, []
+        for layer, (stored, lent) in enumerate(zip(wiring.stored, wiring.lends, strict=True)):
+            lends_cached = any(STATES[number] in CACHED for number in lent)
+            keeps_state = stored or layer in wiring.linear
+            modes.append("reuse" if not keeps_state else "store" if lends_cached else None)
+        return modes
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+        """How transformers splits the modules over ranks (tensor parallelism)."""
+        wiring = self.wiring
+        mixes = any(type(method).heads is not Method.heads for method in wiring.methods)
+        attention = tensor_parallel_plan(self.qk_norm, mixes, any(wiring.several), wiring.compensation)
+        mlps = PLAIN_MLP if self.family == "gpt2" else GATED_MLP if self.num_local_experts is None else EXPERTS
+        linear = LINEAR if self.linear_layers else {}
+        positions = {"embed_positions": WHOLE} if self.family == "gpt2" else {}
+        return {"embed_tokens": "embedding_rowwise", **attention, **mlps, **linear, **positions}
+
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
+        """Leave the plan as it is: transformers before 5.21 would add the embedding, which stands in it."""
+
+    @property
+    def has_post_norms(self) -> bool:
+        """Whether a norm stands on each sublayer's update."""
+        return self.family == "gemma2"
+
+    def tells_routers(self, asked: bool | None) -> bool:
+        """Return whether routers' logits are returned: as `asked`, or by default as the config says.
+
+        Raises:
+            ValueError: they are asked for, and there is no router.
+
+        """
+        if asked and self.num_local_experts is None:
+            raise ValueError("output_router_logits: the model has no router; its config sets no num_local_experts")
+        return self.output_router_logits if asked is None else asked
+
+    def _check_family(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"family is {self.family!r}; it must be one of {', '.join(map(repr, FAMILIES))}")
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+            value = vars(self)[name]
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; it must be above 0, or None")
+        if self.num_local_experts is not None and not 1 <= self.num_experts_per_tok <= self.num_local_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; it must be between 1 and num_local_experts = "
+                f"{self.num_local_experts}"
+            )
+        if self.num_local_experts is not None and (self.family == "gpt2" or self.mlp_bias):
+            raise ValueError("num_local_experts: experts are gated MLPs without biases; leave 'gpt2' and mlp_bias out")
+        if self.output_router_logits and self.num_local_experts is None:
+            raise ValueError("output_router_logits: there is no router; set num_local_experts")
+        if self.family == "gpt2" and self.rope_parameters != LlamaConfig().rope_parameters:
+            raise ValueError("family 'gpt2' learns its positions; leave rope_parameters out")
+
+    def _check_shapes(self) -> None:
+        assert self.num_key_value_heads is not None and self.layer_types is not None
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
+                f"{self.num_key_value_heads}"
+            )
+        if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries {sorted(set(self.layer_types))}; it needs "
+                f"{self.num_hidden_layers}, each of {', '.join(LAYER_TYPES)}"
+            )
+        if self.linear_layers and (self.linear_num_heads is None or self.linear_head_dim is None):
+            raise ValueError("layer_types has linear_attention; set linear_num_heads and linear_head_dim")
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ValueError("layer_types has sliding_attention, but sliding_window is not set")
+
+    def _check_wiring(self) -> None:
+        wiring, kinds = self.wiring, self.layer_types
+        assert kinds is not None
+        for state in STATES:
+            for reader in range(self.num_hidden_layers):
+                for source in wiring.plan.reads(state, reader):
+                    if kinds[reader] != kinds[source]:
+                        raise ValueError(
+                            f"layer {reader} ({kinds[reader]}) reads {state} of layer {source} ({kinds[source]}); "
+                            "layers with different masks cannot share"
+                        )
+        by_residual = [method.name() for method in wiring.methods if type(method).residual is not Method.residual]
+        if len(by_residual) > 1:
+            raise ValueError(f"{' and '.join(by_residual)} both replace the residual stream; only one method may")
+        self._check_value_shares(wiring)
+        names = [method.name() for method in wiring.methods]
+        if len(set(names)) != len(names):
+            raise ValueError(f"cross_layer names a method twice: {', '.join(names)}")
+        self._check_modules(wiring)
+
+    def _check_value_shares(self, wiring: Wiring) -> None:
+        """Refuse methods that change values of all heads where layers have a share of the heads for themselves."""
+        if min(wiring.plan.value_shares) == 1:
+            return
+        partial = [m.name() for m in wiring.methods if min(m.plan(self.num_hidden_layers).value_shares) < 1]
+        mixing = [method.name() for method in wiring.methods if type(method).heads is not Method.heads]
+        if partial and mixing:
+            raise ValueError(
+                f"{partial[0]} with {mixing[0]}: the first leaves layers a share of their value heads, the second "
+                "changes all of them; only one of the two is possible"
+            )
+
+    def _check_modules(self, wiring: Wiring) -> None:
+        """Let methods refuse now, not in the model: a mixer that acts nowhere, a block that is too large.
+
+        Their modules are built on the meta device, so that they cost no memory.
+        """
+        with torch.device("meta"):
+            for method in filter(mixes, wiring.methods):
+                for layer in range(self.num_hidden_layers):
+                    if wiring.plan.attends(layer):
+                        method.heads(self, wiring, layer)
+                for layer, site in wiring.sublayers:
+                    method.residual(self, wiring, layer, site)
+                method.final(self, wiring)
+            for layer in range(self.num_hidden_layers):
+                if wiring.several[layer]:
+                    state_reader(self, wiring, layer)

@@ -1,0 +1,174 @@
+"""What crosses the cuts between the stages of a pipeline, for any method: found by one pass of an empty decoder.
+
+At a cut stand the stream and the tensors of the carry. Layers hand on what they do not change as it is, or as a view of
+the whole, so a tensor is known again at every cut that it crosses; what no later operator takes in is dropped.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.initialization import no_init_weights
+
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.core.method import Carry
+from crosslayer.core.options import check_choice
+
+KEPT = ("nothing", "received", "all")  # what a rank keeps for its own later stages
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a stage ends and the next begins.
+
+    Attributes:
+        places: for each place of the flattened (stream, carry) the number of its tensor, None where nothing later
+            reads it; a tensor has one number at all cuts.
+        structure: how the places make up (stream, carry).
+
+    """
+
+    places: tuple[int | None, ...]
+    structure: pytree.TreeSpec
+
+    @property
+    def stream(self) -> int:
+        """The number of the stream."""
+        assert self.places[0] is not None
+        return self.places[0]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The tensors that later stages read, the stream first."""
+        return tuple(dict.fromkeys(number for number in self.places if number is not None))
+
+    def take(self, stream: Tensor, carry: Carry) -> dict[int, Tensor]:
+        """Return the tensors that later stages read, by their numbers."""
+        leaves, structure = pytree.tree_flatten((stream, carry))
+        assert structure == self.structure, "the carry at a cut is not that of the empty decoder"
+        return {number: leaf for number, leaf in zip(self.places, leaves, strict=True) if number is not None}
+
+    def rebuild(self, tensors: Mapping[int, Tensor]) -> tuple[Tensor, Carry]:
+        """Return stream and carry; None stands for what nothing reads."""
+        leaves = [None if number is None else tensors[number] for number in self.places]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Which tensors (by number) a stage is sent, which it finds on its rank, and which it keeps there.
+
+    Attributes:
+        sent: (stages,), what the stage before sends, the stream first; nothing for the first stage.
+        found: (stages,), what an earlier stage of the same rank has kept.
+        kept: (stages,), what the stage keeps for later stages of its rank.
+
+    """
+
+    sent: tuple[tuple[int, ...], ...]
+    found: tuple[tuple[int, ...], ...]
+    kept: tuple[tuple[int, ...], ...]
+
+
+def find_traffic(cuts: Sequence[Cut], ranks: int, keep: str) -> Traffic:
+    """Return what is sent when stage c runs on rank c % ranks.
+
+    Args:
+        cuts: one for each stage but the first.
+        ranks: how many there are.
+        keep: what a rank keeps: "nothing"; what it has "received" (cross-stage caching as published, arXiv 2603.15031);
+            or "all", what its own stages have computed too.
+
+    """
+    check_choice("pipeline", "keep", keep, KEPT)
+    stages = len(cuts) + 1
+    sent: list[tuple[int, ...]] = [() for _ in range(stages)]
+    found: list[tuple[int, ...]] = [() for _ in range(stages)]
+    kept: list[dict[int, None]] = [{} for _ in range(stages)]
+    keepers: list[dict[int, int]] = [{} for _ in range(ranks)]  # of each rank: the stage that keeps a tensor
+    for stage in range(stages):
+        here = keepers[stage % ranks]
+        if stage > 0:
+            cut = cuts[stage - 1]
+            found[stage] = tuple(number for number in cut.numbers if number in here and number != cut.stream)
+            sent[stage] = tuple(number for number in cut.numbers if number not in found[stage])
+        for number in found[stage]:
+            kept[here[number]][number] = None
+        received = sent[stage] if keep != "nothing" else ()
+        computed = cuts[stage].numbers if keep == "all" and stage + 1 < stages else ()
+        for number in (*received, *computed):
+            here.setdefault(number, stage)
+    return Traffic(tuple(sent), tuple(found), tuple(tuple(numbers) for numbers in kept))
+
+
+def find_cuts(config: CrossLayerConfig, starts: Sequence[int]) -> tuple[Cut, ...]:
+    """Return the cuts before the layers `starts` (without the first stage's 0), by a pass without data.
+
+    Raises:
+        ValueError: the carry at a cut holds what cannot be sent.
+
+    """
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"  # kernels of others need not know tensors without data
+    watch = _Watch(starts)
+    with FakeTensorMode(), no_init_weights():
+        model = CrossLayerForCausalLM(config)
+        for start in starts:
+            model.model.layers[start].register_forward_pre_hook(watch.arrive)
+        ids = torch.zeros(1, 2, dtype=torch.long)
+        with watch, torch.enable_grad():
+            model(ids, attention_mask=dict.fromkeys(config.layer_types or ()), use_cache=False)
+    return tuple(watch.cut(stage) for stage in range(1, len(starts) + 1))
+
+
+class _Watch(TorchDispatchMode):
+    """Numbers the tensors at the cuts, and notes the last stage whose operators take them in."""
+
+    def __init__(self, starts: Sequence[int]):
+        super().__init__()
+        self.starts = starts
+        self.flat: list[tuple[list[Any], pytree.TreeSpec]] = []  # by cut
+        self.numbers: dict[Any, int] = {}  # by `_key`; `flat` holds the tensors, so that no key comes twice
+        self.last: dict[int, int] = {}  # by number: the last stage that takes it in
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and (key := _key(leaf)) in self.numbers:
+                self.last[self.numbers[key]] = len(self.flat)
+        return func(*args, **(kwargs or {}))
+
+    def arrive(self, layer: Any, args: tuple[Any, ...]) -> None:
+        """Note what the first layer of a stage is given."""
+        leaves, structure = pytree.tree_flatten(args[:2])
+        for leaf in leaves:
+            if leaf is None:
+                continue
+            if not isinstance(leaf, Tensor):
+                raise ValueError(
+                    f"pipeline: the carry before layer {self.starts[len(self.flat)]} holds a {type(leaf).__name__}; "
+                    "stages hand on tensors, in tuples, lists and dicts"
+                )
+            self.numbers.setdefault(_key(leaf), len(self.numbers))
+        self.flat.append((leaves, structure))
+
+    def cut(self, stage: int) -> Cut:
+        """Return the cut before a stage; the stream is always sent, as gradients come back with it."""
+        leaves, structure = self.flat[stage - 1]
+        places: list[int | None] = []
+        for leaf in leaves:
+            number = None if leaf is None else self.numbers[_key(leaf)]
+            places.append(None if number is None or self.last.get(number, 0) < stage else number)
+        return Cut((self.numbers[_key(leaves[0])], *places[1:]), structure)
+
+
+def _key(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what a tensor has in common with its views as a whole, and not with what is detached from it."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad

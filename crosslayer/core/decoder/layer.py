@@ -1,0 +1,157 @@
+"""A layer of the decoder: a pure function (stream, carry) → (stream, carry).
+
+A module that a layer does without is None: attention or MLP that a method takes away, with norms and residual; the norm
+before attention that reads no input; a residual that is the plain sum; W_c; the norms on updates, which Gemma 2 has.
+Norms are called as the family calls them: `post_attention_layernorm` stands before Llama's MLP, and on the update of
+Gemma 2's attention.
+
+Shapes: B batch, T new tokens, C hidden.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from crosslayer.core.decoder.attention import CrossLayerAttention, Inputs
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.decoder.parts import linear_attention, mlp, norm
+from crosslayer.core.method import Carry, Compensation, Residual, Wiring
+
+ROUTERS = "routers"  # in the carry: the logits of the routers so far
+
+
+class CrossLayerDecoderLayer(GradientCheckpointingLayer):
+    """A layer; each W_c stands where its update arises: here beside attention or MLP, or within attention."""
+
+    def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
+        super().__init__()
+        plan, target, bias = wiring.plan, wiring.compensation[layer_idx], wiring.compensation_bias[layer_idx]
+        has_attention, has_mlp = plan.attends(layer_idx) or layer_idx in wiring.linear, plan.mlps[layer_idx] is not None
+        self.self_attn = CrossLayerAttention(config, wiring, layer_idx) if plan.attends(layer_idx) else None
+        self.linear_attn = linear_attention(config, layer_idx) if layer_idx in wiring.linear else None
+        self.mlp = mlp(config) if has_mlp else None
+        self.post_norms, self.is_sparse = config.has_post_norms, config.num_local_experts is not None
+        width = config.hidden_size
+        self.post_attention_layernorm = norm(config, width) if (has_attention if self.post_norms else has_mlp) else None
+        self.pre_feedforward_layernorm = norm(config, width) if self.post_norms and has_mlp else None
+        self.post_feedforward_layernorm = norm(config, width) if self.post_norms and has_mlp else None
+        self.attn_compensation = Compensation(config, target, bias) if target == "attention" else None
+        self.mlp_compensation = Compensation(config, target, bias) if target == "mlp" else None
+        self.attends = has_attention or self.attn_compensation is not None
+        self.input_layernorm = norm(config, width) if wiring.reads_input[layer_idx] else None
+        self.attn_residual = _residual(config, wiring, layer_idx, "attn") if self.attends else None
+        self.mlp_residual = _residual(config, wiring, layer_idx, "mlp") if self.mlp is not None else None
+
+    @property
+    def compensation(self) -> Compensation | None:
+        """The layer's W_c, wherever it stands."""
+        if self.attn_compensation is not None:
+            return self.attn_compensation
+        if self.mlp_compensation is not None:
+            return self.mlp_compensation
+        return None if self.self_attn is None else self.self_attn.compensation
+
+    @property
+    def mlp_norm(self) -> nn.Module | None:
+        """The norm before the MLP."""
+        return self.pre_feedforward_layernorm if self.post_norms else self.post_attention_layernorm
+
+    def forward(
+        self,
+        stream: Tensor,
+        carry: Carry,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Carry]:
+        """Return stream and carry for the next layer, both as the methods have them; at first the stream is (B, T, C).
+
+        `carry["read"]` is what the first sublayer read, (B, T, C); None where there is none.
+        """
+        first, normed = None, None
+        if self.attends:
+            first, carry = _read(self.attn_residual, stream, carry)
+            normed = self._normed(first)
+            update, carry = self._attention_update(
+                normed,
+                carry,
+                inputs=self._inputs(first, normed, carry),
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+            stream, carry = _write(self.attn_residual, stream, update, carry)
+        if self.mlp is not None:
+            read, carry = _read(self.mlp_residual, stream, carry)
+            first = read if first is None else first
+            update, carry = self._mlp_update(read, normed, carry)
+            stream, carry = _write(self.mlp_residual, stream, update, carry)
+        return stream, {**carry, "read": first}
+
+    def _normed(self, read: Tensor) -> Tensor:
+        return read if self.input_layernorm is None else self.input_layernorm(read)
+
+    def _inputs(self, read: Tensor, normed: Tensor, carry: Carry) -> Inputs | None:
+        """Return what queries, keys and values are made of, normed, where that is not what the sublayer read."""
+        if self.attn_residual is None:
+            return None
+        q, k, v = (normed if way is read else self._normed(way) for way in self.attn_residual.inputs(read, carry))
+        return q, k, v
+
+    def _attention_update(self, normed: Tensor, carry: Carry, **kwargs: Any) -> tuple[Tensor, Carry]:
+        """Return attention's update (B, T, C) with that of W_c, which stands alone where attention is gone."""
+        if self.linear_attn is not None:
+            update = self._linear_update(normed, **kwargs)
+        elif self.self_attn is not None:
+            update, carry = self.self_attn(hidden_states=normed, carry=carry, **kwargs)
+        else:
+            assert self.attn_compensation is not None
+            return self.attn_compensation(normed), carry
+        if self.post_norms:
+            assert self.post_attention_layernorm is not None
+            update = self.post_attention_layernorm(update)
+        if self.attn_compensation is not None:
+            update = update + self.attn_compensation(normed)
+        return update, carry
+
+    def _linear_update(
+        self, normed: Tensor, inputs: Inputs | None, attention_mask: Any, past_key_values: Cache | None, **_: Any
+    ) -> Tensor:
+        """Return linear attention's update (B, T, C)."""
+        assert self.linear_attn is not None
+        if inputs is not None and any(way is not normed for way in inputs):
+            raise ValueError("linear attention reads a single input, not separate ones for queries, keys and values")
+        return self.linear_attn(normed, attention_mask, past_key_values)
+
+    def _mlp_update(self, read: Tensor, normed: Tensor | None, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the MLP's update (B, T, C) with that of W_c, which reads what attention read.
+
+        A router's logits (B·T, E) join those of the layers below in the carry.
+        """
+        assert self.mlp is not None and self.mlp_norm is not None
+        update = self.mlp(self.mlp_norm(read))
+        if self.is_sparse:
+            update, logits = update
+            carry = {**carry, ROUTERS: (*carry.get(ROUTERS, ()), logits)}
+        if self.post_feedforward_layernorm is not None:
+            update = self.post_feedforward_layernorm(update)
+        if self.mlp_compensation is not None:
+            update = update + self.mlp_compensation(normed)
+        return update, carry
+
+
+def _residual(config: CrossLayerConfig, wiring: Wiring, layer: int, site: str) -> Residual | None:
+    answers = (method.residual(config, wiring, layer, site) for method in wiring.methods)
+    return next((residual for residual in answers if residual is not None), None)
+
+
+def _read(residual: Residual | None, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+    return (stream, carry) if residual is None else residual(stream, carry)
+
+
+def _write(residual: Residual | None, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+    return (stream + update, carry) if residual is None else residual(stream, carry, update)

@@ -1,0 +1,345 @@
+"""The decoder: Llama, or another family, whose layers are pure functions (stream, carry) → (stream, carry).
+
+With no method it is that family, weight names included. What layers lend travels in `carry`, never through the cache.
+
+Shapes: B batch, T new tokens, C hidden, V vocabulary.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, initialization
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+
+from crosslayer.core.decoder.caches import check_quantized, fit_cache, without_empty_layers
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.decoder.keywords import LEAKED, LOSS, check_keywords
+from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
+from crosslayer.core.decoder.packed import recurrent_mask
+from crosslayer.core.decoder.parts import embedding, initialise, learned_positions, norm, rotary
+from crosslayer.core.method import TOKENS, Carry, Mixing
+from crosslayer.core.transformers_versions import NewPreTrainedModel, layers_without_cache
+from crosslayer.environment import check_flex
+
+MASKS = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+    "linear_attention": recurrent_mask,
+}
+AT_ONCE = 2048  # tokens whose logits exist at once where they are not returned
+
+
+class CrossLayerPreTrainedModel(NewPreTrainedModel):
+    """What the body and the language model have in common."""
+
+    config_class = CrossLayerConfig
+    config: CrossLayerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["CrossLayerDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+
+    @property
+    def _supports_sdpa(self) -> bool:  # type: ignore[override]
+        """SDPA cannot cap scores: as in transformers, eager attention is then the default, and `sdpa` is refused."""
+        return self.config.attn_logit_softcapping is None
+
+    def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
+        if not self._supports_sdpa:
+            raise ValueError("SDPA cannot cap scores, as attn_logit_softcapping asks; use eager or flex_attention")
+        return super()._sdpa_can_dispatch(is_init_check)
+
+    @property
+    def _is_stateful(self) -> bool:  # type: ignore[override]
+        """Tell `generate` of layers whose state cannot be cropped."""
+        return bool(self.config.linear_layers)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Mixing):
+            module.reset()
+        else:
+            super()._init_weights(module)
+            initialise(module)
+
+    def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize, beside the embeddings, what methods have by token."""
+        embeddings = super()._resize_token_embeddings(*args, **kwargs)
+        assert isinstance(embeddings, nn.Embedding)
+        for module in self.modules():
+            if isinstance(module, Mixing):
+                module.resize_tokens(len(embeddings.weight))
+        return embeddings
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Say that experts may run by any of transformers' implementations, where there are experts."""
+        return True
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
+        """Turn on checkpointing; the reentrant kind would lose the gradients of what layers lend, silently."""
+        options = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
+        if options["use_reentrant"]:
+            raise ValueError("use_reentrant=True loses the gradients of what layers lend to each other; use False")
+        super().activation_checkpointing_enable(options, every_n_layers, offload)
+
+
+class CrossLayerModel(CrossLayerPreTrainedModel):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, config: CrossLayerConfig):
+        super().__init__(config)
+        kind = config._attn_implementation or "eager"
+        if kind not in ALL_MASK_ATTENTION_FUNCTIONS:
+            raise ValueError(f"attention {kind!r} has no mask function registered, so it would ignore the causal mask")
+        self.embed_tokens, self.embed_positions = embedding(config), learned_positions(config)
+        wiring = config.wiring
+        with _initial_values():
+            layers = [CrossLayerDecoderLayer(config, wiring, layer) for layer in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.empty = layers_without_cache(config)  # now: compiled code could not ask the config
+        self.norm, self.rotary_emb = norm(config, config.hidden_size), rotary(config)
+        answers = (method.final(config, wiring) for method in wiring.methods)
+        self.token_readers = [method.name() for method in wiring.methods if method.reads_tokens]
+        self.final_residual = next((residual for residual in answers if residual is not None), None)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> MoeModelOutputWithPast:
+        """Return hidden states (B, T, C); with `output_hidden_states`, also what each layer reads.
+
+        With `output_router_logits`, also the logits of every router, (B·T, E) each.
+        """
+        check_keywords(CrossLayerModel.forward, kwargs)
+        tells_routers = self.config.tells_routers(kwargs.pop("output_router_logits", None))
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if kwargs.pop("output_attentions", None) or self.config.output_attentions:
+            raise ValueError(
+                "maps are not returned, since sharing never builds them; `crosslayer diagnose` measures them"
+            )
+        stream: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        check_flex(self.config._attn_implementation, stream.device)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None:
+            fit_cache(self.config, past_key_values, self.empty)
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(stream.shape[1], device=stream.device) + seen).unsqueeze(0)
+        masks = self._masks(stream, attention_mask, past_key_values, position_ids)
+        stream, position_embeddings = self.place(stream, position_ids)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        reads, carry = [], self._first_carry(input_ids)
+        kinds = self.config.layer_types
+        assert kinds is not None
+        for layer, kind in zip(self.layers, kinds, strict=True):
+            stream, carry = layer(
+                stream,
+                carry,
+                position_embeddings=position_embeddings,
+                attention_mask=masks[kind],
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+            if wanted:
+                reads.append(carry["read"])
+        if self.final_residual is not None:
+            stream, carry = self.final_residual(stream, carry)
+        last = self.norm(stream)
+        return MoeModelOutputWithPast(
+            last_hidden_state=last,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*_filled(reads, stream), last) if wanted else None,
+            router_logits=carry.get(ROUTERS) if tells_routers else None,
+        )
+
+    def place(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return embeddings (B, T, C) with learned positions added, or the rotary tables (1 or B, T, D) instead."""
+        if self.embed_positions is not None:
+            if stream.shape[1] > self.config.max_position_embeddings:
+                raise ValueError(
+                    f"there are {stream.shape[1]} tokens, and the model has learned "
+                    f"{self.config.max_position_embeddings} positions"
+                )
+            return stream + self.embed_positions(position_ids), None
+        assert self.rotary_emb is not None
+        return stream, self.rotary_emb(stream, position_ids=position_ids)
+
+    def _first_carry(self, input_ids: Tensor | None) -> Carry:
+        """Return what the first layer gets beside the stream: the tokens, for methods that read them."""
+        if not self.token_readers:
+            return {}
+        if input_ids is None:
+            readers = " and ".join(self.token_readers)
+            raise ValueError(f"{readers} reads tokens, which inputs_embeds do not tell; give input_ids")
+        return {TOKENS: input_ids}
+
+    def _masks(self, stream: Tensor, attention_mask: Any, cache: Cache | None, position_ids: Tensor) -> dict[str, Any]:
+        if isinstance(attention_mask, dict):  # generate() has built them
+            return attention_mask
+        return {
+            kind: MASKS[kind](
+                config=self.config,
+                inputs_embeds=stream,
+                attention_mask=attention_mask,
+                past_key_values=without_empty_layers(cache),
+                position_ids=position_ids,
+            )
+            for kind in dict.fromkeys(self.config.layer_types or ())
+        }
+
+
+class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
+    """The language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, config: CrossLayerConfig):
+        super().__init__(config)
+        self.model = CrossLayerModel(config)
+        self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> MoeCausalLMOutputWithPast:
+        """Return logits (B, T, V), or of the last `logits_to_keep` tokens, and the loss where there are `labels`.
+
+        With `skip_logits` the loss alone: logits of `AT_ONCE` tokens exist at a time, and again in the backward pass.
+
+        The loss also takes `shift_labels` (labels that are shifted already; they suffice alone, as where the sequence
+        is split over ranks), `ignore_index` and `num_items_in_batch`. With `output_router_logits` it contains the
+        routers' `aux_loss`, which is returned as well.
+        """
+        options = {name: kwargs.pop(name) for name in LOSS if name in kwargs}
+        kwargs = {name: value for name, value in kwargs.items() if name not in LEAKED}
+        check_keywords(CrossLayerForCausalLM.forward, kwargs)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        skip_logits = options.pop("skip_logits", False)
+        judged = labels is not None or options.get("shift_labels") is not None
+        logits = loss = None
+        if skip_logits:
+            if not judged or logits_to_keep != 0:
+                raise ValueError("skip_logits leaves the loss alone, so it needs labels, and no logits_to_keep")
+            loss = self._loss_in_parts(outputs.last_hidden_state, labels, **options)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self._logits(outputs.last_hidden_state[:, kept, :])
+            if judged:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
+        aux_loss = None
+        if outputs.router_logits is not None:
+            from crosslayer.core.decoder.sparse import balance_loss  # dense models do without loading it
+
+            padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+            if padding is not None:  # of cached tokens too
+                padding = padding[:, -outputs.last_hidden_state.shape[1] :]  # (B, T)
+            aux_loss = balance_loss(self.config, outputs.router_logits, padding)
+            loss = None if loss is None else loss + self.config.router_aux_loss_coef * aux_loss
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            router_logits=outputs.router_logits,
+        )
+
+    def _logits(self, states: Tensor) -> Tensor:
+        logits = self.lm_head(states)
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def _loss_in_parts(
+        self,
+        states: Tensor,
+        labels: Tensor | None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of the last hidden states (B, T, C), `AT_ONCE` tokens at a time."""
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels[:, 1:], (0, 1), value=ignore_index)  # (B, T)
+        count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+
+        def loss(states: Tensor, labels: Tensor) -> Tensor:
+            options = {"shift_labels": labels, "num_items_in_batch": count, "ignore_index": ignore_index}
+            logits = self._logits(states)
+            return self.loss_function(logits=logits, labels=None, vocab_size=self.config.vocab_size, **options)
+
+        states, shift_labels = states.flatten(0, 1), shift_labels.flatten()  # (B·T, C), (B·T,)
+        total = torch.zeros((), device=states.device)
+        for start in range(0, len(states), AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            total = total + checkpoint(loss, states[part], shift_labels[part], use_reentrant=False)
+        return total
+
+    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        if generation_config.cache_implementation == "quantized":
+            check_quantized(self.config)
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # type: ignore[misc]
+
+
+def _filled(reads: list[Tensor | None], final: Tensor) -> list[Tensor]:
+    """Return what each layer reads; for a layer without sublayers, what is read next: nothing happens between."""
+    filled, following = [], final
+    for read in reversed(reads):
+        following = following if read is None else read
+        filled.append(following)
+    return filled[::-1]
+
+
+def _initial_values() -> AbstractContextManager[None]:
+    """Let modules leave out their initial values on the meta device, where there are none: a third of the time."""
+    return initialization.no_init_weights() if torch.get_default_device().type == "meta" else nullcontext()

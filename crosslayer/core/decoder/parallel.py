@@ -1,0 +1,121 @@
+"""How the decoder is sharded over ranks: transformers' tensor-parallel styles by module.
+
+Every rank holds the same slice of heads in all layers, so what layers lend to each other stays on its rank.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    ReplicatedWithGradAllReduce,
+    TensorParallelLayer,
+)
+
+from crosslayer.core.method import INPUT, HeadMixer, Mixing
+
+WHOLE = "crosslayer_whole"
+BY_HEAD = "crosslayer_by_head"
+PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+PLAIN_MLP = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+GATED_MLP = {"layers.*.mlp.gate_proj": "colwise", **PLAIN_MLP}
+EXPERTS = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+    "layers.*.mlp.experts": "moe_tp_experts",
+}
+# small and whole on every rank, which sees its own heads alone: gradients are summed
+NORMS = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm")
+MIXERS = "layers.*.self_attn.mixers.*"
+READER = "layers.*.self_attn.reader"
+
+# linear attention stays whole
+LINEAR = {
+    f"layers.*.linear_attn.{name}": WHOLE
+    for name in (
+        *("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj", "o_proj"),
+        *("forget_gate.f_a_proj", "forget_gate.f_b_proj"),
+    )
+}
+
+# W_c on a whole update reads and writes what every rank has whole, so its gradient is whole too; W_c before W_o writes
+# heads, and is split as they are
+COMPENSATION = {
+    "attention": ("layers.*.attn_compensation", WHOLE),
+    "heads": ("layers.*.self_attn.compensation", "colwise"),
+    "mlp": ("layers.*.mlp_compensation", WHOLE),
+}
+
+
+class MixingParallel(TensorParallelLayer):
+    """A method's module within attention, which sees the heads of its own rank alone.
+
+    Its parameters are split by head where it says so; others are whole on every rank, and their gradients are summed.
+    """
+
+    def should_use_local_tensors(self, module: Mixing) -> bool:  # type: ignore[override]
+        """Let parameters that are split be plain tensors in the module's forward."""
+        return bool(module.split_by_head)
+
+    def shard_param(self, module: Mixing, param: str, mesh: Any) -> None:
+        """Split a parameter by head."""
+        if param not in module.split_by_head:
+            return
+        from torch.distributed.tensor import Shard, distribute_tensor  # not there without torch.distributed
+
+        whole = module.get_parameter(param)
+        split = distribute_tensor(whole, mesh, [Shard(module.split_by_head[param])], src_data_rank=None)
+        module.register_parameter(param, nn.Parameter(split, requires_grad=whole.requires_grad))
+
+    def install_forward(self, module: Mixing, mesh: Any) -> Mixing:
+        """Wrap the module's forward."""
+        if not module.split_by_head:
+            ReplicatedWithGradAllReduce().install_forward(module, mesh)
+        return super().install_forward(module, mesh)
+
+    def transform_inputs_pre_forward(self, module: Mixing, args: Any, kwargs: Any, mesh: Any) -> tuple[Any, Any]:
+        """Sum the gradient of the layer's input, to which each rank's heads add theirs."""
+        if not isinstance(module, HeadMixer) or not module.reads_input:
+            return args, kwargs
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        *states, carry = args
+        whole = DTensor.from_local(carry[INPUT], mesh, [Replicate()], run_check=False)
+        return (*states, {**carry, INPUT: whole.to_local(grad_placements=[Partial()])}), kwargs
+
+
+if torch.distributed.is_available():
+    ALL_PARALLEL_STYLES.register(WHOLE, TensorParallelLayer())  # type: ignore[arg-type]
+    ALL_PARALLEL_STYLES.register(BY_HEAD, MixingParallel())  # type: ignore[arg-type]
+
+
+def tensor_parallel_plan(
+    qk_norm: bool, mixes: bool, reads_several: bool, targets: Collection[str | None]
+) -> dict[str, str]:
+    """Return the styles of the modules beside MLPs; without the optional ones, which would be warned of.
+
+    Args:
+        qk_norm: whether queries and keys have norms.
+        mixes: whether a method mixes states of attention.
+        reads_several: whether a layer combines the states of several layers.
+        targets: where W_c of the layers write, None for a layer without it.
+
+    """
+    plan = dict(PLAN)
+    if qk_norm:
+        plan |= dict.fromkeys(NORMS, "replicated_with_grad_allreduce")
+    if mixes:
+        plan[MIXERS] = BY_HEAD
+    if reads_several:
+        plan[READER] = BY_HEAD
+    for target, (name, style) in COMPENSATION.items():
+        if target in targets:
+            plan[name] = style
+    return plan

@@ -1,0 +1,178 @@
+"""Other families' models to ours and back: the config is translated, the weights keep their names.
+
+A source attribute that is neither translated, nor ignored by name, nor at its default is refused: an unknown attribute
+would otherwise be a silent difference.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.core.plan import DepthPlan
+from crosslayer.core.transformers_versions import attention_that_caps
+
+SHARED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "pad_token_id",
+    "bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters", "attention_dropout", "head_dim",
+)  # fmt: skip
+# say nothing of what the model computes, nor do names that begin with an underscore
+IGNORED = {
+    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "pretraining_tp", "id2label",
+    "label2id", "problem_type", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
+    "is_encoder_decoder", "unk_token_id", "sep_token_id", "cls_token_id", "max_window_layers", "use_sliding_window",
+    "cache_implementation",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's config differs from ours.
+
+    Attributes:
+        reads: attributes of its own that are read.
+        fixes: what it fixes of ours.
+        calls: our name of each attribute that it calls otherwise.
+
+    """
+
+    reads: tuple[str, ...] = ()
+    fixes: Mapping[str, Any] = field(default_factory=dict)
+    calls: Mapping[str, str] = field(default_factory=dict)
+
+
+SCORES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+EXPERTS = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
+# what may differ between families, so that not every one of them can express it
+OURS = (
+    "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types", "family",
+    *SCORES, *EXPERTS,
+)  # fmt: skip
+
+FAMILIES = {
+    "llama": Family(("attention_bias", "mlp_bias")),
+    "mistral": Family(("sliding_window",)),
+    "mixtral": Family(("sliding_window", *EXPERTS)),
+    "qwen2": Family(("sliding_window", "layer_types"), {"attention_bias": True, "attention_output_bias": False}),
+    "qwen3": Family(("attention_bias", "sliding_window", "layer_types"), {"qk_norm": True}),
+    "gemma2": Family(
+        ("attention_bias", "sliding_window", "layer_types", *SCORES), {"family": "gemma2"},
+        {"hidden_activation": "hidden_act"},
+    ),
+}  # fmt: skip
+
+
+def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerConfig:
+    """Translate a config, and add methods; one of ours, of a model without methods, takes them as it is.
+
+    Raises:
+        ValueError: the family is not known, an attribute cannot be translated, or the model has methods or linear
+            attention already.
+
+    """
+    if isinstance(source, CrossLayerConfig):
+        if source.methods:
+            names = ", ".join(method.name() for method in source.methods)
+            raise ValueError(
+                f"the model has {names} already, and a retrofit is fitted to, and judged by, a model without methods; "
+                f"train both together instead (model.method: [{names}, …])"
+            )
+        if source.linear_layers:
+            raise ValueError(
+                f"linear attention, of layers {list(source.linear_layers)}, has no keys and values that a retrofit "
+                "could share; use a model whose layers all have softmax attention"
+            )
+        return CrossLayerConfig(**{**source.to_dict(), "cross_layer": cross_layer})
+    family = FAMILIES.get(source.model_type)
+    if family is None:
+        raise ValueError(
+            f"{source.model_type!r} cannot be converted; {', '.join(FAMILIES)} can; diagnose works on others too"
+        )
+    values = source.to_dict()
+    values["head_dim"] = values.get("head_dim") or source.hidden_size // source.num_attention_heads
+    translated = (*SHARED, *family.reads, *family.calls)
+    _refuse_unknown(source, values, translated)
+    kept = {key: values[key] for key in (*SHARED, *family.reads) if key in values}
+    kept |= {ours: values[name] for name, ours in family.calls.items()}
+    return CrossLayerConfig(**{**kept, **family.fixes}, cross_layer=cross_layer)
+
+
+def _refuse_unknown(source: PreTrainedConfig, values: Mapping[str, Any], translated: Sequence[str]) -> None:
+    """Refuse an attribute that is neither translated nor ignored, unless it has its family's default or is None."""
+    defaults = type(source)().to_dict()
+    for key, value in values.items():
+        if key in translated or key in IGNORED or key.startswith("_"):
+            continue
+        as_default = value == defaults[key] if key in defaults else value is None
+        if not as_default:
+            raise ValueError(f"{source.model_type}: config attribute {key} = {value!r} is not known; refused")
+
+
+def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
+    """Translate ours back to a family's config.
+
+    Raises:
+        ValueError: methods are in the way, or the family cannot express a value.
+
+    """
+    from transformers import AutoConfig
+
+    if family not in FAMILIES:
+        raise ValueError(f"family {family!r} is not known; use {', '.join(FAMILIES)}")
+    if config.linear_layers:
+        raise ValueError(f"{family} cannot express linear attention, of layers {list(config.linear_layers)}")
+    if config.plan != DepthPlan.identity(config.num_hidden_layers) or config.methods:
+        raise ValueError(f"{', '.join(m.name() for m in config.methods)}: {family} has no cross-layer methods")
+    values, reads, calls = config.to_dict(), FAMILIES[family].reads, FAMILIES[family].calls
+    kept = {key: values[key] for key in (*SHARED, *reads) if key not in calls.values()}
+    kept |= {name: values[ours] for name, ours in calls.items()}
+    if "use_sliding_window" in AutoConfig.for_model(family).to_dict():
+        kept["use_sliding_window"] = config.sliding_window is not None
+    try:
+        result = AutoConfig.for_model(family, **kept)
+    except StrictDataclassFieldValidationError as error:  # such as no experts, for a family that has some
+        raise ValueError(f"{family} cannot express it: {error.__cause__}") from error
+    back = to_config(result).to_dict()
+    for key in OURS:
+        same = (
+            _output_bias(values) == _output_bias(back) if key == "attention_output_bias" else values[key] == back[key]
+        )
+        if not same:
+            raise ValueError(f"{family} cannot express {key} = {values[key]!r}")
+    return result
+
+
+def _output_bias(values: Mapping[str, Any]) -> bool:
+    """Return whether the map behind attention has a bias."""
+    own = values["attention_output_bias"]
+    return values["attention_bias"] if own is None else own
+
+
+@torch.no_grad()
+def to_model(source: PreTrainedModel) -> CrossLayerForCausalLM:
+    """Return ours with a copy of the source's weights: the same logits, no method."""
+    return _copied(CrossLayerForCausalLM, to_config(source.config), source)
+
+
+@torch.no_grad()
+def from_model(model: CrossLayerForCausalLM, family: str) -> PreTrainedModel:
+    """Return a family's own model with a copy of our weights."""
+    return _copied(AutoModelForCausalLM, from_config(model.config, family), model)
+
+
+def _copied(cls: Any, config: PreTrainedConfig, source: PreTrainedModel) -> Any:
+    implementation = attention_that_caps(config, source.config._attn_implementation)
+    config._experts_implementation = source.config._experts_implementation
+    if cls is AutoModelForCausalLM:
+        target = cls.from_config(config, dtype=source.dtype, attn_implementation=implementation)
+    else:
+        target = cls._from_config(config, dtype=source.dtype, attn_implementation=implementation)
+    target.load_state_dict(source.state_dict(), strict=True)
+    target.generation_config = source.generation_config
+    return target.to(source.device).train(source.training)

@@ -1,0 +1,375 @@
+"""What a cross-layer method answers, and what it builds its answers from.
+
+A method is a frozen dataclass in a file of its own. Its fields are its options; each question that it leaves open means
+"like Llama". `crosslayer.core.methods` finds and combines methods, docs/YOUR_METHOD.md shows how to write them.
+
+Shapes: B batch, T new tokens, C hidden, H heads, H_kv key-value heads, D head size, L layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from crosslayer.core.plan import CACHED, STATES, DepthPlan
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+TARGETS = ("attention", "heads", "mlp")  # W_c adds after W_o, before W_o, or to the MLP's update
+Carry = dict[str, Any]  # what layers hand upward: replaced, never mutated
+TOKENS = "tokens"  # in the carry: ids of the new tokens (B, T), for methods that read them
+INPUT = "input"  # in the carry that mixers get: what the values are made of (B, T, C), for mixers that read it
+
+
+class Mixing(nn.Module):
+    """Parameters of a method; `reset` sets their first values, so that a zero init survives loading.
+
+    `split_by_head` names the parameters that hold a piece for each key-value head, and the dimension of the heads; a
+    module has only such parameters, or none. Where heads are split over ranks, each rank has the pieces of its own.
+    """
+
+    split_by_head: ClassVar[Mapping[str, int]] = {}
+
+    def reset(self) -> None:
+        """Initialise own parameters, and buffers that are not saved, with functions of `transformers.initialization`.
+
+        They leave alone what a checkpoint has filled; `torch.nn.init` would overwrite it.
+        """
+
+    def resize_tokens(self, count: int) -> None:
+        """Follow the vocabulary, which has `count` tokens now: parameters with a row for each of them do."""
+
+
+class HeadMixer(Mixing):
+    """Changes a layer's states; None stands for a state that the layer borrows.
+
+    `reads_input` says that `before` finds the layer's normed input (B, T, C), of which its values are made, in
+    `carry[INPUT]`; attention takes it out of the carry afterwards.
+    """
+
+    reads_input: ClassVar[bool] = False
+
+    def forward(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
+        """Call `before`; as a module's forward, so that what wraps modules (offloading, say) reaches it."""
+        return self.before(q, k, v, carry)
+
+    def before(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
+        """Change q (B, H, T, D), k and v (B, H_kv, T, D): new tokens, after RoPE and qk-norm, before the cache."""
+        return q, k, v, carry
+
+    def after(self, out: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Change the output of attention (B, T, H, D), before W_o, without parameters: hooks act on `before` alone."""
+        return out, carry
+
+
+class StateReader(Mixing):
+    """Makes what attention reads of the cached states of several layers, where the plan names several.
+
+    It acts at the moment of reading: what the cache holds, and what is lent upward, stays as each layer made it.
+
+    `needs_mask` says that it changes the mask, which only attention that takes a mask as a tensor can follow.
+    """
+
+    needs_mask = False
+
+    def forward(
+        self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], mask: Tensor | None, new: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the keys, the values and the mask that attention gets.
+
+        Args:
+            keys: (B, H_kv, S, D) of each layer that the plan names, in its order; cached and new tokens.
+            values: the same; of a layer that owns a share of the value heads, those heads alone.
+            mask: (B or 1, 1, T, S), True or 0 where a token may be seen; None: a single new token sees all, several
+                are the first ones and see what is not after them.
+            new: T, the number of new tokens.
+
+        """
+        raise NotImplementedError
+
+
+class Residual(Mixing):
+    """What a sublayer reads from the stream and how its update is written; the default is the plain sum.
+
+    The decoder calls the module, so that hooks (which fetch offloaded parameters) act; `inputs` has no parameters.
+    """
+
+    def forward(self, stream: Tensor, carry: Carry, update: Tensor | None = None) -> tuple[Tensor, Carry]:
+        """Call `read`, or `write` where there is an update."""
+        return self.read(stream, carry) if update is None else self.write(stream, update, carry)
+
+    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the sublayer's input (B, T, C)."""
+        return stream, carry
+
+    def inputs(self, read: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what queries, keys and values are made of, (B, T, C) each, before the norm; asked of attention.
+
+        `read` is what `read` returned; W_c and those who look into the model see it alone.
+        """
+        return read, read, read
+
+    def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the stream with the update (B, T, C) of the sublayer."""
+        return stream + update, carry
+
+    def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor | None:
+        """Return the weight of each source in what `read` returns, (N, B, T), the embedding first; None: no such."""
+        return None
+
+
+class Compensation(nn.Linear, Mixing):
+    """The linear map W_c: adds `normed @ W_c [+ b]` to an update, where `target` (of `TARGETS`) says; begins at zero.
+
+    It maps (B, T, C) to (B, T, C), or to (B, T, H·D) before W_o.
+    """
+
+    def __init__(self, config: "LlamaConfig", target: str, bias: bool = False):
+        assert config.head_dim is not None
+        self.target, inputs = target, config.hidden_size
+        outputs = config.num_attention_heads * config.head_dim if target == "heads" else inputs
+        super().__init__(inputs, outputs, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Set W_c to zero when it is built."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def reset(self) -> None:
+        """Set W_c to zero, unless a checkpoint has filled it."""
+        for parameter in self.parameters():
+            init.zeros_(parameter)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What the methods of a config say together, computed once per config.
+
+    Attributes:
+        methods: the methods, in list order.
+        plan: who owns and who reads, all methods merged.
+        compensation: (L,), where W_c of a layer writes (of `TARGETS`), None without it.
+        compensation_bias: (L,), whether W_c of a layer has a bias.
+        linear: layers with linear attention: for the plan they have no attention, since there is nothing to share.
+
+    """
+
+    methods: tuple["Method", ...]
+    plan: DepthPlan
+    compensation: tuple[str | None, ...]
+    compensation_bias: tuple[bool, ...]
+    linear: tuple[int, ...] = ()
+
+    @cached_property
+    def reads_input(self) -> tuple[bool, ...]:
+        """(L,), whether a layer's attention reads its own input: it owns a state, or something compensates it."""
+        return tuple(
+            target is not None or layer in self.linear or any(self.plan.owns(state, layer) for state in STATES)
+            for layer, target in enumerate(self.compensation)
+        )
+
+    @cached_property
+    def sublayers(self) -> tuple[tuple[int, str], ...]:
+        """The sublayers that exist, in order: (layer, "attn" or "mlp"); W_c alone is an "attn" too."""
+        sites = []
+        for layer, target in enumerate(self.compensation):
+            if self.plan.attends(layer) or layer in self.linear or target is not None:
+                sites.append((layer, "attn"))
+            if self.plan.mlps[layer] is not None:
+                sites.append((layer, "mlp"))
+        return tuple(sites)
+
+    @cached_property
+    def stored(self) -> tuple[tuple[str, ...], ...]:
+        """(L,), what the cache holds at each layer: of "keys" and "values" those that the layer owns."""
+        return tuple(self.plan.stored(layer) for layer in range(self.plan.layers))
+
+    @cached_property
+    def sources(self) -> tuple[Mapping[int, tuple[str | None, ...]], ...]:
+        """(L,), the states (by their place in `STATES`) that do not just come from the layer itself.
+
+        Each with the names in the carry under which its sources lend it; None in the place of the layer itself.
+        """
+        result = []
+        for layer in range(self.plan.layers):
+            sources = {}
+            for number, state in enumerate(STATES):
+                read = self.plan.reads(state, layer)
+                if read not in ((), (layer,)):
+                    slots = self._slots[state]
+                    sources[number] = tuple(None if i == layer else f"{state}.{slots[i]}" for i in read)
+            result.append(sources)
+        return tuple(result)
+
+    @cached_property
+    def several(self) -> tuple[bool, ...]:
+        """(L,), whether a layer reads the cached states of several layers, which a `StateReader` combines."""
+        return tuple(
+            any(isinstance(self.plan.sources(state)[layer], tuple) for state in CACHED)
+            for layer in range(self.plan.layers)
+        )
+
+    @cached_property
+    def lends(self) -> tuple[Mapping[int, str], ...]:
+        """(L,), the states (by their place in `STATES`) that later layers read, and their names in the carry."""
+        return tuple(
+            {
+                number: f"{state}.{slots[layer]}"
+                for number, (state, slots) in enumerate(self._slots.items())
+                if slots[layer] is not None
+            }
+            for layer in range(self.plan.layers)
+        )
+
+    @cached_property
+    def _slots(self) -> dict[str, tuple[int | None, ...]]:
+        return {state: self.plan.slots(state) for state in STATES}
+
+
+class Method:
+    """The questions; subclasses are frozen dataclasses whose fields are the options.
+
+    Class attributes say what a method is for the commands:
+
+    - `targets`: where W_c may write; the values that the option `compensation` may take beside None.
+    - `compensation`: where W_c writes, None without it; an option of those methods that have targets.
+    - `compensation_bias`: whether W_c has a bias; an option of those of them whose W_c may have one.
+    - `saves`: of "keys" and "values" those that each further layer under the method saves; where it is not empty, the
+      search by damage tries the method.
+    - `grouped`: layers act in groups behind a leader; False: each named layer by itself.
+    - `consecutive`: the layers of a group are neighbours; False: any layers, the lowest of which leads.
+    - `parts`: what of a layer is acted on, where there is a choice; the first is the default.
+    - `reads_tokens`: its modules find the ids of the new tokens (B, T) in `carry[TOKENS]`; the model then needs
+      `input_ids` and refuses `inputs_embeds`.
+    - `merges`: how pretrained weights of a group may be merged; the first, "first", leaves them as they are.
+    """
+
+    targets: ClassVar[tuple[str, ...]] = ()
+    saves: ClassVar[tuple[str, ...]] = ()
+    grouped: ClassVar[bool] = True
+    consecutive: ClassVar[bool] = True
+    parts: ClassVar[tuple[str, ...]] = ()
+    merges: ClassVar[tuple[str, ...]] = ("first",)
+    compensation: str | None = None
+    reads_tokens: ClassVar[bool] = False
+    compensation_bias: bool = False
+
+    def plan(self, layers: int) -> DepthPlan:
+        """Answer who owns and who reads."""
+        return DepthPlan.identity(layers)
+
+    def heads(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> HeadMixer | None:
+        """Answer how a layer's own states are mixed; asked of each layer that has attention."""
+        return None
+
+    def reader(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader | None:
+        """Answer what a layer reads where the plan names several sources; asked of those layers alone."""
+        return None
+
+    def windows(self, layers: int) -> tuple[int | None, ...] | None:
+        """Answer how many tokens each layer sees, None in it for all; None: the method leaves that to the config."""
+        return None
+
+    def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual | None:
+        """Answer what a sublayer (`site` "attn" or "mlp") reads, and where its update goes."""
+        return None
+
+    def final(self, config: "LlamaConfig", wiring: Wiring) -> Residual | None:
+        """Answer what the final norm reads."""
+        return None
+
+    def compensates(self, plan: DepthPlan, layer: int) -> bool:
+        """Answer whether W_c makes up for what a layer loses by the method's own `plan`: here, any state.
+
+        Asked only where `compensation` says where W_c writes.
+        """
+        return any(plan.sources(state)[layer] != layer for state in STATES)
+
+    def inherit(self, weights: dict[str, Tensor], config: "LlamaConfig", wiring: Wiring, merge: str) -> list[str]:
+        """Answer what becomes of pretrained weights, beyond that a borrowed projection goes.
+
+        Args:
+            weights: by their names in the decoder; entries may be replaced, but no tensor may be written into.
+            config: of the decoder that gets them.
+            wiring: all methods of that decoder together.
+            merge: a rule of `merges`.
+
+        Returns:
+            the names of the weights that changed.
+
+        Raises:
+            ValueError: the rule does not apply to these weights.
+
+        """
+        return []
+
+    @classmethod
+    def from_groups(
+        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
+    ) -> Self:
+        """Build the method that acts on groups of layers.
+
+        Args:
+            groups: 0-based layers in rising order, leader first; where `grouped` is False, just layers.
+            layers: how many layers the model has.
+            compensation: where W_c writes (of `targets`), None for no W_c.
+            part: what of a layer is acted on (of `parts`), None for the default.
+
+        Raises:
+            ValueError: the method has no such options, or the groups do nothing.
+
+        """
+        raise ValueError(f"{cls.name()} has no groups of layers; give its options as JSON")
+
+    @classmethod
+    def example(cls, layers: int) -> Self:
+        """Return options that show the method at a number of layers, for tables and tests; its defaults here."""
+        return cls()
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name that a config uses: the file's, or the dotted module of a user's own method."""
+        return cls.__module__.removeprefix("crosslayer.core.methods.")
+
+
+def mixes(method: Method) -> bool:
+    """Return whether a method has modules of its own that mix states or streams, beside its plan."""
+    kind = type(method)
+    return any(getattr(kind, name) is not getattr(Method, name) for name in ("heads", "reader", "residual", "final"))
+
+
+def state_reader(config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader:
+    """Return what combines the states of several layers at a layer that reads several.
+
+    Raises:
+        ValueError: no method answers, or two do.
+
+    """
+    readers = {m.name(): reader for m in wiring.methods if (reader := m.reader(config, wiring, layer)) is not None}
+    if len(readers) != 1:
+        raise ValueError(
+            f"layer {layer} reads the states of several layers; exactly one method must combine them, not "
+            f"{' and '.join(readers) or 'none'}"
+        )
+    return next(iter(readers.values()))
+
+
+def add_values(out: Tensor, values: Tensor) -> Tensor:
+    """Add values (B, H_kv, T, D) to the output of attention (B, T, H, D), to each head those that it reads."""
+    heads = values.shape[1]
+    groups = out.unflatten(2, (heads, -1)) + values.transpose(1, 2).unsqueeze(3)  # (B, T, H_kv, H / H_kv, D)
+    return groups.flatten(2, 3)
+
+
+def norm_gain(config: "LlamaConfig", weight: Tensor) -> Tensor:
+    """Return by what a norm with a weight (C,) multiplies, in float64: the weight, or 1 + weight (Gemma 2)."""
+    offset = 1.0 if config.to_dict().get("family") == "gemma2" else 0.0
+    return weight.double() + offset

@@ -1,0 +1,223 @@
+"""Attention Residuals: a sublayer reads a softmax-weighted sum of earlier sublayers' outputs, not their plain sum.
+
+    h_l = Σ_{i<l} α_{i→l} v_i,  α_{i→l} = softmax_i(w_lᵀ RMSNorm_l(v_i)),  v_0 the embedding
+
+Block form: `block` consecutive sublayers are summed into a source, b_n = Σ f_j(h_j); inside a block the running sum is
+a source too.
+
+The other options are the paper's ablations. They read all sources at each sublayer, by plain autograd, so they cost
+what PyTorch's operators cost; only the published form is made to be fast.
+
+Flows: the sources. Reads: every sublayer but the first, which has no choice, and the final norm. Cache: unchanged.
+Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32, values raw.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from crosslayer.core.depth_attention import depth_attention, depth_scores, exact, inverse_rms, keep
+from crosslayer.core.method import Carry, Method, Residual, Wiring
+from crosslayer.core.options import check_choice
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+SOURCES = "attnres.sources"
+
+
+@dataclass(frozen=True)
+class AttnRes(Method):
+    """Sublayers (attention or MLP) read earlier sublayers, or blocks of them."""
+
+    block: int | None = None
+    """How many sublayers form a block; None is the full form, a block for each sublayer."""
+
+    query: str = "static"
+    """Where queries come from: "static", a trained vector; "input", a trained map of the newest source, normed."""
+    weights: str = "softmax"
+    """What weighs the sources: "softmax" or "sigmoid" of the scores; "static", trained numbers without query or key."""
+    key_norm: bool = True
+    """Whether scores are of normed sources; if not, larger sources have larger scores."""
+    depth_heads: int = 1
+    """Groups of channels, each with weights of its own."""
+    window: int | None = None
+    """How many of the newest sources are read, beside the embedding; None: all."""
+
+    def __post_init__(self):
+        check_choice("attnres", "query", self.query, ("static", "input"))
+        check_choice("attnres", "weights", self.weights, ("softmax", "sigmoid", "static"))
+        for option, value in (("depth_heads", self.depth_heads), ("window", self.window)):
+            if value is not None and value < 1:
+                raise ValueError(f"attnres: {option} is {value}; it must be at least 1")
+        if self.weights == "static" and (self.query != "static" or not self.key_norm):
+            raise ValueError(
+                "attnres: static weights have neither queries nor keys; leave query 'static' and key_norm true"
+            )
+
+    @property
+    def published(self) -> bool:
+        """Whether nothing but the size of blocks differs from the paper's own form."""
+        return self == AttnRes(self.block)
+
+    def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual:
+        """Let each sublayer but the first read with a query of its own."""
+        if site == "attn" and not wiring.reads_input[layer]:
+            raise ValueError(
+                f"attnres: attention of layer {layer} borrows queries, keys and values and reads no input, so there is "
+                "nothing to choose; let the layer own a state or compensate it"
+            )
+        count, number = len(wiring.sublayers), wiring.sublayers.index((layer, site))
+        size = self._size(count)
+        opens = number % size == 0
+        sources = number // size + (1 if opens else 2)  # inside a block, its running sum too
+        if not self.published:
+            return _Ablated(self, config, sources, opens)
+        return _Depth(config, sources, opens, total=-(-count // size) + 1)
+
+    def final(self, config: "LlamaConfig", wiring: Wiring) -> Residual:
+        """Let the output read with a query and a gain of its own."""
+        count = len(wiring.sublayers)
+        total = -(-count // self._size(count)) + 1
+        if self.window is not None and self.window + 1 >= total:
+            raise ValueError(
+                f"attnres: window is {self.window} beside the embedding, but there are only {total} sources, so it "
+                f"would leave none out; it must be at most {total - 2}"
+            )
+        if not self.published:
+            return _Ablated(self, config, total, opens=True)
+        return _Depth(config, total, opens=True, total=total)
+
+    def _size(self, count: int) -> int:
+        size = 1 if self.block is None else self.block
+        if not 1 <= size <= count:
+            raise ValueError(f"attnres: block is {size} sublayers; it must be between 1 and the {count} there are")
+        return size
+
+
+class _Reader(Residual):
+    """Reads from sources, the newest of which, the stream, is the running sum of the open block."""
+
+    def __init__(self, sources: int, opens: bool):
+        super().__init__()
+        self.opens, self.alone = opens, sources == 1
+
+    def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Begin or continue the running sum of the block."""
+        return (update if self.opens else stream + update), carry
+
+
+class _Depth(_Reader):
+    """Reads by attention over depth."""
+
+    def __init__(self, config: "LlamaConfig", sources: int, opens: bool, total: int):
+        super().__init__(sources, opens)
+        self.total, self.eps = total, config.rms_norm_eps
+        if not self.alone:
+            self.query = nn.Parameter(torch.zeros(config.hidden_size))
+            self.gain = nn.Parameter(torch.ones(config.hidden_size))
+
+    def reset(self) -> None:
+        """Begin with uniform attention."""
+        if not self.alone:
+            init.zeros_(self.query)
+            init.ones_(self.gain)
+
+    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return Σ α v over the closed blocks and the open block."""
+        closed = carry.get(SOURCES, ())
+        sources = (*closed, keep(stream, closed, self.total) if self.opens else stream)
+        if self.opens:
+            carry = {**carry, SOURCES: sources}
+        if self.alone:
+            return stream, carry
+        return depth_attention(sources, self.query * self.gain, self.eps), carry
+
+    def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
+        """Return the softmax of the scores."""
+        if self.alone:
+            return stream.new_ones(1, *stream.shape[:-1])
+        direction = self.query * self.gain
+        sources = (*carry.get(SOURCES, ()), stream)
+        return torch.stack([depth_scores(source, direction, self.eps) for source in sources]).softmax(dim=0)
+
+
+class _Ablated(_Reader):
+    """Reads by the options of an ablation."""
+
+    def __init__(self, method: AttnRes, config: "LlamaConfig", sources: int, opens: bool):
+        super().__init__(sources, opens)
+        width, heads = config.hidden_size, method.depth_heads
+        if width % heads:
+            raise ValueError(f"attnres: depth_heads is {heads}; it must divide the width {width}")
+        self.method, self.eps = method, config.rms_norm_eps
+        if self.alone:
+            return
+        if method.weights == "static":
+            count = sources if method.window is None else min(sources, method.window + 1)
+            self.weight = nn.Parameter(torch.full((count, heads), 1 / count))  # (N, H)
+            return
+        self.query = nn.Parameter(torch.zeros((width, width) if method.query == "input" else (width,)))
+        if method.key_norm:
+            self.gain = nn.Parameter(torch.ones(width))
+
+    def reset(self) -> None:
+        """Begin with uniform weights: 1 / N each, of sigmoids one half."""
+        for name, parameter in self._parameters.items():
+            value = {"weight": 1 / len(parameter), "query": 0.0, "gain": 1.0}[name]  # type: ignore[arg-type]
+            init.constant_(parameter, value)  # type: ignore[arg-type]
+
+    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return Σ α v over the sources in the window, each head with its own α."""
+        sources = (*carry.get(SOURCES, ()), stream)
+        if self.opens:
+            carry = {**carry, SOURCES: sources}
+        if self.alone:
+            return stream, carry
+        sources = self._window(sources)
+        weights = self._weights(sources)  # (N, …, H)
+        parts = [
+            weight.to(source.dtype).unsqueeze(-1) * self._heads(source)
+            for weight, source in zip(weights, sources, strict=True)
+        ]
+        return functools.reduce(torch.add, parts).flatten(-2), carry
+
+    def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
+        """Return the mean weights of the heads; zero outside of the window."""
+        sources = (*carry.get(SOURCES, ()), stream)
+        result = stream.new_zeros(len(sources), *stream.shape[:-1])
+        seen = self._window(range(len(sources)))
+        weights = self._weights([sources[number] for number in seen]).mean(dim=-1) if not self.alone else 1.0
+        result[list(seen)] = weights
+        return result
+
+    def _window(self, sources):
+        window = self.method.window
+        return sources if window is None else (sources[0], *sources[1:][-window:])
+
+    def _weights(self, sources: Sequence[Tensor]) -> Tensor:
+        """Return what weighs each source in each head, (N, B, T, H) or (N, 1, 1, H)."""
+        if self.method.weights == "static":
+            return self.weight[:, None, None]
+        with exact(sources[0].device):
+            wide = torch.promote_types(sources[0].dtype, torch.float32)
+            query = self.query.to(wide)
+            if self.method.query == "input":
+                newest = sources[-1].to(wide)
+                query = nn.functional.linear(newest * inverse_rms(newest, self.eps), query)  # (B, T, C)
+            if self.method.key_norm:
+                query = query * self.gain
+            scores = torch.stack([self._scores(source.to(wide), query) for source in sources])  # (N, B, T, H)
+        return scores.softmax(dim=0) if self.method.weights == "softmax" else scores.sigmoid()
+
+    def _scores(self, source: Tensor, query: Tensor) -> Tensor:
+        products = self._heads(source * query).sum(dim=-1)  # (B, T, H)
+        return products * inverse_rms(source, self.eps) if self.method.key_norm else products
+
+    def _heads(self, source: Tensor) -> Tensor:
+        return source.unflatten(-1, (self.method.depth_heads, -1))  # (B, T, H, C / H)

@@ -1,0 +1,112 @@
+"""DenseFormer: after every `period`-th layer the stream becomes a trained sum of the layers' outputs so far.
+
+    Y_i = Σ_{j ≤ i, j ≡ i mod k} a_ij X_j  where p divides i, else X_i;  X_0 the embedding, X_i = layer_i(Y_{i−1})
+
+k is `dilation`, p is `period`. a_ii begins at 1 and the others at 0, so that it begins as a plain Transformer. Layers
+without any sublayer are not counted.
+
+Flows: outputs of layers, before their sum, as long as a later layer sums them. Reads: every `period`-th layer.
+Cache: unchanged. Source: DenseFormer (Pagliardini et al. 2024, arXiv 2402.02622).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from crosslayer.core.method import Carry, Method, Residual, Wiring
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+OUTPUTS = "denseformer.outputs"
+
+
+@dataclass(frozen=True)
+class DenseFormer(Method):
+    """The stream is averaged over depth with trained weights."""
+
+    dilation: int = 1
+    """k: a layer sums every k-th output below it."""
+    period: int = 1
+    """p: every p-th layer sums."""
+
+    def __post_init__(self):
+        for option, value in (("dilation", self.dilation), ("period", self.period)):
+            if value < 1:
+                raise ValueError(f"denseformer: {option} is {value}; it must be at least 1")
+
+    def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual | None:
+        """Sum after the last sublayer of each layer; let the very first sublayer hand the embedding upward."""
+        layers = list(dict.fromkeys(owner for owner, _ in wiring.sublayers))
+        self._check(len(layers))
+        first = (layer, site) == wiring.sublayers[0]
+        last = (layer, site) == [place for place in wiring.sublayers if place[0] == layer][-1]
+        if not last:
+            return _Entrance() if first else None
+        block = layers.index(layer) + 1  # i, which counts from 1
+        below = self._kept(block - 1, len(layers)) if block > 1 else [0]
+        available = [*below, block]  # the j at hand
+        kept = [available.index(j) for j in self._kept(block, len(layers))]
+        summed = [place for place, j in enumerate(available) if j % self.dilation == block % self.dilation]
+        return _Sum(tuple(kept), tuple(summed) if block % self.period == 0 else (), enters=first)
+
+    def _kept(self, block: int, layers: int) -> list[int]:
+        """Return the j whose outputs some layer above `block` sums."""
+        readers = range(block + 1, layers + 1)
+        residues = {reader % self.dilation for reader in readers if reader % self.period == 0}
+        return [j for j in range(block + 1) if j % self.dilation in residues]
+
+    def _check(self, layers: int) -> None:
+        last = layers // self.period * self.period
+        if last == 0 or last < self.dilation:
+            raise ValueError(
+                f"denseformer: with dilation {self.dilation} and period {self.period} none of the {layers} layers "
+                f"would sum an earlier output; period may be at most {layers}, dilation at most {last or layers}"
+            )
+
+
+class _Entrance(Residual):
+    """Hands the embedding upward."""
+
+    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the stream as it is, which is X_0 here."""
+        return stream, {**carry, OUTPUTS: (stream,)}
+
+
+class _Sum(_Entrance):
+    """Writes Y_i; `kept` and `summed` are places among the outputs at hand, the newest of which is X_i."""
+
+    def __init__(self, kept: tuple[int, ...], summed: tuple[int, ...], enters: bool):
+        super().__init__()
+        self.kept, self.summed, self.enters = kept, summed, enters
+        self.weights = nn.Parameter(_newest(len(summed))) if summed else None  # (N,), the last is a_ii
+
+    def reset(self) -> None:
+        """Begin with the newest output alone."""
+        if self.weights is not None:
+            init.copy_(self.weights, _newest(len(self.summed)).to(self.weights))
+
+    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the stream; in the first layer it is handed upward."""
+        return super().read(stream, carry) if self.enters else (stream, carry)
+
+    def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return Y_i, and keep what later layers sum."""
+        available = (*carry[OUTPUTS], stream + update)
+        carry = {**carry, OUTPUTS: tuple(available[place] for place in self.kept)}
+        if self.weights is None:
+            return available[-1], carry
+        total = self.weights[0] * available[self.summed[0]]
+        for weight, place in zip(self.weights[1:], self.summed[1:], strict=True):
+            total = total + weight * available[place]
+        return total, carry
+
+
+def _newest(count: int) -> Tensor:
+    """Return weights (N,): 1 for the last, 0 for the others."""
+    weights = torch.zeros(count)
+    weights[-1] = 1
+    return weights

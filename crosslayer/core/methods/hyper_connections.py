@@ -1,0 +1,138 @@
+"""Hyper-connections: several residual streams, which every sublayer reads as a mix and mixes doubly stochastically.
+
+    x = Σ_n pre_n X_n,  X'_m = Σ_n comb_{n→m} X_n + post_m f(x)
+    pre = σ(s₁ W₁r + b₁) + ε,  post = 2 σ(s₂ W₂r + b₂),  comb = Sinkhorn(softmax_m(s₃ W₃r + b₃) + ε)
+
+r is all streams of a token together, divided by their root mean square; ε = 1e-6; Sinkhorn divides by the sums of
+columns and of rows in turns, columns first and last. The streams begin as copies of the embedding, and a `pre` of its
+own makes the final norm's input of them. Weights are computed in float32. W begins as other matrices do, b at 0, s at
+0.01 (the paper's Table 5): the streams are then averaged and each gets the update, nearly a plain Transformer.
+
+This is the manifold-constrained form (mHC). The unconstrained one (arXiv 2409.19606) is left out: its weights are made
+in another way.
+
+Flows: the streams. Reads: every sublayer and the final norm. Cache: unchanged. Source: mHC (arXiv 2512.24880), in the
+form of DeepSeek-V4.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from crosslayer.core.method import Carry, Method, Residual, Wiring
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+EPS = 1e-6
+SCALE = 0.01
+MIX = "hyper_connections.mix"
+
+
+@dataclass(frozen=True)
+class HyperConnections(Method):
+    """Several residual streams instead of a single one."""
+
+    streams: int = 4
+    """How many residual streams there are, N."""
+    iterations: int = 20
+    """How often the sums of columns, and of rows between, are normalised; more comes closer to doubly stochastic."""
+
+    def __post_init__(self):
+        if self.streams < 2:
+            raise ValueError(f"hyper_connections: streams is {self.streams}; it must be at least 2")
+        if self.iterations < 1:
+            raise ValueError(f"hyper_connections: iterations is {self.iterations}; it must be at least 1")
+
+    def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual:
+        """Let every sublayer mix the streams; the first makes them of the embedding."""
+        return _Mix(config, self, first=(layer, site) == wiring.sublayers[0])
+
+    def final(self, config: "LlamaConfig", wiring: Wiring) -> Residual:
+        """Let the output be read with weights of its own."""
+        return _Collapse(config, self.streams, parts=1)
+
+
+class _Collapse(Residual):
+    """Reads Σ_n pre_n X_n; `parts` counts the scales, of which the first is that of `pre`.
+
+    Shapes: N streams, K weights a token.
+    """
+
+    def __init__(self, config: "LlamaConfig", streams: int, parts: int):
+        super().__init__()
+        weights = streams if parts == 1 else (2 + streams) * streams
+        self.streams, self.eps, self.std = streams, config.rms_norm_eps, config.initializer_range
+        self.fn = nn.Parameter(torch.zeros(weights, streams * config.hidden_size))  # (K, N·C)
+        self.base = nn.Parameter(torch.zeros(weights))  # (K,)
+        self.scale = nn.Parameter(torch.full((parts,), SCALE))
+
+    def reset(self) -> None:
+        """Begin with weights that hardly depend on the token."""
+        init.normal_(self.fn, mean=0.0, std=self.std)
+        init.zeros_(self.base)
+        init.constant_(self.scale, SCALE)
+
+    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the mix (B, T, C) of the streams (B, T, N, C)."""
+        wide = _wide(stream)
+        return self._mix(wide, self._weights(wide)).to(stream.dtype), carry
+
+    def _weights(self, wide: Tensor) -> Tensor:
+        """Return W r of the streams (B, T, N, C), token by token the last: (K, B, T)."""
+        flat = wide.flatten(2)  # (B, T, N·C)
+        norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.eps)
+        return (flat @ self.fn.to(flat.dtype).T * norm).movedim(-1, 0).contiguous()
+
+    def _mix(self, wide: Tensor, weights: Tensor) -> Tensor:
+        pre = self._scaled(weights, 0, slice(0, self.streams)).sigmoid() + EPS  # (N, B, T)
+        return (pre.movedim(0, -1).unsqueeze(-2) @ wide).squeeze(-2)  # (B, T, 1, N) @ (B, T, N, C) → (B, T, C)
+
+    def _scaled(self, weights: Tensor, part: int, rows: slice) -> Tensor:
+        """Return s W r + b of some of the weights, (rows, B, T)."""
+        base = self.base[rows].to(weights.dtype)[:, None, None]
+        return weights[rows] * self.scale[part].to(weights.dtype) + base
+
+
+class _Mix(_Collapse):
+    """Also mixes the streams, and writes the update to them."""
+
+    def __init__(self, config: "LlamaConfig", method: HyperConnections, first: bool):
+        super().__init__(config, method.streams, parts=3)
+        self.iterations, self.first = method.iterations, first
+
+    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the mix (B, T, C) of the streams (B, T, N, C), of the very first sublayer the embedding (B, T, C)."""
+        wide, count = _wide(self._streams(stream)), self.streams
+        weights = self._weights(wide)
+        post = 2 * self._scaled(weights, 1, slice(count, 2 * count)).sigmoid()  # (N, B, T)
+        comb = self._scaled(weights, 2, slice(2 * count, None)).unflatten(0, (count, count))  # (N, N, B, T): from, to
+        comb = doubly_stochastic(comb.softmax(dim=1) + EPS, self.iterations)
+        return self._mix(wide, weights).to(stream.dtype), {**carry, MIX: (post, comb)}
+
+    def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the mixed streams (B, T, N, C) with the update."""
+        streams, (post, comb) = self._streams(stream), carry[MIX]
+        post, comb = post.to(stream.dtype), comb.to(stream.dtype)
+        added = post.movedim(0, -1).unsqueeze(-1) * update.unsqueeze(-2)  # (B, T, N, C)
+        mixed = comb.permute(2, 3, 1, 0) @ streams  # (B, T, N, N) @ (B, T, N, C)
+        return mixed + added, {name: value for name, value in carry.items() if name != MIX}
+
+    def _streams(self, stream: Tensor) -> Tensor:
+        return stream.unsqueeze(2).expand(-1, -1, self.streams, -1) if self.first else stream
+
+
+def doubly_stochastic(matrix: Tensor, iterations: int) -> Tensor:
+    """Divide a positive matrix (from, to, …) by the sums of its columns, then of rows and columns in turns."""
+    matrix = matrix / (matrix.sum(dim=0, keepdim=True) + EPS)
+    for _ in range(iterations - 1):
+        matrix = matrix / (matrix.sum(dim=1, keepdim=True) + EPS)
+        matrix = matrix / (matrix.sum(dim=0, keepdim=True) + EPS)
+    return matrix
+
+
+def _wide(stream: Tensor) -> Tensor:
+    return stream.to(torch.promote_types(stream.dtype, torch.float32))

@@ -1,0 +1,64 @@
+"""KVSharer: layers use the keys and values of any other layer below them, as a rule of a most dissimilar one.
+
+    U_n = softmax(Q_n K_m^T / √d) V_m,  (n, m) a pair, m < n
+
+Flows: keys and values. Reads: the upper layer of a pair, the lower one's. Cache: all layers but readers.
+Source: KVSharer (arXiv 2410.18517), which picks the pairs whose caches differ most: `--select distance` of a retrofit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from crosslayer.core.method import TARGETS, Method
+from crosslayer.core.options import check_layers, sharing_groups
+from crosslayer.core.plan import DepthPlan
+
+
+@dataclass(frozen=True)
+class KVSharer(Method):
+    """Pairs of a reading and a lending layer; several may read the same."""
+
+    targets = TARGETS
+    consecutive = False
+
+    pairs: tuple[tuple[int, int], ...] = ()
+    """0-based layers that read, each with the layer below it whose keys and values it reads."""
+    compensation: str | None = None
+    """Where a W_c of the reading layers writes ("attention", "heads", "mlp"): an extension, not in the paper."""
+    compensation_bias: bool = False
+    """Whether W_c has a bias."""
+
+    def plan(self, layers: int) -> DepthPlan:
+        """Let the upper layer of each pair borrow the lower one's keys and values."""
+        if not self.pairs:
+            raise ValueError("kvsharer: there are no pairs; name the reading and the lending layer of each: ((20, 3),)")
+        check_layers("kvsharer", "pairs (as readers)", [reader for reader, _ in self.pairs], layers)
+        own, source = tuple(range(layers)), list(range(layers))
+        for reader, lender in self.pairs:
+            check_layers("kvsharer", "pairs", [lender], layers)
+            if lender >= reader:
+                raise ValueError(f"kvsharer: pair {reader, lender} must name the reading layer, then one below it")
+            source[reader] = lender
+        for reader, lender in self.pairs:
+            if source[lender] != lender:
+                raise ValueError(
+                    f"kvsharer: layer {reader} reads layer {lender}, which reads layer {source[lender]} itself; pair "
+                    f"{reader} with {source[lender]}"
+                )
+        return DepthPlan(own, tuple(source), tuple(source), own)
+
+    @classmethod
+    def from_groups(
+        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
+    ) -> Self:
+        """Let the first layer of each group lend to all others."""
+        assert part is None
+        pairs = [(reader, group[0]) for group in sharing_groups("kvsharer", groups) for reader in group[1:]]
+        return cls(tuple(sorted(pairs)), compensation)
+
+    @classmethod
+    def example(cls, layers: int) -> Self:
+        """Let every second layer of the top half read the layer half of the depth below it."""
+        half = (layers + 1) // 2
+        return cls(tuple((layer, layer - half) for layer in range(half, layers, 2)))

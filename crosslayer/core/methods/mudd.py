@@ -1,0 +1,128 @@
+"""Multiway dynamic dense connections: after a layer, its output and all before it are summed with weights by token.
+
+    X̄_i^w = Σ_{j≤i} A_ij^w(X_i) X_j,  A_i^w(X_i) = GELU(RMSNorm(X_i) W₁) W₂ + a_i^w,  X_0 the embedding
+
+A way w is what the sum is for: the residual stream of the next layer, or what its queries, keys or values are made of.
+X_i is what layer i makes of its residual stream. The RMSNorm has no gain; W₁ is shared by the ways and has 4 (i + 1)
+columns, i + 1 for the residual way alone. W₂ begins at zero and a_i picks X_i: at first it is a plain Transformer.
+A way that nobody reads does not exist: those of queries, keys and values after the last layer, and before a layer that
+borrows that state or has no attention. Queries, keys and values of a layer share the gain of its norm, where the
+published model has three; the norms before and after the sums (PrePostNorm, an option there) are left out.
+
+Flows: the outputs of the layers. Reads: every layer but the first, and the final norm. Cache: unchanged.
+Source: MUDDFormer (arXiv 2502.12170).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import initialization as init
+
+from crosslayer.core.method import Carry, Method, Residual, Wiring
+from crosslayer.core.options import check_choice
+from crosslayer.core.plan import STATES
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+SOURCES = "mudd.sources"
+INPUTS = "mudd.inputs"
+
+
+@dataclass(frozen=True)
+class Mudd(Method):
+    """Layers read weighted sums of the outputs of all layers below."""
+
+    ways: str = "all"
+    """What gets a sum of its own: "all" (queries, keys, values and the residual stream) or "residual", that alone."""
+
+    def __post_init__(self):
+        check_choice("mudd", "ways", self.ways, ("all", "residual"))
+
+    def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual:
+        """Let the last sublayer of a layer sum."""
+        number = wiring.sublayers.index((layer, site))
+        above = wiring.sublayers[number + 1 :]
+        if above and above[0][0] == layer:
+            return _Dense(number == 0)
+        sources = 1 + len({index for index, _ in wiring.sublayers[: number + 1]})
+        ways = (*self._states(wiring, above[0]), None) if above else (None,)
+        return _Sum(config, number == 0, sources, ways, inner=sources * (4 if self.ways == "all" else 1))
+
+    def _states(self, wiring: Wiring, reader: tuple[int, str]) -> tuple[int, ...]:
+        """Return the states, by their place in `STATES`, that the next sublayer makes of its input."""
+        layer, site = reader
+        if self.ways == "residual" or site != "attn":
+            return ()
+        return tuple(number for number, state in enumerate(STATES) if wiring.plan.owns(state, layer))
+
+
+class _Dense(Residual):
+    """Adds to the stream, of which the very first sublayer makes the first source."""
+
+    def __init__(self, first: bool):
+        super().__init__()
+        self.first = first
+
+    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the stream."""
+        return stream, {**carry, SOURCES: (stream,)} if self.first else carry
+
+    def inputs(self, read: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sums for queries, keys and values; the stream where there is none."""
+        ways = carry.get(INPUTS, {})
+        return ways.get(0, read), ways.get(1, read), ways.get(2, read)
+
+
+class _Sum(_Dense):
+    """The last sublayer of a layer: sums over the outputs of the layers, J sources, for each of W ways.
+
+    `ways` are the places in `STATES` of those states that get an input of their own, and None for the residual stream.
+    """
+
+    def __init__(self, config: "LlamaConfig", first: bool, sources: int, ways: tuple[int | None, ...], inner: int):
+        super().__init__(first)
+        self.ways, self.eps = ways, config.rms_norm_eps
+        self.inner = nn.Parameter(torch.zeros(inner, config.hidden_size))  # W₁
+        self.outer = nn.Parameter(torch.zeros(len(ways) * sources, inner))  # W₂: (W·J, inner)
+        self.base = nn.Parameter(_newest(len(ways), sources))  # a: (W, J)
+
+    def reset(self) -> None:
+        """Begin as a plain Transformer."""
+        init.normal_(self.inner, mean=0.0, std=self.inner.shape[1] ** -0.5)
+        init.zeros_(self.outer)
+        init.copy_(self.base, _newest(*self.base.shape).to(self.base))
+
+    def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the sum for the residual stream; those for queries, keys and values travel in the carry."""
+        sources = (*carry[SOURCES], stream + update)
+        sums = dict(zip(self.ways, weighted_sums(sources, self._shares(sources[-1])), strict=True))
+        return sums.pop(None), {**carry, SOURCES: sources, INPUTS: sums}
+
+    def _shares(self, output: Tensor) -> Tensor:
+        """Return A of a layer's output (B, T, C), the tokens last: (W, J, B, T)."""
+        wide = output.to(torch.promote_types(output.dtype, torch.float32))
+        norm = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        inner = functional.gelu(wide @ self.inner.to(wide.dtype).T * norm)
+        dynamic = (inner @ self.outer.to(wide.dtype).T).movedim(-1, 0)  # (W·J, B, T)
+        shares = dynamic.unflatten(0, self.base.shape) + self.base.to(wide.dtype)[:, :, None, None]
+        return shares.to(output.dtype)
+
+
+def weighted_sums(sources: tuple[Tensor, ...], shares: Tensor) -> list[Tensor]:
+    """Return Σ_j A_j X_j for each way, of J sources (B, T, C) and shares (W, J, B, T); no source is copied."""
+    sums = []
+    for way in shares.unsqueeze(-1):  # (J, B, T, 1)
+        total = way[-1] * sources[-1]
+        for share, source in zip(way[:-1], sources[:-1], strict=True):
+            total = torch.addcmul(total, share, source)
+        sums.append(total)
+    return sums
+
+
+def _newest(ways: int, sources: int) -> Tensor:
+    """Return a for each way: 1 for the newest source, 0 for the rest, (W, J)."""
+    return functional.pad(torch.ones(ways, 1), (sources - 1, 0))

@@ -1,0 +1,69 @@
+"""NeuTRENO: the output of attention is pulled from the layer's own values towards those of the first layer.
+
+    U_n = A_n V_n + λ (V_1 − V_n),  n ≥ 2
+
+V_n is what the methods before it in the list have made of the values: after `resformer` the mixed ones, before it the
+raw ones.
+
+Flows: the values of the new tokens of the first layer. Reads: every layer that owns values, but the first. Cache:
+unchanged. Source: NeuTRENO (Nguyen et al. 2023, arXiv 2312.00751), as in ResFormer (arXiv 2410.17897), Eq. 8.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from crosslayer.core.method import Carry, HeadMixer, Method, Wiring, add_values
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+FIRST, ADDED = "neutreno.first", "neutreno.added"
+
+
+@dataclass(frozen=True)
+class NeuTRENO(Method):
+    """The difference to the first layer's values is added to the output of attention, token by token."""
+
+    weight: float = 0.4
+    """λ: how much of the difference is added; the paper has 0.4 for language, 0.6 for vision; 0 is the base."""
+
+    def __post_init__(self):
+        if not math.isfinite(self.weight):
+            raise ValueError(f"neutreno: weight is {self.weight}; it must be a finite number, such as 0.4")
+
+    def heads(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> HeadMixer | None:
+        """Add in every layer that owns values, but the first of them."""
+        owners = [i for i in range(wiring.plan.layers) if wiring.plan.owns("values", i)]
+        if len(owners) < 2:
+            raise ValueError(
+                f"neutreno: only layer {owners[0]} owns values here, so there is no difference to add; it needs two "
+                "layers that own values"
+            )
+        return _Difference(self.weight, first=layer == owners[0]) if layer in owners else None
+
+
+class _Difference(HeadMixer):
+    """Adds λ (V_1 − V_n); in the first layer it hands V_1 upward instead."""
+
+    def __init__(self, weight: float, first: bool):
+        super().__init__()
+        self.weight, self.first = weight, first
+
+    def before(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
+        """Keep what `after` adds, (B, H_kv, T, D)."""
+        assert v is not None
+        if self.first:
+            return q, k, v, {**carry, FIRST: v}
+        return q, k, v, {**carry, ADDED: self.weight * (carry[FIRST] - v)}
+
+    def after(self, out: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the output with the difference."""
+        if self.first:
+            return out, carry
+        out = add_values(out, carry[ADDED])
+        return out, {name: value for name, value in carry.items() if name != ADDED}

@@ -1,0 +1,118 @@
+"""ResFormer: the values of the first layer (or of others below) are mixed into each layer's own, before the cache.
+
+    V'_n = λ₁ V_1 + λ₂ V_n,  n ≥ 2
+
+What is added is always raw, never mixed. The depth-weighted start of the paper's "learnable-plus" is left out, since
+its exact form is not in the text at hand.
+
+Flows: raw values (or queries, keys) of the new tokens. Reads: every layer that owns that state. Cache: unchanged, V' is
+what is cached. Source: ResFormer (arXiv 2410.17897), Eq. 7 (first), Eq. 5 (all, as their mean), Fig. 9 (queries, keys),
+Fig. 11 (previous).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from crosslayer.core.method import Carry, HeadMixer, Method, Wiring
+from crosslayer.core.options import check_choice
+from crosslayer.core.plan import STATES
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+FIXED = {"identity": (0.5, 0.5), "constant": (2.0, 1.0), "sparse": (5.0, 1.0)}
+MODES = ("identity", "constant", "sparse", "learnable", "dense")
+SOURCES = ("first", "previous", "all")
+
+
+@dataclass(frozen=True)
+class ResFormer(Method):
+    """Raw states of layers below are mixed into each layer's own."""
+
+    mode: str = "learnable"
+    """The weights λ₁, λ₂: "identity" (½, ½), "constant" (2, 1), "sparse" (5, 1 in the last third, below it 0, 1),
+    "learnable" (a trained pair a layer), "dense" (a trained weight for every layer below and the own)."""
+    of: str = "values"
+    """The state that is mixed: "queries", "keys" or "values"."""
+    source: str = "first"
+    """What is added: the state of the "first" layer, of the "previous" layer, or the mean of "all" below."""
+
+    def __post_init__(self):
+        check_choice("resformer", "mode", self.mode, MODES)
+        check_choice("resformer", "of", self.of, STATES)
+        check_choice("resformer", "source", self.source, SOURCES)
+        if self.mode == "dense" and self.source != "all":
+            raise ValueError(
+                f"resformer: mode 'dense' weighs all layers below; source must be 'all', not {self.source!r}"
+            )
+
+    def heads(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> HeadMixer | None:
+        """Mix in every layer that owns the state."""
+        owners = [i for i in range(wiring.plan.layers) if wiring.plan.owns(self.of, i)]
+        if len(owners) < 2:
+            raise ValueError(f"resformer: only layer {owners[0]} owns {self.of} here, so nothing would be mixed")
+        if layer not in owners:
+            return None
+        position = owners.index(layer)
+        weights = FIXED.get(self.mode, (0.5, 0.5))
+        if self.mode == "sparse" and layer < config.num_hidden_layers - config.num_hidden_layers // 3:
+            weights = (0.0, 1.0)
+        if self.mode == "dense":
+            weights = (1 / (position + 1),) * (position + 1)
+        trained = self.mode in ("learnable", "dense") and position > 0
+        return _Mixer(self, first=position == 0, weights=weights, trained=trained)
+
+
+class _Mixer(HeadMixer):
+    """Mixes a state; hands the raw state upward under a name of its own."""
+
+    def __init__(self, method: ResFormer, first: bool, weights: tuple[float, ...], trained: bool):
+        super().__init__()
+        self.method, self.first, self.initial = method, first, weights
+        self.state, self.key = STATES.index(method.of), f"resformer.{method.of}"
+        self.weights = nn.Parameter(torch.tensor(weights)) if trained else None
+
+    def reset(self) -> None:
+        """Begin at the mode's weights."""
+        if self.weights is not None:
+            init.copy_(self.weights, torch.tensor(self.initial, dtype=self.weights.dtype, device=self.weights.device))
+
+    def before(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
+        """Return the states, that of the method mixed."""
+        states = [q, k, v]  # (B, H, T, D), (B, H_kv, T, D) twice
+        raw = states[self.state]
+        assert raw is not None
+        below: tuple[Tensor, ...] = carry.get(self.key, ())
+        if not self.first:
+            states[self.state] = self._mix(raw, below)
+        q, k, v = states
+        return q, k, v, {**carry, self.key: self._handed_up(raw, below)}
+
+    def _handed_up(self, raw: Tensor, below: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the raw states that the layers above add."""
+        if self.method.source == "all":
+            return (*below, raw)
+        if self.method.source == "first" and below:
+            return below
+        return (raw,)
+
+    def _mix(self, raw: Tensor, below: tuple[Tensor, ...]) -> Tensor:
+        weights = self.initial if self.weights is None else self.weights
+        if self.method.mode == "dense":
+            total = weights[0] * below[0]
+            for weight, state in zip(weights[1:], (*below[1:], raw), strict=True):
+                total = total + weight * state
+            return total
+        added = below[0] if len(below) == 1 else torch.stack(below).mean(dim=0)  # (N, B, H, T, D) → (B, H, T, D)
+        if self.weights is not None:
+            return weights[0] * added + weights[1] * raw
+        first, own = self.initial
+        if first == 0:  # sparse, below its last third: like Llama, bit for bit
+            return raw
+        return torch.add(raw if own == 1 else raw * own, added, alpha=first)

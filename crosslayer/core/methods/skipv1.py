@@ -1,0 +1,67 @@
+"""SkipV1Former: from the second layer on, half of the value heads are those of the first layer.
+
+    V_i = [V_1 of head 1, own, V_1 of head 3, own, …],  i ≥ 2
+
+Which heads are whose is a matter of their names; taking turns keeps both kinds together wherever heads are split.
+
+Flows: values of the first layer, as cached. Reads: every layer above. Cache: keys of all layers, all values of the
+first and half of them of each other: (1 + (L − 1)/2) / L of the values.
+Source: SkipV1Former (arXiv 2510.16807).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from crosslayer.core.method import Method, StateReader, Wiring
+from crosslayer.core.plan import DepthPlan
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+
+@dataclass(frozen=True)
+class SkipV1(Method):
+    """Every layer but the first has just half of the value heads for itself."""
+
+    def plan(self, layers: int) -> DepthPlan:
+        """Let each layer own half of its value heads and read the first layer's."""
+        if layers < 2:
+            raise ValueError(f"skipv1: the model has {layers} layer; nothing could be read from the first one")
+        own = tuple(range(layers))
+        values = (0, *((0, layer) for layer in own[1:]))
+        return DepthPlan(own, own, values, own, value_shares=(1.0, *(0.5,) * (layers - 1)))
+
+    def inherit(self, weights: dict[str, Tensor], config: "LlamaConfig", wiring: Wiring, merge: str) -> list[str]:
+        """Keep the rows of those heads that a layer has for itself."""
+        changed = []
+        for layer in range(1, config.num_hidden_layers):
+            prefix = f"model.layers.{layer}.self_attn.v_proj."
+            for name in (prefix + "weight", prefix + "bias"):
+                if name in weights and wiring.plan.owns("values", layer):
+                    heads = weights[name].unflatten(0, (config.num_key_value_heads, -1))  # (H_kv, D, C) or (H_kv, D)
+                    weights[name] = heads[1::2].flatten(0, 1).contiguous()
+                    changed.append(name)
+        return changed
+
+    def reader(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader | None:
+        """Put the heads of the first layer beside the own ones."""
+        assert config.num_key_value_heads is not None
+        if config.num_key_value_heads % 2:
+            raise ValueError(
+                f"skipv1: num_key_value_heads is {config.num_key_value_heads}; half of the heads must be a whole number"
+            )
+        return None if layer == 0 else _Beside()
+
+
+class _Beside(StateReader):
+    """Takes every second head from the first layer, the others from the layer itself."""
+
+    def forward(
+        self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], mask: Tensor | None, new: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the keys as they are, the values (B, H_kv, S, D) of both layers, and the mask as it is."""
+        first, own = values  # (B, H_kv, S, D), (B, H_kv / 2, S, D)
+        return keys[0], torch.stack([first[:, ::2], own], dim=2).flatten(1, 2), mask

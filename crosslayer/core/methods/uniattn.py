@@ -1,0 +1,50 @@
+"""UniAttn: in a superblock the first layer computes the softmax map, the others use it, and W_c makes up for it.
+
+    x'_n = x_n + A_l V_n W_o + Norm(x_n) W_c,  l = the leader of n's superblock
+
+Flows: queries and keys (so the map is shared without ever being built). Reads: every follower, the leader's.
+Cache: keys of leaders, values of all. Source: UniAttn (arXiv 2502.00439), Eq. 5 and Table 12; as in its code, W_c reads
+the normalised input.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from crosslayer.core.method import TARGETS, Method
+from crosslayer.core.options import leaders, sharing_groups
+from crosslayer.core.plan import DepthPlan
+
+
+@dataclass(frozen=True)
+class UniAttn(Method):
+    """Superblocks share the softmax map of their first layer; every follower has a W_c."""
+
+    targets = TARGETS
+    saves = ("keys",)
+
+    superblocks: tuple[tuple[int, ...], ...] = ()
+    """Groups of 0-based layers in rising order, in the paper neighbours; the other layers stand alone."""
+    compensation: str | None = "attention"
+    """Where W_c writes: "attention" (after W_o), "heads" (before W_o), "mlp" (the MLP's update), None: no W_c."""
+    compensation_bias: bool = False
+    """Whether W_c has a bias."""
+
+    def plan(self, layers: int) -> DepthPlan:
+        """Let followers borrow the leader's queries and keys."""
+        shared, own = leaders("uniattn", "superblocks", self.superblocks, layers), tuple(range(layers))
+        return DepthPlan(shared, shared, own, own)
+
+    @classmethod
+    def from_groups(
+        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
+    ) -> Self:
+        """Make each group a superblock."""
+        assert part is None
+        return cls(sharing_groups("uniattn", groups), compensation)
+
+    @classmethod
+    def example(cls, layers: int) -> Self:
+        """Pair the layers of the top half."""
+        middle = layers // 2
+        return cls(tuple((layer, layer + 1) for layer in range(middle + middle % 2, layers - 1, 2)))

@@ -1,0 +1,97 @@
+"""Value embeddings: chosen layers add to their values what a table of their own has for the token, gated by head.
+
+    V'_n = V_n + g_n(x) ∘ E_n[token],  g_n(x) = 2 σ(W_n x_{1..c})
+
+x is the layer's normed input, of which the gate sees the first c channels; a gate begins at 1.
+
+Flows: the tokens. Reads: the chosen layers, by default every second one, the last among them. Cache: unchanged, V' is
+what is cached. Source: nanochat (Karpathy 2025), `has_ve` and `ve_gate` in its gpt.py; tables begin as embeddings do.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from crosslayer.core.method import INPUT, TOKENS, Carry, HeadMixer, Method, Wiring
+from crosslayer.core.options import check_layers
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+
+@dataclass(frozen=True)
+class ValueEmbeddings(Method):
+    """Token embeddings of a layer's own are added to its values."""
+
+    reads_tokens = True
+
+    layers: tuple[int, ...] | None = None
+    """0-based layers that have a table; None: every second layer, counted down from the last."""
+    channels: int = 32
+    """c: how many channels of its input a layer's gate sees."""
+
+    def heads(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> HeadMixer | None:
+        """Add in the chosen layers."""
+        if not 1 <= self.channels <= config.hidden_size:
+            raise ValueError(
+                f"value_embeddings: channels is {self.channels}; it must be between 1 and the {config.hidden_size} of "
+                "the stream"
+            )
+        return _Table(config, self.channels) if layer in self._chosen(wiring) else None
+
+    def _chosen(self, wiring: Wiring) -> list[int]:
+        count = wiring.plan.layers
+        owners = [layer for layer in range(count) if wiring.plan.owns("values", layer)]
+        if self.layers is None:
+            chosen = [layer for layer in owners if layer % 2 == (count - 1) % 2]
+        else:
+            check_layers("value_embeddings", "layers", self.layers, count)
+            chosen = list(self.layers)
+        borrowing = [layer for layer in chosen if layer not in owners]
+        if borrowing or not chosen:
+            what = f"layers {borrowing} have no" if borrowing else "no layer that it would choose has"
+            raise ValueError(f"value_embeddings: {what} values of their own; layers may be of {owners}")
+        return chosen
+
+
+class _Table(HeadMixer):
+    """The table and the gate of a layer."""
+
+    reads_input = True
+    split_by_head = {"table": 1, "gate": 0}
+
+    def __init__(self, config: "LlamaConfig", channels: int):
+        super().__init__()
+        assert config.num_key_value_heads is not None and config.head_dim is not None
+        self.channels, self.scale = channels, config.initializer_range
+        heads, size = config.num_key_value_heads, config.head_dim
+        self.table = nn.Parameter(torch.zeros(config.vocab_size, heads * size))  # (V, H_kv·D)
+        self.gate = nn.Parameter(torch.zeros(heads, channels))  # (H_kv, c)
+
+    def reset(self) -> None:
+        """Begin as embeddings do, with gates of 1."""
+        init.normal_(self.table, mean=0.0, std=self.scale)
+        init.zeros_(self.gate)
+
+    def resize_tokens(self, count: int) -> None:
+        """Keep the rows of tokens that stay; those of new ones begin as in a new model."""
+        old = self.table
+        if count == len(old):
+            return
+        new = old.new_empty(count, old.shape[1]).normal_(std=self.scale)
+        new[: len(old)] = old.detach()[:count]
+        self.table = nn.Parameter(new, requires_grad=old.requires_grad)
+
+    def before(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
+        """Return the states, with what the table has added to the values (B, H_kv, T, D)."""
+        assert v is not None
+        gates = 2 * torch.sigmoid(F.linear(carry[INPUT][..., : self.channels], self.gate))  # (B, T, H_kv)
+        added = F.embedding(carry[TOKENS], self.table).unflatten(-1, (v.shape[1], -1))  # (B, T, H_kv, D)
+        added = (gates.unsqueeze(-1) * added).transpose(1, 2)  # (B, H_kv, T, D)
+        return q, k, v + added.to(v.dtype), carry  # mixed precision keeps the table wider

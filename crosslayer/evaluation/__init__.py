@@ -1,1 +1,0 @@
-"""Scores models on tasks of lm-eval, and says item by item whether two models differ."""

@@ -1,1 +1,0 @@
-"""A model in forms that other programs open without this package, and refusals of what has no such form."""

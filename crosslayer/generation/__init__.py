@@ -1,1 +1,0 @@
-"""Continue a text."""

@@ -1,1 +1,0 @@
-"""Change what attention sees, and measure what follows."""

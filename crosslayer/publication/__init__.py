@@ -1,1 +1,0 @@
-"""A model's folder on the Hugging Face hub."""

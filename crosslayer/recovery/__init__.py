@@ -1,1 +1,0 @@
-"""Trains a retrofit until it recovers, and measures it after every stage."""

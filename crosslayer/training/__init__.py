@@ -1,1 +1,0 @@
-"""Trains models by a recipe: weights, data, steps, checkpoints."""

@@ -1,0 +1,17 @@
+"""One folder a verb: its `run.py` has a call of its name, whose signature and docstring are the list of its options.
+
+The folder's own `__init__.py` says in plain values how a shell shows it:
+
+- `GROUP`: the panel of `crosslayer --help` in which it stands;
+- `ARGUMENTS`: how many of its parameters are written without a name, 1 by default;
+- `OUT`: the folder of results that is written when none is named; without it nothing is written, and "" asks for one.
+"""
+
+from pathlib import Path
+
+GROUPS = ("Inspect", "Convert", "Measure", "Train", "Ship")
+
+
+def verb_names() -> list[str]:
+    """Return the names of all verbs, which are those of the folders here."""
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/run.py"))

@@ -1,0 +1,3 @@
+"""Measures two models in turns: cache, times, memory."""
+
+GROUP = "Measure"

@@ -1,0 +1,151 @@
+"""What a causal language model computes, reads and stores, from its structure.
+
+Storing less is not reading less: a layer that borrows keys or values reads its lender's again, so what is read counts
+every layer that attends, and what is stored (and copied by a dynamic cache) only what the plan stores.
+
+Shapes: B batch, T tokens of the prompt, S tokens in the cache, H heads, H_kv key-value heads, D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from crosslayer.core.method import Mixing
+from crosslayer.probe.intercept import AttentionCall, read_counts, stored_shares, visited
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A layer that attends: H, H_kv, the sizes of a key and a value, its window (None: all), what it stores.
+
+    `stored` is the share of its keys and of its values; `sources` of how many layers it reads keys and values, `row`
+    how many of them attention goes over, in a row.
+    """
+
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    window: int | None = None
+    stored: tuple[float, float] = (1.0, 1.0)
+    sources: tuple[int, int] = (1, 1)
+    row: int = 1
+
+    def read(self, length: int) -> int:
+        """Return elements of keys and values that a new token reads of `length` cached ones, for a batch of 1."""
+        seen = length if self.window is None else min(length, self.window)
+        keys, values = self.sources
+        return seen * self.kv_heads * (keys * self.key_size + values * self.value_size)
+
+    def kept(self, length: int) -> int:
+        """Return elements that the cache holds for `length` tokens, for a batch of 1."""
+        seen = length if self.window is None else min(length, self.window)
+        keys, values = self.stored
+        return round(seen * self.kv_heads * (keys * self.key_size + values * self.value_size))
+
+    def flops(self, tokens: int) -> int:
+        """Return FLOPs of a causal prompt: 2 for each product of a pair, QKᵀ and AV.
+
+        Where the window cuts, the mask is explicit, with which SDPA computes every pair.
+        """
+        cut = self.window is not None and self.window < tokens
+        pairs = tokens * tokens if cut else tokens * (tokens + 1) // 2
+        return 2 * self.row * pairs * self.heads * (self.key_size + self.value_size)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the costs depend on.
+
+    `matrices` and `head` are elements: of all weight matrices that every token passes (embeddings aside), and of the
+    language model's head, which only the tokens pass whose logits are wanted. `shape` is (outputs, inputs) of the
+    largest matrix; `itemsize` bytes an element.
+    """
+
+    matrices: int
+    head: int
+    shape: tuple[int, int]
+    attention: tuple[Attention, ...]
+    itemsize: int
+
+    def prefill_flops(self, batch: int, tokens: int) -> tuple[int, int]:
+        """Return FLOPs of a prompt (B, T): of the matrices without the head, and of attention."""
+        return 2 * self.matrices * batch * tokens, batch * sum(layer.flops(tokens) for layer in self.attention)
+
+    def weight_bytes(self) -> int:
+        """Return bytes of weights that a decoding step reads, whatever the batch."""
+        return (self.matrices + self.head) * self.itemsize
+
+    def state_bytes(self, batch: int, length: int) -> int:
+        """Return bytes of keys and values that a decoding step reads: every layer that attends, its own or not."""
+        return batch * self.itemsize * sum(layer.read(length) for layer in self.attention)
+
+    def cache_bytes(self, batch: int, length: int) -> int:
+        """Return bytes that a cache of `length` tokens stores."""
+        return batch * self.itemsize * sum(layer.kept(length) for layer in self.attention)
+
+    def copied_bytes(self, batch: int, length: int) -> int:
+        """Return bytes that `torch.cat` moves in a step of a dynamic cache: what is stored is read and written."""
+        return 2 * self.cache_bytes(batch, length)
+
+
+@torch.no_grad()
+def attentions(model: PreTrainedModel) -> tuple[Attention, ...]:
+    """Return the layers that attend; the model runs once over two tokens.
+
+    Raises:
+        ValueError: its attention cannot be seen.
+
+    """
+    calls: dict[int, AttentionCall] = {}
+    with visited(model, lambda call: calls.update({call.layer: call})):
+        model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    config = model.config.get_text_config()
+    attention = []
+    for layer, call in sorted(calls.items()):
+        sizes = (call.query.shape[1], call.key.shape[1], call.key.shape[-1], call.value.shape[-1])
+        shares, sources = stored_shares(config, layer), read_counts(config, layer)
+        row = call.key.shape[2] // call.query.shape[2]  # more than 1 where keys of several layers stand in a row
+        stored = (shares["keys"], shares["values"])
+        attention.append(Attention(*sizes, call.window, stored, (sources["keys"], sources["values"]), row))
+    return tuple(attention)
+
+
+def structure(model: PreTrainedModel) -> Structure:
+    """Return what the costs of a causal language model depend on; it runs once over two tokens.
+
+    Raises:
+        ValueError: its attention cannot be seen, or it has weights that not every token reads (experts).
+
+    """
+    attention = attentions(model)
+    weights = _matrices(model)
+    head = model.get_output_embeddings()
+    largest = max(weights, key=lambda weight: weight.numel())
+    return Structure(
+        matrices=sum(weight.numel() for weight in weights),
+        head=0 if head is None else head.weight.numel(),  # type: ignore[union-attr, operator]
+        shape=(largest.shape[0], largest.shape[1]),
+        attention=attention,
+        itemsize=weights[0].element_size(),
+    )
+
+
+def _matrices(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the weight matrices that every token passes: not the embeddings, not the head.
+
+    Nor what methods keep by head: tables, of which a token reads a row, and weights of channels.
+    """
+    head, matrices = model.get_output_embeddings(), []
+    for module in model.modules():
+        by_head = isinstance(module, Mixing) and module.split_by_head
+        if isinstance(module, nn.Embedding) or module is head or by_head:
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim > 2:
+                raise ValueError(f"{type(module).__name__}.{name} has {parameter.ndim} dimensions: experts, say")
+            if parameter.ndim == 2:
+                matrices.append(parameter)
+    return matrices

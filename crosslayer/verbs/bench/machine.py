@@ -1,0 +1,171 @@
+"""What the machine does in this run: rates of the kernels that a model calls, and how calls are timed and counted.
+
+Every rate is of the sizes and the dtype that are about to be measured, since a rate depends on them: products of few
+rows read memory far below the speed of a plain copy, and short prompts waste half of causal attention's blocks.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from crosslayer.verbs.bench.costs import Structure
+from crosslayer.verbs.bench.prediction import Load, Rates
+
+BUFFER = 256 * 2**20  # bytes to stream over: well above a last-level cache
+LONGEST = 4096  # tokens of the prompt at which rates are measured: longer ones run at the same rate
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+def wait(device: torch.device) -> None:
+    """Wait for the device, so that times are of the work and not of its launch."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Return how long a call takes, its work on the device included."""
+    wait(device)
+    started = time.perf_counter()
+    work()
+    wait(device)
+    return time.perf_counter() - started
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the operators that reach the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(work: Callable[[], Any]) -> int:
+    """Return how many operators a call runs."""
+    with _Counter() as counter:
+        work()
+    return counter.count
+
+
+@torch.no_grad()
+def measure_rates(model: Structure, load: Load, target: PreTrainedModel, attention: str) -> Rates:
+    """Measure the rates for a setting with buffers of a model's shapes; takes a second or a few on a CPU.
+
+    `target` gives device and dtype. Attention is that of the implementation named, called alone.
+    """
+    device, dtype = target.device, target.dtype
+
+    def filled(*sizes: int) -> Tensor:
+        return torch.full(sizes, 0.5, device=device, dtype=dtype)
+
+    return Rates(
+        matrices=_matrices(model, load, filled),
+        attention=_attention(model, load, filled, attention),
+        weights=_weights(model, load, filled),
+        states=_states(model, load, filled, attention),
+        copies=_copies(model, load, filled),
+        operator=_operator(device, dtype),
+        asynchronous=device.type == "cuda",
+    )
+
+
+def _median(work: Callable[[], Any], device: torch.device) -> float:
+    work()
+    return statistics.median(seconds(work, device) for _ in range(3))
+
+
+def _matrices(model: Structure, load: Load, filled: Callable[..., Tensor]) -> float:
+    """Return FLOP/s of the largest matrix on the prompt's rows."""
+    rows, (outputs, inputs) = min(load.batch * load.context, LONGEST), model.shape
+    x, weight = filled(rows, inputs), filled(outputs, inputs)
+    return 2 * rows * inputs * outputs / _median(lambda: functional.linear(x, weight), x.device)
+
+
+def _weights(model: Structure, load: Load, filled: Callable[..., Tensor]) -> float:
+    """Return bytes/s of weights that are multiplied with as many rows as sequences are decoded."""
+    outputs, inputs = model.shape
+    size = outputs * inputs * model.itemsize
+    buffers = [filled(outputs, inputs) for _ in range(max(1, min(BUFFER, model.weight_bytes()) // size))]
+    x = filled(load.batch, 1, inputs)
+    return len(buffers) * size / _median(lambda: [functional.linear(x, weight) for weight in buffers], x.device)
+
+
+def _interface(name: str, heads: int, kv_heads: int) -> tuple[Callable, Any]:
+    """Return an attention function, and what it takes for its module."""
+    module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True, training=False)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward), module
+
+
+def _attention(model: Structure, load: Load, filled: Callable[..., Tensor], name: str) -> float:
+    """Return FLOP/s of causal attention over the prompt, those of pairs that may attend."""
+    layer, tokens = model.attention[0], min(load.context, LONGEST)
+    attend, module = _interface(name, layer.heads, layer.kv_heads)
+    q, k = filled(1, layer.heads, tokens, layer.key_size), filled(1, layer.kv_heads, tokens, layer.key_size)
+    v = filled(1, layer.kv_heads, tokens, layer.value_size)
+    work = 2 * (tokens * (tokens + 1) // 2) * layer.heads * (layer.key_size + layer.value_size)
+    mask = None
+    if name == "eager":  # it knows no causality of its own
+        mask = torch.full((tokens, tokens), torch.finfo(q.dtype).min, device=q.device, dtype=q.dtype).triu(1)[
+            None, None
+        ]
+    options = {"scaling": layer.key_size**-0.5, "dropout": 0.0}
+    return work / _median(lambda: attend(module, q, k, v, mask, **options), q.device)
+
+
+def _states(model: Structure, load: Load, filled: Callable[..., Tensor], name: str) -> float:
+    """Return bytes/s of keys and values that a query of each sequence attends to."""
+    layer, length = model.attention[0], load.total
+    attend, module = _interface(name, layer.heads, layer.kv_heads)
+    k, v = (load.batch, layer.kv_heads, length, layer.key_size), (load.batch, layer.kv_heads, length, layer.value_size)
+    size = load.batch * layer.read(length) * model.itemsize
+    pairs = [(filled(*k), filled(*v)) for _ in range(max(1, min(len(model.attention), BUFFER // size)))]
+    q, options = filled(load.batch, layer.heads, 1, layer.key_size), {"scaling": 1.0, "dropout": 0.0}
+    work = _median(lambda: [attend(module, q, *pair, None, **options) for pair in pairs], q.device)
+    return len(pairs) * size / work
+
+
+def _copies(model: Structure, load: Load, filled: Callable[..., Tensor]) -> float:
+    """Return bytes/s, read and written, of appending a token as a dynamic cache does: into fresh memory."""
+    layer = model.attention[0]
+    old, new = filled(load.batch, layer.kv_heads, load.total, layer.key_size), (load.batch, layer.kv_heads, 1)
+    token, count = filled(*new, layer.key_size), max(2, min(2 * len(model.attention), BUFFER // old.nbytes))
+    states = [old.clone() for _ in range(count)]
+
+    def step() -> None:
+        for i in range(count):
+            states[i] = torch.cat([states[i], token], dim=-2)
+
+    return 2 * count * old.nbytes / _median(step, old.device)
+
+
+def _operator(device: torch.device, dtype: torch.dtype) -> float:
+    """Return seconds an operator costs beside its work: a decoding step of a Llama too small to compute anything."""
+    with torch.random.fork_rng():
+        small = LlamaForCausalLM(LlamaConfig(**SMALL)).to(device, dtype).eval()  # type: ignore[call-overload]
+    token, cache = torch.ones(1, 1, dtype=torch.long, device=device), DynamicCache(config=small.config)
+
+    def step() -> None:
+        small(token, past_key_values=cache, use_cache=True)
+
+    count = operators(step)
+    return statistics.median(seconds(step, device) for _ in range(30)) / count

@@ -1,0 +1,241 @@
+"""What a candidate costs beside a baseline: cache, time to first token, time per token, memory; measured and predicted.
+
+Both sides run in turns, in an order that alternates, so that a pair meets the same moments of the machine. A ratio is
+the median over pairs of candidate / baseline, with an interval whose ends are pairs too.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from crosslayer.environment import environment, quiet_transformers
+from crosslayer.eviction.running import NewCache, evicting_if
+from crosslayer.models.load import public_name, ready_model
+from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.record import Environment
+from crosslayer.probe.intercept import evaluating
+from crosslayer.verbs.bench.costs import Structure, structure
+from crosslayer.verbs.bench.intervals import coverage
+from crosslayer.verbs.bench.prediction import Load
+from crosslayer.verbs.bench.record import SIDES, Both, ModelFacts, Row, Side, Skip
+from crosslayer.verbs.bench.result import Benchmark
+from crosslayer.verbs.bench.room import Models, too_large
+from crosslayer.verbs.bench.rounds import SideBySide, attention_of
+from crosslayer.verbs.bench.serving import bench_vllm
+from crosslayer.verbs.bench.serving_result import ServingBenchmark
+from crosslayer.verbs.bench.settings import Settings
+
+Named = PreTrainedModel | str | Path
+LEARNED = 8  # a table of learned positions has up to so many rows more than positions
+
+
+def bench(
+    model: Named,
+    baseline: Named,
+    *,
+    contexts: Sequence[int] = (512, 2048),
+    batches: Sequence[int] = (1,),
+    new_tokens: int = 64,
+    repeats: int = 5,
+    attention: str = "sdpa",
+    evict: str | None = None,
+    engine: str = "transformers",
+    kv_memory: float | None = None,
+    seed: int = 0,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    progress: Meter = Silent,
+) -> Benchmark | ServingBenchmark:
+    """Measure cache, time to first token, time per token and memory of a model beside a baseline, in turns.
+
+    Args:
+        model: the candidate: hub name, local folder, or smollm2 (embedded). In Python also a loaded model.
+        baseline: what it is compared with, named in the same way.
+        contexts: lengths of the prompt in tokens.
+        batches: batch sizes; in vLLM requests at once.
+        new_tokens: tokens to decode after the prompt.
+        repeats: pairs of runs; an interval needs three, and five to decide.
+        attention: attention of both: sdpa (flash on a GPU) or eager.
+        evict: what the candidate's cache evicts, as h2o:0.4; the baseline's keeps all.
+        engine: what runs them: transformers or vllm.
+        kv_memory: GiB for the KV cache of each in vLLM; default 1.
+        seed: seed of the random tokens.
+        dtype: float32, bfloat16, …; default float32 on a CPU. In Python for models that are named; default that of the
+            other if it is loaded.
+        device: cpu, cuda, …; default the GPU, or the CPU where there is none. In Python for models that are named.
+        progress: in Python, shows what is being done.
+
+    Raises:
+        ValueError: an option is wrong, a model cannot be loaded, is no causal language model or has fewer positions
+            than a context, or nothing fits in memory.
+
+    """
+    if engine == "vllm":
+        if device is not None or attention != "sdpa" or evict is not None:
+            raise ValueError("`device`, `attention` and `evict` are for `engine` transformers; vLLM has its own")
+        memory = 1.0 if kv_memory is None else kv_memory
+        return bench_vllm(model, baseline, contexts, batches, new_tokens, repeats, memory, seed, dtype, progress)
+    if engine != "transformers":
+        raise ValueError(f"`engine` is {engine!r}; it must be transformers or vllm")
+    if kv_memory is not None:
+        raise ValueError("`kv_memory` is for `engine` vllm; transformers allocates what is needed")
+    settings = Settings(
+        contexts=contexts,  # type: ignore[arg-type]
+        batches=batches,  # type: ignore[arg-type]
+        new_tokens=new_tokens,
+        repeats=repeats,
+        attention=attention,
+        evict=evict,
+        seed=seed,
+    )
+    return in_turns(model, baseline, settings, dtype, device, progress)
+
+
+def in_turns(
+    model: Named,
+    baseline: Named,
+    settings: Settings,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    progress: Meter,
+) -> Benchmark:
+    """Measure two models here, in this process, in turns."""
+    if settings.evict is not None and model is baseline and isinstance(model, PreTrainedModel):
+        raise ValueError("with an eviction candidate and baseline run in turns; load the baseline by itself")
+    models = _loaded({"candidate": model, "baseline": baseline}, settings, dtype, device, progress)
+    started = time.perf_counter()
+    with torch.no_grad(), quiet_transformers(), _ready(models, settings):
+        structures, reason = _structures(models)
+        if settings.evict is not None:
+            reason = "no prediction: tokens are evicted"
+        with evicting_if(models["candidate"], settings.evict) as new_cache:
+            rows, skipped = _measured(models, new_cache, structures, settings, progress)
+    if not rows:
+        raise ValueError(f"nothing was measured: {skipped[0].reason}")
+    return Benchmark(
+        models=Both(
+            candidate=_facts(models["candidate"], public_name(model)),
+            baseline=_facts(models["baseline"], public_name(baseline)),
+        ),
+        settings=settings,
+        rows=tuple(rows),
+        skipped=tuple(skipped),
+        no_prediction=reason,
+        interval_coverage=coverage(settings.repeats),
+        seconds=time.perf_counter() - started,
+        environment=Environment.model_validate(environment()),
+    )
+
+
+@contextmanager
+def _ready(models: Models, settings: Settings) -> Iterator[None]:
+    """Run all models in evaluation mode, with the same attention."""
+    with ExitStack() as stack:
+        for model in models.values():
+            stack.enter_context(evaluating(model))
+        stack.enter_context(attention_of(models, settings.attention))
+        yield
+
+
+def check(models: Models, settings: Settings) -> None:
+    """Refuse what cannot be measured, before anything runs; see `bench`."""
+    for model in models.values():
+        name, config = type(model).__name__, model.config.get_text_config()
+        if not model.can_generate():
+            raise ValueError(f"{name} is an encoder; bench measures causal language models, which keep a cache")
+        limit, learned = config.max_position_embeddings, _has_learned_positions(model)
+        longest = max(settings.contexts)
+        needed = longest + settings.new_tokens if learned else longest  # rotary positions go on, learned ones end
+        if needed > limit:
+            extra = f" + {settings.new_tokens} new tokens" if learned else ""
+            raise ValueError(f"context {longest}{extra} is above the {limit} positions of {name}")
+    devices = {model.device for model in models.values()}
+    if len(devices) > 1:
+        raise ValueError(f"the models are on {' and '.join(map(str, devices))}; both must be on one device")
+
+
+def _has_learned_positions(model: PreTrainedModel) -> bool:
+    """Return whether a table beside that of the tokens is as long as there are positions."""
+    limit, tokens = model.config.get_text_config().max_position_embeddings, model.get_input_embeddings()
+    tables = [part for part in model.modules() if isinstance(part, nn.Embedding) and part is not tokens]
+    return any(limit <= table.num_embeddings < limit + LEARNED for table in tables)
+
+
+def _loaded(
+    named: dict[Side, Named],
+    settings: Settings,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    progress: Meter,
+) -> Models:
+    """Return both models, loaded where they are named, and each checked before the next."""
+    ready = [model for model in named.values() if isinstance(model, PreTrainedModel)]
+    if len(ready) == len(named) and (dtype is not None or device is not None):
+        raise ValueError("dtype and device are for models that are named; both are loaded already")
+    if ready:
+        dtype = ready[0].dtype if dtype is None else dtype
+        device = ready[0].device if device is None else device
+    models: dict[Side, PreTrainedModel] = {}
+    for side, model in named.items():
+        if isinstance(model, PreTrainedModel):
+            models[side] = model
+        else:
+            models[side] = ready_model(model, dtype=dtype, device=device, meter=progress).model
+        check({side: models[side]}, settings)
+    check(models, settings)
+    return models
+
+
+def _measured(
+    models: Models,
+    new_cache: NewCache | None,
+    structures: dict[Side, Structure],
+    settings: Settings,
+    progress: Meter,
+) -> tuple[list[Row], list[Skip]]:
+    """Measure every setting that fits into memory; `new_cache` makes the candidate's caches, if tokens go."""
+    loads = [Load(context, batch, settings.new_tokens) for batch in settings.batches for context in settings.contexts]
+    rounds = settings.repeats + 1
+    total, done = len(loads) * rounds, itertools.count(1)
+    rows, skipped = [], []
+    with progress("benchmarking", total) as meter:
+
+        def tick() -> None:
+            meter.step(next(done), total)
+
+        for load in loads:
+            reason = too_large(models, structures, load, evicts=new_cache is not None)
+            if reason is None:
+                predicted = structures if new_cache is None else {}
+                rows.append(SideBySide(models, predicted, load, settings, new_cache).run(tick))
+                continue
+            skipped.append(Skip(context=load.context, batch=load.batch, reason=reason))
+            for _ in range(rounds):
+                tick()
+    return rows, skipped
+
+
+def _structures(models: Models) -> tuple[dict[Side, Structure], str | None]:
+    """Return both structures, or none and the reason."""
+    try:
+        return {side: structure(models[side]) for side in SIDES}, None
+    except ValueError as error:
+        return {}, f"no prediction: {error}"
+
+
+def _facts(model: PreTrainedModel, name: str) -> ModelFacts:
+    return ModelFacts(
+        name=name,
+        class_=type(model).__name__,
+        layers=model.config.get_text_config().num_hidden_layers,
+        parameters=model.num_parameters(),
+        bytes=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=model.device.type,
+    )

@@ -1,0 +1,186 @@
+"""Tokens held and throughput of two models in vLLM, beside each other in one run."""
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from crosslayer.core.decoder import CrossLayerConfig
+from crosslayer.core.methods import allowed_modules
+from crosslayer.environment import environment
+from crosslayer.output.progress import Meter
+from crosslayer.output.record import Environment
+from crosslayer.verbs.bench.intervals import coverage
+from crosslayer.verbs.bench.record import SIDES, Both, Side
+from crosslayer.verbs.bench.serving_record import ServedModel, ServingRow, ServingSettings
+from crosslayer.verbs.bench.serving_result import ServingBenchmark
+from crosslayer.verbs.bench.summary import compared
+from crosslayer.verbs.serve.caches import not_saved
+from crosslayer.verbs.serve.engine import Served, check_engine, memory_bytes, servable
+from crosslayer.verbs.serve.plugin import ALLOWED
+
+# of vLLM, where the user has not set them: what it logs would hide the result
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
+GPU_SHARE = 0.45  # of its memory, for each of two engines
+
+
+def bench_vllm(
+    candidate: Any,
+    baseline: Any,
+    contexts: Sequence[int],
+    requests: Sequence[int],
+    new_tokens: int,
+    repeats: int,
+    kv_memory: float,
+    seed: int,
+    dtype: Any,
+    progress: Meter,
+) -> ServingBenchmark:
+    """Measure how many tokens the cache holds and the throughput, of two models in two engines that run in turns.
+
+    See `bench`, of which these are the options; dtype None is as vLLM has it.
+    """
+    settings = _settings(contexts, requests, new_tokens, repeats, memory_bytes(kv_memory), dtype, seed)
+    longest = max(settings.contexts) + new_tokens
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        stack.enter_context(_environment())
+        check_engine()
+        served: dict[Side, Served] = {}
+        for side, model in zip(SIDES, (candidate, baseline), strict=True):
+            served[side] = servable(str(model), kv_memory=kv_memory, length=longest, dtype=dtype)
+        engines: dict[Side, Any] = {}
+        for side in SIDES:
+            engines[side] = _started(served[side], settings, longest, progress, stack)
+        rows = _measured(engines, served, settings, progress)
+        models = {side: _facts(served[side], engines[side]) for side in SIDES}
+    return ServingBenchmark(
+        models=Both(candidate=models["candidate"], baseline=models["baseline"]),
+        settings=settings,
+        engine=f"vLLM {_version()}",
+        rows=tuple(rows),
+        interval_coverage=coverage(repeats),
+        seconds=time.perf_counter() - started,
+        environment=Environment.model_validate(environment()),
+    )
+
+
+def _settings(
+    contexts: Sequence[int],
+    requests: Sequence[int],
+    new_tokens: int,
+    repeats: int,
+    kv_bytes: int,
+    dtype: str | None,
+    seed: int,
+) -> ServingSettings:
+    try:
+        return ServingSettings(
+            contexts=tuple(dict.fromkeys(contexts)),
+            requests=tuple(dict.fromkeys(requests)),
+            new_tokens=new_tokens,
+            repeats=repeats,
+            kv_bytes=kv_bytes,
+            dtype=dtype,
+            seed=seed,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{first['loc'][0]} is {first['input']!r}; {first['msg']}") from None
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Let vLLM be quiet, and its processes allow the methods that are allowed here; all is as before afterwards."""
+    changes = {name: value for name, value in QUIET.items() if name not in os.environ}
+    changes[ALLOWED] = ",".join(allowed_modules())
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _started(served: Served, settings: ServingSettings, longest: int, progress: Meter, stack: ExitStack) -> Any:
+    """Return an engine with a model in it; it ends with the stack."""
+    from vllm import LLM  # type: ignore[import-not-found]
+
+    with progress(f"starting vLLM with {served.name}", 0):
+        try:
+            engine = LLM(
+                served.source,
+                dtype=settings.dtype or "auto",
+                max_model_len=longest,
+                max_num_seqs=max(settings.requests),
+                kv_cache_memory_bytes=settings.kv_bytes,
+                gpu_memory_utilization=GPU_SHARE,
+                enable_prefix_caching=False,
+                skip_tokenizer_init=True,
+                seed=settings.seed,
+            )
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(
+                f"vLLM could not start with {served.name}: {reason} (VLLM_LOGGING_LEVEL=INFO shows more)"
+            ) from error
+    stack.callback(engine.llm_engine.engine_core.shutdown)
+    return engine
+
+
+def _measured(
+    engines: dict[Side, Any], served: dict[Side, Served], settings: ServingSettings, progress: Meter
+) -> list[ServingRow]:
+    """Return a row for each setting; sides run in turns, in an order that alternates, after a warm-up."""
+    from vllm import SamplingParams  # type: ignore[import-not-found]
+
+    vocabulary = min(model.config.get_text_config().vocab_size for model in served.values())
+    generator = torch.Generator().manual_seed(settings.seed)
+    sampling = SamplingParams(temperature=0, max_tokens=settings.new_tokens, ignore_eos=True, detokenize=False)
+    loads = list(itertools.product(settings.contexts, settings.requests))
+    total, done = len(loads) * (settings.repeats + 1), itertools.count(1)
+    rows = []
+    with progress("benchmarking", total) as meter:
+        for context, requests in loads:
+            times: dict[Side, list[float]] = {side: [] for side in SIDES}
+            for repeat in range(-1, settings.repeats):  # the first warms up
+                ids = torch.randint(0, vocabulary, (requests, context), generator=generator)  # (R, T)
+                prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
+                for side in SIDES if repeat % 2 else SIDES[::-1]:
+                    started = time.perf_counter()
+                    engines[side].generate(prompts, sampling, use_tqdm=False)
+                    if repeat >= 0:
+                        times[side].append(time.perf_counter() - started)
+                meter.step(next(done), total)
+            compare = compared(times)
+            tokens = requests * settings.new_tokens
+            speeds = Both(candidate=tokens / compare.candidate.median, baseline=tokens / compare.baseline.median)
+            rows.append(ServingRow(context=context, requests=requests, time=compare, tokens_per_second=speeds))
+    return rows
+
+
+def _facts(served: Served, engine: Any) -> ServedModel:
+    cache, config = engine.llm_engine.vllm_config.cache_config, served.config
+    return ServedModel(
+        name=served.name,
+        class_=(config.architectures or [type(config).__name__])[0],
+        layers=config.get_text_config().num_hidden_layers,
+        kv_blocks=cache.num_gpu_blocks,
+        kv_tokens=cache.kv_cache_size_tokens,
+        not_saved=not_saved(config) if isinstance(config, CrossLayerConfig) else None,
+    )
+
+
+def _version() -> str:
+    import vllm  # type: ignore[import-not-found]
+
+    return vllm.__version__

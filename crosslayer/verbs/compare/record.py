@@ -1,0 +1,257 @@
+"""What `record.json` of a comparison holds: losses in nats a token, differences candidate − baseline."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from crosslayer.output.record import Environment, Frozen, Machine, typed_command
+from crosslayer.verbs.compare.paired import Difference, Interval, Verdict
+
+ALPHA = 0.05  # adjusted p-values below it decide
+SHORTEST = 2  # logged entries of a stretch: a single point says little
+RELEVANT = 0.01  # nats a token: the difference for which needed seeds are counted
+
+Cost = Literal["parameters", "tokens", "flops"]
+COSTS: dict[str, str] = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOPs"}
+
+
+class Setting(Frozen):
+    """What runs have in common: the values of a recipe in which settings differ, none where there is a single one."""
+
+    label: str
+    values: dict[str, Any]
+
+
+class Arm(Frozen):
+    """What is compared: a method, several together, or none."""
+
+    label: str = Field(min_length=1)
+    methods: list[dict[str, Any]]
+
+
+class Trace(Frozen):
+    """A loss by step."""
+
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if len(self.steps) != len(self.losses):
+            raise ValueError(f"{len(self.steps)} steps have {len(self.losses)} losses")
+        return self
+
+
+class Glance(Frozen):
+    """What was seen inside of a model after a step: means over its layers, and its stream's last norm / its first."""
+
+    step: int
+    first_token_share: float | None
+    sink_rate: float | None
+    stream_growth: float | None
+
+
+class ComparedRun(Frozen):
+    """A training run, as far as it is compared; `seconds` are of training steps alone."""
+
+    setting: str
+    arm: str
+    seed: int
+    name: str
+    parameters: int = Field(ge=1)
+    flops_per_token: float = Field(ge=0)
+    steps: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    length: int = Field(ge=1, description="tokens of a sequence")
+    seconds: float = Field(ge=0)
+    step_seconds: float | None = Field(ge=0, description="median of what was logged; None where nothing was")
+    peak_bytes: int | None
+    kv_bytes_per_token: float = Field(ge=0, description="stored")
+    kv_read_bytes_per_token: float = Field(ge=0)
+    dtype: str = Field(description="of the cache")
+    machine: Machine
+    final_loss: float = Field(description="over the mixture, on held-out text")
+    losses: dict[str, float] = Field(min_length=1, description="the same by domain")
+    curve: Trace = Field(description="training loss, each the mean since the entry before")
+    validation: Trace = Field(description="held-out loss over the mixture")
+    glances: tuple[Glance, ...]
+
+
+class RelativeCurve(Frozen):
+    """Smoothed training loss less the baseline's by step: mean over pairs, and a band from two pairs on.
+
+    The band is the 95 % Student-t interval from three pairs on, and both curves of two. It holds point by point
+    and strays somewhere by chance, so what is said of the curve must hold of the band over a stretch.
+    """
+
+    window: int = Field(ge=1, description="logged entries that are averaged")
+    steps: tuple[int, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...] | None
+    high: tuple[float, ...] | None
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if {len(values) for values in (self.mean, self.low, self.high) if values is not None} != {len(self.steps)}:
+            raise ValueError("the parts of a relative curve have different lengths")
+        return self
+
+    @property
+    def stretch(self) -> int:
+        """Over how many logged entries a band must lie on one side of 0."""
+        return max(SHORTEST, self.window)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the arm was lower for a stretch; one pair alone has no band and does not tell."""
+        length = 0
+        for edge in self.high or ():
+            length = length + 1 if edge < 0 else 0
+            if length == self.stretch:
+                return True
+        return False
+
+    @property
+    def ends_ahead(self) -> bool:
+        """Whether the arm is lower over the last stretch."""
+        return self.high is not None and max(self.high[-self.stretch :]) < 0
+
+    @property
+    def ends_behind(self) -> bool:
+        """Whether the baseline is lower over the last stretch."""
+        return self.low is not None and min(self.low[-self.stretch :]) > 0
+
+
+class CriticalPoints(Frozen):
+    """The step from which on the baseline's training loss is lower, by pair; None where that did not happen.
+
+    `expected` is where the line through the end of the relative curve crosses 0, of pairs that are not overtaken yet.
+    """
+
+    reached: tuple[float | None, ...]
+    expected: tuple[float | None, ...]
+    mean: float | None = Field(description="of those reached, where all pairs have reached it")
+    interval: Interval | None
+
+
+class Outcome(Frozen):
+    """An arm beside the baseline in a setting; `seeds` are those of both."""
+
+    setting: str
+    arm: str
+    seeds: tuple[int, ...]
+    missing: tuple[int, ...] = Field(description="seeds that a side alone has")
+    loss: float = Field(description="mean of the final loss over all runs of the arm")
+    final: Difference | None = Field(description="of the final loss over the mixture; None without a pair")
+    adjusted: float | None = Field(
+        ge=0, le=1, description="p-value for all comparisons of the page and the pages before it"
+    )
+    domains: dict[str, Difference]
+    seeds_needed: int | None = Field(ge=1, description=f"for an interval that shows {RELEVANT}")
+    curve: RelativeCurve | None = Field(description="None where steps differ: each arm has a schedule of its own then")
+    critical: CriticalPoints | None = Field(description="None where the arm is never seen ahead for a stretch")
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the loss is lower or higher than the baseline's, with all comparisons of the page in view."""
+        if self.final is None or self.adjusted is None or self.adjusted >= ALPHA:
+            return "undecided"
+        return self.final.verdict
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether the arm was ahead, every pair has a critical point, and the relative curve ends above 0."""
+        behind = self.curve is not None and self.curve.ends_behind
+        return behind and self.critical is not None and self.critical.mean is not None
+
+    @property
+    def losing(self) -> bool:
+        """Whether the arm is still ahead at the end, but a pair is expected to be overtaken."""
+        ahead = self.curve is not None and self.curve.ends_ahead
+        return ahead and self.critical is not None and any(point is not None for point in self.critical.expected)
+
+
+class Law(Frozen):
+    """A power law of an arm's final loss, L = scale · C^−exponent, through the means of settings.
+
+    `fewer` is the share of the baseline's cost that the arm saves at the loss which the baseline's law has at its
+    largest cost (0.1: 10 % fewer; below 0: more); None where the arm's law does not reach it.
+    """
+
+    arm: str
+    where: str = Field(description="in what its settings are alike and others are not")
+    cost: Cost
+    settings: tuple[str, ...] = Field(min_length=2)
+    costs: tuple[float, ...]
+    losses: tuple[float, ...]
+    scale: float
+    exponent: float
+    exponent_interval: Interval | None = Field(description="from the scatter of three settings or more about the law")
+    exponent_over_seeds: Interval | None = Field(description="from the laws of three seeds or more")
+    fewer: float | None
+    fewer_interval: Interval | None = Field(description="from the laws of three seeds or more, paired")
+    extrapolated: bool = Field(description="whether the cost that the arm needs lies outside of its settings")
+
+
+class LengthTrend(Frozen):
+    """Critical points of an arm over lengths of a sequence: tokens read = scale · length^exponent, and continued."""
+
+    arm: str
+    where: str = Field(description="in what its settings are alike and others are not")
+    lengths: tuple[int, ...] = Field(min_length=2)
+    tokens: tuple[float, ...] = Field(description="that were read by then; steps of two lengths may differ in them")
+    exponent: float
+    interval: Interval | None = Field(description="of the exponent, from three lengths on")
+    next_length: int
+    next_tokens: float
+
+
+class Budget(Frozen):
+    """What every run was allowed: seconds of training steps, FLOPs, or tokens."""
+
+    kind: Literal["time", "flops", "tokens"]
+    amount: float = Field(gt=0)
+    step_seconds: dict[str, float] = Field(description="measured beforehand, by setting and arm; of a time alone")
+
+
+class ComparisonRecord(Frozen):
+    """Runs side by side, and what follows from them."""
+
+    schema_: Literal["crosslayer/comparison/1"] = Field(
+        "crosslayer/comparison/1", validation_alias="schema", serialization_alias="schema"
+    )
+    command: str | None = typed_command()
+    name: str
+    baseline: str
+    smooth: int | None = Field(ge=1, description="steps; None: a twentieth of each run")
+    budget: Budget | None
+    settings: tuple[Setting, ...] = Field(min_length=1)
+    extends: tuple[tuple[int, ...], ...] = Field((), description="seeds of the pages that were seen before this one")
+    arms: tuple[Arm, ...] = Field(min_length=1)
+    domains: tuple[str, ...] = Field(min_length=1)
+    runs: tuple[ComparedRun, ...] = Field(min_length=1)
+    stopped: dict[str, str] = Field(description="runs that diverged, and how; they are left out")
+    outcomes: tuple[Outcome, ...]
+    laws: tuple[Law, ...]
+    no_laws: str | None = Field(description="why there is no power law")
+    trends: tuple[LengthTrend, ...]
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        settings, arms = {setting.label for setting in self.settings}, {arm.label for arm in self.arms}
+        parts = [(part.setting, part.arm) for part in (*self.runs, *self.outcomes)]
+        named = {arm for _, arm in parts} | {self.baseline} | {part.arm for part in (*self.laws, *self.trends)}
+        if not {setting for setting, _ in parts} <= settings or not named <= arms:
+            raise ValueError("a run or a result is of a setting or an arm that the record does not list")
+        return self
+
+    @property
+    def ordered(self) -> list[str]:
+        """Labels of the arms, the baseline first."""
+        return [self.baseline, *(arm.label for arm in self.arms if arm.label != self.baseline)]
+
+    def of(self, setting: str, arm: str) -> list[ComparedRun]:
+        """Return the runs of an arm in a setting, in the order of their seeds."""
+        runs = [run for run in self.runs if run.setting == setting and run.arm == arm]
+        return sorted(runs, key=lambda run: run.seed)

@@ -1,0 +1,129 @@
+"""The result of a diagnosis: its record with the arrays, and its page."""
+
+from typing import Any
+
+import numpy as np
+
+from crosslayer.output.page import Page
+from crosslayer.output.result import Result
+from crosslayer.verbs.diagnose.figures import panels
+from crosslayer.verbs.diagnose.page import cards, subtitle, tables
+from crosslayer.verbs.diagnose.record import DiagnosisRecord
+
+
+class Diagnosis(DiagnosisRecord, Result):
+    """What `diagnose` measured of a model, and what that means (`verdict`, and `words` in sentences).
+
+    Arrays are means over sequences in float64, with L layers of the stack, NaN where a layer has no such sublayer. The
+    interval of any of them is beside it in `measures`: `diagnosis.measures.entropy.interval`, (L, 2), None for a single
+    sequence. Layers and positions count from 0. docs/MEASURES.md has each measure's definition and source.
+    """
+
+    @property
+    def first_token_share(self) -> np.ndarray:
+        """The first token's share of all attention, (L,), 0 to 1."""
+        return self.measures.first_token_share.array
+
+    @property
+    def entropy(self) -> np.ndarray:
+        """Entropy of token importance, (L,), in nats; ln T for an even spread over T tokens."""
+        return self.measures.entropy.array
+
+    @property
+    def top_importance(self) -> np.ndarray:
+        """The ten largest shares of attention of a sequence, largest first, (L, 10), or (L, T) of shorter sequences."""
+        return self.measures.top_importance.array
+
+    @property
+    def sink_rate(self) -> np.ndarray:
+        """Share of heads that give the first token more than 0.3 of their attention, (L,), 0 to 1."""
+        return self.measures.sink_rate.array
+
+    @property
+    def value_norm_ratio(self) -> np.ndarray:
+        """Norm of the first token's values over the median of the others, (L,)."""
+        return self.measures.value_norm_ratio.array
+
+    @property
+    def hidden_norm_ratio(self) -> np.ndarray:
+        """Norm of the first token's hidden state, entering a layer, over the median of the others, (L,)."""
+        return self.measures.hidden_norm_ratio.array
+
+    @property
+    def mlp_l1_l2(self) -> np.ndarray:
+        """L1 over L2 norm of what the MLP adds to the first token, (L,), 1 to √C for C channels."""
+        return self.measures.mlp_l1_l2.array
+
+    @property
+    def mlp_l1_l2_others(self) -> np.ndarray:
+        """The same, median of the other tokens, (L,)."""
+        return self.measures.mlp_l1_l2_others.array
+
+    @property
+    def token_similarity(self) -> np.ndarray:
+        """Mean cosine of all pairs of different tokens' hidden states, entering a layer, (L,)."""
+        return self.measures.token_similarity.array
+
+    @property
+    def value_spectrum(self) -> np.ndarray:
+        """Eigenvalues of the values' second moment, all heads in a single vector, largest first, (L, H_kv·D)."""
+        return self.measures.value_spectrum.array
+
+    @property
+    def map_similarity(self) -> np.ndarray:
+        """Cosine of the head-averaged maps of two layers, (L, L)."""
+        return self.measures.map_similarity.array
+
+    @property
+    def map_similarity_without_first(self) -> np.ndarray:
+        """The same with the first column of the maps set aside, (L, L)."""
+        return self.measures.map_similarity_without_first.array
+
+    @property
+    def map_similarity_per_head(self) -> np.ndarray:
+        """Cosine of the maps of equally numbered heads of two layers, averaged over heads, (L, L)."""
+        return self.measures.map_similarity_per_head.array
+
+    @property
+    def attention_io_similarity(self) -> np.ndarray:
+        """Mean over tokens of cos(x, x + Attn(x)), (L,); near 1 where attention changes little."""
+        return self.measures.attention_io_similarity.array
+
+    @property
+    def layer_io_similarity(self) -> np.ndarray:
+        """Mean over tokens of cos(x, layer(x)), (L,); near 1 where the layer changes little."""
+        return self.measures.layer_io_similarity.array
+
+    @property
+    def stream_norm(self) -> np.ndarray:
+        """Mean L2 norm of the hidden states that enter a layer, (L,)."""
+        return self.measures.stream_norm.array
+
+    def layout(self) -> Page:
+        """Return the parts of the page."""
+        return Page(
+            title=f"Diagnosis of {self.settings.model}",
+            subtitle=subtitle(self),
+            cards=cards(self),
+            words=self.words,
+            panels=panels(self),
+            tables=tables(self),
+        )
+
+    def sentences(self) -> list[str]:
+        """Return the verdict in sentences."""
+        return self.words
+
+    def headline(self) -> dict[str, Any]:
+        """Return the figures of the last line of the command line."""
+        sink, cache = self.verdict.sink, self.verdict.cache
+        kept = [] if cache is None else cache.by_depth.kept
+        peaks = self.hidden_norm_ratio[np.isfinite(self.hidden_norm_ratio)]
+        return {
+            "model": self.settings.model,
+            "sink_layers": sink.layers,
+            "strongest_sink": {"layer": sink.strongest, "share": round(sink.strongest_share, 4)},
+            "hidden_norm_ratio_max": round(float(peaks.max()), 2) if len(peaks) else None,
+            "kv_share": {entry.method: round(entry.share, 4) for entry in kept},
+            "seconds": round(self.seconds, 2),
+        }

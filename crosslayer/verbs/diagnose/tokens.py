@@ -1,0 +1,72 @@
+"""Which tokens hold a layer's attention, and the rows of a learned position table."""
+
+from collections import defaultdict
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from crosslayer.probe.measures import working
+from crosslayer.probe.tokens import position_embedding
+from crosslayer.verbs.diagnose.record import PositionTable, TopToken
+
+PER_SEQUENCE, SHOWN = 10, 5
+STANDS_OUT = 1.5  # times the median, from which a row of a position table is an outlier
+FIRST = -1  # stands for the token at the first position, whatever it is
+
+
+def top_tokens(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> list[list[TopToken]]:
+    """Return, by layer, the tokens that hold most of the importance among each sequence's ten largest a'.
+
+    `shares` is (N, L, T), `ids` (N, T). Occurrences of a token are added up, the first position kept apart; the share
+    is the mean over sequences. A layer without attention has none.
+    """
+    layers = shares.shape[1]
+    return [_of_layer(shares[:, layer], ids, tokenizer) for layer in range(layers)]
+
+
+def _of_layer(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> list[TopToken]:
+    """Return the top tokens of a layer, whose shares are (N, T)."""
+    if np.isnan(shares).any():
+        return []
+    total: dict[int, float] = defaultdict(float)
+    places: dict[int, set[int]] = defaultdict(set)
+    for sequence, tokens in zip(shares, ids, strict=True):
+        for position in np.argsort(-sequence)[:PER_SEQUENCE]:
+            token = FIRST if position == 0 else int(tokens[position])
+            total[token] += float(sequence[position]) / len(ids)
+            places[token].add(int(position))
+    best = sorted(total, key=lambda token: -total[token])[:SHOWN]
+    return [
+        TopToken(
+            token=_text(token, ids, tokenizer),
+            first=token == FIRST,
+            share=total[token],
+            positions=sorted(places[token]),
+        )
+        for token in best
+    ]
+
+
+def _text(token: int, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return a token as text; where sequences begin differently, the first is only called that."""
+    if token == FIRST:
+        if len(set(ids[:, 0].tolist())) > 1:
+            return "first token"
+        token = int(ids[0, 0])
+    if tokenizer is None:
+        return str(token)
+    text = tokenizer.decode([token])
+    assert isinstance(text, str)
+    return text
+
+
+def position_table(model: PreTrainedModel) -> PositionTable | None:
+    """Return the norms of the rows of a learned absolute position table, None where the model has none."""
+    embedding = position_embedding(model)
+    if embedding is None:
+        return None
+    name, table = embedding
+    norms = working(table.weight.detach()).norm(dim=-1).double().cpu().numpy()  # (rows,)
+    median = float(np.median(norms))
+    outliers = [int(row) for row in np.argsort(-norms) if norms[row] > STANDS_OUT * median]  # largest first
+    return PositionTable(name=name, norms=norms.tolist(), median=median, outliers=outliers[:10])

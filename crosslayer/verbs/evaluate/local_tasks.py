@@ -1,0 +1,213 @@
+"""Tasks of lm-eval that read files on this disk: `python -m crosslayer.verbs.evaluate.local_tasks DATA OUT`.
+
+Each is lm-eval's own definition (`include:`) with another place of its data, so that prompts and scores are the same.
+DATA holds files TASK.SPLIT.jsonl, .jsonl.gz too, with the columns of the set on the Hugging Face hub; SPLIT is train,
+validation or test. Besides these wikitext2_test.txt and wikitext2_valid.txt (the raw text) and BLiMP.zip (its release).
+"""
+
+import argparse
+import json
+import re
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from crosslayer.output.folder import whole_folder
+from crosslayer.output.progress import print_to
+from crosslayer.verbs.evaluate.groups import LOCAL
+from crosslayer.verbs.evaluate.harness import check_installed, stock_folder
+
+SPLITS = ("train", "validation", "test")
+HEADING = re.compile(r"^ = [^=].* = $")  # of an article of WikiText; sections have more signs
+LARGEST = 2**28  # bytes of a file inside of BLiMP.zip
+
+
+class Stock(NamedTuple):
+    """A task of lm-eval: its file, names that its data goes by, and what differs from its set on the hub."""
+
+    file: str
+    stems: tuple[str, ...] = ()
+    changes: Mapping[str, Any] = {}
+
+
+STOCK = {
+    "hellaswag": Stock("hellaswag/hellaswag.yaml"),
+    "piqa": Stock("piqa/piqa.yaml"),
+    "arc_easy": Stock("arc/arc_easy.yaml"),
+    "arc_challenge": Stock("arc/arc_challenge.yaml"),
+    "openbookqa": Stock("openbookqa/openbookqa.yaml"),
+    "winogrande": Stock("winogrande/default.yaml"),
+    "social_iqa": Stock("siqa/siqa.yaml", ("social_i_qa", "siqa")),
+    "commonsense_qa": Stock("commonsense_qa/default.yaml"),
+    # the set itself has `answer`, true or false, where its copy in SuperGLUE has `label`, 1 or 0
+    "boolq": Stock(
+        "super_glue/boolq/default.yaml",
+        (),
+        {"doc_to_target": "{{ 1 if (answer if answer is defined else label) else 0 }}"},
+    ),
+    "sciq": Stock("sciq/sciq.yaml"),
+    "lambada_openai": Stock("lambada/lambada_openai.yaml"),
+    "pubmedqa": Stock("pubmedqa/pubmedqa.yaml", ("pubmedqa_l",)),
+    "medmcqa": Stock("medmcqa/medmcqa.yaml"),
+    "medqa_4options": Stock("medqa/medqa.yaml"),
+}
+MEDQA = {  # with five options, which lm-eval has not: columns question, options (A to E), answer_idx of its release
+    "output_type": "multiple_choice",
+    "doc_to_text": "Question: {{question}}\n{% for letter in ['A', 'B', 'C', 'D', 'E'] %}{{letter}}. "
+    "{{options[letter]}}\n{% endfor %}Answer:",
+    "doc_to_target": "answer_idx",
+    "doc_to_choice": ["A", "B", "C", "D", "E"],
+    "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
+}
+
+
+def write_local_tasks(data: str | Path, out: str | Path, force: bool = False) -> tuple[str, ...]:
+    """Write tasks for what a folder holds, and return their names.
+
+    Paths of data and of lm-eval stand in the files, so that they hold for this machine and environment.
+
+    Args:
+        data: the folder of data; what it lacks has no task.
+        out: the folder to write, for `include_path`.
+        force: replace an existing folder.
+
+    Raises:
+        ValueError: lm-eval is missing, the folder holds no data that is known, or `out` exists.
+
+    """
+    check_installed()
+    source, target = Path(data).expanduser().resolve(), Path(out).expanduser().resolve()
+    if not source.is_dir():
+        raise ValueError(f"{str(data)!r} is no folder; name one of files TASK.SPLIT.jsonl")
+    with whole_folder(target, force) as folder:
+        names = []
+        for name, stock in STOCK.items():
+            files = _files(source, (name, *stock.stems))
+            if files:
+                config = _including(stock_folder() / stock.file, files) | dict(stock.changes)
+                names.append(_write(folder, name, config))
+        files = _files(source, ("medqa_5options", "medqa"))
+        if files:
+            names.append(_write(folder, "medqa_5options", MEDQA | _places(files) | _splits(files)))
+        names += _wikitext(source, folder, target) + _blimp(source, folder, target)
+        if not names:
+            raise ValueError(f"{source.name!r} holds no data that is known, such as arc_easy.test.jsonl")
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        # what `force` may replace is a folder whose files a manifest lists
+        manifest = {"schema": "crosslayer/local-tasks/1", "tasks": names, "files": dict.fromkeys(files, "")}
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    return tuple(names)
+
+
+def _files(source: Path, stems: tuple[str, ...]) -> dict[str, str]:
+    """Return the files of a set by split."""
+    found = {}
+    for stem in stems:
+        pattern = re.compile(rf"^{re.escape(stem)}\.({'|'.join(SPLITS)})\d*\.jsonl(\.gz)?$")
+        for path in sorted(source.iterdir()):
+            match = pattern.match(path.name)
+            if match:
+                found.setdefault(match[1], str(path))
+    return found
+
+
+def _including(stock: Path, files: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a task includes, and what it has instead: the place of its data, no split without a file."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    own = load_yaml(stock, resolve_func=False)
+    missing = {}
+    for split in ("training_split", "validation_split", "test_split"):
+        if own.get(split) not in (None, *files):
+            missing[split] = None
+    return {"include": str(stock), **_places(files), **missing}
+
+
+def _places(files: Mapping[str, str]) -> dict[str, Any]:
+    return {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": dict(files)}}
+
+
+def _splits(files: Mapping[str, str]) -> dict[str, Any]:
+    names = {"training_split": "train", "validation_split": "validation", "test_split": "test"}
+    return {field: name if name in files else None for field, name in names.items()}
+
+
+def _write(folder: Path, name: str, config: Mapping[str, Any]) -> str:
+    """Write the file of a task, and return the task's name."""
+    local = name + LOCAL
+    text = yaml.safe_dump({**config, "task": local}, sort_keys=False, allow_unicode=True)
+    (folder / f"{local}.yaml").write_text(text, encoding="utf-8")
+    return local
+
+
+def _wikitext(source: Path, folder: Path, target: Path) -> list[str]:
+    """Write WikiText-2 article by article, as its set on the hub has it."""
+    files = {}
+    for split, short in (("validation", "valid"), ("test", "test")):
+        path = source / f"wikitext2_{short}.txt"
+        if path.is_file():
+            pages = articles(path.read_text(encoding="utf-8"))
+            lines = [json.dumps({"page": page}, ensure_ascii=False) for page in pages]
+            (folder / f"wikitext2.{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            files[split] = str(target / f"wikitext2.{split}.jsonl")
+    if not files:
+        return []
+    return [_write(folder, "wikitext2", _including(stock_folder() / "wikitext/wikitext.yaml", files))]
+
+
+def articles(text: str) -> list[str]:
+    """Return the articles of WikiText's raw text, each with its heading."""
+    pages: list[list[str]] = []
+    for line in text.splitlines(keepends=True):
+        if HEADING.match(line.rstrip("\n")):
+            pages.append([])
+        if pages:
+            pages[-1].append(line)
+    return ["".join(lines) for lines in pages]
+
+
+def _blimp(source: Path, folder: Path, target: Path) -> list[str]:
+    """Write the 67 sets of BLiMP, and their group."""
+    archive = source / "BLiMP.zip"
+    if not archive.is_file():
+        return []
+    stock, names = stock_folder() / "blimp", []
+    (folder / "blimp").mkdir()
+    with zipfile.ZipFile(archive) as packed:
+        for entry in sorted(packed.infolist(), key=lambda entry: entry.filename):
+            name = Path(entry.filename).stem
+            definition = stock / f"{name}.yaml"
+            if not entry.filename.endswith(".jsonl") or not definition.is_file() or entry.file_size > LARGEST:
+                continue
+            (folder / "blimp" / f"{name}.jsonl").write_bytes(packed.read(entry))
+            files = {"train": str(target / "blimp" / f"{name}.jsonl")}
+            names.append(_write(folder, f"blimp_{name}", _including(definition, files)))
+    if names:
+        group = {"include": str(stock / "_blimp.yaml"), "group": f"blimp{LOCAL}", "task": names}
+        text = yaml.safe_dump(group, sort_keys=False)
+        (folder / f"blimp{LOCAL}.yaml").write_text(text, encoding="utf-8")
+        names.append(f"blimp{LOCAL}")
+    return names
+
+
+def main() -> None:
+    """Write tasks, as the command line asks; print their names."""
+    parser = argparse.ArgumentParser(prog="python -m crosslayer.verbs.evaluate.local_tasks", description=__doc__)
+    parser.add_argument("data", help="folder of files TASK.SPLIT.jsonl")
+    parser.add_argument("out", help="folder to write, for crosslayer evaluate --include-path")
+    parser.add_argument("--force", action="store_true", help="replace the folder")
+    options = parser.parse_args()
+    try:
+        names = write_local_tasks(options.data, options.out, options.force)
+    except (ValueError, OSError, zipfile.BadZipFile) as error:
+        print_to(sys.stderr, f"crosslayer: error: {' '.join(str(error).split())}")
+        sys.exit(2)
+    print_to(sys.stdout, "\n".join(names))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The result of an evaluation."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import PrivateAttr
+
+from crosslayer.output.page import Page
+from crosslayer.output.result import Result
+from crosslayer.output.shown import Table
+from crosslayer.verbs.evaluate.page import layout, tables
+from crosslayer.verbs.evaluate.record import EvaluationRecord, GroupRow, Row
+from crosslayer.verbs.evaluate.words import sentences
+
+HARNESS = "lm_eval"  # the folder of what lm-eval returned
+
+
+class Evaluation(EvaluationRecord, Result):
+    """What `crosslayer.evaluate` returns: a row for each of N metrics of tasks, typed, as arrays, and as a page.
+
+    Its fields are what `record.json` holds, and two evaluations compare by them. `save` also writes what lm-eval
+    returned, unchanged, of an evaluation that was not loaded from a folder.
+    """
+
+    _results: dict[str, Mapping[str, Any]] = PrivateAttr(default_factory=dict)  # by side
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Evaluation) and self.record() == other.record()
+
+    def with_results(self, results: Mapping[str, Mapping[str, Any]]) -> "Evaluation":
+        """Return the same that keeps what lm-eval returned, by side."""
+        evaluation = self.model_copy()
+        evaluation._results = dict(results)
+        return evaluation
+
+    @property
+    def lm_eval_results(self) -> dict[str, Mapping[str, Any]]:
+        """What lm-eval returned, by side, samples included; empty for one that was loaded from a folder."""
+        return self._results
+
+    @property
+    def scores(self) -> np.ndarray:
+        """Scores of candidate and baseline, (N, 2); NaN without a baseline."""
+        values = [[row.candidate.value, np.nan if row.baseline is None else row.baseline.value] for row in self.rows]
+        return np.array(values)
+
+    @property
+    def differences(self) -> np.ndarray:
+        """Estimates of candidate − baseline, or of the ratio of perplexities, (N,); NaN where nothing is paired."""
+        return np.array([np.nan if row.paired is None else row.paired.estimate for row in self.rows])
+
+    @property
+    def intervals(self) -> np.ndarray:
+        """Lower and upper ends of those, (N, 2); NaN where there is none."""
+        none = (np.nan, np.nan)
+        return np.array([none if row.paired is None else row.paired.interval or none for row in self.rows])
+
+    def layout(self) -> Page:
+        """Return the parts of the page."""
+        return layout(self)
+
+    def sentences(self) -> list[str]:
+        """Return what was found, in sentences."""
+        return sentences(self)
+
+    def tables(self) -> list[Table]:
+        """Return the scores, and beside a baseline the differences."""
+        return tables(self)
+
+    def headline(self) -> dict[str, Any]:
+        """Return the names of the models, and scores with differences, rounded, of rows and groups."""
+        baseline = self.models.baseline
+        return {
+            "candidate": self.models.candidate.name,
+            "baseline": None if baseline is None else baseline.name,
+            **({} if self.cost is None else {"kv_share": round(self.cost.cache.ratio, 6)}),
+            "results": [_figures(row) for row in self.rows],
+            "groups": [_group_figures(row) for row in self.groups],
+        }
+
+    def _write(self, folder: Path) -> None:
+        super()._write(folder)
+        for side, results in self._results.items():
+            _write_results(folder / HARNESS, side, results)
+
+
+def _write_results(folder: Path, side: str, results: Mapping[str, Any]) -> None:
+    """Write lm-eval's results as lm-eval would: everything but samples as JSON, samples a line each."""
+    from lm_eval.utils import handle_non_serializable
+
+    folder.mkdir(exist_ok=True)
+    rest = {name: part for name, part in results.items() if name != "samples"}
+    text = json.dumps(rest, indent=2, default=handle_non_serializable, ensure_ascii=False)
+    (folder / f"{side}.json").write_text(text, encoding="utf-8")
+    for task, samples in results["samples"].items():
+        lines = [json.dumps(sample, default=handle_non_serializable, ensure_ascii=False) for sample in samples]
+        name = f"{side}.samples.{task.replace('/', '_')}.jsonl"
+        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _figures(row: Row) -> dict[str, Any]:
+    figures: dict[str, Any] = {"task": row.task, "metric": row.metric, "candidate": round(row.candidate.value, 4)}
+    if row.baseline is not None:
+        figures["baseline"] = round(row.baseline.value, 4)
+    return figures | _paired_figures(row)
+
+
+def _group_figures(row: GroupRow) -> dict[str, Any]:
+    figures: dict[str, Any] = {"group": row.group, "metric": row.metric, "candidate": round(row.candidate, 4)}
+    if row.baseline is not None:
+        figures["baseline"] = round(row.baseline, 4)
+    return figures | _paired_figures(row)
+
+
+def _paired_figures(row: Row | GroupRow) -> dict[str, Any]:
+    if row.paired is None:
+        return {}
+    interval = None if row.paired.interval is None else [round(end, 4) for end in row.paired.interval]
+    return {row.paired.form: round(row.paired.estimate, 4), "interval": interval, "verdict": row.paired.verdict}

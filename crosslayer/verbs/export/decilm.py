@@ -1,0 +1,79 @@
+"""DeciLM, as vLLM runs it by itself: a Llama whose layers may lack attention or MLP, told block by block.
+
+vLLM has the model (`DeciLMForCausalLM`, model type "nemotron-nas") but no class for its config. Our plugin gives it
+one, `serving/configuration_decilm.py`; a copy of that file travels in the folder for a vLLM without the plugin, which
+runs it with `--trust-remote-code`. It is the only code there.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import save_torch_state_dict
+from transformers import LlamaConfig, PreTrainedModel
+
+from crosslayer.core.decoder import CrossLayerConfig
+from crosslayer.core.decoder.weights import SHARED
+from crosslayer.verbs.export.layers import Left, left, renumbered
+from crosslayer.verbs.serve import configuration_decilm
+
+MODULE = "configuration_decilm"
+
+
+def write(model: PreTrainedModel, config: CrossLayerConfig, folder: Path) -> None:
+    """Write config, its class, generation config and weights into a folder.
+
+    Args:
+        model: ours or one of a family whose weights have our names; its weights are written in their own dtype.
+        config: what it is as a model of ours; `refusal` lets it pass.
+        folder: where the files go.
+
+    """
+    layers = left(config)
+    weights = renumbered(model.state_dict(), layers)
+    if config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+    text = json.dumps(deci_config(config, layers, str(model.dtype).removeprefix("torch.")), indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    shutil.copyfile(configuration_decilm.__file__, folder / f"{MODULE}.py")
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def deci_config(config: CrossLayerConfig, layers: list[Left], dtype: str) -> dict[str, Any]:
+    """Return what `config.json` holds."""
+    known = LlamaConfig().to_dict()
+    values = {name: value for name, value in config.to_dict().items() if name in SHARED and name in known}
+    qkv, output = config.attention_bias, config.attention_output_bias
+    return {
+        "architectures": ["DeciLMForCausalLM"],
+        "auto_map": {"AutoConfig": f"{MODULE}.DeciLMConfig"},
+        "model_type": "nemotron-nas",
+        **values,
+        "num_hidden_layers": len(layers),
+        "attention_bias": qkv if output is None else output,  # of W_o alone, where there is a qkv_bias
+        "qkv_bias": qkv,
+        "mlp_bias": config.mlp_bias,
+        "block_configs": [_block(config, layer) for layer in layers],
+        "dtype": dtype,
+    }
+
+
+def _block(config: CrossLayerConfig, layer: Left) -> dict[str, dict[str, Any]]:
+    assert config.num_key_value_heads is not None
+    group = config.num_attention_heads // config.num_key_value_heads
+    attends = layer.attention is not None
+    return {
+        "attention": {
+            "no_op": not attends,
+            "n_heads_in_group": group if attends else None,
+            "replace_with_linear": False,
+        },
+        "ffn": {
+            "no_op": not layer.mlp,
+            "intermediate_size": config.intermediate_size if layer.mlp else None,
+            "replace_with_linear": False,
+        },
+    }

@@ -1,0 +1,142 @@
+"""A GGUF file for llama.cpp: its architecture "llama", or "deci" where layers differ.
+
+In `deci` the numbers of heads are arrays over layers: with 0 heads a layer has no attention; with 0 key-value heads it
+has "linear attention", whose only weight is applied to the normed input and added: W_c. A layer without MLP would lose
+its attention too, and head sizes are read only if the first layer has heads: both are refused.
+
+Queries and keys are rotated in pairs of neighbours there, and in halves here: their rows are permuted.
+"""
+
+from pathlib import Path
+
+import gguf
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from crosslayer.core.decoder import CrossLayerConfig
+from crosslayer.core.decoder.parts import rotary
+from crosslayer.verbs.export.layers import LAYER, Left, left, renumbered, rope
+from crosslayer.verbs.export.vocabulary import add_vocabulary
+
+FILE = "model.gguf"
+KINDS = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}
+FILE_TYPES = {
+    torch.float32: gguf.LlamaFileType.ALL_F32,
+    torch.float16: gguf.LlamaFileType.MOSTLY_F16,
+    torch.bfloat16: gguf.LlamaFileType.MOSTLY_BF16,
+}
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+INNER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "attn_compensation": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write(
+    model: PreTrainedModel, config: CrossLayerConfig, tokenizer: PreTrainedTokenizerBase | None, name: str, folder: Path
+) -> None:
+    """Write the file into a folder, matrices in the model's dtype and vectors in float32.
+
+    Args:
+        model: ours or one of a family whose weights have our names.
+        config: what it is as a model of ours; `refusal` lets it pass.
+        tokenizer: what goes with it; None is refused.
+        name: what the file says that it is called.
+        folder: where the file goes.
+
+    Raises:
+        ValueError: the tokenizer has no form there.
+
+    """
+    layers = left(config)
+    writer = gguf.GGUFWriter(folder / FILE, architecture(layers))
+    try:
+        writer.add_name(name)
+        writer.add_file_type(FILE_TYPES[model.dtype])
+        _add_shape(writer, config, layers)
+        add_vocabulary(writer, tokenizer, config.vocab_size)
+        for key, weight in renumbered(model.state_dict(), layers).items():
+            if key != "lm_head.weight" or not config.tie_word_embeddings:
+                _add_tensor(writer, _tensor_name(key), _permuted(key, weight, config))
+        if rope(config)["rope_type"] == "llama3":
+            writer.add_tensor("rope_freqs.weight", _slowed(config).numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def architecture(layers: list[Left]) -> str:
+    """Return llama.cpp's name of the architecture."""
+    return "llama" if all(layer.whole for layer in layers) else "deci"
+
+
+def _add_shape(writer: gguf.GGUFWriter, config: CrossLayerConfig, layers: list[Left]) -> None:
+    heads, pairs, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    parameters = rope(config)
+    assert pairs is not None and size is not None
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(len(layers))
+    if architecture(layers) == "llama":
+        writer.add_head_count(heads)
+        writer.add_head_count_kv(pairs)
+        writer.add_feed_forward_length(config.intermediate_size)
+    else:
+        writer.add_head_count([0 if layer.attention is None else heads for layer in layers])
+        writer.add_head_count_kv([pairs if layer.attention == "own" else 0 for layer in layers])
+        writer.add_feed_forward_length([config.intermediate_size] * len(layers))
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_freq_base(parameters["rope_theta"])
+    if parameters["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(parameters["factor"])
+
+
+def _tensor_name(key: str) -> str:
+    """Return llama.cpp's name of a weight or bias."""
+    module, _, kind = key.rpartition(".")
+    match = LAYER.fullmatch(module)
+    return f"{OUTER[module]}.{kind}" if match is None else f"blk.{match[1]}.{INNER[match[2]]}.{kind}"
+
+
+def _permuted(key: str, weight: Tensor, config: CrossLayerConfig) -> Tensor:
+    """Return a weight (D, …) or, of queries and keys, its rows with the two halves of each head interleaved."""
+    if ".q_proj." not in key and ".k_proj." not in key:
+        return weight
+    assert config.head_dim is not None
+    halves = weight.unflatten(0, (-1, 2, config.head_dim // 2))  # (heads, 2, D / 2, …)
+    return halves.transpose(1, 2).flatten(0, 2)
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:
+    kind = KINDS[weight.dtype] if weight.dim() > 1 else Kind.F32
+    values = weight.detach().cpu().float().contiguous().numpy()
+    data = values if kind == Kind.F32 else gguf.quants.quantize(values, kind)
+    writer.add_tensor(name, data, raw_dtype=kind)
+
+
+def _slowed(config: CrossLayerConfig) -> Tensor:
+    """Return by what each rotary frequency is divided, (D / 2,), in float32."""
+    assert config.head_dim is not None
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    plain = rope(config)["rope_theta"] ** -exponents
+    with torch.device("cpu"):
+        table = rotary(config)
+    assert table is not None
+    return (plain / table.inv_freq.double()).float()

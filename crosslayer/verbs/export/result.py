@@ -1,0 +1,27 @@
+"""The result of an export."""
+
+from typing import Any
+
+from crosslayer.output.record import Frozen
+from crosslayer.output.shown import Shown
+
+
+class Exported(Shown, Frozen):
+    """What was written: the name of the model, its form, what opens it, layers and parameters there, bytes in all."""
+
+    model: str
+    to: str
+    architecture: str
+    layers: int
+    parameters: int
+    dtype: str
+    bytes: int
+
+    def sentences(self) -> list[str]:
+        """Return what was written."""
+        size = f"{self.layers} layers, {self.parameters / 1e6:.1f} M parameters, {self.bytes:,} bytes"
+        return [f"{self.architecture}: {size}, in {self.dtype}."]
+
+    def headline(self) -> dict[str, Any]:
+        """Return all figures."""
+        return self.model_dump()

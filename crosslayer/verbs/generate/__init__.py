@@ -1,0 +1,4 @@
+"""Continues a text."""
+
+GROUP = "Ship"
+ARGUMENTS = 2  # model, prompt

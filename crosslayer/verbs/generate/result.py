@@ -1,0 +1,26 @@
+"""The result of a generation."""
+
+from typing import Any
+
+from crosslayer.output.record import Frozen
+from crosslayer.output.shown import Shown
+
+
+class Continuation(Shown, Frozen):
+    """A prompt and its continuation, without special tokens, with how fast it came and what the cache held."""
+
+    model: str
+    prompt: str
+    text: str
+    new_tokens: int
+    seconds: float
+    tokens_per_second: float
+    cache_bytes: int
+
+    def sentences(self) -> list[str]:
+        """Return an empty line, which ends the text that was printed piece by piece."""
+        return [""]
+
+    def headline(self) -> dict[str, Any]:
+        """Return the figures beside the model's name."""
+        return self.model_dump(exclude={"prompt", "text"})

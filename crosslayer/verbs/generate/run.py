@@ -1,0 +1,155 @@
+"""Continue a text, as a stream where that is wanted, and say how fast it was and what the cache held."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.environment import quiet_transformers
+from crosslayer.models.load import ready_model
+from crosslayer.output.progress import Meter, Silent
+from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.tokens import positions
+from crosslayer.verbs.generate.result import Continuation
+from crosslayer.verbs.generate.sampling import Sampling
+
+
+def generate(
+    model: PreTrainedModel | str | Path,
+    prompt: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    chat: bool = False,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    write: Callable[[str], Any] | None = None,
+    progress: Meter = Silent,
+) -> Continuation:
+    """Continue a prompt, token by token.
+
+    Args:
+        model: hub name, local folder, or smollm2 (embedded). In Python also a loaded model.
+        prompt: the text to continue, or with `chat` what the user says.
+        tokenizer: in Python, of a loaded model.
+        max_new_tokens: tokens to generate at most.
+        temperature: of sampling; 0 takes the likeliest token.
+        seed: seed of sampling. In Python torch's own generator is left as it was.
+        chat: put the prompt into the tokenizer's chat template.
+        dtype: float32, bfloat16, …; default float32 on a CPU. In Python for models that are named.
+        device: cpu, cuda, …; default the GPU, or the CPU where there is none. In Python for models that are named.
+        write: in Python, called with each piece of text as it comes.
+        progress: in Python, shows what is being done.
+
+    Raises:
+        ValueError: the prompt is empty or too long, the model cannot be loaded or is no causal LM, there is no
+            tokenizer or chat template, or an option is wrong.
+
+    """
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give some text to continue")
+    loaded, words, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    if words is None:
+        raise ValueError("a model that is loaded needs tokenizer=…, its own")
+    if not loaded.can_generate() or loaded.config.is_encoder_decoder:
+        raise ValueError(f"generate needs a causal LM; {type(loaded).__name__} is none")
+    ids = _prompt_ids(words, prompt, chat)  # (1, T)
+    _check_ids(loaded, ids, sampling)
+    cache = DynamicCache(config=loaded.config)
+    streamer = None if write is None else _Pieces(words, write)
+    started = time.perf_counter()
+    with evaluating(loaded), progress("generating", 0):
+        chosen = _continue(loaded, words, ids.to(loaded.device), cache, sampling, streamer)
+    seconds = time.perf_counter() - started
+    return Continuation(
+        model=name,
+        prompt=prompt,
+        text=str(words.decode(chosen, skip_special_tokens=True)),
+        new_tokens=len(chosen),
+        seconds=round(seconds, 3),
+        tokens_per_second=round(len(chosen) / seconds, 2),
+        cache_bytes=cache_bytes(cache),
+    )
+
+
+class _Pieces(TextStreamer):
+    """Hands text on as it comes, without the prompt and without special tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], Any]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+        self.write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Hand on what will not change any more."""
+        if text:
+            self.write(text)
+
+
+def _continue(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    cache: DynamicCache,
+    sampling: Sampling,
+    streamer: TextStreamer | None,
+) -> Tensor:
+    """Return the new tokens (N,) after a prompt (1, T), which pass through the cache."""
+    options: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature:
+        options = {"do_sample": True, "temperature": sampling.temperature}
+    devices = [model.device] if model.device.type == "cuda" else []
+    with quiet_transformers(), torch.random.fork_rng(devices):
+        torch.manual_seed(sampling.seed)
+        sequences = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=sampling.max_new_tokens,
+            streamer=streamer,
+            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            num_beams=1,  # whatever the folder's generation_config.json says
+            num_return_sequences=1,
+            cache_implementation=None,
+            return_dict_in_generate=False,
+            tokenizer=tokenizer,
+            **options,
+        )  # (1, T + N)
+    return sequences[0, ids.shape[1] :]
+
+
+def _check_ids(model: PreTrainedModel, ids: Tensor, sampling: Sampling) -> None:
+    """Refuse a prompt (1, T) that the model cannot read or that leaves no room for new tokens."""
+    largest, size = int(ids.max()), model.config.get_text_config().vocab_size
+    if largest >= size:
+        raise ValueError(
+            f"token id {largest} is not in the model's vocabulary of {size}: the tokenizer is another model's"
+        )
+    if ids.shape[1] + sampling.max_new_tokens > positions(model):
+        raise ValueError(
+            f"the prompt has {ids.shape[1]} tokens; with {sampling.max_new_tokens} new ones it is above the model's "
+            f"{positions(model)} positions"
+        )
+
+
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Tensor:
+    """Return the prompt's ids (1, T)."""
+    if not chat:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    elif tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template; leave `chat` out")
+    else:
+        turns = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ids = inputs["input_ids"]  # type: ignore[index, call-overload]
+    assert isinstance(ids, Tensor)
+    if not ids.shape[1]:
+        raise ValueError("the tokenizer makes no tokens of the prompt; give another text")
+    return ids

@@ -1,0 +1,180 @@
+"""Instructions with their responses: read from tables, cut into tokens, and packed into rows.
+
+An example is two documents of the same shards, prompt and response, so that they need no format of their own. A row
+holds whole examples, which do not see one another; in its loss count responses alone, their end included, or prompts
+as well. What is left of a row is padding. The prompt is that of arXiv 2502.00439 (appendix B).
+
+Shapes: T tokens of a row, E examples.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from crosslayer.corpus.files import Reading, file_kind, jsonl_rows, local_files, row_text, say_skipped
+from crosslayer.verbs.train.mixture import IGNORED
+from crosslayer.verbs.train.shards import Shards
+from crosslayer.verbs.train.texts import FIRST, Domain
+
+PROMPT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
+    "### Response:"
+)
+Example = tuple[str, str]  # prompt, response
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a table; `choices` holds a list of texts, which is set below the input, a line each."""
+
+    instruction: str = "instruction"
+    input: str | None = None
+    choices: str | None = None
+    response: str = "response"
+
+
+@dataclass(frozen=True)
+class Instructions(Domain):
+    """A domain of instructions in .jsonl files; every 20th is held out, or `validation` names others."""
+
+    columns: Columns = Columns()
+    parts: ClassVar[int] = 2
+
+    def training(self, reading: Reading | None = None) -> Iterator[str]:
+        """Yield prompt and response of each example to train on; errors as `read_examples`."""
+        return _documents(self._examples(False, reading))
+
+    def held_out(self, reading: Reading | None = None) -> Iterator[str]:
+        """Yield prompt and response of each example that is not trained on.
+
+        Raises:
+            ValueError: a file cannot be read, or there are too few examples to hold any out.
+
+        """
+        documents = list(_documents(self._examples(True, reading)))
+        if not documents:
+            raise ValueError(f"there are {FIRST} instructions or fewer, too few to hold any out; name `validation`")
+        yield from documents
+
+    def digest(self) -> str:
+        """Return a SHA-256 of the text, its columns and the prompt."""
+        return hashlib.sha256(f"{super().digest()}/{astuple(self.columns)}/{PROMPT}".encode()).hexdigest()
+
+    def _examples(self, held_out: bool, reading: Reading | None) -> Iterator[Example]:
+        source = self.validation if held_out and self.validation is not None else self.source
+        assert source.name is not None, "an instruction domain names its files"
+        for number, example in enumerate(read_examples(local_files(source.name), self.columns, reading)):
+            if self.validation is not None or (number % self.every == FIRST) == held_out:
+                yield example
+
+
+def read_examples(files: Iterable[Path], columns: Columns, reading: Reading | None = None) -> Iterator[Example]:
+    """Yield prompt and response of every row that has a response; `reading` counts what is read.
+
+    Raises:
+        ValueError: a file is no .jsonl, or a row has not the columns; the message names file, line and column.
+
+    """
+    for path in files:
+        if file_kind(path) != ".jsonl":
+            raise ValueError(f"{path.name!r} holds no columns; instructions are read from .jsonl (.gz, .xz)")
+        skipped = 0
+        for place, row in jsonl_rows(path, reading):
+            response = row_text(row, place, columns.response)
+            if response is None or not response.strip():
+                skipped += 1
+            else:
+                yield _prompt(row, place, columns), response
+        say_skipped(path.name, skipped)
+
+
+def _prompt(row: Any, place: str, columns: Columns) -> str:
+    instruction = row_text(row, place, columns.instruction) or ""
+    lines = [] if columns.input is None else [row_text(row, place, columns.input) or ""]
+    if columns.choices is not None:
+        choices = row.get(columns.choices)
+        if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+            raise ValueError(f"{place}: no list of texts in column {columns.choices!r}; it has {', '.join(row)}")
+        lines += [f"- {choice}" for choice in choices]
+    return PROMPT.format(instruction=instruction, input="\n".join(filter(None, lines)))
+
+
+def _documents(examples: Iterable[Example]) -> Iterator[str]:
+    for example in examples:
+        yield from example
+
+
+class ExampleRows(Dataset[dict[str, Tensor]]):
+    """Rows of whole examples, in the order of the text; as many as fit into T tokens stand in a row.
+
+    Attributes:
+        left_out: examples that are longer than a row.
+
+    """
+
+    def __init__(self, shards: Shards, length: int, padding: int, name: str, responses_alone: bool = True):
+        """Find out which examples stand in which row.
+
+        Args:
+            shards: prompts and responses in turn.
+            length: T.
+            padding: the token that fills a row.
+            name: of the domain, for errors.
+            responses_alone: whether prompts have no labels.
+
+        Raises:
+            ValueError: no example fits into a row.
+
+        """
+        self.shards, self.length, self.padding, self.responses_alone = shards, length, padding, responses_alone
+        starts = np.append(shards.starts(0, shards.tokens), shards.tokens)  # (2 E + 1,)
+        self.borders = starts
+        self.rows, self.left_out = _packed(np.diff(starts[::2]), length)
+        if not self.rows:
+            raise ValueError(f"{name}: all {self.left_out:,} instructions are longer than data.length = {length}")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, item: int) -> dict[str, Tensor]:
+        """Return a row: `input_ids`, `position_ids` and `labels`, each (T,) int64; positions restart with examples."""
+        first, last = self.rows[item]
+        borders = self.borders[2 * first : 2 * last + 1]  # prompt, response, prompt, …, end
+        count = int(borders[-1] - borders[0])
+        inside = (borders - borders[0]).tolist()
+        input_ids = torch.full((self.length,), self.padding, dtype=torch.int64)
+        input_ids[:count] = torch.from_numpy(self.shards.read(int(borders[0]), count))
+        labels = torch.full((self.length,), IGNORED, dtype=torch.int64)
+        labels[:count] = input_ids[:count]
+        position_ids = torch.arange(self.length)
+        for prompt, response, end in zip(inside[:-1:2], inside[1::2], inside[2::2], strict=True):
+            labels[prompt : response if self.responses_alone else prompt + 1] = IGNORED
+            position_ids[prompt:end] = torch.arange(end - prompt)
+        position_ids[count:] = torch.arange(self.length - count)  # padding is a document of its own
+        return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+
+
+def _packed(lengths: np.ndarray, length: int) -> tuple[list[tuple[int, int]], int]:
+    """Return the examples [first, last) of every row, given the tokens of each (E,), and how many fit into none."""
+    rows: list[tuple[int, int]] = []
+    first, tokens, left_out = 0, 0, 0
+    for number, count in enumerate(lengths.tolist()):
+        if tokens + count > length:
+            if number > first:
+                rows.append((first, number))
+            first, tokens = number, 0
+        if count > length:
+            first, left_out = number + 1, left_out + 1
+        else:
+            tokens += count
+    if len(lengths) > first:
+        rows.append((first, len(lengths)))
+    return rows, left_out

@@ -1,0 +1,186 @@
+"""What models lose on text that they were not trained on, window by window; files keep it for a run that goes on."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import psutil
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from crosslayer.corpus.windows import Windows
+from crosslayer.models.load import load_model
+from crosslayer.output.folder import write_whole
+from crosslayer.output.progress import Meter
+from crosslayer.verbs.needles.lookup import Lookup, look_up
+from crosslayer.verbs.retrofit.losses import Losses, logits_of, losses
+from crosslayer.verbs.train.mixture import IGNORED
+
+SHARE = 2  # of the free memory, models that are measured together take at most a half
+
+
+class Measured(BaseModel):
+    """What a file of losses holds, a number for each window; `schema_` is written as "schema"."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, allow_inf_nan=False)
+    schema_: Literal["crosslayer/recovery-losses/1"] = Field(default="crosslayer/recovery-losses/1", alias="schema")
+    text: str
+    before: list[float]
+    after: list[float]
+    kl: list[float]
+    held_out: dict[str, float]
+    needles: list[Lookup]
+
+
+class Measurement(NamedTuple):
+    """What is measured of a model.
+
+    Attributes:
+        losses: on the windows, against the original's.
+        held_out: losses on rows held out of the text that is trained on, by domain.
+        needles: which numbers that are hidden in long texts it finds; empty where it was not asked.
+
+    """
+
+    losses: Losses
+    held_out: dict[str, float]
+    needles: tuple[Lookup, ...]
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The original, and the text on which models are compared with it.
+
+    Attributes:
+        original: the original.
+        tokenizer: of all models, to ask them for numbers hidden in long texts; None: they are not asked.
+        windows: on which losses are compared.
+        held_out: rows held out of the text that is trained on, by domain.
+        meter: shows what is being done.
+
+    """
+
+    original: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    windows: Windows
+    held_out: Mapping[str, Dataset[dict[str, Tensor]]]
+    meter: Meter
+
+    def measure(self, models: Mapping[Path, Path]) -> dict[Path, Measurement]:
+        """Measure saved models, by the file that keeps the losses; the original runs once for many of them.
+
+        Args:
+            models: the folder of each model, by that file.
+
+        """
+        kept = {path: self._read(path) for path in models}
+        measured = {path: read for path, read in kept.items() if read is not None}
+        missing = [path for path in models if path not in measured]
+        for paths in _batches(missing, models):
+            loaded = {path: self._load(models[path]) for path in paths}
+            runs = {str(path): logits_of(model) for path, model in loaded.items()}
+            with self.meter(f"measuring {', '.join(map(_called, paths))}", len(self.windows)) as bar:
+                results = losses(logits_of(self.original), runs, self.windows, bar.step)
+            for path, model in loaded.items():
+                measured[path] = self._measured(model, results[str(path)])
+                self._write(path, measured[path])
+        return measured
+
+    def measure_original(self, path: Path, other: Losses) -> Measurement:
+        """Return what is measured of the original itself, whose losses on the windows came along with another's."""
+        kept = self._read(path)
+        if kept is not None:
+            return kept
+        own = Losses(other.before, other.before, np.zeros(len(other.kl)), other.documents, other.domains)
+        measured = self._measured(self.original, own)
+        self._write(path, measured)
+        return measured
+
+    def _measured(self, model: PreTrainedModel, losses: Losses) -> Measurement:
+        """Return what is measured of a model whose losses are known."""
+        return Measurement(losses, self._held_out(model), look_up(model, self.tokenizer, progress=self.meter))
+
+    def _load(self, folder: Path) -> PreTrainedModel:
+        return load_model(str(folder), dtype=self.original.dtype, device=self.original.device)[0]
+
+    def _held_out(self, model: PreTrainedModel) -> dict[str, float]:
+        """Return the mean loss over the tokens of rows that have labels, by domain."""
+        return {name: _mean_loss(model, rows) for name, rows in self.held_out.items()}
+
+    @cached_property
+    def text(self) -> str:
+        """A SHA-256 of all that is measured on."""
+        digest = hashlib.sha256(self.windows.ids.numpy().tobytes())
+        digest.update(b"needles" if self.tokenizer is not None else b"")
+        for name, rows in self.held_out.items():
+            digest.update(name.encode())
+            for row in _rows(rows):
+                digest.update(row["input_ids"].numpy().tobytes() + row["labels"].numpy().tobytes())
+        return digest.hexdigest()
+
+    def _read(self, path: Path) -> Measurement | None:
+        """Return what a file holds, None where there is none of this text."""
+        if not path.is_file():
+            return None
+        try:
+            kept = Measured.model_validate_json(path.read_bytes())
+        except ValidationError:
+            return None
+        before, after, kl = (np.array(values) for values in (kept.before, kept.after, kept.kl))
+        if kept.text != self.text or not len(before) == len(after) == len(kl) == len(self.windows):
+            return None
+        losses = Losses(before, after, kl, self.windows.documents, self.windows.domains)
+        return Measurement(losses, kept.held_out, tuple(kept.needles))
+
+    def _write(self, path: Path, measured: Measurement) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lists: dict[str, Any] = {name: vars(measured.losses)[name].tolist() for name in ("before", "after", "kl")}
+        content = Measured(text=self.text, held_out=measured.held_out, needles=[*measured.needles], **lists)
+        write_whole(path, content.model_dump_json(by_alias=True))
+
+
+@torch.no_grad()
+def _mean_loss(model: PreTrainedModel, rows: Dataset[dict[str, Tensor]]) -> float:
+    total, count = 0.0, 0
+    for row in _rows(rows):
+        given = {name: row[name][None].to(model.device) for name in ("input_ids", "position_ids")}
+        logits = model(**given, use_cache=False).logits[0, :-1].float()  # (T − 1, V)
+        targets = row["labels"][1:].to(model.device)
+        total += functional.cross_entropy(logits, targets, reduction="sum").item()
+        count += int((targets != IGNORED).sum())
+    return total / count
+
+
+def _rows(rows: Dataset[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [rows[number] for number in range(len(rows))]  # type: ignore[arg-type]
+
+
+def _called(path: Path) -> str:
+    """Return how progress calls a model, by the file of its losses: NAME/before, NAME/stage-1, original."""
+    parts = (*path.parts[-3:-1], path.stem) if path.parent.name.startswith("stage-") else path.parts[-2:]
+    return "/".join(parts).removesuffix(".json").removesuffix("/losses")
+
+
+def _batches(paths: Sequence[Path], models: Mapping[Path, Path]) -> list[list[Path]]:
+    """Return files in groups whose models fit into half of the free memory together."""
+    free = psutil.virtual_memory().available
+    if torch.cuda.is_available():
+        free = torch.cuda.mem_get_info()[0]
+    batches: list[list[Path]] = []
+    left = 0
+    for path in paths:
+        size = sum(file.stat().st_size for file in models[path].glob("*.safetensors"))
+        if not batches or size > left:
+            batches.append([])
+            left = free // SHARE
+        batches[-1].append(path)
+        left -= size
+    return batches

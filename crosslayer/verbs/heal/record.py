@@ -1,0 +1,131 @@
+"""What `record.json` of a recovery holds: losses and KL in nats a token, times in seconds."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from crosslayer.output.record import Environment, Frozen, typed_command
+from crosslayer.verbs.needles.lookup import Lookup
+from crosslayer.verbs.retrofit.bootstrap import Interval
+from crosslayer.verbs.retrofit.record import Damage
+from crosslayer.verbs.train.record import Curve
+
+SCHEMA = "crosslayer/recovery/2"
+
+
+class StageRun(Frozen):
+    """How a stage went."""
+
+    parameters: Literal["compensation", "all", "lora"]
+    trained: int = Field(ge=1, description="numbers that were trained")
+    steps: int = Field(ge=1)
+    planned: int = Field(ge=1, description="steps of the schedule; more than `steps` where it ended early")
+    tokens: int = Field(ge=1, description="that were read, padding included")
+    seconds: float = Field(ge=0, description="of training steps alone")
+    curve: Curve
+
+
+class Estimate(Frozen):
+    """A figure with its paired 95 % interval over windows."""
+
+    value: float
+    ci95: Interval
+
+
+class Standing(Frozen):
+    """How a state of a model stands on a domain, or on all windows.
+
+    The reference is the trained original, or the original where none was trained.
+    """
+
+    name: str
+    seen: bool = Field(description="whether any model was trained on such text, or its W_c fitted to it")
+    damage: Damage = Field(description="against the original as it was")
+    ratio_change: Estimate | None = Field(description="perplexity over that of the state before")
+    kl_change: Estimate | None = Field(description="KL minus that of the state before")
+    to_reference: Estimate | None = Field(description="perplexity over the reference's; None for the reference")
+    closed: Estimate | None = Field(
+        description="share of the first state's gap to the reference in loss that is closed; None where there was none"
+    )
+
+
+class State(Frozen):
+    """A model before training or after a stage; `domains` unseen ones first, in the same order for all states."""
+
+    name: str
+    skipped: str | None = Field(default=None, description="why the stage trained nothing")
+    stopped: str | None = Field(
+        default=None, description="why the stage ended for good; the figures are those of the state before"
+    )
+    run: StageRun | None = None
+    domains: tuple[Standing, ...] = Field(min_length=1)
+    all: Standing
+    held_out: dict[str, float] = Field(description="loss of rows that are held out of the text to train on, by domain")
+    needles: tuple[Lookup, ...] = Field(
+        default=(), description="which numbers hidden in long texts it finds; empty where it was not asked"
+    )
+
+
+class Arm(Frozen):
+    """A retrofit and its states, the first before any training."""
+
+    name: str
+    title: str
+    cache_share: float
+    fit: str = Field(description="how W_c was fitted, as its receipt says")
+    states: tuple[State, ...] = Field(min_length=2)
+
+
+class Place(Frozen):
+    """A retrofit's place among all at the end, by KL on a domain."""
+
+    arm: str
+    kl: float
+    over_previous: Estimate | None = Field(
+        description="KL minus that of the retrofit before it, paired by window; None for the first"
+    )
+
+
+class RecoveryRecord(Frozen):
+    """Retrofits of an original, stage by stage, beside the original."""
+
+    schema_: Literal["crosslayer/recovery/2"] = Field(default=SCHEMA, alias="schema")
+    command: str | None = typed_command()
+    name: str
+    original: str
+    recipe: dict[str, Any] = Field(description="as it was, with every default")
+    objective: Literal["text", "response", "distill"]
+    reference: Literal["trained original", "original"]
+    arms: tuple[Arm, ...] = Field(min_length=1)
+    order: dict[str, tuple[Place, ...]] = Field(description="of the retrofits at the end, lowest KL first, by domain")
+    untrained_original: State
+    trained_original: State | None = Field(description="trained as the last stage says, to its last step")
+    original_stopped: str | None = Field(
+        default=None, description="why there is no trained original, where it diverged"
+    )
+    left_out: dict[str, int] = Field(description="instructions that are longer than a row, by domain")
+    overlapping: tuple[str, ...] = Field(
+        default=(),
+        description="domains that were trained on and fitted to: their windows may hold text that W_c was fitted to",
+    )
+    windows: int
+    length: int
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> Self:
+        """Refuse states that are not of the same domains, or arms that do not have the same stages."""
+        states = [state for arm in self.arms for state in arm.states]
+        states += [state for state in (self.untrained_original, self.trained_original) if state is not None]
+        if len({tuple(domain.name for domain in state.domains) for state in states}) != 1:
+            raise ValueError("states are of different domains")
+        if len({len(arm.states) for arm in self.arms}) != 1:
+            raise ValueError("retrofits have different numbers of stages")
+        names = sorted(arm.name for arm in self.arms)
+        if any(sorted(place.arm for place in places) != names for places in self.order.values()):
+            raise ValueError("an order is not of these retrofits")
+        if list(self.order) != [domain.name for domain in self.untrained_original.domains]:
+            raise ValueError("the orders are of other domains than the states")
+        if (self.reference == "trained original") != (self.trained_original is not None):
+            raise ValueError("the reference is missing, or not the one that was trained")
+        return self

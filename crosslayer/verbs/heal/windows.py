@@ -1,0 +1,152 @@
+"""The windows that models are measured on: those of the receipts, and none that anything was fitted to.
+
+A receipt cuts each domain into a list of windows that follows from length, seed and `bos` alone: first those that
+judge, then those that W_c and the choice of layers are fitted to. Here the same list is cut again, and windows are
+taken from its beginning, but for those that any of the retrofits was fitted to. Of a domain that is trained on,
+windows come from what is held out of it, whose pieces may hold text that was fitted to.
+
+Shapes: N windows, T tokens of a window.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from crosslayer.corpus.domains import EMBEDDED, embedded_domains, joined, shared_out
+from crosslayer.corpus.windows import Windows, split
+from crosslayer.verbs.heal.recipe import HealRecipe, embedded_source
+from crosslayer.verbs.heal.retrofits import Retrofit
+from crosslayer.verbs.retrofit.damage import FEWEST
+from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.texts import Texts
+
+
+@dataclass(frozen=True)
+class Judging:
+    """How the windows to measure on are cut.
+
+    Attributes:
+        counts: N of each domain.
+        length: T.
+        cut_length: tokens of the receipts' windows, of which the first T are read where a domain was fitted to.
+        seed: of the windows and of the bootstrap.
+        bos: first token of a window, as a receipt has it.
+        fitted: of each domain the numbers of the windows to which anything was fitted.
+
+    """
+
+    counts: Mapping[str, int]
+    length: int
+    cut_length: int
+    seed: int
+    bos: str
+    fitted: Mapping[str, frozenset[int]]
+
+    def windows(self, recipe: HealRecipe, tokenizer: PreTrainedTokenizerBase) -> Windows:
+        """Cut the windows.
+
+        Raises:
+            ValueError: a domain has too little text; the message names it.
+
+        """
+        trained = {part.name: part for part in recipe.data.domains if embedded_source(part)}
+        pairs = []
+        for name, documents in embedded_domains(self.counts).items():
+            try:
+                if name in trained:
+                    held_out = list(trained[name].domain().held_out())
+                    pairs.append((name, self._cut(held_out, tokenizer, self.counts[name], self.length)))
+                elif self.fitted.get(name):
+                    pairs.append((name, self._beside_fitted(name, documents, tokenizer)))
+                else:
+                    pairs.append((name, self._cut(documents, tokenizer, self.counts[name], self.length)))
+            except ValueError as error:
+                raise ValueError(f"eval: {name}: {error}") from None
+        return joined(pairs)
+
+    def _cut(self, documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: int, length: int) -> Windows:
+        parts = {"evaluation": count}
+        return split(documents, tokenizer, parts=parts, length=length, seed=self.seed, bos=self.bos)["evaluation"]
+
+    def _beside_fitted(self, name: str, documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Windows:
+        """Return the first windows of the receipts' list to which nothing was fitted, or their first tokens."""
+        if self.length > self.cut_length:
+            raise ValueError(
+                f"eval.length is {self.length}, and W_c or layers were fitted to other windows of {self.cut_length} "
+                f"tokens; use {self.cut_length} at most, or leave {name} out of eval.domains"
+            )
+        fitted, numbers, number = self.fitted[name], [], 0
+        while len(numbers) < self.counts[name]:
+            if number not in fitted:
+                numbers.append(number)
+            number += 1
+        every = self._cut(documents, tokenizer, number, self.cut_length)
+        return Windows(every.ids[numbers, : self.length], tuple(every.documents[number] for number in numbers))
+
+
+def judging(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Judging:
+    """Find out how to cut the windows: as the receipts say, but for what the recipe's `eval` says.
+
+    Raises:
+        ValueError: the receipts differ in what decides that, or the recipe asks for what cannot be.
+
+    """
+    length, seed, bos = (_shared(retrofits, name, _options(retrofits, name)) for name in ("length", "seed", "bos"))
+    domains = _domains(recipe, retrofits)
+    windows = recipe.eval.windows
+    if windows is None:
+        windows = _shared(retrofits, "windows", _options(retrofits, "windows"), "eval.windows")
+    if windows < FEWEST * len(domains):
+        raise ValueError(
+            f"eval.windows is {windows}; {len(domains)} domains need at least {FEWEST * len(domains)}: "
+            "say more there, or fewer eval.domains"
+        )
+    fitted = {name: frozenset().union(*(_fitted(retrofit, name) for retrofit in retrofits)) for name in domains}
+    return Judging(shared_out(windows, domains), recipe.eval.length or length, length, seed, bos, fitted)
+
+
+def _domains(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Sequence[str]:
+    if recipe.eval.domains is not None:
+        return recipe.eval.domains
+    judged = _shared(
+        retrofits, "domains", [tuple(retrofit.receipt.texts.judged) for retrofit in retrofits], "eval.domains"
+    )
+    for name in judged:
+        if name not in EMBEDDED:
+            raise ValueError(
+                f"{retrofits[0].name!r} was judged on {name!r}, which is no embedded domain; name eval.domains: "
+                f"{', '.join(EMBEDDED)}"
+            )
+    return judged
+
+
+def _fitted(retrofit: Retrofit, name: str) -> range:
+    """Return which windows of a domain a retrofit was fitted to: they follow those that judged it."""
+    texts = retrofit.receipt.texts
+    parts = Texts({}, tuple(texts.fitted), tuple(texts.judged)).parts(Request(retrofit.receipt.options))
+    start = parts["evaluation"].get(name, 0)
+    count = sum(parts[part].get(name, 0) for part in ("calibration", "choice", "search") if part in parts)
+    return range(start, start + count)
+
+
+def _options(retrofits: Sequence[Retrofit], name: str) -> list[Any]:
+    return [vars(retrofit.receipt.options)[name] for retrofit in retrofits]
+
+
+def _shared(retrofits: Sequence[Retrofit], what: str, values: Sequence[Any], key: str | None = None) -> Any:
+    """Return what all receipts say."""
+    for retrofit, value in zip(retrofits, values, strict=True):
+        if value != values[0]:
+            way = "heal them one by one" if key is None else f"say {key}, or heal them one by one"
+            first = retrofits[0].name
+            raise ValueError(
+                f"the receipt of {first!r} was judged with {what} {_said(values[0])}, that of {retrofit.name!r} with "
+                f"{_said(value)}; {way}"
+            )
+    return values[0]
+
+
+def _said(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else str(value)

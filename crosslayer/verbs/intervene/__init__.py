@@ -1,0 +1,4 @@
+"""Changes what attention sees, and measures what follows."""
+
+GROUP = "Inspect"
+OUT = "intervention"

@@ -1,0 +1,88 @@
+"""The result of an intervention."""
+
+from typing import Any
+
+import numpy as np
+
+from crosslayer.output.page import Page
+from crosslayer.output.result import Result
+from crosslayer.verbs.intervene.page import layout
+from crosslayer.verbs.intervene.record import EffectRecord, Place
+from crosslayer.verbs.intervene.sentences import headline, sentences
+
+
+class Effect(EffectRecord, Result):
+    """What `crosslayer.intervene` returns: everything that was measured before and under interventions, with its page.
+
+    Arrays are means over sequences in float64, at the main position: the first position of the first intervention. What
+    was measured at other positions is in `places`, with intervals; each `Change` there has its `means` as an array.
+
+    Shapes: L layers; 2 stands for before and under the interventions.
+    """
+
+    @property
+    def main(self) -> Place:
+        """What was measured at the first position of the first intervention, with intervals."""
+        return self.places[0]
+
+    @property
+    def attention_received(self) -> np.ndarray:
+        """Share of the attention of the rows that may see the position, (2, L), 0 to 1; NaN without attention."""
+        return self.main.attention_received.means
+
+    @property
+    def hidden_norm_ratio(self) -> np.ndarray:
+        """Norm of the hidden state that enters a layer over the median of the other tokens, (2, L), without unit."""
+        return self.main.hidden_norm_ratio.means
+
+    @property
+    def value_norm_ratio(self) -> np.ndarray:
+        """Norm of the value states over the median of the other tokens, (2, L), without unit; NaN without attention."""
+        return self.main.value_norm_ratio.means
+
+    @property
+    def mlp_l1_l2(self) -> np.ndarray | None:
+        """L1 over L2 norm of what the MLP adds, (2, L), 1 to √C; None where no layer has an MLP of its own."""
+        return None if self.main.mlp_l1_l2 is None else self.main.mlp_l1_l2.means
+
+    @property
+    def loss_behind(self) -> np.ndarray | None:
+        """Mean cross-entropy of what the tokens behind the position predict, (2,), nats a token; None for encoders."""
+        loss = self.main.loss_behind
+        return None if loss is None else np.array([loss.before.mean, loss.after.mean])
+
+    @property
+    def attention_by_bin(self) -> np.ndarray:
+        """Attention received by a position, a mean in each bin, (2, L, bins), 0 to 1; `edges` begin the bins."""
+        sides = self.attention_by_position
+        return np.array([sides.before.mean, sides.after.mean], dtype=float)
+
+    @property
+    def edges(self) -> np.ndarray:
+        """First position of each bin of `attention_by_bin`, (bins,), tokens."""
+        return np.array(self.attention_by_position.before.edges)
+
+    @property
+    def scan_attention(self) -> np.ndarray:
+        """Attention received while the interventions act in the layers of each `scan` only, (groups, L), 0 to 1."""
+        layers = self.model.layers
+        return np.array([trial.attention_received.mean for trial in self.scan], dtype=float).reshape(-1, layers)
+
+    @property
+    def control_attention(self) -> np.ndarray:
+        """Attention received by the position of each of `controls`, (controls, 2, L), 0 to 1."""
+        sides = [(control.before.attention_received.mean, control.after.attention_received.mean)
+                 for control in self.controls]  # fmt: skip
+        return np.array(sides, dtype=float).reshape(-1, 2, self.model.layers)
+
+    def sentences(self) -> list[str]:
+        """Return what was measured, in sentences."""
+        return sentences(self)
+
+    def layout(self) -> Page:
+        """Return the parts of the page."""
+        return layout(self)
+
+    def headline(self) -> dict[str, Any]:
+        """Return the figures of the main position: over all layers, before and after, and the loss behind it."""
+        return headline(self)

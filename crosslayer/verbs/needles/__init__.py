@@ -1,0 +1,3 @@
+"""Needles in a haystack: made from a seed, asked, and scored by length and depth."""
+
+GROUP = "Measure"

@@ -1,0 +1,113 @@
+"""What `record.json` of a search for needles holds: every sample's figures, every answer, and the scores."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from crosslayer.output.record import Environment, Frozen, typed_command
+from crosslayer.verbs.evaluate.paired import LEVEL, mcnemar
+from crosslayer.verbs.needles.options import NeedleOptions
+
+
+class Question(Frozen):
+    """A sample without its text, which follows from the settings: its place, its tokens, its key and the values."""
+
+    length: int
+    depth: int
+    index: int
+    tokens: int = Field(description="of the prompt, by the candidate's tokenizer")
+    key: str
+    value: str
+    others: tuple[str, ...] = Field(description="values of the other keys, in the order of the text")
+
+
+class Score(Frozen):
+    """Answers with the value, out of n; `other`: without it, but with the value of another key."""
+
+    length: int
+    depth: int | None = Field(description="None over all depths of a length")
+    n: int = Field(ge=1)
+    found: int = Field(ge=0)
+    other: int = Field(ge=0)
+    interval: tuple[float, float] = Field(description="Wilson's 95 % interval of the share")
+
+    @property
+    def share(self) -> float:
+        """The share of answers that hold the value, from 0 to 1."""
+        return self.found / self.n
+
+
+class Side(Frozen):
+    """A model and what it said: an answer for each question, and the scores by length and depth, and by length."""
+
+    name: str = Field(description="name without folders above it, or the class")
+    dtype: str
+    device: str
+    parameters: int
+    answers: tuple[str, ...]
+    cells: tuple[Score, ...]
+    by_length: tuple[Score, ...]
+
+
+class Difference(Frozen):
+    """The score of the candidate minus the baseline's, at a length, over n samples that both were asked.
+
+    `gained` were found by the candidate alone, `lost` by the baseline alone.
+    """
+
+    length: int
+    n: int = Field(ge=1)
+    gained: int = Field(ge=0)
+    lost: int = Field(ge=0)
+    interval: tuple[float, float] = Field(description="Newcombe's 95 % interval for paired shares")
+
+    @property
+    def mean(self) -> float:
+        """The difference of the shares, from −1 to 1."""
+        return (self.gained - self.lost) / self.n
+
+    @property
+    def verdict(self) -> Literal["lower", "higher", "undecided"]:
+        """Whether the score is lower or higher: by an interval without 0 and McNemar's exact test, as `eval` has it."""
+        if self.interval[0] <= 0 <= self.interval[1] or mcnemar(self.gained, self.lost) >= 1 - LEVEL:
+            return "undecided"
+        return "lower" if self.interval[1] < 0 else "higher"
+
+
+class NeedlesRecord(Frozen):
+    """What `record.json` of a search for needles holds."""
+
+    schema_: Literal["crosslayer/needles/1"] = Field(default="crosslayer/needles/1", alias="schema")
+    command: str | None = typed_command()
+    settings: NeedleOptions
+    questions: tuple[Question, ...]
+    candidate: Side
+    baseline: Side | None
+    differences: tuple[Difference, ...] = Field(description="by length; empty without a baseline")
+    seconds: float
+    environment: Environment
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """The candidate and, where there is one, the baseline."""
+        return (self.candidate,) if self.baseline is None else (self.candidate, self.baseline)
+
+    @model_validator(mode="after")
+    def _check_grid(self) -> Self:
+        """Refuse questions, answers and scores that are not those of the settings."""
+        lengths, depths = self.settings.lengths, self.settings.depths
+        cells = [(length, depth) for length in lengths for depth in depths]
+        places = [(*cell, index) for cell in cells for index in range(self.settings.samples)]
+        if [(question.length, question.depth, question.index) for question in self.questions] != places:
+            raise ValueError("the questions are not those of the lengths, depths and samples")
+        for side in self.sides:
+            if len(side.answers) != len(places):
+                raise ValueError(f"{len(side.answers)} answers to {len(places)} questions")
+            if [(score.length, score.depth) for score in side.cells] != cells:
+                raise ValueError("the scores are not those of the lengths and depths")
+            if [(score.length, score.depth) for score in side.by_length] != [(length, None) for length in lengths]:
+                raise ValueError("the scores by length are not those of the lengths")
+        compared = [] if self.baseline is None else [*lengths]
+        if [difference.length for difference in self.differences] != compared:
+            raise ValueError("the differences are not those of the lengths")
+        return self

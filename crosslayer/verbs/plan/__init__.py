@@ -1,0 +1,3 @@
+"""The wiring of a model, from its config alone."""
+
+GROUP = "Inspect"

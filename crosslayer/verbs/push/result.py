@@ -1,0 +1,24 @@
+"""The result of a push."""
+
+from typing import Any
+
+from crosslayer.output.record import Frozen
+from crosslayer.output.shown import Shown
+
+
+class Pushed(Shown, Frozen):
+    """What was uploaded, or would be: files by name with their bytes, and the card; `url` is None of a dry run."""
+
+    repo: str
+    url: str | None
+    files: dict[str, int]
+    card: str
+    eval_results: str | None
+
+    def sentences(self) -> list[str]:
+        """Return where it was uploaded to, or the card of a dry run."""
+        return [self.card if self.url is None else f"uploaded: {self.url}"]
+
+    def headline(self) -> dict[str, Any]:
+        """Return the few figures that the last line of the command line holds."""
+        return {"repo": self.repo, "url": self.url, "files": len(self.files), "bytes": sum(self.files.values())}

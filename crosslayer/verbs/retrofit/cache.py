@@ -1,0 +1,73 @@
+"""What is kept of the key-value cache: counted for a plan, measured for a model."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.plan import DepthPlan
+from crosslayer.probe.shapes import LayerShape
+
+CONTEXT = 2048  # tokens at which the cache is counted, unless a window is larger
+PROMPT = 64  # tokens of the forward pass that shows what a cache allocates
+
+
+class CacheShare:
+    """What a plan keeps of the whole model's cache, in elements at `context` tokens."""
+
+    def __init__(self, shapes: Sequence[LayerShape | None], context: int | None = None):
+        windows = [shape.window for shape in shapes if shape is not None and shape.window is not None]
+        self.context = context or max([CONTEXT, *(2 * window for window in windows)])
+        self.sizes = [_allocated(shape, self.context) for shape in shapes]
+        self.total = sum(sum(size.values()) for size in self.sizes)
+
+    def of(self, plan: DepthPlan) -> float:
+        """Return the share that a plan keeps."""
+        kept = 0.0
+        for layer, size in enumerate(self.sizes):
+            kept += sum(plan.stored_share(state, layer) * size[state] for state in size)
+        return kept / self.total
+
+    def saved(self, states: Sequence[str], layer: int) -> float:
+        """Return what a layer saves that no longer stores these states, in states of a layer of mean size."""
+        return sum(self.sizes[layer][state] for state in states) * 2 * len(self.sizes) / self.total
+
+    @property
+    def least(self) -> float:
+        """The smallest share that any plan can keep: that of a single layer."""
+        return min(sum(size.values()) for size in self.sizes if sum(size.values())) / self.total
+
+
+def _allocated(shape: LayerShape | None, context: int) -> dict[str, int]:
+    """Return the elements of keys and values that a cache allocates: a whole window, of which a token is not kept."""
+    if shape is None:
+        return {"keys": 0, "values": 0}
+    tokens = context if shape.window is None else min(context, shape.window)
+    keys, values = replace(shape, window=None).cached(tokens)
+    return {"keys": keys, "values": values}
+
+
+@torch.no_grad()
+def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
+    """Return the bytes that a dynamic cache allocates for each of `context` tokens.
+
+    A short prompt shows what each layer stores; a cache is then filled with so many tokens of it, in two steps, so that
+    a sliding window is cut as in decoding. Nothing is computed for a long context, and layers are filled in turn.
+    """
+    cache = DynamicCache(config=model.config)
+    ids = torch.arange(PROMPT, device=model.device)[None] % model.config.vocab_size  # (1, PROMPT)
+    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    total = 0
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
+            continue
+        filled = DynamicCache(config=model.config)
+        for count in (context - 1, 1):
+            keys = layer.keys[:, :, :1].expand(-1, -1, count, -1)  # (1, H_kv, 1, D) → (1, H_kv, count, D)
+            values = layer.values[:, :, :1].expand(-1, -1, count, -1)
+            filled.update(keys, values, index)
+        total += cache_bytes(filled)
+    return total / context

@@ -1,0 +1,205 @@
+"""The receipt of a retrofit: what it is, what it saves and what it costs, with the model that it is about."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import PrivateAttr
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from crosslayer.environment import quiet_transformers
+from crosslayer.output.folder import whole_folder
+from crosslayer.output.manifest import write_manifest
+from crosslayer.output.page import Page
+from crosslayer.output.result import Result
+from crosslayer.verbs.needles.lookup import count_found
+from crosslayer.verbs.retrofit import page, words
+from crosslayer.verbs.retrofit.card import OURS, model_card
+from crosslayer.verbs.retrofit.record import RetrofitRecord
+
+SHIM_FILE = "modeling_shim.py"
+SHIM = '''"""Lets `trust_remote_code=True` find the installed package: pip install crosslayer."""
+
+import crosslayer
+
+
+class CrossLayerConfig(crosslayer.CrossLayerConfig):
+    pass
+
+
+class CrossLayerForCausalLM(crosslayer.CrossLayerForCausalLM):
+    config_class = CrossLayerConfig
+'''
+
+
+class Receipt(RetrofitRecord, Result):
+    """What a retrofit is, saves and costs; its fields are what `record.json` holds, and two receipts compare by them.
+
+    The model and its tokenizer are in no record: a receipt that was read from a folder knows neither.
+
+    Shapes: D domains, the worst that nothing was fitted to first; L layers of the original.
+    """
+
+    _model: PreTrainedModel | None = PrivateAttr(None)
+    _tokenizer: PreTrainedTokenizerBase | None = PrivateAttr(None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Receipt) and self.record() == other.record()
+
+    def of_model(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> "Receipt":
+        """Return the same receipt with the model that it is about."""
+        receipt = self.model_copy()
+        receipt._model, receipt._tokenizer = model, tokenizer
+        return receipt
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The rewired model.
+
+        Raises:
+            ValueError: this receipt was read from a folder; the message says how to load the model.
+
+        """
+        if self._model is None:
+            raise ValueError(
+                "this receipt was read from a record, which holds no model; load it from its folder: "
+                "crosslayer.load_model(FOLDER)"
+            )
+        return self._model
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of the model, None where there was none."""
+        return self._tokenizer
+
+    @property
+    def takes_shim(self) -> bool:
+        """Whether the model is of a class of ours, which a shim lets other tools find."""
+        return self.architecture.retrofit_class == OURS
+
+    @property
+    def kv_share(self) -> float:
+        """Share of the original's cache bytes that the retrofit allocates, 0 to 1."""
+        return self.cache.share
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Names of the domains on which the damage was measured, (D,)."""
+        return tuple(domain.name for domain in self.damage.domains)
+
+    @property
+    def seen(self) -> np.ndarray:
+        """Whether anything was fitted to text of the domain, (D,) bool."""
+        return np.array([domain.seen for domain in self.damage.domains])
+
+    @property
+    def perplexity_ratio(self) -> np.ndarray:
+        """Perplexity after over before, of each domain, (D,)."""
+        return np.array([domain.ratio for domain in self.damage.domains])
+
+    @property
+    def perplexity_ratio_ci95(self) -> np.ndarray:
+        """Ends of the 95 % interval of `perplexity_ratio`, (D, 2)."""
+        return np.array([domain.ratio_ci95 for domain in self.damage.domains])
+
+    @property
+    def kl(self) -> np.ndarray:
+        """KL of the retrofit to the original, of each domain, in nats a token, (D,)."""
+        return np.array([domain.kl for domain in self.damage.domains])
+
+    @property
+    def kl_ci95(self) -> np.ndarray:
+        """Ends of the 95 % interval of `kl`, in nats a token, (D, 2)."""
+        return np.array([domain.kl_ci95 for domain in self.damage.domains])
+
+    @property
+    def compensation_gain(self) -> np.ndarray:
+        """KL with W_c minus KL without it, in nats a token, below 0 where W_c helps, (D,); NaN without a fitted W_c."""
+        gains = [domain.gain for domain in self.damage.domains]
+        return np.array([np.nan if gain is None else gain.kl for gain in gains])
+
+    @property
+    def fit_r2(self) -> np.ndarray:
+        """Share of the squared error that W_c takes away on its calibration text, (L,); NaN without a fitted W_c."""
+        shares = np.full(self.architecture.layers, np.nan)
+        for fit in self.calibration.layers:
+            shares[fit.layer] = 1 - (fit.token_after / fit.token_before) ** 2 if fit.token_before else np.nan
+        return shares
+
+    @property
+    def fit_r2_left_out(self) -> np.ndarray:
+        """The same on text that was left out in turn (below 0: worse than no W_c), (L,); NaN where none was."""
+        shares = np.full(self.architecture.layers, np.nan)
+        for fit in self.calibration.layers:
+            shares[fit.layer] = np.nan if fit.left_out is None else 1 - fit.left_out**2
+        return shares
+
+    def sentences(self) -> list[str]:
+        """Return the receipt in sentences."""
+        return words.sentences(self)
+
+    def layout(self) -> Page:
+        """Return the parts of the page."""
+        return page.layout(self)
+
+    def headline(self) -> dict[str, Any]:
+        """Return the few figures that the last line of the command line holds."""
+        worst = self.damage.domains[0]
+        return {
+            "method": "+".join(entry["name"] for entry in self.methods),
+            "layers": page.changed_layers(self),
+            "kv_share": round(self.cache.share, 6),
+            "worst_domain": worst.name,
+            "seen": worst.seen,
+            "perplexity_before": round(worst.perplexity_before, 4),
+            "perplexity_after": round(worst.perplexity_after, 4),
+            "perplexity_ratio_ci95": [round(end, 4) for end in worst.ratio_ci95],
+            "kl": round(worst.kl, 5),
+            "needles": None if self.needles is None else count_found(self.needles.retrofit),
+            "seconds": round(self.seconds.all, 1),
+        }
+
+    def save(self, folder: str | Path, force: bool = False, remote_code_shim: bool = False) -> Path:
+        """Write the model's folder, whole or not at all: weights, tokenizer, card, record, page, figures and manifest.
+
+        Args:
+            folder: what is written.
+            force: replace an existing folder of results.
+            remote_code_shim: add an `auto_map` to the config and the file it names, for tools that load by remote code.
+
+        Returns:
+            the path of the page.
+
+        Raises:
+            ValueError: the folder exists and `force` is not set, it cannot be written, there is no model, or a shim is
+                asked for a model that needs none.
+
+        """
+        model, target = self.model, Path(folder)
+        if remote_code_shim and not self.takes_shim:
+            raise ValueError(f"a shim is for models of crosslayer; this is a stock {type(model).__name__}")
+        with whole_folder(target, force) as partial:
+            with quiet_transformers():
+                model.save_pretrained(partial)
+                if self._tokenizer is not None:
+                    self._tokenizer.save_pretrained(partial)
+            if remote_code_shim:
+                _add_shim(partial)
+            self._write(partial)
+            (partial / "README.md").write_text(model_card(self, self._tokenizer is not None), encoding="utf-8")
+            write_manifest(partial, model)  # of all that lies there
+        return target / "report.html"
+
+
+def _add_shim(folder: Path) -> None:
+    """Let tools that run a model's own code find the installed package."""
+    (folder / SHIM_FILE).write_text(SHIM, encoding="utf-8")
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    module = SHIM_FILE.removesuffix(".py")
+    config["auto_map"] = {
+        "AutoConfig": f"{module}.CrossLayerConfig",
+        "AutoModelForCausalLM": f"{module}.CrossLayerForCausalLM",
+    }
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,257 @@
+"""A whole retrofit: choose layers, rewire, calibrate, measure the damage, and put everything into a receipt."""
+
+import time
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from crosslayer.core.decoder.weights import to_config
+from crosslayer.core.method import Method
+from crosslayer.core.methods import Entry, merge_plans, to_entry
+from crosslayer.corpus.windows import Windows
+from crosslayer.environment import environment
+from crosslayer.models.load import Ready, load_config, ready_model
+from crosslayer.models.origin import origin
+from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.record import Environment
+from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.tokens import check_ids
+from crosslayer.probe.what_if import look
+from crosslayer.verbs.needles.lookup import look_up
+from crosslayer.verbs.retrofit.cache import CacheShare, allocated
+from crosslayer.verbs.retrofit.calibrate import NORMED, inputs
+from crosslayer.verbs.retrofit.choose import choose
+from crosslayer.verbs.retrofit.damage import by_domain
+from crosslayer.verbs.retrofit.losses import logits_of, logits_without, losses
+from crosslayer.verbs.retrofit.moments import REFITS, check_enough
+from crosslayer.verbs.retrofit.options import RetrofitOptions, plain_method
+from crosslayer.verbs.retrofit.record import (
+    Architecture,
+    CacheRecord,
+    Calibration,
+    Domains,
+    Needles,
+    Seconds,
+    TextsRecord,
+    Weights,
+)
+from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.result import Receipt
+from crosslayer.verbs.retrofit.rewire import Rewired, rewire
+from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
+from crosslayer.verbs.retrofit.title import title
+
+
+def retrofit(
+    model: PreTrainedModel | str | Path,
+    text: DomainTexts = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    method: Entry | None = None,
+    layers: str = "top-half",
+    kv_budget: float | None = None,
+    kv_context: int | None = None,
+    kl_budget: float | None = None,
+    compensation: str | None = None,
+    target: str | None = None,
+    groups: int = 1,
+    merge: str = "first",
+    part: str | None = None,
+    bias: bool = False,
+    select: str | None = None,
+    size: int = 4,
+    count: int | None = None,
+    threshold: float = 0.5,
+    calibration_text: DomainTexts = None,
+    windows: int = 96,
+    calibration: int = 128,
+    length: int = 512,
+    needles: bool = True,
+    seed: int = 0,
+    bos: str = "auto",
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    progress: Meter = Silent,
+) -> Receipt:
+    """Share or remove layers of a pretrained model, fit what makes up for it, and report memory saved and quality lost.
+
+    Args:
+        model: hub name, local folder, or smollm2 (embedded). In Python also a loaded model, which is left as it is.
+        text: text to judge on, repeatable: each is a domain; default six embedded domains. In Python also token ids (N,
+            `length`), documents, sources, or these by domain.
+        tokenizer: in Python, of a loaded model.
+        method: a method (`crosslayer methods` lists them) or a module of your own, whose layers are then chosen; or
+            whole, as JSON: {"name": NAME, OPTION: VALUE}.
+        layers: groups such as 18-21,22-25 or 18+20,19+21 (0-based), top-half or auto.
+        kv_budget: instead of a method: search for this share of the cache.
+        kv_context: tokens at which the cache is counted; default 2048, or twice the largest window.
+        kl_budget: or search within this KL, in nats a token.
+        compensation: what makes up for it: refit (default where layers attend to borrowed states: W_c, and their W_o
+            anew), refit-o (their W_o alone), or W_c by layerwise (default elsewhere), ridge (default with merge), zero,
+            mean, lstsq or lmmse; or none.
+        target: where W_c writes: attention (default where possible), heads or mlp.
+        groups: groups of windows with a mean of their own, for compensation mean (v of Theorem 3.1).
+        merge: what a group's first layer becomes, as the method knows: first, and more.
+        part: what of a layer goes, where the method has a choice: attention, mlp or layer.
+        bias: give W_c a bias.
+        select: how layers auto chooses: similarity (default where possible), greedy, correlation or distance.
+        size: layers of a block of top-half.
+        count: layers that follow another, or go, with layers auto.
+        threshold: least cosine of the last hidden states to the original's, for select distance.
+        calibration_text: text to fit and search on, repeatable; default: text, or embedded books, web and docs.
+        windows: windows to measure the damage on; at least 16 a domain.
+        calibration: windows to fit to, of all domains.
+        length: tokens of a window.
+        needles: ask both models for 40 numbers hidden in texts of 256 to 2,048 tokens.
+        seed: seed of all that is drawn at random.
+        bos: first token: auto (as the tokenizer has it), yes or no.
+        dtype: float32, bfloat16, …; default float32 on a CPU. In Python for models that are named.
+        device: cpu, cuda, …; default the GPU, or the CPU where there is none. In Python for models that are named.
+        progress: in Python, shows what is being done.
+
+    Raises:
+        ValueError: options contradict each other, model or wiring is not possible, or there is too little text.
+
+    """
+    asked = locals()
+    asked["method"] = plain_method(method)
+    options = RetrofitOptions(**{name: asked[name] for name in RetrofitOptions.model_fields})
+    request, texts = _read(options, model, text, calibration_text, progress)
+    ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    return Job(ready, request, texts, progress).receipt()
+
+
+def _read(
+    options: RetrofitOptions,
+    model: PreTrainedModel | str | Path,
+    text: DomainTexts,
+    calibration_text: DomainTexts,
+    progress: Meter,
+) -> tuple[Request, Texts]:
+    """Open the texts, and refuse what can be refused before the model is loaded."""
+    config = to_config(model.config if isinstance(model, PreTrainedModel) else load_config(str(model)))
+    request = Request(options, config.has_post_norms)
+    with progress("reading the text", 0):
+        texts = Texts.load(text, calibration_text, options.seed)
+    if request.fit in REFITS and config.has_post_norms:
+        raise ValueError(NORMED)
+    width = inputs(config, request.fit)
+    parts = texts.parts(request)  # says if there are too few windows
+    if request.fits:
+        sizes = [count for count in parts["calibration"].values() if count]
+        check_enough(width, sizes, request.options.length, request.fit)
+    return request, texts
+
+
+class Job:
+    """A request on a model that is ready."""
+
+    def __init__(self, ready: Ready, request: Request, texts: Texts, progress: Meter):
+        self.model, self.tokenizer, self.name = ready.model, ready.tokenizer, ready.name
+        self.share_weights = ready.loaded_here
+        self.request, self.texts, self.progress = request, texts, progress
+        self.layers = self.model.config.num_hidden_layers
+
+    def receipt(self) -> Receipt:
+        """Do everything."""
+        with evaluating(self.model):
+            return self._receipt()
+
+    def _receipt(self) -> Receipt:
+        started = time.perf_counter()
+        windows = self._windows()
+        choosing = time.perf_counter()
+        methods, choice = choose(self.model, self.request, windows, self.progress)
+        rewiring = time.perf_counter()
+        rewired = self._rewire(methods, windows)
+        judging = time.perf_counter()
+        damage = self._judge(rewired, windows["evaluation"])
+        needles = self._needles(rewired) if self.request.options.needles else None
+        done = time.perf_counter()
+        seconds = Seconds(
+            choose=rewiring - choosing, rewire=judging - rewiring, damage=done - judging, all=done - started
+        )
+        receipt = Receipt(
+            architecture=self._architecture(rewired),
+            methods=[to_entry(method) for method in methods],
+            title=title(methods),
+            plan=merge_plans(methods, self.layers),
+            choice=choice,
+            weights=Weights(
+                dropped=rewired.dropped, merged=rewired.merged, new=rewired.new, refitted=list(rewired.refitted)
+            ),
+            calibration=self._calibration(rewired, windows),
+            cache=self._cache(rewired.model),
+            damage=damage,
+            needles=needles,
+            options=self.request.options,
+            texts=TextsRecord(judged=list(self.texts.judging), fitted=list(self.texts.read(self.request))),
+            seconds=seconds,
+            environment=Environment(**environment()),
+        )
+        return receipt.of_model(rewired.model, self.tokenizer)
+
+    def _windows(self) -> dict[str, Windows]:
+        """Cut the windows of every purpose."""
+        with self.progress("cutting the text into tokens", 0):
+            windows = self.texts.windows(self.tokenizer, self.request)
+        for part in windows.values():
+            check_ids(self.model, part.ids)
+        return windows
+
+    def _rewire(self, methods: list[Method], windows: dict[str, Windows]) -> Rewired:
+        request, fit = self.request, self.request.fit_of(methods)
+        with self.progress("calibrating", self.layers) as bar:
+            return rewire(
+                self.model,
+                methods,
+                calibration=windows["calibration"].by_domain() if request.fits else None,
+                fit=None if fit == "none" else fit,
+                groups=request.options.groups,
+                merge=request.options.merge,
+                progress=bar.step,
+                share_weights=self.share_weights,
+            )
+
+    def _judge(self, rewired: Rewired, windows: Windows) -> Domains:
+        """Measure the damage, with what was fitted and, where anything was, without."""
+        runs = {"after": logits_of(rewired.model)}
+        if rewired.fits:
+            runs["without"] = logits_without(rewired.model, rewired.refitted)
+        with self.progress("measuring the damage", len(windows)) as bar:
+            measured = losses(logits_of(self.model), runs, windows, bar.step)
+        seen = self.texts.seen(self.request)
+        return by_domain(measured["after"], measured.get("without"), seen, self.request.options.seed)
+
+    def _needles(self, rewired: Rewired) -> Needles | None:
+        """Ask both models for numbers hidden in long texts."""
+        seed = self.request.options.seed
+        retrofit = look_up(rewired.model, self.tokenizer, seed, self.progress)
+        if not retrofit:
+            return None
+        return Needles(original=look_up(self.model, self.tokenizer, seed, self.progress), retrofit=retrofit)
+
+    def _architecture(self, rewired: Rewired) -> Architecture:
+        return Architecture(
+            name=self.name,
+            origin=origin(self.model),
+            source_class=type(self.model).__name__,
+            retrofit_class=type(rewired.model).__name__,
+            layers=self.layers,
+            parameters_before=sum(parameter.numel() for parameter in self.model.parameters()),
+            parameters_after=sum(parameter.numel() for parameter in rewired.model.parameters()),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+        )
+
+    def _calibration(self, rewired: Rewired, windows: dict[str, Windows]) -> Calibration:
+        fit = rewired.fit if rewired.fits and rewired.fit is not None else self.request.fit
+        domains = windows["calibration"].by_domain() if self.request.fits else {}
+        return Calibration(fit=fit, windows={name: len(ids) for name, ids in domains.items()}, layers=rewired.fits)
+
+    def _cache(self, rewired: PreTrainedModel) -> CacheRecord:
+        context = CacheShare(look(self.model).shapes, self.request.options.kv_context).context
+        before, after = allocated(self.model, context), allocated(rewired, context)
+        return CacheRecord(
+            context=context, bytes_per_token_before=before, bytes_per_token_after=after, share=after / before
+        )

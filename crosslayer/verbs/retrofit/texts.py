@@ -1,0 +1,168 @@
+"""Which text a retrofit reads: by domain, for fitting and for judging, and no token for two purposes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.corpus.domains import FITTED, embedded_domains, shared_out, split_domains
+from crosslayer.corpus.windows import Windows, check_text
+from crosslayer.verbs.retrofit.damage import FEWEST
+from crosslayer.verbs.retrofit.request import Request
+
+CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 24
+Documents = Tensor | TextSource | Iterable[str]
+DomainTexts = Documents | Sequence[TextSource] | Mapping[str, Documents] | None
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Text by domain, and which domains are fitted to, and which judge the result.
+
+    A domain that does both is cut into windows that each serve a single purpose.
+
+    Attributes:
+        domains: documents of each domain by name, or its token ids (N, T), a window each.
+        fitted: domains to which W_c and the choice of layers are fitted.
+        judging: domains on which the damage is measured.
+        named: whether the fitted domains were asked for, and not taken by default.
+
+    """
+
+    domains: Mapping[str, Tensor | Iterable[str]]
+    fitted: tuple[str, ...]
+    judging: tuple[str, ...]
+    named: bool = False
+
+    @classmethod
+    def load(cls, judging: DomainTexts = None, fitted: DomainTexts = None, seed: int = 0) -> "Texts":
+        """Read the text to judge on and the text to fit to.
+
+        Token ids, a source or documents (a string is a document) are a domain; several sources are a domain each, by
+        their short names; a mapping names its domains. Without text to judge on, all embedded domains judge. Without
+        text to fit to, the domains that judge are fitted; without either, three of the embedded domains.
+
+        Raises:
+            ValueError: a source cannot be read, or two domains have the same name.
+
+        """
+        judges, fits = _by_name(judging, "text"), _by_name(fitted, "calibration text")
+        for name in judges.keys() & fits.keys():
+            if judges[name] is not fits[name] and not _same_source(judges[name], fits[name]):
+                raise ValueError(f"two texts are called {name!r}; a domain goes by its name, so rename either")
+        domains = {name: _read(text, seed) for name, text in {**judges, **fits}.items()}
+        if judges:
+            return cls(domains, tuple(fits or judges), tuple(judges), bool(fits))
+        embedded = embedded_domains()
+        doubled = sorted(embedded.keys() & domains.keys())
+        if doubled:
+            raise ValueError(f"{doubled[0]!r} is the name of an embedded domain; give `text` too, or rename it")
+        return cls({**domains, **embedded}, tuple(fits or FITTED), tuple(embedded), bool(fits))
+
+    def read(self, request: Request) -> tuple[str, ...]:
+        """Return the domains to which W_c or the choice of layers is fitted; none where nothing is."""
+        return self.fitted if self.parts(request).keys() & {"calibration", "choice", "search"} else ()
+
+    def seen(self, request: Request) -> frozenset[str]:
+        """Return the domains to which anything is fitted, among those that judge."""
+        return frozenset(self.read(request)) & frozenset(self.judging)
+
+    def parts(self, request: Request) -> dict[str, dict[str, int]]:
+        """Return the windows that are needed, by purpose and domain.
+
+        Raises:
+            ValueError: there are too few windows for an interval in each domain, nothing is fitted although text came
+                for that, or token ids have another length.
+
+        """
+        options = request.options
+        self._check_windows(options.windows)
+        self._check_ids(options.length)
+        counts = {"evaluation": shared_out(options.windows, self.judging)}
+        if request.fits or request.many_tokens:
+            counts["calibration"] = shared_out(options.calibration, self.fitted)
+        if options.layers == "auto" and not request.many_tokens:
+            counts["choice"] = shared_out(CHOICE_WINDOWS, self.fitted)
+        if request.searches:
+            counts["search"] = shared_out(max(SEARCH_WINDOWS, len(self.fitted)), self.fitted)
+            counts["trade-off"] = shared_out(CURVE_WINDOWS, self.judging)
+        if self.named and not counts.keys() - {"evaluation"}:
+            raise ValueError(
+                "`calibration_text` does nothing here, as neither W_c nor a choice of layers is fitted; leave it out"
+            )
+        return counts
+
+    def windows(self, tokenizer: PreTrainedTokenizerBase | None, request: Request) -> dict[str, Windows]:
+        """Cut the windows of every purpose.
+
+        Raises:
+            ValueError: a domain has too little text; the message names it.
+
+        """
+        options = request.options
+        return split_domains(
+            self.domains,
+            tokenizer,
+            parts=self.parts(request),
+            length=options.length,
+            seed=options.seed,
+            bos=options.bos,
+        )
+
+    def _check_windows(self, windows: int) -> None:
+        least = FEWEST * len(self.judging)
+        if windows < least:
+            each = f" for each of the {len(self.judging)} domains" if len(self.judging) > 1 else ""
+            raise ValueError(f"`windows` {windows} is too few for an interval{each}; use at least {least}")
+
+    def _check_ids(self, length: int) -> None:
+        for name, domain in self.domains.items():
+            if isinstance(domain, Tensor) and (domain.dim() != 2 or domain.shape[1] != length):
+                raise ValueError(
+                    f"{name}: token ids are {tuple(domain.shape)}, and length is {length}; give ids (N, T) and length=T"
+                )
+
+
+def _by_name(text: DomainTexts, name: str) -> dict[str, Documents]:
+    """Return domains by name, not read yet; `name` is that of text which has none."""
+    if text is None:
+        return {}
+    if isinstance(text, Mapping):
+        for domain, documents in text.items():
+            if not isinstance(documents, TextSource):
+                check_text(documents, str(domain))
+        return dict(text)
+    if isinstance(text, TextSource):
+        return {text.describe(): text}
+    if isinstance(text, Tensor | str) or not isinstance(text, Sequence):
+        check_text(text, name)
+        return {name: text}  # type: ignore[dict-item]
+    if all(isinstance(document, str) for document in text):
+        return {name: text} if text else {}  # type: ignore[dict-item]
+    for source in text:
+        if not isinstance(source, TextSource):
+            raise ValueError(
+                f"{name} holds a {type(source).__name__}; give sources alone, texts alone, or each by the name of its "
+                "domain: {'web': …, 'code': …}"
+            )
+    by_name: dict[str, Documents] = {}
+    sources: Iterable[TextSource] = dict.fromkeys(text)  # type: ignore[arg-type]
+    for source in sources:
+        if source.describe() in by_name:
+            raise ValueError(
+                f"two texts are called {source.describe()!r}; a domain goes by its file's name, so rename either"
+            )
+        by_name[source.describe()] = source
+    return by_name
+
+
+def _same_source(text: Documents, other: Documents) -> bool:
+    return isinstance(text, TextSource) and isinstance(other, TextSource) and text == other
+
+
+def _read(text: Documents, seed: int) -> Tensor | Iterable[str]:
+    if isinstance(text, TextSource):
+        return load_documents(text, seed)
+    return [text] if isinstance(text, str) else text

@@ -1,0 +1,3 @@
+"""Trains models by a recipe: weights, data, steps, checkpoints."""
+
+GROUP = "Train"

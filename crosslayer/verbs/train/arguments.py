@@ -1,0 +1,146 @@
+"""The settings of transformers' Trainer: those that a recipe may choose, and those that make runs comparable."""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
+
+from crosslayer.core.transformers_versions import OLD_ARGUMENTS
+from crosslayer.verbs.train.recipe_file import nearest
+
+DEFAULTS: dict[str, Any] = {  # a recipe's `train` may say otherwise
+    "logging_steps": 10,
+    "save_steps": 500,
+    "save_total_limit": 2,  # a damaged newest one can fall back to the one before
+    "report_to": "none",
+    "ddp_find_unused_parameters": False,  # a decoder has none: what is borrowed does not exist
+}
+LEAST = 1e-4  # of the highest rate, from which a warmup rises whose minimum is 0
+MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}  # where a package has another name
+WORKERS = 16  # processes that read data, for each core, at the most
+SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}  # checkpoints by torch.distributed.checkpoint, in parallel
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is, and the course of its learning rate: up in a straight line, then down.
+
+    The first step of a warmup is not at zero: its rate is that of one step up, or the minimum, if it falls in a line.
+
+    Attributes:
+        steps: of the optimizer.
+        warmup: how many of them the rate rises for; below 1, the share of them.
+        minimum: at the end, as a share of the highest rate.
+        evaluate: how many steps lie between two evaluations; 0: only at the end.
+        decay: the number of steps, the last ones, over which it falls in a line, if it does not fall along a cosine.
+        cosine: whether it falls along a cosine, over all steps after the warmup.
+
+    """
+
+    steps: int
+    warmup: float = 0.0
+    minimum: float = 0.1
+    evaluate: int = 0
+    decay: int = 0
+    cosine: bool = True
+
+    def arguments(self) -> dict[str, Any]:
+        """Return transformers' name of the course, and its settings."""
+        if self.cosine:
+            settings = {"min_lr_rate": self.minimum}
+            return {"lr_scheduler_type": "cosine_warmup_with_min_lr", "lr_scheduler_kwargs": settings}
+        settings = {"num_decay_steps": self.decay, "decay_type": "linear", "min_lr_ratio": self.minimum or LEAST}
+        return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": settings}
+
+
+def has_bfloat16() -> bool:
+    """Return whether the GPU computes in bfloat16; CPUs are slower by it."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def training_arguments(
+    folder: Path, seed: int, schedule: Schedule, train: Mapping[str, Any] | None = None
+) -> TrainingArguments:
+    """Return Trainer's arguments for a run.
+
+    Args:
+        folder: the run's; log and checkpoints go there.
+        seed: of dropout; weights and data have been drawn before.
+        schedule: steps and learning rate.
+        train: any other field of `TrainingArguments`.
+
+    Raises:
+        ValueError: `train` sets what the trainer needs to be as it is, needs a package that is missing, or asks for
+            what this machine cannot do; or a single process sees several GPUs.
+
+    """
+    own = {
+        "output_dir": str(folder),
+        "seed": seed,
+        "data_seed": seed,
+        "max_steps": schedule.steps,
+        "warmup_steps": schedule.warmup,
+        **schedule.arguments(),
+        "eval_strategy": "steps",
+        "eval_steps": schedule.evaluate or schedule.steps,
+        "train_sampling_strategy": "sequential",  # the data have an order of their own
+        "remove_unused_columns": False,
+        "logging_nan_inf_filter": False,  # such a loss ends the run
+        "disable_tqdm": True,  # progress goes the way of all commands
+    }
+    accelerated = torch.accelerator.is_available()
+    chosen = {**DEFAULTS, "dataloader_pin_memory": accelerated, "use_cpu": not accelerated, **(train or {})}
+    chosen.setdefault("bf16", not chosen["use_cpu"] and not chosen.get("fp16", False) and has_bfloat16())
+    if chosen.get("fsdp") and isinstance(chosen.get("fsdp_config", {}), dict):  # else a file, which says all
+        chosen["fsdp_config"] = {**SHARDED, **chosen.get("fsdp_config", {})}
+    taken = sorted(own.keys() & chosen.keys())
+    if taken:
+        raise ValueError(f"train.{taken[0]} is set by the trainer itself; leave it out")
+    _check_choices(chosen)
+    try:
+        arguments = TrainingArguments(**own, **{OLD_ARGUMENTS.get(name, name): value for name, value in chosen.items()})
+        arguments.get_process_log_level()  # fails for a level that is not known
+    except (ImportError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"train cannot be used as it is: {type(error).__name__}: {error}") from error
+    workers, cores = arguments.dataloader_num_workers, os.cpu_count() or 1
+    if workers > WORKERS * cores:  # each is a process
+        raise ValueError(
+            f"train.dataloader_num_workers is {workers:,}; with the {cores} cores of this machine use at most "
+            f"{WORKERS * cores}"
+        )
+    if arguments.n_gpu > 1:  # DataParallel, where a batch is another one
+        raise ValueError(
+            f"a single process sees {arguments.n_gpu} GPUs; start as many by torchrun --nproc-per-node, or choose one "
+            "by CUDA_VISIBLE_DEVICES"
+        )
+    return arguments
+
+
+def _check_choices(chosen: Mapping[str, Any]) -> None:
+    """Refuse what needs a package that is not installed, and names that nobody knows, before anything is read."""
+    asked = chosen["report_to"]
+    for name in [asked] if isinstance(asked, str) else asked or ():
+        if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
+            raise ValueError(f"train.report_to is {name!r}; {nearest(name, ['none', 'all', *INTEGRATION_TO_CALLBACK])}")
+        module = MODULES.get(name, name)
+        installed = name in get_available_reporting_integrations() or importlib.util.find_spec(module) is not None
+        if name not in ("none", "all") and not installed:
+            raise ValueError(f"train.report_to is {name!r}, and the package {module} is not installed; install it")
+    for key, package in {"deepspeed": "deepspeed", "use_liger_kernel": "liger_kernel"}.items():
+        if chosen.get(key) and importlib.util.find_spec(package) is None:
+            raise ValueError(f"train.{key} needs the package {package}, which is not installed; install it")
+    mode = chosen.get("torch_compile_mode")
+    if mode is not None:
+        from torch._inductor import list_mode_options  # takes a second to load
+
+        if mode not in list_mode_options():
+            raise ValueError(f"train.torch_compile_mode is {mode!r}; {nearest(mode, list(list_mode_options()))}")

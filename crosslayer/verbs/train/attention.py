@@ -1,0 +1,98 @@
+"""Which attention a training run computes by: none builds a mask of all tokens of a packed row.
+
+`sdpa` goes document by document (decoder/packed.py), `flex` by block masks, `flash` is FlashAttention-2, which is told
+where documents end. A method that changes the mask itself (cross-attention) needs it dense, and capped scores need
+eager attention or flex.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, TrainingArguments
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.decoder.packed import attend_within_documents, document_mask
+from crosslayer.core.method import StateReader
+from crosslayer.core.transformers_versions import attention_that_caps
+from crosslayer.wiring.fields import layer_kinds
+
+Attention = Literal["sdpa", "flex", "flash"]
+WITHIN_DOCUMENTS, FLASH = "sdpa_within_documents", "flash_attention_2"
+NAMES = {"sdpa": WITHIN_DOCUMENTS, "flex": "flex_attention", "flash": FLASH}  # transformers' names
+STATES = {"linear_attention", "conv", "mamba", "hybrid"}  # types of layers that carry a state from token to token
+
+AttentionInterface.register(WITHIN_DOCUMENTS, attend_within_documents)
+AttentionMaskInterface.register(WITHIN_DOCUMENTS, document_mask)
+
+
+def check_attention(kind: Attention | None, device: torch.device) -> None:
+    """Refuse attention that cannot train on a device.
+
+    Raises:
+        ValueError: it cannot; the message begins with the recipe's key.
+
+    """
+    if kind == "flex" and device.type == "cpu":
+        raise ValueError("model.attention is flex, which has no backward pass on a CPU; write sdpa")
+    if kind == "flash" and (device.type == "cpu" or not is_flash_attn_2_available()):
+        raise ValueError("model.attention is flash, which needs a GPU and the package flash-attn; write sdpa or flex")
+
+
+def set_attention(model: PreTrainedModel, kind: Attention | None, arguments: TrainingArguments) -> None:
+    """Have a model attend within documents: as `kind` says, by default by SDPA, document by document if it can.
+
+    Raises:
+        ValueError: the model, the device or the arguments do not go together with `kind`.
+
+    """
+    check_attention(kind, arguments.device)
+    config: Any = model.config.get_text_config()
+    if not isinstance(config, CrossLayerConfig) and (model._is_stateful or STATES & set(layer_kinds(config))):
+        raise ValueError(
+            "model.start has layers of linear attention, convolutions or Mamba, whose states would go over the borders "
+            "of documents; start from a model whose layers all have softmax attention"
+        )
+    if arguments.torch_compile and isinstance(config, CrossLayerConfig) and config.linear_layers:
+        raise ValueError("train.torch_compile: linear attention would go over the borders of documents; leave it out")
+    caps = attention_that_caps(config, "sdpa") != "sdpa"
+    dense = any(isinstance(module, StateReader) and module.needs_mask for module in model.modules())
+    if kind == "sdpa" and caps:
+        raise ValueError("model.attention is sdpa, which cannot cap scores as the model does; write null or flex")
+    if kind in ("flex", "flash") and dense:
+        raise ValueError(f"model.attention is {kind}, which takes no mask as the method changes it; write sdpa")
+    if kind == "flash" and not (arguments.bf16 or arguments.fp16):
+        raise ValueError("model.attention is flash, which computes in half precision; write train.bf16: true")
+    if kind is None and config._attn_implementation == "sdpa":
+        kind = "sdpa" if model._supports_flex_attn else None  # such a model hands masks of any kind on as they are
+    if kind is not None and not (kind == "sdpa" and dense):
+        model.set_attn_implementation(NAMES[kind])
+
+
+@contextlib.contextmanager
+def readable_masks(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model attend by masks that can be looked at, inside the block."""
+    config: Any = model.config.get_text_config()
+    kind = config._attn_implementation
+    if kind in NAMES.values():
+        model.set_attn_implementation(attention_that_caps(config, "sdpa") or "sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(kind)
+
+
+def document_borders(model: Any, position_ids: Tensor) -> dict[str, Any]:
+    """Return what tells FlashAttention where documents of packed rows (B, T) end; nothing for other attention.
+
+    transformers finds that out by itself in batches of a single row, and in no others.
+    """
+    if model.config.get_text_config()._attn_implementation != FLASH:
+        return {}
+    (queries, keys), (longest_query, longest_key) = prepare_fa_kwargs_from_position_ids(position_ids)
+    longest = {"max_length_q": int(longest_query), "max_length_k": int(longest_key)}
+    return {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys, **longest}

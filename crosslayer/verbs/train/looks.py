@@ -1,0 +1,83 @@
+"""Looks at a model while it is trained: gradients, and over a few held-out windows sinks and norms, of every layer.
+
+Flows: windows → measures of each (`diagnosis/sequence.py`) → their means in the log → `Look`s of the record.
+Shapes: N windows, T tokens, L layers.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from transformers import PreTrainedModel
+
+from crosslayer.probe.intercept import evaluating
+from crosslayer.verbs.diagnose.sequence import measure_sequence
+from crosslayer.verbs.train.attention import readable_masks
+from crosslayer.verbs.train.mixture import FixedRows
+from crosslayer.verbs.train.record import Look
+
+MEASURES = tuple(name for name in Look.model_fields if name != "step")
+LAYER = re.compile(r"\.(\d+)\.")  # in a parameter's name
+KEY = re.compile(r"look_(\w+)_layer_(\d+)")  # in the log
+
+
+@torch.no_grad()
+def look(model: PreTrainedModel, windows: Tensor) -> dict[str, float]:
+    """Return the mean over windows (N, T) of each measure of each layer: "look_sink_rate_layer_0" and so on.
+
+    NaN stands where a layer has no such sublayer.
+
+    Raises:
+        ValueError: the model cannot be probed.
+
+    """
+    with evaluating(model), readable_masks(model):
+        measured = [measure_sequence(model, window).measures for window in windows]
+    means = {name: np.mean([measures[name] for measures in measured], axis=0) for name in MEASURES}  # (L,) each
+    return {f"look_{name}_layer_{layer}": float(value) for name in MEASURES for layer, value in enumerate(means[name])}
+
+
+def looks_in(history: Sequence[dict[str, Any]]) -> tuple[Look, ...]:
+    """Return the looks that a log holds; of two after a step the later."""
+    by_step: dict[int, dict[str, dict[int, float | None]]] = {}
+    for entry in history:
+        for key, value in entry.items():
+            match = KEY.fullmatch(key)
+            if match is not None:
+                number = value if value is not None and math.isfinite(value) else None
+                by_step.setdefault(entry["step"], {}).setdefault(match[1], {})[int(match[2])] = number
+    return tuple(
+        Look(step=step, **{name: [layers[layer] for layer in sorted(layers)] for name, layers in measures.items()})
+        for step, measures in by_step.items()
+    )
+
+
+def windows_of_each(domains: Sequence[FixedRows], count: int) -> Tensor | None:
+    """Return `count` windows (N, T) of the domains in turn, or as many as there are; None where none is wanted."""
+    if count == 0:
+        return None
+    windows = []
+    for number in range(max(len(rows) for rows in domains)):
+        windows += [rows[number]["input_ids"] for rows in domains if number < len(rows)]
+    return torch.stack(windows[:count])
+
+
+def layer_norms(model: nn.Module) -> dict[int, float]:
+    """Return the norm of the gradient of each layer; a parameter's layer is the first number in its name."""
+    gradients: dict[int, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        layer = LAYER.search(name)
+        if layer is not None and parameter.grad is not None:
+            gradients.setdefault(int(layer[1]), []).append(parameter.grad)
+    return {layer: as_number(get_total_norm(tensors)) for layer, tensors in gradients.items()}
+
+
+def as_number(norm: Any) -> float:
+    """Return a norm as a number; where it is a sharded tensor, that of all ranks together."""
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

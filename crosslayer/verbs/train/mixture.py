@@ -1,0 +1,236 @@
+"""Rows of a training run: windows of several domains in proportion to their weights, each row a function of its number.
+
+Nothing is drawn as the run goes on and nothing is stored, so the order is the same for any number of processes, and to
+resume is to begin at another number.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from crosslayer.verbs.train.shards import Shards
+
+IGNORED = -100  # the label of a token that is not predicted
+UNITS = 2**32  # weights are rounded to such parts of their sum
+ROUNDS = 4  # of a Feistel network
+MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd numbers of splitmix64 (Steele et al. 2014)
+WORD = 2**64 - 1
+
+
+class Rows(Protocol):
+    """Rows of a domain by number, each with `input_ids`, `position_ids` and `labels`, (T,) int64."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int, /) -> dict[str, Tensor]: ...
+
+
+class Mixture(Dataset[dict[str, Tensor]]):
+    """Row i, for i from 0 to before `items`, is a window of a domain.
+
+    Of the first n rows a domain has its share of n, but for less than the number of domains. Its windows, cut from its
+    tokens without overlap, come in an order that follows from the seed and the domain's name, none twice before all of
+    them were there once; then in another order. Of two mixtures that differ in `items` alone, the shorter is the
+    beginning of the longer.
+
+    Args:
+        domains: tokens by the name of the domain.
+        weights: of each domain; they need not sum to 1.
+        length: T, tokens of a row.
+        seed: of the order.
+        items: how many rows there are.
+        rows: of a domain by name, where they are cut otherwise than into windows; each of `length` tokens.
+
+    Raises:
+        ValueError: domains and weights do not have the same names, a weight is not positive, a domain is shorter than a
+            window, or `length` (at least 2) or `items` is too small.
+
+    """
+
+    def __init__(
+        self,
+        domains: Mapping[str, Shards],
+        weights: Mapping[str, float],
+        length: int,
+        seed: int,
+        items: int,
+        rows: Mapping[str, Rows] | None = None,
+    ):
+        _check_weights(domains, weights)
+        _check_length(length)
+        if items < 1:
+            raise ValueError(f"a mixture of {items} rows; it needs at least 1")
+        self.domains, self.length, self.seed, self.items = dict(domains), length, seed, items
+        cut = rows or {}
+        self.rows = {
+            name: cut[name] if name in cut else every_window(shards, length, name) for name, shards in domains.items()
+        }
+        self.windows = {name: len(self.rows[name]) for name in domains}
+        total = math.fsum(weights[name] for name in domains)
+        self.units = [max(1, round(weights[name] / total * UNITS)) for name in domains]
+        self.phase = _key(seed, "phase") % UNITS
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, item: int) -> dict[str, Tensor]:
+        """Return a row: `input_ids`, `position_ids` and `labels`, each (T,) int64, as `row` makes them."""
+        name, window = self.place(item)
+        return self.rows[name][window]
+
+    def place(self, item: int) -> tuple[str, int]:
+        """Return the domain of a row, and which of the domain's windows it is.
+
+        Raises:
+            IndexError: there is no such row.
+
+        """
+        if not 0 <= item < self.items:
+            raise IndexError(f"row {item} of a mixture of {self.items}")
+        name, index = self._domain(item)
+        epoch, index = divmod(index, self.windows[name])
+        return name, permuted(index, self.windows[name], _key(self.seed, name, epoch))
+
+    def passes(self) -> dict[str, float]:
+        """Return how often all rows together go through each domain; above 1 its text is repeated."""
+        total = sum(self.units)
+        names = zip(self.domains, self.units, strict=True)
+        return {name: self.items * units / total / self.windows[name] for name, units in names}
+
+    def _domain(self, item: int) -> tuple[str, int]:
+        """Return the domain of a row, and how many rows before it have the same.
+
+        Each domain in turn takes its share of the rows that those before it have left: of n rows the whole part of
+        n · share + phase, so that both the choice and the count follow from n.
+        """
+        left = sum(self.units)
+        for name, units in zip(self.domains, self.units, strict=True):
+            phase = self.phase * left // UNITS
+            before = (item * units + phase) // left
+            if ((item + 1) * units + phase) // left > before:
+                return name, before
+            item, left = item - before, left - units
+        raise AssertionError("the last domain takes all rows that are left")
+
+
+class FixedRows(Dataset[dict[str, Tensor]]):
+    """The rows of some windows of a domain, in their order."""
+
+    def __init__(self, shards: Shards, numbers: Sequence[int], length: int):
+        self.shards, self.numbers, self.length = shards, numbers, length
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, item: int) -> dict[str, Tensor]:
+        """Return a row, as `row` makes it."""
+        return row(self.shards, self.numbers[item], self.length)
+
+
+def every_window(shards: Shards, length: int, name: str) -> FixedRows:
+    """Return all windows of a text, in their order; errors as `windows_of`."""
+    return FixedRows(shards, range(windows_of(shards, length, name)), length)
+
+
+def validation_windows(shards: Shards, length: int, count: int) -> FixedRows:
+    """Return so many windows of `length` tokens, spread evenly over a text, always the same.
+
+    Raises:
+        ValueError: there are not so many; the message says how many there are.
+
+    """
+    _check_length(length)
+    windows = windows_of(shards, length, shards.folder.name)
+    if not 1 <= count <= windows:
+        raise ValueError(f"{shards.folder.name}: {count} windows of {length} tokens are wanted, and it has {windows}")
+    return FixedRows(shards, [windows * number // count for number in range(count)], length)
+
+
+def windows_of(shards: Shards, length: int, name: str) -> int:
+    """Return how many windows of `length` tokens a text has; what is left at its end belongs to none.
+
+    Raises:
+        ValueError: not a single one; the message begins with `name`.
+
+    """
+    if shards.tokens < length:
+        raise ValueError(f"{name}: its text has {shards.tokens:,} tokens, less than a window of {length:,}")
+    return shards.tokens // length
+
+
+def row(shards: Shards, window: int, length: int) -> dict[str, Tensor]:
+    """Return a window of a text as a causal model is trained on it, each entry (T,) int64.
+
+    `position_ids` begin at 0 with every document, which is how transformers sees that several are in a row, and keeps
+    attention within each (without a cache alone: `use_cache=False`). `labels` are the ids, as models shift them
+    themselves, but -100 where a document begins: nothing of it comes before, and the end of another does not count.
+    """
+    input_ids = torch.from_numpy(shards.read(window * length, length))  # (T,)
+    starts = torch.from_numpy(shards.starts(window * length, length))  # (documents that begin in it,)
+    labels = input_ids.clone()
+    labels[0] = IGNORED
+    labels[starts] = IGNORED
+    begin = torch.zeros(length, dtype=torch.int64)  # (T,): where the document of a token begins in the window
+    begin[starts] = starts
+    position_ids = torch.arange(length) - begin.cummax(0).values  # (T,)
+    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+
+
+def permuted(index: int, size: int, key: int) -> int:
+    """Return where a pseudorandom order of `size` things, which `key` chooses, has number `index`.
+
+    A Feistel network permutes the numbers of an even count of bits; one that falls beyond `size` goes through it again
+    until it falls inside, which keeps it a permutation (Black and Rogaway 2002). On average it goes fewer than 4 times.
+    """
+    half = max(1, math.ceil((size - 1).bit_length() / 2))
+    while True:
+        index = _feistel(index, half, key)
+        if index < size:
+            return index
+
+
+def _feistel(number: int, half: int, key: int) -> int:
+    """Permute the numbers of 2 · `half` bits."""
+    mask = 2**half - 1
+    left, right = number >> half, number & mask
+    for turn in range(1, ROUNDS + 1):
+        left, right = right, left ^ (_mixed(right + key + turn * MIX[0]) & mask)
+    return left << half | right
+
+
+def _mixed(number: int) -> int:
+    """Return 64 bits, each of which depends on all of the number's 64 (the finaliser of splitmix64)."""
+    number &= WORD
+    number = (number ^ number >> 30) * MIX[1] & WORD
+    number = (number ^ number >> 27) * MIX[2] & WORD
+    return number ^ number >> 31
+
+
+@functools.lru_cache(4096)
+def _key(seed: int, name: str, epoch: int = 0) -> int:
+    """Return 64 bits of SHA-256, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}/{name}".encode()).digest()[:8], "little")
+
+
+def _check_length(length: int) -> None:
+    if length < 2:
+        raise ValueError(f"rows of {length} tokens; they need at least 2, since the first is not predicted")
+
+
+def _check_weights(domains: Mapping[str, Shards], weights: Mapping[str, float]) -> None:
+    """Refuse weights that do not fit the domains."""
+    if not domains:
+        raise ValueError("a mixture needs at least one domain")
+    for name in [*weights, *domains]:
+        if name not in domains or name not in weights:
+            what = "a domain" if name not in domains else "a weight"
+            raise ValueError(f"{name!r} is not {what}; domains: {', '.join(domains)}; weights: {', '.join(weights)}")
+    for name, weight in weights.items():
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"the weight of {name!r} is {weight}; it must be a positive number")

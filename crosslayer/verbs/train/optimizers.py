@@ -1,0 +1,133 @@
+"""Optimizers of a training run: transformers' by `train.optim`, or Muon for matrices; rates by parameters' names.
+
+    Muon: O = orthogonalised momentum of a matrix's gradient;  W ← (1 − ηλ) W − 0.2 √max(rows, columns) · η O
+
+torch's own, scaled so that its updates are as large as AdamW's and one learning rate serves both. Embeddings, the head,
+norms, vectors and what methods mix with go by AdamW. Source: arXiv 2502.16982.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import TrainingArguments
+
+from crosslayer.core.method import HeadMixer, Residual, StateReader
+from crosslayer.verbs.train.recipe_parts import OptimizerPart
+
+Groups = list[dict[str, Any]]
+
+
+class MuonAndAdamW(Optimizer):
+    """Muon and AdamW as one optimizer: the groups, the state and the steps of both.
+
+    Args:
+        matrices: groups of parameters (rows, columns) for Muon; `lr` and `weight_decay` stand in each.
+        others: groups for AdamW.
+        adamw: its further options.
+
+    """
+
+    def __init__(self, matrices: Groups, others: Groups, adamw: Mapping[str, Any]):
+        self.parts = (Muon(matrices, adjust_lr_fn="match_rms_adamw"), AdamW(others, **adamw))
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let both work on the groups and the state that this optimizer shows, saves and loads."""
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Let both take a step."""
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of both."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+
+def mixing_parameters(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that a method's mixing modules hold themselves."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, HeadMixer | Residual | StateReader)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+
+
+def optimizer_of(
+    model: Any,
+    chosen: OptimizerPart,
+    arguments: TrainingArguments,
+    decayed: set[str],
+    kind: Any,
+    options: dict[str, Any],
+) -> Optimizer:
+    """Return the optimizer that a recipe says.
+
+    Args:
+        model: whose parameters that train it is for.
+        chosen: Muon or not, and groups of learning rates.
+        arguments: learning rate, weight decay, and those of AdamW.
+        decayed: names of parameters that weight decay acts on.
+        kind: the class of `train.optim`, for all parameters where Muon is not chosen.
+        options: its own.
+
+    Raises:
+        ValueError: an expression decides for no parameter, or the choices do not go together.
+
+    """
+    groups = _grouped(model, decayed, arguments, chosen.rates)
+    if chosen.name is None:
+        if options.keys() & {"params", "model", "optimizer_dict"}:
+            raise ValueError(f"optimizer.rates: train.optim {arguments.optim} has groups of its own; leave one out")
+        return kind(groups, **options)
+    if arguments.fsdp:
+        raise ValueError("optimizer.name is muon, which needs whole matrices, and train.fsdp cuts them; leave one out")
+    matrices, others = _split(model, groups)
+    betas = (arguments.adam_beta1, arguments.adam_beta2)
+    return MuonAndAdamW(matrices, others, {"betas": betas, "eps": arguments.adam_epsilon})
+
+
+def _grouped(model: nn.Module, decayed: set[str], arguments: TrainingArguments, rates: Mapping[str, float]) -> Groups:
+    """Return the parameters that train by weight decay and rate; the first expression that is found decides."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = {name: next((pattern for pattern in rates if re.search(pattern, name)), None) for name in named}
+    idle = [pattern for pattern in rates if pattern not in found.values()]
+    if idle:
+        raise ValueError(
+            f"optimizer.rates: {idle[0]!r} decides for no parameter; their names are such as {next(reversed(named))}"
+        )
+    groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    for name, parameter in named.items():
+        pattern = found[name]
+        rate = arguments.learning_rate * (1.0 if pattern is None else rates[pattern])
+        decay = arguments.weight_decay if name in decayed else 0.0
+        first = {"params": [], "lr": rate, "weight_decay": decay}
+        groups.setdefault((name in decayed, rate), first)["params"].append(parameter)
+    return list(groups.values())
+
+
+def _split(model: Any, groups: Groups) -> tuple[Groups, Groups]:
+    """Return groups of the matrices of linear maps but the head, and groups of all else."""
+    head = model.get_output_embeddings()
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    matrices = {id(module.weight) for module in linear}
+    parts: tuple[Groups, Groups] = ([], [])
+    for group in groups:
+        for part, wanted in zip(parts, (True, False), strict=True):
+            params = [parameter for parameter in group["params"] if (id(parameter) in matrices) == wanted]
+            if params:
+                part.append({**group, "params": params})
+    return parts

@@ -1,0 +1,133 @@
+"""What `record.json` of a training run holds: losses in nats a token, times in seconds."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from crosslayer.output.record import Environment, Frozen, typed_command
+
+
+class TrainedModel(Frozen):
+    """What was trained; `flops_per_token` are of a forward and a backward pass, bytes of keys and values in `dtype`."""
+
+    class_: str = Field(validation_alias="class", serialization_alias="class")
+    methods: list[dict[str, Any]]
+    layers: int
+    parameters: int = Field(ge=1)
+    flops_per_token: float = Field(
+        ge=0, description="three times a forward pass's over a sequence, attention without its mask"
+    )
+    kv_bytes_per_token: float = Field(ge=0, description="what a cache stores")
+    kv_read_bytes_per_token: float = Field(ge=0, description="what a new token reads for each token of the cache")
+    dtype: str
+
+
+class TrainedDomain(Frozen):
+    """Text of a kind; `passes` is how often the run went through it."""
+
+    name: str
+    share: float = Field(gt=0, le=1)
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=1)
+    validation_tokens: int = Field(ge=1, description="those that were read: windows × tokens of a sequence")
+    passes: float = Field(gt=0)
+    fingerprint: str
+
+
+class Curve(Frozen):
+    """What was logged on the way, entry by entry; a loss is the mean since the entry before."""
+
+    steps: list[int]
+    losses: list[float]
+    learning_rates: list[float]
+    gradient_norms: list[float | None]
+    tokens_per_second: list[float]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if len({len(entries) for entries in vars(self).values()}) > 1:
+            raise ValueError("the parts of the curve have different lengths")
+        return self
+
+
+def curve_of(history: Sequence[Mapping[str, Any]]) -> Curve:
+    """Return the curve of what a trainer has logged."""
+    losses = [entry for entry in history if "loss" in entry]
+    return Curve(
+        steps=[int(entry["step"]) for entry in losses],
+        losses=[entry["loss"] for entry in losses],
+        learning_rates=[entry["learning_rate"] for entry in losses],
+        gradient_norms=[entry.get("grad_norm") for entry in losses],
+        tokens_per_second=[entry["tokens_per_second"] for entry in losses],
+    )
+
+
+def training_seconds(history: Sequence[Mapping[str, Any]]) -> float:
+    """Return how long training took by what a trainer has logged, over all parts of a run that was resumed."""
+    tokens, seconds = 0, 0.0
+    for entry in history:
+        if "loss" in entry:
+            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
+            tokens = entry["tokens"]
+    return seconds
+
+
+class Validation(Frozen):
+    """Validation losses of each domain after a step."""
+
+    step: int
+    losses: dict[str, float]
+
+
+Layers = list[float | None]
+
+
+class Look(Frozen):
+    """What a diagnosis of a few held-out windows shows after a step: layer by layer, None where a layer has none."""
+
+    step: int
+    first_token_share: Layers = Field(description="of a layer's attention")
+    sink_rate: Layers = Field(description="share of heads that give the first token more than 0.3")
+    value_norm_ratio: Layers = Field(description="norm of the first token's value over the median")
+    hidden_norm_ratio: Layers = Field(description="norm of the first token's hidden state over the median")
+    stream_norm: Layers = Field(description="mean norm of the residual stream")
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if len({len(layers) for name, layers in vars(self).items() if name != "step"}) > 1:
+            raise ValueError("the measures of a look are of different numbers of layers")
+        return self
+
+
+class TrainingRecord(Frozen):
+    """A run from its first step to its last."""
+
+    schema_: Literal["crosslayer/training/2"] = Field(
+        "crosslayer/training/2", validation_alias="schema", serialization_alias="schema"
+    )
+    command: str | None = typed_command()
+    name: str
+    seed: int
+    recipe: dict[str, Any] = Field(description="as it was, with every default")
+    model: TrainedModel
+    domains: tuple[TrainedDomain, ...] = Field(min_length=1)
+    curve: Curve
+    validation: tuple[Validation, ...] = Field(min_length=1)
+    windows: dict[str, list[float]] = Field(description="last validation loss of every window, by domain")
+    looks: tuple[Look, ...] = ()
+    steps: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    seconds: float = Field(ge=0, description="of training steps alone, over all its parts where it was resumed")
+    peak_bytes: int | None = Field(
+        description="memory that the first process took at its peak; None where it is unknown"
+    )
+    matrix_flops: float = Field(gt=0, description="a second, of a large product of matrices, as this machine does it")
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _check_domains(self) -> Self:
+        names = {domain.name for domain in self.domains}
+        if any(set(entry.losses) != names for entry in self.validation) or set(self.windows) != names:
+            raise ValueError("validation losses are not of the run's domains")
+        return self

@@ -1,0 +1,159 @@
+"""The text of a domain in two parts, to train on and to judge by, and the tokens of both."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from transformers import PreTrainedTokenizerFast
+
+from crosslayer.corpus.documents import TextSource, embedded_documents, reading_of, source_digest, stream_documents
+from crosslayer.corpus.domains import EMBEDDED
+from crosslayer.corpus.files import Reading
+from crosslayer.corpus.pieces import next_word
+from crosslayer.output.progress import Meter, Silent
+from crosslayer.verbs.train.shards import Shards, fingerprint, tokenise
+
+EVERY, FIRST = 20, 3  # of all pieces number 3, 23, 43, … are held out; text of four pieces has one
+PIECE = 2**14  # characters of a piece; a shorter document is a piece of its own
+
+
+class DomainShards(NamedTuple):
+    """The tokens of a domain to train on, and those that are held out."""
+
+    training: Shards
+    validation: Shards
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Text of a single kind.
+
+    Args:
+        name: of the domain; where `source` is the embedded corpus, the name of a part of it chooses that part.
+        source: of the text.
+        validation: of text to judge by; None holds every 20th document out, or, of documents of more than 16,384
+            characters, every 20th piece of so many.
+        every: the same for another number than 20.
+
+    """
+
+    name: str
+    source: TextSource
+    validation: TextSource | None = None
+    every: int = EVERY
+    parts: ClassVar[int] = 1  # how many of the documents belong together, as `tokenise` takes them
+
+    def training(self, reading: Reading | None = None) -> Iterator[str]:
+        """Yield the documents to train on; of one from which pieces are held out, what stands between them.
+
+        Args:
+            reading: counts what is read of files; that of `held_out` too.
+
+        Raises:
+            ValueError: the source cannot be read.
+
+        """
+        if self.validation is not None:
+            yield from self._documents(reading)
+        else:
+            yield from _kept(self._documents(reading), self.every)
+
+    def held_out(self, reading: Reading | None = None) -> Iterator[str]:
+        """Yield the documents, or the pieces of them, that are not trained on.
+
+        Raises:
+            ValueError: a source cannot be read, or the text is too short to hold any of it out.
+
+        """
+        if self.validation is not None:
+            yield from stream_documents(self.validation, reading)
+            return
+        empty = True
+        for piece, _, held in _pieces(self._documents(reading), self.every):
+            if held:
+                empty = False
+                yield piece
+        if empty:
+            raise ValueError("the text is too short to hold any of it out; name a source for validation")
+
+    def shards(self, tokenizer: PreTrainedTokenizerFast, folder: Path, meter: Meter = Silent) -> DomainShards:
+        """Return the tokens of both parts; they are written into folders in `folder`, unless they are there already.
+
+        Raises:
+            ValueError: a source cannot be read, the text is too short, or files are damaged; it names the domain.
+
+        """
+        shards, text = [], self.digest()
+        judged_by = self.source if self.validation is None else self.validation
+        try:
+            for part, documents, source in (
+                ("training", self.training, self.source),
+                ("validation", self.held_out, judged_by),
+            ):
+                reading = reading_of(source)
+                digest = fingerprint(f"{part}/{text}", tokenizer)
+                place = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', self.name)}-{part}-{digest[:16]}"
+                shards.append(
+                    tokenise(
+                        documents(reading),
+                        tokenizer,
+                        place,
+                        fingerprint=digest,
+                        parts=self.parts,
+                        meter=meter,
+                        reading=reading,
+                    )
+                )
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+        return DomainShards(*shards)
+
+    def _documents(self, reading: Reading | None = None) -> Iterator[str]:
+        if self.source.name is None and self.name in EMBEDDED:
+            yield from embedded_documents(*EMBEDDED[self.name])
+        else:
+            yield from stream_documents(self.source, reading)
+
+    def digest(self) -> str:
+        """Return a SHA-256 of the text and of how it is parted.
+
+        Raises:
+            ValueError: a source does not exist; it names the domain.
+
+        """
+        try:
+            if self.source.name is None:
+                source = hashlib.sha256("\0".join(self._documents()).encode()).hexdigest()
+            else:
+                source = source_digest(self.source)
+            rule = f"{self.every}/{FIRST}/{PIECE}" if self.validation is None else source_digest(self.validation)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+        return hashlib.sha256(f"{source}/{rule}".encode()).hexdigest()
+
+
+def _kept(documents: Iterable[str], every: int) -> Iterator[str]:
+    """Yield what is not held out: neighbouring pieces of a document together."""
+    run: list[str] = []
+    for piece, begins, held in _pieces(documents, every):
+        if run and (begins or held):
+            yield "".join(run)
+            run = []
+        if not held:
+            run.append(piece)
+    if run:
+        yield "".join(run)
+
+
+def _pieces(documents: Iterable[str], every: int) -> Iterator[tuple[str, bool, bool]]:
+    """Yield documents in pieces, each with whether it begins a document, and whether it is held out."""
+    number = 0
+    for text in documents:
+        start = 0
+        while start < len(text):
+            stop = next_word(text, start + PIECE)
+            yield text[start:stop], start == 0, number % every == FIRST
+            start, number = stop, number + 1

@@ -1,0 +1,204 @@
+"""The checks of `verify`: each runs a causal LM in another way and measures how far its logits are from the plain pass.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+import inspect
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.probe.intercept import AttentionCall, stored_shares, visited
+from crosslayer.verbs.verify.gradients import checkpointed_gradients
+from crosslayer.verbs.verify.judge import Measurement, NotApplicable
+from crosslayer.verbs.verify.subject import FEW, NEW, Subject, widened
+
+
+@torch.no_grad()
+def _token_by_token(subject: Subject) -> Measurement:
+    return Measurement(subject.difference(subject.run_in_chunks([1] * subject.ids.shape[1])))
+
+
+@torch.no_grad()
+def _chunked(subject: Subject) -> Measurement:
+    count = subject.ids.shape[1]
+    sizes = [count // 3, 1, count // 4]
+    return Measurement(subject.difference(subject.run_in_chunks([*sizes, count - sum(sizes)])))
+
+
+@torch.no_grad()
+def _static(subject: Subject) -> Measurement:
+    _needs_fullgraph(subject.model)
+    count = subject.ids.shape[1]
+    cache = StaticCache(config=subject.model.config, max_cache_len=count + 3)
+    return Measurement(subject.difference(subject.run_in_chunks([count - 4, 1, 1, 1, 1], cache)))
+
+
+@torch.no_grad()
+def _left_padded(subject: Subject) -> Measurement:
+    """A batch of the ids and of their beginning, padded on the left: prefill and four steps through a cache."""
+    model, ids, count = subject.model, subject.ids, subject.ids.shape[1]
+    pad = count // 3
+    short = ids[:, : count - pad]
+    batch = torch.cat([ids, torch.cat([ids[:, :pad], short], 1)])  # any id will do for padding, the mask hides it
+    mask = torch.ones_like(batch)
+    mask[1, :pad] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    cache, chunks = DynamicCache(config=model.config), []
+    for start, end in [(0, count - 4), *((i, i + 1) for i in range(count - 4, count))]:
+        options: dict[str, Any] = {"attention_mask": mask[:, :end], "past_key_values": cache, "use_cache": True}
+        if takes_positions:
+            options["position_ids"] = positions[:, start:end]
+        chunks.append(model(batch[:, start:end], **options).logits)
+    logits = torch.cat(chunks, 1)  # (2, size, V) each -> (2, T, V)
+    gaps = [subject.difference(logits[0]), subject.difference(logits[1, pad:], subject.full[: count - pad])]
+    return Measurement(torch.tensor(gaps).max().item())  # unlike Python's, this max keeps a NaN
+
+
+@torch.no_grad()
+def _beam_search(subject: Subject) -> Measurement:
+    """Beam search through the cache: its scores are those of a plain pass and, in float32, its tokens those without.
+
+    Lower precisions may take another of two tokens that are as likely, so that there only the scores are compared.
+    """
+    model: Any = subject.model
+    start = subject.ids[:, :FEW]
+    options = {"attention_mask": torch.ones_like(start), "return_dict_in_generate": True, "output_scores": True}
+    cached = model.generate(start, use_cache=True, **options)  # sequences (beams, FEW + NEW)
+    logits = widened(model(cached.sequences, use_cache=False).logits)[:, start.shape[1] - 1 : -1]  # (beams, NEW, V)
+    chosen = cached.sequences[:, start.shape[1] :, None]  # (beams, NEW, 1)
+    scores = logits.log_softmax(-1).gather(-1, chosen)[..., 0].sum(-1)  # (beams, NEW, 1) -> (beams,)
+    reason = "of the scores, for each token"
+    if subject.exact:
+        plain = model.generate(start, use_cache=False, **options)
+        if not torch.equal(plain.sequences, cached.sequences):
+            raise ValueError("beam search gives other tokens with a cache than without")
+        reason = "of the scores, for each token; the tokens are equal"
+    gap = (widened(cached.sequences_scores) - scores).abs().max() / NEW / subject.full.std()
+    return Measurement(gap.item(), reason)
+
+
+@torch.no_grad()
+def _compiled(subject: Subject) -> Measurement:
+    _needs_fullgraph(subject.model)
+    if subject.backend == "inductor":
+        _needs_compiler(subject.ids.device)
+    torch._dynamo.reset()
+    try:
+        compiled = torch.compile(subject.model, backend=subject.backend, fullgraph=True)
+        return Measurement(subject.difference(compiled(subject.ids, use_cache=False).logits), subject.backend)
+    finally:
+        torch._dynamo.reset()
+
+
+@torch.no_grad()
+def _save_and_load(subject: Subject) -> Measurement:
+    """Save as safetensors and load: weights and logits are the same bits."""
+    with tempfile.TemporaryDirectory() as folder:
+        subject.model.save_pretrained(folder)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=subject.model.dtype,
+            attn_implementation=subject.model.config._attn_implementation,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        again, info = loaded
+        again = again.to(subject.ids.device).eval()
+        odd = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        if any(odd.values()):
+            raise ValueError("; ".join(f"{key}: {names[0]}" for key, names in odd.items() if names))
+        before, after = subject.model.state_dict(), again.state_dict()
+        changed = [name for name in before if name not in after or not torch.equal(before[name], after[name])]
+        if changed:
+            raise ValueError(f"{len(changed)} weights differ after loading, such as {changed[0]}")
+        return Measurement(subject.difference(again(subject.ids, use_cache=False).logits), "must be the same bits", 0.0)
+
+
+@torch.no_grad()
+def _eager_and_sdpa(subject: Subject) -> Measurement:
+    model = subject.model
+    if not model._supports_sdpa:
+        raise NotApplicable(f"{type(model).__name__} has no SDPA attention")
+    before, logits = model.config._attn_implementation or "eager", {}
+    try:
+        for kind in ("eager", "sdpa"):
+            model.set_attn_implementation(kind)
+            if model.config._attn_implementation != kind:
+                raise NotApplicable(f"{type(model).__name__} cannot change its attention")
+            logits[kind] = widened(model(subject.ids, use_cache=False).logits)[0]
+    finally:
+        model.set_attn_implementation(before)
+    return Measurement(subject.difference(logits["eager"], logits["sdpa"]))
+
+
+@torch.no_grad()
+def _cache_bytes(subject: Subject) -> Measurement:
+    """Allocated bytes after a prefill and a step, against the plan.
+
+    The step is there for sliding windows: after a prefill alone a window is a view of all tokens' states.
+    """
+    model, count = subject.model, subject.ids.shape[1]
+    predicted = _predicted_bytes(model, count)
+    cache = DynamicCache(config=model.config)
+    subject.run_in_chunks([count - 1, 1], cache)
+    allocated = cache_bytes(cache)
+    return Measurement(abs(allocated - predicted), f"bytes; allocated {allocated:,}, by the plan {predicted:,}", 0.0)
+
+
+CHECKS: dict[str, Callable[[Subject], Measurement]] = {
+    "cache, token by token": _token_by_token,
+    "cache, uneven chunks": _chunked,
+    "static cache": _static,
+    "left-padded batch": _left_padded,
+    "beam search": _beam_search,
+    "compiled": _compiled,
+    "checkpointed gradients": checkpointed_gradients,
+    "save and load": _save_and_load,
+    "eager and SDPA": _eager_and_sdpa,
+    "cache bytes": _cache_bytes,
+}
+
+
+def _needs_fullgraph(model: PreTrainedModel) -> None:
+    if not model._can_compile_fullgraph:
+        raise NotApplicable(f"transformers says that {type(model).__name__} cannot be compiled as one graph")
+
+
+def _needs_compiler(device: torch.device) -> None:
+    """Refuse where inductor has nothing to compile its kernels with."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    if device.type == "cuda" and not has_triton():
+        raise NotApplicable("Triton is not installed, with which inductor compiles")
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise NotApplicable("there is no C++ compiler, with which inductor compiles") from None
+
+
+def _predicted_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Return the bytes of the states that the plan stores for a sequence: every layer that attends, in a stock model.
+
+    What a key and a value are like is seen in the calls of attention.
+    """
+    config = model.config.get_text_config(decoder=True)
+    options = config.to_dict()
+    if "linear_attention" in (options.get("layer_types") or ()) or "kv_lora_rank" in options:
+        raise NotApplicable("the cache keeps states of another kind than keys and values")
+    calls: dict[int, AttentionCall] = {}
+    with visited(model, lambda call: calls.update({call.layer: call})):
+        model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    total = 0
+    for layer, call in calls.items():
+        sizes = {"keys": call.key[0, :, 0].nbytes, "values": call.value[0, :, 0].nbytes}
+        kept = tokens if call.window is None else min(tokens, call.window)
+        total += round(kept * sum(share * sizes[state] for state, share in stored_shares(config, layer).items()))
+    return total

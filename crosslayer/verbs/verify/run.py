@@ -1,0 +1,141 @@
+"""Proof that a causal LM is right: its files are its manifest's, and every way to run it gives the same logits."""
+
+import inspect
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from crosslayer.environment import environment, quiet_transformers
+from crosslayer.models.load import DTYPES, EMBEDDED, load_model, public_name, resolve_device
+from crosslayer.output import manifest
+from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.record import Environment
+from crosslayer.verbs.verify.checks import CHECKS
+from crosslayer.verbs.verify.files import check_files, check_manifest
+from crosslayer.verbs.verify.judge import in_brief, judged, tolerance_of
+from crosslayer.verbs.verify.record import FAIL, Check
+from crosslayer.verbs.verify.result import Verification
+from crosslayer.verbs.verify.subject import random_ids, subject_of
+
+
+def verify(
+    model: PreTrainedModel | str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    device: str | None = None,
+    folder: str | Path | None = None,
+    compile_backend: str = "inductor",
+    progress: Meter = Silent,
+) -> Verification:
+    """Prove that a causal language model is right: its files, and every way to run it.
+
+    Checks run on copies; the model stays as it is.
+
+    The files of a folder are checked before anything is loaded. Where they are damaged, or a folder cannot be loaded, a
+    row says so, and the checks of the model are not run.
+
+    Args:
+        model: hub name, local folder, or smollm2 (embedded), loaded in float32. In Python also a loaded model.
+        tokenizer: in Python, of a loaded model; it keeps its special tokens out of the random ids.
+        dtypes: dtypes to check; each is compared with itself.
+        device: cpu, cuda, …; default the GPU, or the CPU where there is none. In Python for models that are named.
+        folder: in Python, where a loaded model was loaded from; its `manifest.json` is checked too.
+        compile_backend: in Python, the backend of `torch.compile`.
+        progress: in Python, shows what is being done.
+
+    Raises:
+        ValueError: there is no such model, it is no causal LM with a key-value cache or has too few positions, the
+            device or a dtype is unknown, or an option would do nothing.
+
+    """
+    check_dtypes(dtypes)
+    started = time.monotonic()
+    if isinstance(model, PreTrainedModel):
+        if device is not None:
+            raise ValueError("device is for a model that is named; this model is loaded already")
+        place = None if folder is None else Path(folder).expanduser()
+        checks = _check_loaded(model, tokenizer, place, dtypes, compile_backend, progress)
+    else:
+        if tokenizer is not None or folder is not None:
+            raise ValueError(
+                "a model that is named brings its own tokenizer and folder; leave tokenizer and folder out"
+            )
+        checks = _check_named(str(model), device, dtypes, compile_backend, progress)
+    return Verification(
+        model=public_name(model),
+        checks=tuple(checks),
+        seconds=round(time.monotonic() - started, 1),
+        environment=Environment.model_validate(environment()),
+    )
+
+
+def check_dtypes(dtypes: Sequence[str]) -> None:
+    """Refuse dtypes that are unknown, repeated or missing."""
+    if isinstance(dtypes, str) or not all(isinstance(dtype, str) for dtype in dtypes):
+        raise ValueError(f"dtypes is {dtypes!r}; give a list of names, such as ['float32', 'bfloat16']")
+    unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
+    if unknown or not dtypes or len(set(dtypes)) != len(dtypes):
+        raise ValueError(f"dtypes {', '.join(dtypes) or '(none)'}: name each once, of {', '.join(DTYPES)}")
+
+
+def check_count(dtypes: Sequence[str]) -> int:
+    """Return how many checks of a model there are, those of its manifest aside."""
+    return len(CHECKS) * len(dtypes)
+
+
+def _check_named(name: str, device: str | None, dtypes: Sequence[str], backend: str, progress: Meter) -> list[Check]:
+    """Check the files of a model, load it in float32, check it."""
+    target, path = resolve_device(device), Path(name).expanduser()
+    local = name not in EMBEDDED and ((path / "config.json").is_file() or (path / manifest.NAME).exists())
+    folder = path if local else None
+    with progress(f"checking and loading {name}", 0):
+        files = check_files(folder)
+        if files.status == FAIL:
+            return [files]
+        try:
+            model, tokenizer = load_model(name, dtype="float32", device=target)
+        except ValueError as error:
+            if folder is None:
+                raise
+            return [files, Check(name="load", dtype="float32", status=FAIL, reason=in_brief(error))]
+    return _check_loaded(model, tokenizer, folder, dtypes, backend, progress)
+
+
+def _check_loaded(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path | None,
+    dtypes: Sequence[str],
+    backend: str,
+    progress: Meter,
+) -> list[Check]:
+    """Run every check on copies of a model; a row each."""
+    _check_kind(model)
+    ids, done, total = random_ids(model, tokenizer), 0, check_count(dtypes)
+    with quiet_transformers(), progress("verifying", total) as meter:
+        meter.step(0, total, "manifest and plain pass")
+        rows = check_manifest(model, folder)
+        reference = subject_of(model, ids, "float32", backend).full  # (T, V)
+        for dtype in dtypes:
+            subject = subject_of(model, ids, dtype, backend)
+            tolerance, note = tolerance_of(dtype, subject.difference(reference))
+            for name, check in CHECKS.items():
+                meter.step(done, total, f"{name}, {dtype}")
+                rows.append(judged(name, dtype, tolerance, partial(check, subject), note))
+                done += 1
+        meter.step(total, total, "")
+    return rows
+
+
+def _check_kind(model: PreTrainedModel) -> None:
+    """Refuse what is no causal LM with a key-value cache."""
+    name = type(model).__name__
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise ValueError(f"verify needs a causal LM; {name} is none")
+    forwards = (inspect.signature(part.forward).parameters for part in (model, model.base_model))
+    if not any("past_key_values" in parameters for parameters in forwards):
+        raise ValueError(f"verify needs a model with a key-value cache; {name} keeps states of another kind")

@@ -1,1 +1,0 @@
-"""Prove that every way to run a model gives the same numbers."""

@@ -1,0 +1,471 @@
+"""Attention Residuals: the fast form equals the listed one in every circumstance, the ablations equal their loops."""
+
+import functools
+import gc
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from crosslayer import testing as contract
+from crosslayer.core import depth_attention
+from crosslayer.core.depth_attention import keep, listed
+from crosslayer.core.methods.attnres import AttnRes
+from crosslayer.testing import build, close, config_of
+from tests.core.methods.naive import Naive, attend, check
+from tests.helpers.tiny import tokens
+
+
+def readers(form, seed=0, dtype=torch.float64):
+    """Seven readers, each of which but the last makes the next source; return the loss and its leaves."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=dtype, generator=generator)
+
+    leaf = draw(2, 50, 16).requires_grad_()
+    maps, directions = [draw(16, 16) / 4 for _ in range(6)], [draw(16).requires_grad_() for _ in range(7)]
+
+    def stored(source, earlier):
+        return source if form is listed else keep(source, earlier, 7)
+
+    sources = [stored(leaf, [])]
+    for matrix, direction in zip(maps, directions[:-1], strict=True):
+        result = form(sources, direction, 1e-6)
+        sources.append(stored(torch.tanh(result @ matrix), sources))
+    return form(sources, directions[-1], 1e-6).square().sum(), (leaf, *directions)
+
+
+@pytest.fixture(params=["whole", "in pieces"])
+def pieces(request, monkeypatch):
+    if request.param == "in pieces":
+        monkeypatch.setattr(depth_attention, "PIECE", 7 * 16)
+
+
+def agree(results, expected, tolerance=1e-12):
+    assert len(results) == len(expected) > 0
+    for result, other in zip(results, expected, strict=True):
+        assert (result - other).abs().max() <= tolerance * other.abs().max().clamp(min=1)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_gradients_equal_the_listed_form():
+    (loss, leaves), (expected, others) = readers(depth_attention.depth_attention), readers(listed)
+    assert abs(loss - expected) < 1e-12 * abs(expected)
+    agree(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, others))
+
+
+@pytest.mark.usefixtures("pieces")
+def test_second_derivatives_equal_the_listed_form():
+    results = []
+    for form in (depth_attention.depth_attention, listed):
+        loss, leaves = readers(form)
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        results.append(torch.autograd.grad(sum(gradient.square().sum() for gradient in first), leaves))
+    agree(*results, tolerance=1e-10)
+
+
+def test_a_backward_pass_may_be_repeated_and_broken_off():
+    loss, leaves = readers(depth_attention.depth_attention)
+    expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+    # of the last readers alone: the sources below them do not come to build their gradients
+    agree(torch.autograd.grad(loss, leaves[5:], retain_graph=True), expected[5:], 0)
+
+    def fail(_):
+        raise RuntimeError("broken off")
+
+    handle = leaves[2].register_hook(fail)
+    with pytest.raises(RuntimeError, match="broken off"):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    agree(torch.autograd.grad(loss, leaves), expected, 0)
+
+
+def test_two_forward_passes_at_once_do_not_mix():
+    """One is abandoned, two are open together, and the second goes backward first."""
+    model, ids, other = build(config_of(["attnres"])).train(), tokens(seed=1), tokens(seed=2)
+
+    def gradients(loss):
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    expected = [gradients(model(x, labels=x, use_cache=False).loss) for x in (ids, other)]
+    model(ids, use_cache=False)
+    one, two = (model(x, labels=x, use_cache=False).loss for x in (ids, other))
+    agree(gradients(two), expected[1], 0)
+    agree(gradients(one), expected[0], 0)
+
+
+def test_nothing_of_a_forward_pass_stays():
+    model, ids = build(config_of(["attnres"])).train(), tokens()
+    seen = []
+
+    def watch(module, args, output):
+        sources = output[1]["attnres.sources"]
+        seen.extend(weakref.ref(source) for source in sources)
+        seen.append(weakref.ref(sources[-1].grad_fn.bank))
+
+    handle = model.model.layers[-1].register_forward_hook(watch)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    model(ids, labels=ids, use_cache=False)
+    handle.remove()
+    gc.collect()
+    assert len(seen) == 26 and not any(reference() is not None for reference in seen)
+
+
+@pytest.mark.parametrize("block", [None, 5])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_model_is_the_same_by_either_form(block, checkpointing, monkeypatch):
+    results = []
+    for eager in (True, False):
+        monkeypatch.setattr(depth_attention, "_eager", lambda eager=eager: eager)
+        model, ids = build(config_of([{"name": "attnres", "block": block}])).train(), tokens()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    agree(*results)
+
+
+@pytest.mark.parametrize("wrapped", [[1], [2], [0, 3, 4], [0, 1, 2, 3, 4]], ids=str)
+def test_a_source_that_is_wrapped_on_the_way_gets_its_gradient(wrapped):
+    """As FSDP2 does with what enters a layer."""
+    leaf = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    directions = torch.randn(5, 8, dtype=torch.float64)
+
+    def gradient(wrapped):
+        sources, results = [], []
+        for number, direction in enumerate(directions):
+            sources.append(keep(leaf * (number + 1), sources, 5))
+            if number in wrapped:
+                sources[number] = sources[number].clone()
+            results.append(depth_attention.depth_attention(sources, direction, 1e-6))
+        return torch.autograd.grad(sum(result.square().sum() for result in results), [leaf])
+
+    agree(gradient(wrapped), gradient([]))
+
+
+def kept(values):
+    """Return sources that were kept one after another."""
+    sources = []
+    for value in values:
+        sources.append(keep(value, sources, len(values)))
+    return sources
+
+
+def leaves(count):
+    return [torch.randn(2, 3, 8, requires_grad=True) for _ in range(count)]
+
+
+def lengths(sources):
+    """Return how many sources each operand of a reader holds."""
+    return [len(operand) for operand in depth_attention._operands(sources, [source.grad_fn for source in sources])]
+
+
+def test_sources_lie_one_behind_another():
+    """In one operand, and none is overwritten: a second continuation of the first four lies elsewhere."""
+    values = leaves(6)
+    sources = kept(values)
+    assert lengths(sources) == [6] and len(sources[0].grad_fn.bank.values) == 6
+    branch = [*sources[:4], *leaves(2)]
+    branch[4:] = [keep(branch[4], branch[:4], 6)]
+    assert lengths(branch) == [4, 1]
+    assert all(torch.equal(source, value) for source, value in zip(sources, values, strict=True))
+
+
+def test_a_full_bank_is_followed_by_another():
+    sources = kept(leaves(19))
+    assert lengths(sources) == [8, 8, 3] and len(sources[-1].grad_fn.bank.values) == 3
+    assert lengths(kept(leaves(3))) == [1, 1, 1]  # too few to begin with
+
+
+def test_layers_that_wrap_what_enters_them_begin_no_bank():
+    """FSDP2's know the stream and what attention made; memory for others would be a waste."""
+    sources = []
+    for _layer in range(3):
+        sources = [source.clone() for source in sources]
+        for value in leaves(2):
+            sources.append(keep(value, sources, 6))
+            assert sources[-1].grad_fn.bank is None
+
+
+def test_no_bank_under_hooks_on_saved_tensors_and_dispatch_modes():
+    """Who offloads or checkpoints means to let go of sources; who looks at operators means to see sources."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        sources = kept(leaves(5))
+    assert lengths([*sources, keep(leaves(1)[0], sources, 6)]) == [1] * 6  # nor does one begin late
+    with FlopCounterMode(display=False):
+        assert lengths(kept(leaves(5))) == [1] * 5
+
+
+def test_what_a_layer_returns_has_its_whole_gradient():
+    """As every hook on a layer's output expects it; `keep` hides a source's gradient from its readers."""
+    model, ids, outputs = build(config_of(["attnres"])).train(), tokens(), []
+    for layer in model.model.layers[:-1]:
+        layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+    gradients = []
+    for form in (True, False):
+        with mock.patch.object(depth_attention, "_eager", lambda form=form: form):
+            outputs.clear()
+            loss = model(ids, labels=ids, use_cache=False).loss
+            gradients.append(torch.autograd.grad(loss, outputs))
+    agree(*gradients)
+
+
+def test_selective_checkpointing():
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(context, operator, *args, **kwargs):
+        saved = operator in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.mv.default)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    results = []
+    for selective in (False, True):
+        model, ids = build(config_of(["attnres"])).train(), tokens()
+        if selective:
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            model.activation_checkpointing_enable({"context_fn": contexts})
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    agree(*results)
+
+
+def test_partial_backward_passes_leave_nothing_behind():
+    loss, (leaf, *directions) = readers(depth_attention.depth_attention)
+    for _ in range(3):
+        torch.autograd.grad(loss, directions[-1], retain_graph=True)
+    node, nodes = loss.grad_fn, []
+    while node is not None:
+        nodes.append(node)
+        node = node.next_functions[-1][0] if node.next_functions else None
+    sources = [node for node in nodes if isinstance(node, depth_attention._Source._backward_cls)]
+    assert sources and not any(source.parts for source in sources)
+
+
+def test_the_bank_goes_with_the_backward_pass():
+    """The loss of a step often lives until the next; what the step kept must not."""
+    sources = kept(leaves(4))
+    bank = weakref.ref(sources[-1].grad_fn.bank)
+    loss = depth_attention.depth_attention(sources, torch.randn(8), 1e-6).sum()
+    del sources
+    loss.backward(retain_graph=True)
+    assert bank() is not None
+    loss.backward()
+    assert bank() is None and loss.grad_fn is not None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch's own, on the first jvp
+def test_transforms_of_functions_take_the_listed_form():
+    sources = [torch.randn(3, 8, dtype=torch.float64) for _ in range(3)]
+    direction = torch.randn(8, dtype=torch.float64)
+
+    def result(direction):
+        return depth_attention.depth_attention(kept(sources), direction, 1e-6).square().sum()
+
+    by_function = torch.func.grad(result)(direction)
+    direction.requires_grad_()
+    agree([by_function], torch.autograd.grad(result(direction), [direction]))
+    tangent = torch.func.jvp(result, (direction.detach(),), (torch.ones_like(direction),))[1]
+    assert torch.allclose(tangent, by_function.sum())
+
+
+def test_a_batch_of_backward_passes_takes_the_listed_form():
+    (loss, leaves), (expected, others) = readers(depth_attention.depth_attention), readers(listed)
+    weights = torch.arange(3, dtype=torch.float64)
+    batched = torch.autograd.grad(loss, leaves, weights, is_grads_batched=True)
+    agree([gradient[2] for gradient in batched], torch.autograd.grad(expected, others, weights[2]))
+
+
+def test_scores_stay_exact_under_autocast():
+    direction = torch.randn(8, requires_grad=True)
+    parameters = [direction, *leaves(5)]
+    expected = depth_attention.depth_attention(kept(parameters[1:]), direction, 1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = depth_attention.depth_attention(kept(parameters[1:]), direction, 1e-6)
+        gradients = torch.autograd.grad(result.square().sum(), parameters)
+    assert torch.equal(result, expected)
+    agree(gradients, torch.autograd.grad(expected.square().sum(), parameters), 0)
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize(("gradients", "side_by_side"), [(True, False), (False, True), (False, False)])
+def test_mixed_and_narrow_types(gradients, side_by_side, monkeypatch):
+    """An embedding in float32 among sources in bfloat16: results in float32, as sums of both have it."""
+    monkeypatch.setattr(depth_attention, "GATHERED", 1 << 18 if side_by_side else 0)
+    wide, narrow = torch.float32, torch.bfloat16
+    for dtypes in ((wide, narrow, narrow, narrow, narrow), (narrow,) * 5):
+        sources = [torch.randn(2, 9, 16).to(dtype).requires_grad_(gradients) for dtype in dtypes]
+        direction = torch.randn(16, requires_grad=gradients)
+        result = depth_attention.depth_attention(kept(sources), direction, 1e-6)
+        expected = listed([s.float() for s in sources], direction, 1e-6)
+        assert result.dtype == dtypes[0]
+        tolerance = 1e-5 if dtypes[0] is wide else 2e-2
+        assert torch.allclose(result.float(), expected, atol=tolerance, rtol=tolerance)
+        if gradients:
+            leaves = [direction, *sources]
+            gradient = torch.autograd.grad(result.float().square().sum(), leaves)
+            for part, other in zip(gradient, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
+                assert (part.float() - other.float()).abs().max() <= 2e-2 * other.abs().max()  # bfloat16: 2⁻⁹ a term
+
+
+ABLATIONS = {
+    "input query": {"query": "input"},
+    "input query, blocks": {"query": "input", "block": 5},
+    "sigmoid": {"weights": "sigmoid"},
+    "static": {"weights": "static"},
+    "static, heads, blocks": {"weights": "static", "depth_heads": 4, "block": 3},
+    "no key norm": {"key_norm": False},
+    "heads": {"depth_heads": 4},
+    "heads, blocks": {"depth_heads": 4, "block": 4},
+    "window": {"window": 3},
+    "all": {"query": "input", "weights": "sigmoid", "key_norm": False, "depth_heads": 2, "window": 2, "block": 3},
+}
+QUICK = (
+    contract.cached_equals_full,
+    contract.causal,
+    contract.gradients_equal_under_checkpointing,
+    contract.save_and_load_are_bit_equal,
+    contract.documented,
+)
+
+
+class Loops(Naive):
+    """The definition, token by token and head by head; `options` are the method's."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.options = {"block": None, **model.config.cross_layer[0]}
+
+    def run(self, ids):
+        outputs = [self.model.model.embed_tokens(ids)]
+        for i, layer in enumerate(self.layers):
+            x = self.read(outputs, layer.attn_residual)
+            q, k, v = self.states(i, layer.input_layernorm(x))
+            outputs.append(layer.self_attn.o_proj(attend(self.model, i, q, k, v)))
+            outputs.append(layer.mlp(layer.post_attention_layernorm(self.read(outputs, layer.mlp_residual))))
+        return self.model.lm_head(self.model.model.norm(self.read(outputs, self.model.model.final_residual)))
+
+    def read(self, outputs, residual):
+        size = self.options["block"] or 1
+        sources = [outputs[0]] + [sum(outputs[1 + s : 1 + s + size]) for s in range(0, len(outputs) - 1, size)]
+        if len(sources) == 1:
+            return sources[0]
+        window = self.options.get("window")
+        sources = sources if window is None else [sources[0], *sources[1:][-window:]]
+        rows = [self.token([source[t] for source in sources], residual) for t in range(len(outputs[0]))]
+        return torch.stack(rows)
+
+    def token(self, sources, residual):
+        def normed(v):
+            return v / torch.sqrt((v * v).mean() + 1e-6)
+
+        heads = self.options.get("depth_heads", 1)
+        parts = []
+        for head in range(heads):
+            group = slice(head * len(sources[0]) // heads, (head + 1) * len(sources[0]) // heads)
+            if self.options.get("weights") == "static":
+                weights = residual.weight[:, head]
+            else:
+                query = residual.query
+                if self.options.get("query") == "input":
+                    query = torch.stack([row @ normed(sources[-1]) for row in query])
+                keys = (
+                    sources if not self.options.get("key_norm", True) else [normed(v) * residual.gain for v in sources]
+                )
+                scores = torch.stack([query[group] @ key[group] for key in keys])
+                sigmoid = self.options.get("weights") == "sigmoid"
+                weights = 1 / (1 + torch.exp(-scores)) if sigmoid else torch.exp(scores) / torch.exp(scores).sum()
+            parts.append(sum(weight * v[group] for weight, v in zip(weights, sources, strict=True)))
+        return torch.cat(parts)
+
+
+@pytest.mark.parametrize("case", ABLATIONS)
+def test_ablations_equal_their_loops(case):
+    check(build(config_of([{"name": "attnres", **ABLATIONS[case]}])), Loops)
+
+
+@pytest.mark.parametrize("check", QUICK, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("case", ["static, heads, blocks", "all", "window"])
+def test_ablations_hold_the_contract(case, check):
+    check(config_of([{"name": "attnres", **ABLATIONS[case]}]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", (*contract.BY_OPTIONS, contract.compiled_equals_eager), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("case", ABLATIONS)
+def test_every_ablation_holds_the_whole_contract(case, check):
+    check(config_of([{"name": "attnres", **ABLATIONS[case]}]))
+
+
+def test_ablations_begin_uniform():
+    """As published: a zero query. A model that is just built reads the mean, one half of each for sigmoids."""
+    from crosslayer.core.decoder import CrossLayerForCausalLM
+
+    for options, parts in (({"weights": "static"}, 1 / 3), ({"query": "input"}, 1 / 3), ({"weights": "sigmoid"}, 0.5)):
+        residual = CrossLayerForCausalLM(config_of([{"name": "attnres", **options}])).model.layers[1].attn_residual
+        stream, closed = torch.randn(1, 2, 32), (torch.randn(1, 2, 32), torch.randn(1, 2, 32))
+        result, _ = residual.read(stream, {"attnres.sources": closed})
+        assert torch.allclose(result, (stream + closed[0] + closed[1]) * parts, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"query": "none"}, "query is 'none'; it must be one of 'static', 'input'"),
+        ({"weights": "mean"}, "weights is 'mean'; it must be one of 'softmax', 'sigmoid', 'static'"),
+        ({"weights": "static", "query": "input"}, "static weights have neither queries nor keys"),
+        ({"weights": "static", "key_norm": False}, "static weights have neither queries nor keys"),
+        ({"depth_heads": 0}, "depth_heads is 0; it must be at least 1"),
+        ({"depth_heads": 5}, "depth_heads is 5; it must divide the width 32"),
+        ({"window": 0}, "window is 0; it must be at least 1"),
+        ({"window": 12}, "window is 12 beside the embedding, but there are only 13 sources.*at most 11"),
+        ({"window": 2, "block": 6}, "window is 2 beside the embedding, but there are only 3 sources.*at most 1"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=f"attnres: {message}"):
+        config_of([{"name": "attnres", **options}])
+
+
+def test_the_published_form_is_the_default():
+    assert AttnRes().published and AttnRes(block=4).published and not AttnRes(depth_heads=2).published
+    names = set(build(config_of(["attnres"])).state_dict())
+    assert {name.rsplit(".", 1)[1] for name in names if "residual" in name} == {"query", "gain"}
+
+
+def test_zero_queries_are_the_prenorm_transformer():
+    """A mean over sources is the plain sum over their number, which a norm without eps undoes.
+
+    1e-12: the norms of both are given float64, since the modules' own computes in float32 whatever the dtype.
+    """
+    config = config_of(["attnres"], rms_norm_eps=0.0)
+    ours, plain = build(config), build(config_of([], rms_norm_eps=0.0))
+    weights = plain.state_dict()
+    ours.load_state_dict(ours.state_dict() | weights)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name.endswith("residual.query"):
+                parameter.zero_()
+    for model in (ours, plain):
+        for module in model.modules():
+            if type(module).__name__ == "LlamaRMSNorm":
+                module.forward = lambda x, m=module: m.weight * x / x.square().mean(-1, keepdim=True).sqrt()
+    with torch.no_grad():
+        result, expected = ours(tokens()).logits, plain(tokens()).logits
+    close(result / expected.abs().max(), expected / expected.abs().max(), "zero queries and the plain sum", 1e-12)
+
+
+@pytest.mark.parametrize("reader", [1, 6, 12])
+def test_scaling_a_source_leaves_the_weights_as_they_are(reader):
+    model = build(config_of(["attnres"], rms_norm_eps=0.0)).model
+    residuals = [r for layer in model.layers for r in (layer.attn_residual, layer.mlp_residual)]
+    residual = [*residuals, model.final_residual][reader]
+    *closed, stream = torch.randn(reader + 1, 2, 5, 32, dtype=torch.float64)
+    weights = residual.depth_weights(stream, {"attnres.sources": tuple(closed)})
+    closed[0] = closed[0] * 1e3
+    assert weights.shape == (reader + 1, 2, 5) and weights.std() > 0
+    close(
+        residual.depth_weights(stream, {"attnres.sources": tuple(closed)}), weights, "weights of a scaled source", 1e-12
+    )

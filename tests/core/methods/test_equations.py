@@ -1,0 +1,300 @@
+"""Each method's equation against loops that do not use the plan, the carry or the cache.
+
+1e-6, not 1e-10: the model's norms compute in float32 whatever the dtype, so that a rounding of 1e-16 before a norm can
+become 6e-8 after it (SDPA and the loops sum in another order). A wrong wiring moves the logits by more than 1e-2.
+"""
+
+import pytest
+import torch
+
+from crosslayer.core.decoder import CrossLayerForCausalLM
+from crosslayer.core.methods import method_class
+from crosslayer.testing import build, config_of
+from tests.core.methods.naive import Naive, attend, check
+from tests.helpers.tiny import tokens
+
+
+def test_the_plain_decoder():
+    check(build(config_of([])), Naive)
+
+
+@pytest.mark.parametrize(("group", "start", "end"), [(2, 0, None), (3, 0, None), (4, 1, 6), (2, 2, 5)])
+def test_cla(group, start, end):
+    class Loops(Naive):
+        def states(self, layer, normed):
+            last = 6 if end is None else end
+            inside = start <= layer < last
+            leader = start + (layer - start) // group * group if inside else layer
+            q = self.raw_state(layer, normed, "q")
+            if leader == layer:
+                return q, self.raw_state(layer, normed, "k"), self.raw_state(layer, normed, "v")
+            return q, self.used["k"][leader], self.used["v"][leader]
+
+    check(build(config_of([{"name": "cla", "group": group, "start": start, "end": end}])), Loops)
+
+
+@pytest.mark.parametrize("pairs", [((5, 1),), ((2, 1), (4, 0), (5, 1)), ((1, 0), (2, 0), (3, 0), (4, 0), (5, 0))])
+def test_kvsharer(pairs):
+    class Loops(Naive):
+        def states(self, layer, normed):
+            q = self.raw_state(layer, normed, "q")
+            for reader, lender in pairs:
+                if reader == layer:
+                    return q, self.used["k"][lender], self.used["v"][lender]
+            return q, self.raw_state(layer, normed, "k"), self.raw_state(layer, normed, "v")
+
+    check(build(config_of([{"name": "kvsharer", "pairs": pairs}])), Loops)
+
+
+def test_kvsharer_on_groups_is_cla():
+    groups = ((1, 2, 3), (4, 5))
+    pairs = method_class("kvsharer").from_groups(groups, 6)
+    model = build(config_of([pairs]))
+    same = CrossLayerForCausalLM(config_of([{"name": "cla", "groups": groups}])).double().eval()
+    assert pairs.plan(6) == same.config.plan and pairs.pairs == ((2, 1), (3, 1), (5, 4))
+    assert not any(same.load_state_dict(model.state_dict()))
+    with torch.no_grad():
+        assert torch.equal(model(tokens()).logits, same(tokens()).logits)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (((1, 4),), r"pair \(1, 4\) must name the reading layer, then one below it"),
+        ((), "there are no pairs; name the reading and the lending layer"),
+        (((3, 3),), r"pair \(3, 3\) must name the reading layer"),
+        (((6, 1),), "holds 6; layers go from 0 to 5"),
+        (((4, -1),), "holds -1; layers go from 0 to 5"),
+        (((4, 1), (4, 2)), r"names a layer twice: \[4, 4\]"),
+        (((5, 4), (4, 1)), "layer 5 reads layer 4, which reads layer 1 itself; pair 5 with 1"),
+    ],
+)
+def test_pairs_that_cannot_be(pairs, message):
+    with pytest.raises(ValueError, match=f"^kvsharer: .*{message}"):
+        config_of([{"name": "kvsharer", "pairs": pairs}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "drop", "attention": (3,)}, "drop: compensation_bias is a bias of W_c, .* set compensation to 'att"),
+        ({"name": "uniattn", "superblocks": ((2, 3),), "compensation": None}, "to 'attention' or 'heads' or 'mlp'"),
+    ],
+)
+def test_a_bias_without_w_c(options, message):
+    with pytest.raises(ValueError, match=message):
+        config_of([{**options, "compensation_bias": True}])
+
+
+@pytest.mark.parametrize("target", ["attention", "heads"])
+def test_a_bias_of_w_c(target):
+    """Drop with W_c and bias in the place of attention, and CLA with W_c before W_o: token by token."""
+    drop = {"name": "drop", "attention": (1, 4), "compensation": "attention"}
+    cla = {"name": "cla", "groups": ((2, 3),), "compensation": "heads"}
+    entry = {**(drop if target == "attention" else cla), "compensation_bias": True}
+
+    class Loops(Naive):
+        def w_c(self, layer, normed):
+            module = self.layers[layer].compensation
+            return torch.stack([module.weight @ row + module.bias for row in normed])
+
+        def states(self, layer, normed):
+            q, k, v = (None,) * 3 if layer == 3 and target == "heads" else super().states(layer, normed)
+            if q is None:
+                return self.raw_state(layer, normed, "q"), self.used["k"][2], self.used["v"][2]
+            return q, k, v
+
+        def added(self, layer, normed):
+            if target == "heads" and layer == 3:
+                return self.layers[layer].self_attn.o_proj(self.w_c(layer, normed))
+            return 0
+
+        def run(self, ids):
+            x = self.model.model.embed_tokens(ids)
+            for number, layer in enumerate(self.layers):
+                normed = layer.input_layernorm(x)
+                if layer.self_attn is None:
+                    x = x + self.w_c(number, normed)
+                else:
+                    q, k, v = self.states(number, normed)
+                    self.used["k"][number], self.used["v"][number] = k, v
+                    x = x + layer.self_attn.o_proj(attend(self.model, number, q, k, v)) + self.added(number, normed)
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
+            return self.model.lm_head(self.model.model.norm(x))
+
+    model = build(config_of([entry]))
+    biased = [layer.compensation.bias for layer in model.model.layers if layer.compensation is not None]
+    assert all(bias.abs().max() > 0.1 for bias in biased)
+    check(model, Loops)
+
+
+@pytest.mark.parametrize(
+    ("share", "letters"), [("values", "v"), ("queries", "q"), ("keys", "k"), (("keys", "values"), "kv")]
+)
+@pytest.mark.parametrize("anchors", [(0,), (0, 2, 5)])
+def test_svformer(share, letters, anchors):
+    class Loops(Naive):
+        def states(self, layer, normed):
+            anchor = max(a for a in anchors if a <= layer)
+            return tuple(
+                self.used[name][anchor]
+                if name in letters and layer not in anchors
+                else self.raw_state(layer, normed, name)
+                for name in "qkv"
+            )
+
+    check(build(config_of([{"name": "svformer", "share": share, "anchors": anchors}])), Loops)
+
+
+@pytest.mark.parametrize("target", ["attention", "heads", "mlp", None])
+def test_uniattn(target):
+    blocks = ((1, 2, 3), (4, 5))
+
+    class Loops(Naive):
+        def leader(self, layer):
+            return next((b[0] for b in blocks if layer in b), layer)
+
+        def states(self, layer, normed):
+            leader, v = self.leader(layer), self.raw_state(layer, normed, "v")
+            if leader == layer:
+                return self.raw_state(layer, normed, "q"), self.raw_state(layer, normed, "k"), v
+            return self.used["q"][leader], self.used["k"][leader], v
+
+        def added(self, layer, normed):
+            if target is None or self.leader(layer) == layer:
+                return 0
+            weight = self.layers[layer].compensation.weight
+            update = torch.stack([sum(weight[:, c] * row[c] for c in range(len(row))) for row in normed])
+            # W_o is linear and has no bias here, so what is added before it is added after it
+            return self.layers[layer].self_attn.o_proj(update) if target == "heads" else update
+
+        def run(self, ids):
+            if target != "mlp":
+                return super().run(ids)
+            x = self.model.model.embed_tokens(ids)
+            for number, layer in enumerate(self.layers):
+                normed = layer.input_layernorm(x)
+                q, k, v = self.states(number, normed)
+                self.used["q"][number], self.used["k"][number] = q, k
+                x = x + layer.self_attn.o_proj(attend(self.model, number, q, k, v))  # W_c must not reach the MLP's norm
+                x = x + layer.mlp(layer.post_attention_layernorm(x)) + self.added(number, normed)
+            return self.model.lm_head(self.model.model.norm(x))
+
+    check(build(config_of([{"name": "uniattn", "superblocks": blocks, "compensation": target}])), Loops)
+
+
+def test_drop():
+    model = build(config_of([{"name": "drop", "attention": (0, 3), "mlp": (2,), "layers": (4,)}]))
+    existing = [(layer.self_attn is not None, layer.mlp is not None) for layer in model.model.layers]
+    assert existing == [(False, True), (True, True), (True, False), (False, True), (False, False), (True, True)]
+    check(model, Naive)
+
+
+RESFORMERS = [
+    {"mode": "identity"},
+    {"mode": "constant"},
+    {"mode": "sparse"},
+    {"mode": "learnable"},
+    {"mode": "learnable", "source": "previous"},
+    {"mode": "learnable", "source": "all"},
+    {"mode": "dense", "source": "all"},
+    {"mode": "identity", "of": "queries"},
+    {"mode": "learnable", "of": "keys", "source": "all"},
+]
+
+
+@pytest.mark.parametrize("options", RESFORMERS, ids=str)
+def test_resformer(options):
+    name = options.get("of", "values")[0]
+    source, mode = options.get("source", "first"), options["mode"]
+
+    class Loops(Naive):
+        def states(self, layer, normed):
+            states = dict(zip("qkv", super().states(layer, normed), strict=True))
+            raw = self.raw[name]
+            if layer:
+                if mode in ("learnable", "dense"):
+                    weights = self.layers[layer].self_attn.mixers[0].weights
+                else:
+                    weights = {"identity": (0.5, 0.5), "constant": (2, 1), "sparse": (5, 1) if layer >= 4 else (0, 1)}[
+                        mode
+                    ]
+                if mode == "dense":
+                    states[name] = sum(weights[i] * raw[i] for i in range(layer + 1))
+                else:
+                    below = {"first": [0], "previous": [layer - 1], "all": range(layer)}[source]
+                    added = sum(raw[i] for i in below) / len(below)
+                    states[name] = weights[0] * added + weights[1] * raw[layer]
+            return states["q"], states["k"], states["v"]
+
+    check(build(config_of([{"name": "resformer", **options}])), Loops)
+
+
+@pytest.mark.parametrize("block", [None, 1, 2, 5, 12])
+def test_attnres(block):
+    size = block or 1
+
+    class Loops(Naive):
+        def run(self, ids):
+            outputs = [self.model.model.embed_tokens(ids)]  # v_0, then every sublayer's output
+            sublayers = [(i, site) for i in range(6) for site in ("attn", "mlp")]
+            for number, (i, site) in enumerate(sublayers):
+                layer = self.layers[i]
+                x = self.depth(outputs, number, getattr(layer, f"{site}_residual"))
+                if site == "attn":
+                    q, k, v = self.states(i, layer.input_layernorm(x))
+                    outputs.append(layer.self_attn.o_proj(attend(self.model, i, q, k, v)))
+                else:
+                    outputs.append(layer.mlp(layer.post_attention_layernorm(x)))
+            x = self.depth(outputs, 12, self.model.model.final_residual, final=True)
+            return self.model.lm_head(self.model.model.norm(x))
+
+        def depth(self, outputs, number, residual, final=False):
+            sources = [outputs[0]]
+            blocks = [outputs[1 + s : 1 + min(s + size, number)] for s in range(0, number, size)]
+            sources += [sum(block) for block in blocks if block]
+            expected = -(-12 // size) + 1 if final else number // size + 1 + (number % size > 0)
+            assert len(sources) == expected  # ⌊l/S⌋ + 1 + [l mod S > 0]; at the output ⌈L/S⌉ + 1
+            if len(sources) == 1:
+                return sources[0]
+            result = torch.zeros_like(sources[0])
+            for t in range(len(result)):
+                logits = []
+                for v in (s[t] for s in sources):
+                    normed = v / torch.sqrt((v * v).mean() + 1e-6) * residual.gain
+                    logits.append(float(residual.query @ normed))
+                shares = torch.softmax(torch.tensor(logits, dtype=torch.float64), 0)
+                result[t] = sum(share * s[t] for share, s in zip(shares, sources, strict=True))
+            return result
+
+    check(build(config_of([{"name": "attnres", "block": block}])), Loops)
+
+
+@pytest.mark.parametrize(("dilation", "period"), [(1, 1), (2, 1), (4, 5), (3, 2)])
+@pytest.mark.parametrize(
+    "dropped", [{}, {"attention": (0, 3), "mlp": (5,)}, {"layers": (2,)}, {"layers": (0,)}], ids=str
+)
+def test_denseformer(dilation, period, dropped):
+    class Loops(Naive):
+        def run(self, ids):
+            y = self.model.model.embed_tokens(ids)
+            outputs = [y]  # X_0, X_1, …
+            for number, layer in enumerate(self.layers):
+                if layer.self_attn is None and layer.mlp is None:
+                    continue
+                x = y
+                if layer.self_attn is not None:
+                    q, k, v = self.states(number, layer.input_layernorm(x))
+                    x = x + layer.self_attn.o_proj(attend(self.model, number, q, k, v))
+                if layer.mlp is not None:
+                    x = x + layer.mlp(layer.post_attention_layernorm(x))
+                outputs.append(x)
+                y, i = x, len(outputs) - 1
+                if i % period == 0:
+                    weights = (layer.attn_residual if layer.mlp is None else layer.mlp_residual).weights
+                    terms = [j for j in range(i + 1) if (i - j) % dilation == 0]
+                    y = sum(weights[place] * outputs[j] for place, j in enumerate(terms))
+            return self.model.lm_head(self.model.model.norm(y))
+
+    methods = [{"name": "denseformer", "dilation": dilation, "period": period}, {"name": "drop", **dropped}]
+    check(build(config_of(methods)), Loops)

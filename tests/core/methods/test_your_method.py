@@ -1,0 +1,112 @@
+"""What docs/YOUR_METHOD.md tells authors works as it stands there: outside of the package, and as a file in it."""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from crosslayer.cli.methods import command
+
+from crosslayer.core import methods
+from crosslayer.testing import CHECKS, config_of
+
+ROOT = Path(__file__).parents[3]
+WORDS = ("Scaled values: groups", "U_n = A_n (s V_l)", "by: float = 2.0", "Where the trained number begins.",
+         "cached share: 75.00%", "KV bytes per token in bf16", '{"method": "scaled", "cache": "75.00%"}')  # fmt: skip
+
+
+def blocks(heading: str) -> list[str]:
+    """The blocks of code below a heading of the page."""
+    section = (ROOT / "docs" / "YOUR_METHOD.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"```python\n(.+?)```", section, re.S)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The page's method as a module on the path, and the page's test of it."""
+    (tmp_path / "scaled.py").write_text("\n".join(blocks("Step by step")))
+    (tmp_path / "test_scaled.py").write_text("\n".join(blocks("Test it")))
+    (tmp_path / "use.py").write_text("\n".join(blocks("Use it")))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(methods, "_allowed", set())
+    yield tmp_path
+    sys.modules.pop("scaled", None)
+
+
+def test_it_is_described(folder, capsys):
+    with pytest.raises(ValueError, match="'scaled' is not known; .* --allow-methods scaled"):
+        command("scaled")
+    methods.allow_methods("scaled")
+    command("scaled")
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in WORDS), shown
+
+
+def test_it_is_used(folder, capsys):
+    runpy.run_path(str(folder / "use.py"))
+    assert "cached share: 87.50%" in capsys.readouterr().out  # the default groups its first two layers
+
+
+def test_a_whole_number_for_a_fraction_is_that_fraction(folder):
+    methods.allow_methods("scaled")
+    for value in (1, 1.0):
+        (method,) = config_of({"name": "scaled", "by": value}).methods
+        assert repr(method.by) == "1.0"
+    for value in (float("nan"), float("inf"), True, "1"):
+        with pytest.raises(ValueError, match=r"scaled: by is .*; it must be a finite number$"):
+            config_of({"name": "scaled", "by": value})
+
+
+def test_its_test_passes(folder):
+    test = runpy.run_path(str(folder / "test_scaled.py"))
+    for check in CHECKS:
+        test["test_scaled"](check)
+    test["test_scaled_with_others"]()
+
+
+ADDED = """
+import torch
+
+import crosslayer.core.methods
+from crosslayer import testing as contract
+from crosslayer.verbs.methods.catalogue import markdown, method_table
+from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.options import RetrofitOptions
+from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.wires import searched_methods
+from transformers import LlamaConfig, LlamaForCausalLM
+
+assert crosslayer.__file__.startswith(FOLDER), crosslayer.__file__
+cls = crosslayer.core.methods.method_class("scaled")
+contract.check_method(cls.example(6))
+assert "scaled" in crosslayer.core.methods.method_names() and "scaled" in [row["method"] for row in method_table()]
+assert "| `scaled` | Scaled values: groups use" in markdown()
+assert cls in searched_methods()
+request = Request(RetrofitOptions(method="scaled", layers="2-3"))
+assert request.kind is cls and request.target(cls) == "attention"
+method = cls.from_groups([[2, 3]], 6, "attention")
+shape = {**contract.SHAPE, "num_hidden_layers": 6}
+result = convert(LlamaForCausalLM(LlamaConfig(**shape)).eval(), [method])
+assert "model.layers.3.self_attn.v_proj.weight" in result.dropped, result.dropped
+assert "model.layers.3.attn_compensation.weight" in result.new, result.new
+"""
+
+
+def test_a_file_in_the_folder_is_all_that_a_method_needs(tmp_path):
+    """A copy of the package with a new file: the contract, the tables, a retrofit and the search know it."""
+    shutil.copytree(ROOT / "crosslayer", tmp_path / "crosslayer", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "crosslayer" / "methods" / "scaled.py").write_text("\n".join(blocks("Step by step")))
+    (tmp_path / "added.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{ADDED}")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
+
+    def output_of(*words: str) -> str:
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    output_of("added.py")
+    assert "scaled" in output_of("-m", "crosslayer", "retrofit", "--help")

@@ -1,0 +1,390 @@
+"""Plans: rules, merging, diagrams, and random wirings through the cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers.modeling_utils import AttentionInterface
+
+import crosslayer.core.methods
+from crosslayer import testing as contract
+from crosslayer.core.decoder import CrossLayerForCausalLM
+from crosslayer.core.method import Method, StateReader, Wiring
+from crosslayer.core.methods import load_method, merge_plans, method_names
+from crosslayer.core.plan import STATES, DepthPlan, parse_layers
+from tests.helpers.tiny import tokens
+
+
+@st.composite
+def vectors(draw, layers):
+    """A valid vector: each entry is its own or an earlier owner's."""
+    vector = []
+    for layer in range(layers):
+        owners = [i for i in range(layer) if vector[i] == i]
+        vector.append(draw(st.sampled_from([layer, layer, *owners])))
+    return vector
+
+
+@st.composite
+def plans(draw):
+    layers = draw(st.integers(1, 6))
+    found = {state: draw(vectors(layers)) for state in STATES}
+    lenders = {source for vector in found.values() for i, source in enumerate(vector) if source != i}
+    free = [i for i in range(layers) if i not in lenders]
+    dropped = draw(st.lists(st.sampled_from(free), unique=True, max_size=len(free))) if free else []
+    dropped = dropped if len(dropped) < layers else dropped[1:]
+    for layer in dropped:
+        for state in STATES:
+            found[state][layer] = None
+    mlps = [i if draw(st.booleans()) or i not in dropped else None for i in range(layers)]
+    return DepthPlan(**{state: tuple(vector) for state, vector in found.items()}, mlps=tuple(mlps))
+
+
+def config_with(plan, *methods, **changes):
+    """A config with a plan; `cross_layer` stays empty, so that nothing has to be named."""
+    config = contract.config_of([], num_hidden_layers=plan.layers, **changes)
+    wiring = Wiring(methods, plan, (None,) * plan.layers, (False,) * plan.layers)
+    config.__class__ = type("Wired", (type(config),), {"wiring": property(lambda self: wiring)})
+    return config
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(plans(), st.sampled_from([(4, 1), (4, 2), (4, 4), (2, 1), (6, 3)]))
+def test_random_plans_run_cached_as_uncached_and_store_what_is_predicted(plan, heads):
+    config = config_with(plan, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=8)
+    model, ids = contract.build(config), tokens(batch=1, length=6)
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+    found, cache = contract.steps(model, ids, [3, 1, 2])
+    contract.close(full, found, "cached")
+    assert contract.elements(cache) == contract.predicted(config, 1, 6)
+    share = contract.predicted(config, 1, 6) / (2 * plan.layers * heads[1] * 8 * 6)
+    assert plan.cached_fraction() == pytest.approx(share)
+
+
+@st.composite
+def entries_of_several(draw, layers):
+    """A valid vector in which layers may read several owners."""
+    vector: list = []
+    for layer in range(layers):
+        owners = [i for i in range(layer) if vector[i] == i or isinstance(vector[i], tuple) and i in vector[i]]
+        several = draw(st.lists(st.sampled_from([*owners, layer]), unique=True, max_size=3))
+        vector.append(tuple(sorted(several)) if len(several) > 1 else several[0] if several else layer)
+    return tuple(vector)
+
+
+@st.composite
+def plans_of_several(draw):
+    """Plans whose layers may read several layers' keys and values, and have a half of their value heads."""
+    layers = draw(st.integers(1, 6))
+    keys, values = draw(entries_of_several(layers)), draw(entries_of_several(layers))
+    own = tuple(range(layers))
+    whole = DepthPlan(own, keys, values, own)
+    halves = [
+        isinstance(values[i], tuple) and len(values[i]) == 2 and i in values[i] and not whole.lends("values", i)
+        for i in own
+    ]
+    return DepthPlan(own, keys, values, own, tuple(0.5 if half and draw(st.booleans()) else 1.0 for half in halves))
+
+
+class Mean(StateReader):
+    """Reads the mean of the layers' states; heads that a layer lacks are those of the first layer that it reads."""
+
+    def forward(self, keys, values, mask, new):
+        own = values[-1]
+        if own.shape[1] < keys[0].shape[1]:
+            values = (torch.cat([values[0][:, own.shape[1] :], own], 1),)
+        return sum(keys) / len(keys), sum(values) / len(values), mask
+
+
+class ReadsMean(Method):
+    """Combines what a plan of several reads."""
+
+    def reader(self, config, wiring, layer):
+        return Mean()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(plans_of_several(), st.sampled_from([(4, 2), (4, 4)]))
+def test_random_plans_of_several_sources_run_cached_as_uncached_and_store_what_is_predicted(plan, heads):
+    config = config_with(plan, ReadsMean(), num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=8)
+    model, ids = contract.build(config), tokens(batch=1, length=6)
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+    found, cache = contract.steps(model, ids, [3, 1, 2])
+    contract.close(full, found, "cached")
+    state = heads[1] * 8 * 6  # elements of a layer's keys, or values
+    assert contract.elements(cache) == contract.predicted(config, 1, 6)
+    assert plan.cached_fraction() == pytest.approx(contract.elements(cache) / (2 * plan.layers * state))
+    assert plan.stored_states() <= plan.read_states()
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans_of_several())
+def test_plans_of_several_sources_merge_and_compare_as_others(plan):
+    identity = DepthPlan.identity(plan.layers)
+    assert plan.merge(identity, ("one", "other")) == plan == identity.merge(plan, ("one", "other"))
+    assert plan.merge(plan, ("one", "other")) == plan and hash(plan) == hash(plan.merge(plan, ("one", "other")))
+    for state in ("keys", "values"):
+        slots = plan.slots(state)
+        for reader in range(plan.layers):
+            held = [slots[source] for source in plan.reads(state, reader) if source != reader]
+            assert None not in held and len(set(held)) == len(held)  # what is read together is kept apart
+
+
+BREAKS = ("above", "not owned", "out of range", "half dropped", "mlp", "length", "type", "dropped lender")
+
+
+@settings(max_examples=300, deadline=None)
+@given(plans(), st.sampled_from(BREAKS), st.data())
+def test_impossible_plans_are_refused(plan, how, data):
+    values = {name: list(getattr(plan, name)) for name in (*STATES, "mlps")}
+    state, layer = data.draw(st.sampled_from(STATES)), data.draw(st.integers(0, plan.layers - 1))
+    top = plan.layers - 1
+    if how == "above":
+        values[state] = [top + 1 if i == layer else s for i, s in enumerate(values[state])]
+        values = {name: [*vector, len(vector)] for name, vector in values.items()}  # now the layer above exists
+    elif how == "not owned":  # a new top layer reads from one that reads from another
+        values = {name: [*vector, len(vector), len(vector) + 1] for name, vector in values.items()}
+        values[state][-2:] = [next(i for i, s in enumerate(values[state]) if s == i), top + 1]
+        if values[state][-2] == top + 1:
+            values[state][-2] = top + 2
+    elif how == "out of range":
+        values[state][layer] = data.draw(st.sampled_from([-1, plan.layers, 99]))
+    elif how == "half dropped":
+        values[state][layer] = None if values[state][layer] is not None else layer
+    elif how == "mlp":
+        values["mlps"][layer] = layer + 1
+    elif how == "length":
+        values[state].append(plan.layers)
+    elif how == "type":
+        values[state][layer] = data.draw(st.sampled_from([True, 0.5, "0"]))
+    else:
+        values = {name: [*vector, len(vector)] for name, vector in values.items()}
+        values[state][-1] = layer
+        for name in STATES:
+            values[name][layer] = None
+    with pytest.raises(ValueError):
+        DepthPlan(**{name: tuple(vector) for name, vector in values.items()})
+
+
+def test_errors_name_layer_and_rule():
+    own = (0, 1, 2)
+    cases = [
+        (((0, 2, 2), own, own, own), "layer 1: queries come from layer 2 above it; a source is never above its reader"),
+        ((own, (0, 0, 1), own, own), "layer 2: keys come from layer 1, which owns none"),
+        ((own, own, (0, None, 2), own), r"layer 1: .* attention goes whole"),
+        ((own, own, own, (0, 0, 2)), "layer 1: mlps is 0; an MLP is its layer's own"),
+        (((None,) * 3, (None,) * 3, (None,) * 3, own), "no layer has attention"),
+    ]
+    several = [
+        (((0, (0, 1), 2), own, own, own), r"layer 1: queries come from \(0, 1\); only keys and values may come from"),
+        ((own, (0, (1,), 2), own, own), r"layer 1: keys come from \(1,\); several sources are at least two layers in"),
+        ((own, (0, (1, 0), 2), own, own), r"layer 1: keys come from \(1, 0\); several sources are .* in rising order"),
+        ((own, (0, (0, 0), 2), own, own), r"layer 1: keys come from \(0, 0\); several sources are .* in rising order"),
+        ((own, (0, 0, (0, 1)), own, own), "layer 2: keys come from layer 1, which owns none"),
+        ((own, (0, (0, 2), 2), own, own), "layer 1: keys come from layer 2 above it"),
+        ((own, own, own, own, (1, 0.5, 1)), "layer 1: it has 50% of the value heads for itself and reads no other"),
+        ((own, own, (0, (0, 1), (1, 2)), own, (1, 0.5, 1)), "layer 1: it has 50% .* and cannot lend all of them"),
+        ((own, own, (0, (0, 1), 2), own, (1, 0, 1)), "layer 1: the share of value heads is 0; it must be above 0"),
+        ((own, own, own, own, (1, 1)), "value_shares must have an entry for each layer"),
+    ]
+    for entries, message in cases + several:
+        with pytest.raises(ValueError, match=message):
+            DepthPlan(*entries)
+
+
+def test_lists_become_tuples():
+    plan = DepthPlan([0, 1, 1], [0, 0, 0], [0, 1, 2], [0, 1, None])
+    same = DepthPlan((0, 1, 1), (0, 0, 0), (0, 1, 2), (0, 1, None))
+    assert plan == same and hash(plan) == hash(same) and plan.keys == (0, 0, 0)
+    assert plan.merge(DepthPlan.identity(3), ("one", "other")) == plan
+    for wrong in (True, 1.0):
+        with pytest.raises(ValueError, match=f"layer 1: mlps is {wrong}"):
+            DepthPlan((0, 1), (0, 1), (0, 1), (0, wrong))
+
+
+def test_merging():
+    cla = load_method({"name": "cla", "group": 2})
+    assert merge_plans([cla, load_method({"name": "drop", "attention": (1,)})], 4).keys == (0, None, 2, 2)
+    with pytest.raises(ValueError, match="cla with drop: layer 1 reads keys of layer 0, which owns none"):
+        merge_plans([cla, load_method({"name": "drop", "attention": (0,)})], 4)
+    uniattn = load_method({"name": "uniattn", "superblocks": ((1, 2, 3),)})
+    with pytest.raises(ValueError, match=r"layer 3: cla takes keys from layer 2 and uniattn from layer 1"):
+        merge_plans([cla, uniattn], 4)
+
+
+def test_slots_are_reused_after_the_last_reader():
+    groups = load_method({"name": "cla", "group": 2}).plan(6)
+    assert groups.slots("keys") == (0, None, 0, None, 0, None) and groups.slots("queries") == (None,) * 6
+    crossing = DepthPlan((0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 2, 3), (0, 1, 2, 3))
+    assert crossing.slots("keys") == (0, 1, None, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "layers", "share"),
+    [
+        ("svformer", 8, 0.5625),
+        ("svformer", 24, 25 / 48),
+        ("cla", 32, 0.5),
+        ("resformer", 32, 1.0),
+        ("attnres", 32, 1.0),
+        ("fusedkv", 32, 0.5),
+        ({"name": "fusedkv", "lite": True}, 32, 0.5),
+        ("skipv1", 32, (1 + (1 + 31 / 2) / 32) / 2),  # of the values (1 + (L − 1)/2) / L
+        ("cross_attention", 32, 1.0),
+        ("yoco", 32, 17 / 32),
+        ("denseformer", 32, 1.0),
+    ],
+)
+def test_cached_fraction(method, layers, share):
+    assert load_method(method).plan(layers).cached_fraction() == pytest.approx(share)
+
+
+def test_uniattn_and_drop_keep_the_papers_shares():
+    blocks = tuple(tuple(range(s, s + 4)) for s in (16, 20, 24, 28))
+    assert load_method({"name": "uniattn", "superblocks": blocks}).plan(32).cached_fraction() == pytest.approx(0.8125)
+    gone = tuple(i for block in blocks for i in block[1:])
+    plan = load_method({"name": "drop", "attention": gone}).plan(32)
+    assert plan.cached_fraction() == pytest.approx(0.625)
+    assert plan.bytes_per_token(100) == (40 * 100, 40 * 100)
+    assert load_method("cla").plan(32).bytes_per_token(100) == (32 * 100, 64 * 100)  # stored less, read as much
+
+
+def test_diagram():
+    text = load_method({"name": "cla", "group": 2}).plan(4).diagram()
+    assert "    3  own      ← 2      ← 2      own   –" in text and "cached share: 50.00%" in text
+
+
+BAD = [
+    ({"name": "clo"}, "did you mean 'cla'"),
+    ({"name": "my.missing.module"}, "is not known; .*allow_methods"),
+    ({"group": 2}, "has no name"),
+    ([5], "cross_layer entry 5 has no name; it needs one of attnres"),
+    ({"name": "cla", "groop": 2}, "did you mean 'group'"),
+    ({"name": "cla", "group": 7}, "group is 7; it must be between 1 and the 6 layers"),
+    ({"name": "cla", "start": 4, "end": 3}, "0 ≤ start < end ≤ 6"),
+    ({"name": "svformer", "anchors": (2,)}, "must hold layer 0"),
+    ({"name": "svformer", "share": "maps"}, "must be one of 'queries', 'keys', 'values'"),
+    ({"name": "uniattn", "superblocks": ((4, 2),)}, r"holds \[4, 2\]; a group is at least a layer, in rising order"),
+    ({"name": "uniattn", "superblocks": ((2, 3), (3, 4))}, "names a layer twice"),
+    ({"name": "uniattn", "superblocks": ((5, 6),)}, "holds 6; layers go from 0 to 5"),
+    ({"name": "uniattn", "compensation": "ffn"}, "must be one of 'attention', 'heads', 'mlp', None"),
+    ({"name": "drop", "attention": (9,)}, "holds 9"),
+    ({"name": "drop", "layers": tuple(range(6))}, "no layer has attention"),
+    ({"name": "cla", "group": "2"}, "^cla: group is '2'; it must be int$"),
+    ({"name": "cla", "group": True}, "group is True; it must be int"),
+    ({"name": "cla", "groups": 5}, r"groups is 5; it must be tuple\[tuple\[int, ...\], ...\] | None"),
+    ({"name": "svformer", "anchors": 0}, "anchors is 0; it must be tuple"),
+    ({"name": "uniattn", "superblocks": {"a": 1}}, "superblocks is {'a': 1}; it must be tuple"),
+    ({"name": "drop", "attention": [0.5]}, r"attention is \[0.5\]; it must be tuple"),
+    ({"name": "resformer", "mode": ["dense"]}, r"mode is \['dense'\]; it must be str"),
+    ({"name": "attnres", "block": {1, 2}}, "block is {1, 2}; it must be int"),
+    ({"name": "resformer", "mode": "dense"}, "source must be 'all'"),
+    ({"name": "resformer", "mode": "strange"}, "must be one of 'identity'"),
+    ({"name": "attnres", "block": 13}, "between 1 and the 12"),
+    (["svformer", "resformer"], "only layer 0 owns values"),
+    (["attnres", "attnres"], "both replace the residual"),
+    (["cla", "cla"], "names a method twice"),
+    (["svformer", "neutreno"], "neutreno: only layer 0 owns values here, so there is no difference to add; it needs"),
+    (["svformer", "identity_mapping"], "identity_mapping: only layer 0 owns values here, so nothing would be added"),
+    ({"name": "neutreno", "weight": float("inf")}, "neutreno: weight is inf; it must be a finite number"),
+    ({"name": "denseformer", "period": 0}, "denseformer: period is 0; it must be at least 1"),
+    ({"name": "denseformer", "dilation": 7}, "none of the 6 layers .* period may be at most 6, dilation at most 6"),
+    ({"name": "denseformer", "dilation": 5, "period": 4}, "period may be at most 6, dilation at most 4"),
+    ({"name": "denseformer", "period": 7}, "period may be at most 6, dilation at most 6"),
+    (["denseformer", "attnres"], "denseformer and attnres both replace the residual stream"),
+    ({"name": "yoco", "window": 0}, "yoco: window is 0; it must be at least 1 token"),
+    (
+        ["yoco", "cla"],
+        "layer 5: yoco takes keys from layer 3 and cla from layer 4; only one of them may change an entry",
+    ),
+    ({"name": "value_embeddings", "layers": (6,)}, "layers holds 6; layers go from 0 to 5"),
+    ({"name": "value_embeddings", "layers": ()}, "no layer that it would choose has values"),
+    ({"name": "value_embeddings", "channels": 33}, "channels is 33; it must be between 1 and the 32 of the stream"),
+    (
+        [{"name": "value_embeddings", "layers": (1,)}, "cla"],
+        r"layers \[1\] have no values .* layers may be of \[0, 2, 4\]",
+    ),
+    (["value_embeddings", "svformer"], r"value_embeddings: .* layers may be of \[0\]"),
+    ({"name": "fusedkv", "start": 1}, "start is 1 of 6 layers; it must leave two layers below it and one above"),
+    (["fusedkv", "cla"], r"layer 3: fusedkv takes keys from layers 0 and 2 and cla from layer 2; only one"),
+    (["skipv1", "resformer"], "skipv1 with resformer: the first leaves layers a share of their value heads"),
+    (["fusedkv", "cross_attention"], r"fusedkv takes keys from layers 0 and 2 and cross_attention from layers 0 and 3"),
+    (["cross_attention", "skipv1"], "layer 1 .* exactly one method must combine them, not cross_attention and skipv1"),
+    ({"name": "cross_attention", "source": "last"}, "source is 'last'; it must be one of 'first', 'previous'"),
+]
+
+
+@pytest.mark.parametrize(("methods", "message"), BAD)
+def test_impossible_methods_are_refused_at_construction(methods, message):
+    with pytest.raises(ValueError, match=message):
+        contract.config_of(methods)
+
+
+def test_impossible_shapes_are_refused():
+    with pytest.raises(ValueError, match="not a multiple of num_key_value_heads"):
+        contract.config_of([], num_key_value_heads=3)
+    kinds = ["sliding_attention", "full_attention"] * 3
+    with pytest.raises(ValueError, match="different masks cannot share"):
+        contract.config_of(["cla"], sliding_window=4, layer_types=kinds)
+    with pytest.raises(ValueError, match="sliding_window is not set"):
+        contract.config_of([], layer_types=kinds)
+    with pytest.raises(ValueError, match="fusedkv: head_dim is 7; it must be even"):
+        contract.config_of(["fusedkv"], head_dim=7)
+    with pytest.raises(ValueError, match="skipv1: num_key_value_heads is 1; half of the heads must be a whole number"):
+        contract.config_of(["skipv1"], num_key_value_heads=1)
+
+
+def test_methods_that_need_other_layers_are_refused_where_there_are_none():
+    for name in ("fusedkv", "skipv1", "cross_attention", "yoco"):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            contract.config_of([name], num_hidden_layers=1)
+
+
+def test_a_window_that_a_method_sets_is_set_nowhere_else():
+    config = contract.config_of([{"name": "yoco", "window": 7}])
+    assert config.sliding_window == 7
+    assert config.layer_types == ["sliding_attention"] * 3 + ["full_attention"] * 3
+    assert type(config).from_dict(config.to_dict()).layer_types == config.layer_types
+    for wrong in ({"sliding_window": 8}, {"layer_types": ["full_attention"] * 6}):
+        with pytest.raises(ValueError, match="^yoco sets layer_types and sliding_window = 7 by itself; .*: leave them"):
+            contract.config_of([{"name": "yoco", "window": 7}], **wrong)
+
+
+@pytest.mark.parametrize("kind", ["flash_attention_2", "flex_attention"])
+def test_attention_without_a_mask_as_a_tensor_cannot_read_two_layers_in_a_row(kind):
+    model = contract.build(contract.config_of(["cross_attention"]))
+    model.config._attn_implementation = kind  # as if it were installed
+    attention = model.model.layers[1].self_attn
+    with pytest.raises(ValueError, match=f"attention '{kind}' takes no mask as a tensor, .*; use sdpa or eager"):
+        attention._read_several(attention.reader, [None] * 3, {}, object() if kind == "flex_attention" else None, 4)
+
+
+def test_attention_that_would_ignore_the_mask_is_refused():
+    AttentionInterface.register("maskless", lambda *args, **kwargs: None)
+    try:
+        with pytest.raises(ValueError, match="'maskless' has no mask function registered"):
+            CrossLayerForCausalLM._from_config(contract.config_of([]), attn_implementation="maskless")
+    finally:
+        del AttentionInterface._global_mapping["maskless"]
+
+
+def test_the_folder_is_the_list():
+    files = {path.stem for path in Path(crosslayer.core.methods.__file__).parent.glob("[!_]*.py")}
+    assert method_names() == sorted(files) and len(files) > 1
+
+
+def test_groups_are_read_with_ranges_and_gaps():
+    assert parse_layers("18-21, 22-23", 30) == [[18, 19, 20, 21], [22, 23]]
+    assert parse_layers("2-4+6,5 + 7", 30) == [[2, 3, 4, 6], [5, 7]]
+    with pytest.raises(ValueError, match="named twice"):
+        parse_layers("2+4,4+6", 30)
+
+
+def test_groups_that_interleave_lend_side_by_side():
+    plan = load_method({"name": "cla", "groups": ((0, 2, 4), (1, 3, 5))}).plan(6)
+    assert plan.keys == plan.values == (0, 1, 0, 1, 0, 1)
+    assert plan.slots("keys") == (0, 1, None, None, None, None)  # two loans at a time

@@ -1,0 +1,65 @@
+"""What cannot be measured is refused in one line, before anything is loaded where that can be."""
+
+import pytest
+
+from crosslayer.verbs.bench.run import bench
+from crosslayer.verbs.bench.settings import Settings
+from tests.cli.test_cli import run
+from tests.helpers.benches import short
+from tests.helpers.tiny import tiny
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"contexts": (0,)}, "contexts is 0; it must be at least 1"),
+        ({"contexts": ()}, "contexts is empty"),
+        ({"contexts": 8}, r"^contexts is 8; give a list, such as \[8\]$"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
+        ({"seed": 2**64}, "seed: Input should be less than"),
+        ({"batches": (1, -2)}, "batches is -2"),
+        ({"new_tokens": 0}, "new_tokens is 0"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"contexts": ("x",)}, r"contexts\.0: Input should be a valid integer"),
+        ({"attention": "flex"}, "attention 'flex' is not measured; use sdpa or eager"),
+    ],
+)
+def test_settings_that_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message) as error:
+        bench("./nowhere", "./nowhere", **settings)
+    assert "\n" not in str(error.value)  # and nothing was loaded
+
+
+def test_a_context_that_is_named_twice_is_measured_once():
+    settings = Settings(contexts=[16, 8, 16], batches=range(1, 3), new_tokens=1, repeats=1, attention="sdpa", seed=0)
+    assert settings.contexts == (16, 8) and settings.batches == (1, 2)
+
+
+def test_models_that_are_refused():
+    with pytest.raises(ValueError, match="BertModel is an encoder"):
+        short(tiny("llama"), tiny("bert"), 12)
+    with pytest.raises(ValueError, match="context 65 is above the 64 positions of LlamaForCausalLM"):
+        short(tiny("llama"), tiny("llama"), 65)
+
+
+def test_learned_positions_end_and_rotary_positions_go_on():
+    short(tiny("llama"), tiny("llama"), 64, new_tokens=2)
+    with pytest.raises(ValueError, match=r"context 63 \+ 2 new tokens is above the 64 positions of GPT2LMHeadModel"):
+        short(tiny("gpt2"), tiny("llama"), 63, new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--contexts", "512,x"], "--contexts is '512,x'; it takes whole numbers"),
+        (["--batches", "0"], "--batches is 0"),
+        (["--contexts", ""], "--contexts is ''"),
+        (["--new-tokens", "0"], "--new-tokens is 0; it must be at least 1"),
+        (["--attention", "flash"], "attention 'flash' is not measured"),
+        (["--contexts", "4"], "BertModel is an encoder"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(monkeypatch, capsys, words, message):
+    assert run(monkeypatch, "bench", "minilm", "--baseline", "minilm", *words) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("loading")]
+    assert len(lines) == 1 and lines[0].startswith("crosslayer: error: ") and message in lines[0]

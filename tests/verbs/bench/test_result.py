@@ -1,0 +1,100 @@
+"""What a bench gives from Python: typed rows, arrays, a record, a folder, a page."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from crosslayer.testing import build, config_of
+from crosslayer.verbs.bench.record import MEASURES
+from crosslayer.verbs.bench.result import Benchmark
+from crosslayer.verbs.bench.run import bench
+from crosslayer.verbs.bench.words import sentences
+from tests.helpers.benches import BYTES, STATE, UNIATTN, short
+from tests.helpers.meters import Recorder
+from tests.helpers.saved import ours, save
+from tests.helpers.tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    models = build(config_of(UNIATTN)), build(config_of([]))
+    return bench(*models, contexts=(12,), batches=(2,), new_tokens=3, repeats=3)
+
+
+def test_allocated_bytes_are_the_plans(benchmark):
+    row, plan = benchmark.rows[0], config_of(UNIATTN).plan
+    for _, cache in row.cache.kinds():
+        assert cache.ratio == plan.cached_fraction() == cache.predicted_ratio
+        assert cache.baseline == 2 * 15 * 12 * STATE * BYTES
+    assert row.reads.ratio == 1
+    assert benchmark.cache_bytes.tolist() == [[row.cache.dynamic.candidate, row.cache.dynamic.baseline]]
+
+
+def test_times_are_within_their_intervals(benchmark):
+    row = benchmark.rows[0]
+    for time in row.times().values():
+        for side in time.sides():
+            low, high = side.quartiles
+            assert 0 < low <= side.median <= high and side.predicted.seconds > 0
+        assert time.interval[0] <= time.ratio <= time.interval[1]
+        assert time.verdict == "undecided"  # three pairs
+    assert row.tokens_per_second.static.baseline == pytest.approx(2 / row.tpot_static.baseline.median)
+    assert row.eager.interval is None and row.eager.baseline.median > 0
+
+
+def test_arrays_have_an_axis_of_settings(benchmark):
+    assert benchmark.contexts.tolist() == [12] and benchmark.batches.tolist() == [2]
+    assert benchmark.ratios.shape == benchmark.predicted_ratios.shape == (1, 3)
+    assert benchmark.medians.shape == benchmark.intervals.shape == (1, 3, 2)
+    assert tuple(benchmark.rows[0].times()) == MEASURES
+    assert benchmark.medians[0, 2, 1] == benchmark.rows[0].tpot_static.baseline.median
+    assert benchmark.ratios[0, 0] == benchmark.rows[0].ttft.ratio
+    assert benchmark.cache_ratios[0] == benchmark.rows[0].cache.dynamic.ratio
+    assert (benchmark.intervals[..., 0] <= benchmark.ratios).all() and np.isfinite(benchmark.predicted_ratios).all()
+
+
+def test_a_saved_bench_is_loaded_again_equal(benchmark, tmp_path):
+    page = benchmark.save(tmp_path / "out").read_text()
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert record == benchmark.record() and record["schema"] == "crosslayer/bench/2"
+    assert Benchmark.from_record(record) == benchmark and page == Benchmark.from_record(record).page()
+    assert record["models"]["candidate"]["class"] == "CrossLayerForCausalLM" and record["command"] is None
+    assert "KV cache, static, allocated" in page and "<th>candidate ÷ baseline (75 %)</th>" in page
+    assert "random tokens, 3 decoded" in page and "75 % intervals" in page
+    assert {path.stem for path in (tmp_path / "out" / "figures").iterdir()} == {"ratios_batch_2", "prediction_batch_2"}
+    instant = copy.deepcopy(record["rows"])
+    instant[0]["ttft"]["ratio"] = 0.0
+    for change in ({"rows": []}, {"rows": instant}, {"colour": "red"}):
+        with pytest.raises(ValidationError):
+            Benchmark.from_record({**record, **change})
+    with pytest.raises(ValueError, match="this release reads crosslayer/bench/2"):
+        Benchmark.from_record({**record, "schema": "crosslayer/bench/1"})
+
+
+def test_words_and_headline(benchmark):
+    words = sentences(benchmark)
+    assert "0.833x of the baseline's bytes" in words[0] and "reads 1.00x" in words[0]
+    assert any("median of 3 pairs of runs" in word and "covers 75 %: too little" in word for word in words)
+    assert benchmark.headline()["results"][0].keys() == {"context", "batch", "cache", *MEASURES}
+    assert benchmark.headline()["candidate"] == "CrossLayerForCausalLM"
+
+
+def test_windows_are_known():
+    row = short(tiny("mistral"), tiny("llama"), 20, new_tokens=2).rows[0]
+    assert row.cache.static.candidate == 3 * 8 * 2 * STATE * BYTES
+    assert row.cache.static.ratio == row.cache.static.predicted_ratio
+
+
+def test_a_model_by_name_is_loaded_as_the_other_one_is(tmp_path):
+    folder, meter = save(ours("cla"), tmp_path / "model"), Recorder()
+    benchmark = short(folder, tiny("llama", dtype=torch.float32).bfloat16(), 4, progress=meter)
+    assert [side.dtype for side in benchmark.models.sides()] == ["bfloat16"] * 2
+    assert [side.name for side in benchmark.models.sides()] == ["model", "LlamaForCausalLM"]
+    assert meter.works == [(f"loading {folder}", 0), ("benchmarking", 2)]
+    assert short(folder, folder, 4, dtype="float64").models.baseline.dtype == "float64"
+    with pytest.raises(ValueError, match="dtype and device are for models that are named"):
+        short(tiny("llama"), tiny("llama"), 4, dtype="float32")

@@ -1,0 +1,79 @@
+"""Both sides run in turns, with the same attention and from caches that hold the same."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.testing import build, config_of
+from crosslayer.verbs.bench import run as module
+from crosslayer.verbs.bench.prediction import Load
+from crosslayer.verbs.bench.rounds import static_copy
+from crosslayer.verbs.bench.words import sentences
+from tests.helpers.benches import UNIATTN, short
+from tests.helpers.meters import Recorder
+from tests.helpers.tiny import tiny, tokens
+
+
+@torch.no_grad()
+def test_a_static_cache_filled_by_copying_decodes_alike():
+    for methods in ([], UNIATTN, [{"name": "svformer"}]):
+        model, ids = build(config_of(methods)), tokens(length=12)
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :11], past_key_values=cache, use_cache=True)
+        static = static_copy(model, cache, Load(11, 2, 1))
+        static_logits = model(ids[:, 11:], past_key_values=static, use_cache=True).logits
+        dynamic_logits = model(ids[:, 11:], past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(static_logits, dynamic_logits, rtol=0, atol=1e-10)
+        assert cache_bytes(static) == cache_bytes(cache)
+
+
+def test_sides_take_turns_and_the_order_alternates():
+    models, calls = {"candidate": tiny("llama"), "baseline": tiny("llama")}, []
+    for side, model in models.items():
+
+        def note(_, args, kwargs, side=side):
+            assert not torch.is_grad_enabled()
+            calls.append((side, args[0].shape[1], type(kwargs.get("past_key_values")).__name__[:6]))
+
+        model.register_forward_pre_hook(note, with_kwargs=True)
+    meter = Recorder()
+    short(models["candidate"], models["baseline"], 9, new_tokens=2, repeats=3, progress=meter)
+    assert meter.works == [("benchmarking", 4)] and [step[:2] for step in meter.steps] == [(i, 4) for i in range(1, 5)]
+    prompts = [side for side, length, _ in calls if length == 9]
+    odd, even = ["baseline", "candidate"], ["candidate", "baseline"]
+    assert prompts[:2] == even  # the warm-up
+    assert prompts[2:] == [*odd, *odd, *even, *even, *odd]  # the second pair of the first two rounds: eager
+    steps = [call[0] for call in calls[-8:]]
+    assert steps == ["baseline", "baseline", "candidate", "candidate"] * 2
+    assert [call[2] for call in calls[-8:]] == ["Dynami"] * 4 + ["Static"] * 4
+
+
+def test_the_attention_of_a_model_comes_back(monkeypatch):
+    models = (tiny("llama", "eager"), tiny("llama"))
+    seen = []
+    config = models[0].config
+    models[0].register_forward_pre_hook(lambda *_: seen.append(config._attn_implementation))
+    short(*models, 4)
+    assert {"sdpa", "eager"} <= set(seen)
+    assert [model.config._attn_implementation for model in models] == ["eager", "sdpa"]
+    monkeypatch.setattr(module, "_structures", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        short(*models, 4)
+    assert [model.config._attn_implementation for model in models] == ["eager", "sdpa"]
+
+
+def test_a_candidate_may_evict_beside_a_full_cache():
+    candidate, baseline = build(config_of("cla")), build(config_of(None))
+    benchmark = short(candidate, baseline, 48, new_tokens=4, evict="h2o:32")
+    row = benchmark.rows[0]
+    states, heads, text = 2 * 8 * 8, 2, 52
+    assert row.cache.dynamic.baseline == 6 * states * heads * text
+    known = 3 * heads * 20 * 8  # of each pair of layers: a position and a sum for 16 tokens and 4 new ones
+    assert row.cache.dynamic.candidate == 3 * states * heads * 32 + known
+    assert row.cache.static.candidate == row.cache.dynamic.candidate  # a single kind of cache
+    assert row.eager is None and row.no_eager == "tokens are evicted" and row.reads is None
+    assert "The candidate evicts (h2o:32): half the latest" in " ".join(sentences(benchmark))
+    assert benchmark.record()["no_prediction"] == "no prediction: tokens are evicted"
+    with pytest.raises(ValueError, match="did you mean h2o"):
+        short(candidate, baseline, 48, evict="h20:32")

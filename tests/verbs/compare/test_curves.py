@@ -1,0 +1,76 @@
+"""Relative curves: smoothing against a loop, planted crossings."""
+
+import numpy as np
+import pytest
+
+from crosslayer.verbs.compare.curves import (
+    band,
+    critical_point,
+    entries_of,
+    expected_critical_point,
+    relative_curve,
+    smoothed,
+)
+
+
+@pytest.mark.parametrize("window", [1, 3, 10, 50])
+def test_smoothing_equals_a_loop(window):
+    curves = np.random.default_rng(0).normal(size=(2, 20))
+    expected = [[curve[max(0, n + 1 - window) : n + 1].mean() for n in range(20)] for curve in curves]
+    assert np.allclose(smoothed(curves, window), expected, atol=1e-12)
+
+
+def test_what_both_curves_share_goes():
+    shared, gap = np.random.default_rng(0).normal(size=(3, 40)), np.linspace(-1, 1, 40)
+    assert np.allclose(relative_curve(shared + gap, shared, 1), np.broadcast_to(gap, (3, 40)))
+
+
+def test_a_planted_crossing():
+    steps = np.arange(0, 1000, 7)
+    assert np.isclose(critical_point(steps, 0.001 * (steps - 333.3)), 333.3)
+    wave = 0.001 * (steps - 500) + np.where((steps > 200) & (steps < 230), 1.0, 0.0)  # above 0 for a moment only
+    assert np.isclose(critical_point(steps, wave), 500)
+
+
+@pytest.mark.parametrize("relative", [[0.1, 0.2, 0.3], [-0.1, 0.2, -0.3], [-3.0, -2.0, -1.0]], ids=str)
+def test_a_curve_that_is_not_overtaken_has_no_critical_point(relative):
+    assert critical_point(np.arange(3), np.array(relative)) is None
+
+
+def test_a_crossing_to_come():
+    steps = np.arange(0, 1000, 5)
+    relative = -1 + steps / 2000 + np.where(steps < 400, 5.0, 0.0)  # the second half alone is on the line
+    assert np.isclose(expected_critical_point(steps, relative), 2000)
+    assert expected_critical_point(steps, -relative) is None  # above 0
+    assert expected_critical_point(steps, -1 - steps / 1000) is None  # falling
+
+
+def test_a_window_of_no_step_is_refused():
+    with pytest.raises(ValueError, match="window is 0; it must be at least 1 step"):
+        smoothed(np.ones(3), 0)
+
+
+def test_a_crossing_is_expected_up_to_ten_runs_away():
+    steps = np.arange(10, 1010, 10)
+    assert np.isclose(expected_critical_point(steps, -1 + steps / 9_990), 9_990)
+    assert expected_critical_point(steps, -1 + steps / 10_010) is None
+    bent = np.where(steps <= 500, -9.0, -1 + steps / 2000)
+    assert np.isclose(expected_critical_point(steps, bent), 2000)  # the second half alone is continued
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "smooth", "entries"),
+    [(10, 120, None, 1), (10, 1000, None, 5), (10, 120, 30, 3), (50, 500, 10, 1)],
+)
+def test_steps_are_smoothed_in_whole_logged_entries(every, last, smooth, entries):
+    assert entries_of(np.arange(every, last + 1, every), smooth) == entries
+
+
+def test_the_band_is_both_curves_of_two_and_an_interval_of_three():
+    curves = np.random.default_rng(0).normal(size=(3, 5))
+    low, high = band(curves[:2])
+    assert (low == curves[:2].min(axis=0)).all() and (high == curves[:2].max(axis=0)).all()
+    low, high = band(curves)
+    half = 4.30265 * curves.std(axis=0, ddof=1) / np.sqrt(3)
+    assert np.allclose(high - curves.mean(axis=0), half, rtol=1e-5) and np.allclose(high + low, 2 * curves.mean(axis=0))
+    assert band(curves[:1]) is None

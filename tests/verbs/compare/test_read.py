@@ -1,0 +1,211 @@
+"""Runs that are read, which may come from anyone: what is refused, and what settings and arms are."""
+
+import json
+
+import pytest
+
+import crosslayer
+from crosslayer.verbs.compare.arms import label_of, read_methods
+from crosslayer.verbs.compare.state import State
+from tests.cli.test_bad_input import type_in
+from tests.helpers.runs import run, written
+
+PAIR = (run("vanilla"), run("resformer", loss=2.9))
+
+
+def test_settings_are_what_differs_in_the_recipes(tmp_path):
+    runs = [run(arm, size=size, length=64) for size in ("tiny", "mini") for arm in ("vanilla", "resformer")]
+    result = crosslayer.compare(written(tmp_path, *runs))
+    assert [(s.label, s.values) for s in result.settings] == [
+        ("model.size=tiny", {"model.size": "tiny"}),
+        ("model.size=mini", {"model.size": "mini"}),
+    ]
+    assert [outcome.setting for outcome in result.outcomes] == ["model.size=tiny", "model.size=mini"]
+    assert crosslayer.compare(written(tmp_path / "alone", *PAIR)).settings[0].label == ""
+
+
+def test_a_label_leaves_out_what_follows_from_the_rest(tmp_path):
+    runs = [run(arm, length=length, name=f"{length}") for length in (64, 256) for arm in ("vanilla", "resformer")]
+    for part in runs:
+        part.recipe["eval"] = {"windows": 4096 // part.recipe["data"]["length"]}
+    result = crosslayer.compare(written(tmp_path, *runs))
+    assert [setting.label for setting in result.settings] == ["data.length=64", "data.length=256"]
+    assert result.settings[1].values == {"data.length": 256, "eval.windows": 16}
+
+
+def test_a_folder_of_runs_is_as_good_as_its_runs(tmp_path):
+    folders = written(tmp_path / "runs", *PAIR)
+    (tmp_path / "runs" / "unfinished").mkdir()
+    assert crosslayer.compare(folders) == crosslayer.compare([tmp_path / "runs"]) == crosslayer.compare([tmp_path])
+
+
+def test_a_pause_of_the_machine_hardly_changes_the_time_of_a_step(tmp_path):
+    paused = run("resformer", length=64, seconds=1e6)
+    slow = [10.0 if place < 3 else 1e4 for place in range(len(paused.curve.steps))]  # tokens a second
+    paused = paused.model_copy(update={"curve": paused.curve.model_copy(update={"tokens_per_second": slow})})
+    result = crosslayer.compare(written(tmp_path, run("vanilla", length=64), paused))
+    assert [part.step_seconds for part in result.runs] == pytest.approx([8 * 64 / 1e4] * 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "crosslayer/bench/2"}, "00-0: record.json is 'crosslayer/bench/2', no training run's"),
+        ({"schema": "crosslayer/training/1"}, "00-0: record.json is 'crosslayer/training/1'; this release reads"),
+        ({"seed": "0; rm"}, "00-0: record.json: seed: "),
+        ({"recipe": {}}, "00-0: its recipe has no data.length"),
+        ({"recipe": {"data": {"length": True}}}, "00-0: its recipe has no data.length"),
+        (
+            {"validation": [{"step": s, "losses": {"books": 1, "code": 1}} for s in (5, 5)]},
+            "00-0: its steps do not rise",
+        ),
+        ({"name": "a\x1b[2J"}, r"00-0: 'a\\x1b\[2J' cannot be printed"),
+        ({"extra": 1}, "00-0: record.json: extra: "),
+    ],
+)
+def test_hostile_and_foreign_records_are_refused_by_name(tmp_path, change, message):
+    folders = written(tmp_path, *PAIR)
+    record = json.loads((folders[0] / "record.json").read_text())
+    (folders[0] / "record.json").write_text(json.dumps({**record, **change}))
+    with pytest.raises(ValueError, match=message):
+        crosslayer.compare(folders)
+
+
+@pytest.mark.parametrize("name", [None, 5, "os.system", "a b", "\x1b[2J", "x" * 200])
+def test_a_method_of_a_hostile_name_is_refused_or_harmless(tmp_path, name):
+    runs = (
+        PAIR[0],
+        PAIR[1].model_copy(update={"model": PAIR[1].model.model_copy(update={"methods": [{"name": name}]})}),
+    )
+    folders = written(tmp_path, *runs)
+    if name == "os.system":
+        assert crosslayer.compare(folders).outcomes[0].arm == "os.system"  # a name, which nothing imports
+    else:
+        with pytest.raises(ValueError, match="01-0: a method is called .*, which is no name"):
+            crosslayer.compare(folders)
+
+
+def test_runs_on_other_text_are_not_paired(tmp_path):
+    other = run("resformer", fingerprint="another")
+    with pytest.raises(
+        ValueError, match="00-0 and 01-0 have the same recipe but read different text in the domain 'books'"
+    ):
+        crosslayer.compare(written(tmp_path, PAIR[0], other))
+
+
+def test_runs_with_other_batches_are_not_paired(tmp_path):
+    """Four processes read four times as much in a step, and the recipe does not say so."""
+    other = PAIR[1].model_copy(update={"tokens": 4 * PAIR[1].tokens})
+    message = "00-0 and 01-0 have the same recipe but read 512 and 2,048 tokens a step"
+    with pytest.raises(ValueError, match=message):
+        crosslayer.compare(written(tmp_path / "other", PAIR[0], other))
+    shorter = PAIR[1].model_copy(update={"steps": 100, "tokens": PAIR[1].tokens // 2})  # as a budget has it
+    assert crosslayer.compare(written(tmp_path / "shorter", PAIR[0], shorter)).outcomes[0].final is not None
+
+
+def under_budget(folder, budget, steps):
+    """Write runs of two arms with steps of their own, as a comparison under a budget leaves them; return its folder."""
+    runs = []
+    for arm, count in steps.items():
+        part = run(arm, steps=count)
+        runs.append(part.model_copy(update={"recipe": {**part.recipe, "schedule": {"tokens": None, "steps": count}}}))
+    written(folder / "runs", *runs)
+    state = {"schema": "crosslayer/grid/1", "budget": {**budget, "step_seconds": {}}, "steps": steps}
+    (folder / "grid.json").write_text(json.dumps(state))
+    return folder
+
+
+def test_runs_under_a_budget_are_read_again(tmp_path):
+    folder = under_budget(tmp_path / "a", {"kind": "time", "amount": 60}, {"vanilla": 200, "resformer": 150})
+    for paths in ([folder], [folder / "runs"], sorted((folder / "runs").iterdir())):
+        result = crosslayer.compare(paths)
+        assert [setting.label for setting in result.settings] == [""] and result.budget.amount == 60
+        assert result.outcomes[0].seeds == (0,) and "was given 60 s" in result.page()
+    longer = under_budget(tmp_path / "b", {"kind": "time", "amount": 90}, {"vanilla": 300, "resformer": 225})
+    both = crosslayer.compare([folder, longer])
+    assert [setting.label for setting in both.settings] == ["budget=time=60", "budget=time=90"]
+    assert both.budget is None and [outcome.seeds for outcome in both.outcomes] == [(0,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ("[]", "grid.json: : Input should be an object"),
+        ('{"budget": {"kind": "time", "amount": -1, "step_seconds": {}}}', "grid.json: budget.amount: "),
+        ('{"steps": {"a\x1b[2J": "x"}}', r"grid.json: "),
+        ("[" * 100_000, "grid.json: : Invalid JSON"),
+    ],
+)
+def test_a_hostile_budget_is_refused(tmp_path, state, message):
+    written(tmp_path / "runs", *PAIR)
+    (tmp_path / "grid.json").write_text(state)
+    with pytest.raises(ValueError) as error:
+        crosslayer.compare([tmp_path])
+    assert message in str(error.value) and str(error.value).isprintable()
+
+
+def test_the_same_run_twice_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="01-0 and 02-0 are both resformer with seed 0; leave one out"):
+        crosslayer.compare(written(tmp_path, *PAIR, PAIR[1]))
+
+
+def test_what_there_is_not_to_compare(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="'empty' holds no finished run"):
+        crosslayer.compare([tmp_path / "empty"])
+    with pytest.raises(ValueError, match="there is nothing beside vanilla"):
+        crosslayer.compare(written(tmp_path / "one", PAIR[0]))
+    with pytest.raises(ValueError, match="there is nothing to compare"):
+        crosslayer.compare()
+    folders = written(tmp_path / "two", *PAIR)
+    with pytest.raises(ValueError, match="`baseline` is 'resfromer', which is no arm; did you mean 'resformer'"):
+        crosslayer.compare(folders, baseline="resfromer")
+    with pytest.raises(ValueError, match="`seeds` is for a recipe"):
+        crosslayer.compare(folders, seeds=3)
+    assert crosslayer.compare(folders, baseline="resformer").outcomes[0].arm == "vanilla"
+
+
+def test_labels_say_what_is_not_the_default():
+    arms = read_methods(
+        "vanilla, cla, {name: cla, group: 4}, [resformer, {name: cla, group: 4}], {name: attnres, block: 2}"
+    )
+    labels = ["vanilla", "cla", "cla(group=4)", "resformer+cla(group=4)", "attnres(block=2)"]
+    assert [label_of(arm) for arm in arms] == labels
+    assert read_methods([None, "cla"])[0] == [] and label_of([{"name": "mine.own", "a": "x"}]) == "mine.own(a=x)"
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ("vanilla, resfromer", "`methods`: method 'resfromer' is not known; did you mean 'resformer'?"),
+        ("vanilla, {name: cla, groop: 4}", "method 'cla' has no option 'groop'; did you mean 'group'?"),
+        ("vanilla, null", "`methods` names vanilla twice"),
+        ("vanilla, 3", "`methods` holds 3"),
+        ("", "`methods` is empty"),
+        ("vanilla, {name: cla", "methods 'vanilla, {name: cla'"),
+        ("vanilla, &a cla, *a", "is an alias"),
+    ],
+)
+def test_wrong_methods_are_refused(methods, message):
+    with pytest.raises(ValueError) as error:
+        read_methods(methods)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_command_reads_runs(tmp_path, capsys, monkeypatch):
+    written(tmp_path / "runs", *(run(arm, seed, 3.0) for arm in ("vanilla", "resformer") for seed in range(2)))
+    words = ["compare", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    assert type_in(monkeypatch, words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert json.loads(lines[-1])["results"][0]["arm"] == "resformer" and lines[-2].endswith("report.html")
+    assert crosslayer.load_result(tmp_path / "out").command.startswith("crosslayer compare")
+    assert type_in(monkeypatch, words) == 2 and "exists; give another name, or --force" in capsys.readouterr().err
+    assert type_in(monkeypatch, [*words, "--force"]) == 0
+    assert type_in(monkeypatch, [*words, "--force", "--budget", "time=3"]) == 2
+    assert "--budget is for a recipe whose runs are trained" in capsys.readouterr().err
+
+
+def test_a_page_of_more_seeds_is_none_that_came_before():
+    state = State(judged=((0, 1, 2), (0, 1, 2, 3, 4)))
+    assert state.before((0, 1, 2, 3, 4)) == state.before((0, 1, 2, 5)) == ((0, 1, 2),)
+    assert state.before((0, 1, 2)) == state.before((1, 2, 3)) == ()

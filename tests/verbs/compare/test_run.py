@@ -1,0 +1,272 @@
+"""A comparison that trains its runs: the grid, resuming, budgets, runs that diverge, and the page."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+import yaml
+
+import crosslayer
+from crosslayer.verbs.compare import run as module
+from crosslayer.verbs.compare.budget import measured, read_budget, whole_steps
+from crosslayer.verbs.compare.grid import read_grid
+from crosslayer.verbs.compare.words import sentences
+from tests.cli.test_bad_input import type_in
+from tests.helpers.meters import Recorder
+from tests.helpers.runs import run
+from tests.output.test_page import LOOK
+
+RECIPE = {
+    "model": {"size": "tiny", "shape": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}},
+    "data": {"length": 32, "domains": [{"name": "books", "weight": 3}, {"name": "code"}]},
+    "schedule": {"steps": 6},
+    "train": {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True},
+    "eval": {"every": 3, "windows": 2, "looks": 1},
+}
+METHODS = "vanilla, svformer"
+RUNS = ["svformer-0", "svformer-1", "vanilla-0", "vanilla-1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CROSSLAYER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipes") / "little.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("comparisons") / "whole"
+    return crosslayer.compare(out=folder, recipe=recipe, methods=METHODS, seeds=2), folder
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    """Fail where a run is trained."""
+
+    def refuse(*args, **options):
+        raise AssertionError("a run was trained")
+
+    monkeypatch.setattr(module, "train", refuse)
+
+
+def test_the_grid_is_trained_and_compared(whole):
+    result, folder = whole
+    assert sorted(place.name for place in (folder / "runs").iterdir()) == RUNS
+    assert {(part.arm, part.seed) for part in result.runs} == {(a, s) for a in METHODS.split(", ") for s in (0, 1)}
+    (outcome,) = result.outcomes
+    losses = {name: crosslayer.load_result(folder / "runs" / name).final_loss for name in RUNS}
+    differences = [losses[f"svformer-{seed}"] - losses[f"vanilla-{seed}"] for seed in (0, 1)]
+    assert np.allclose(outcome.final.values, differences) and outcome.final.interval is None
+    assert len(outcome.curve.steps) == 6 and result.runs[0].glances[-1].first_token_share > 0
+    assert crosslayer.load_result(folder) == result
+    assert crosslayer.compare([folder]).outcomes == result.outcomes  # its runs, read again
+
+
+def test_resuming_a_finished_grid_trains_nothing(whole, recipe, no_training):
+    result, folder = whole
+    again = crosslayer.compare(out=folder, recipe=recipe, methods=METHODS, seeds=2, resume=True)
+    assert again.model_copy(update={"environment": result.environment}) == result
+
+
+def test_a_grid_grows_and_pairs_are_complete_early(whole, recipe, monkeypatch):
+    _, folder = whole
+    trained = []
+
+    def note(recipe, place, **options):
+        trained.append(place.name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "train", note)
+    with pytest.raises(KeyboardInterrupt):
+        crosslayer.compare(out=folder, recipe=recipe, methods=METHODS, seeds=3, resume=True)
+    assert trained == ["vanilla-2"]
+    cells = read_grid(recipe, METHODS, 2, ["data.length=16,32"], ()).cells()
+    assert [cell.name for cell in cells][:5] == [
+        "length-16-vanilla-0", "length-16-svformer-0", "length-32-vanilla-0", "length-32-svformer-0",
+        "length-16-vanilla-1",
+    ]  # fmt: skip
+
+
+def test_added_seeds_are_judged_more_strictly_and_the_page_says_so(whole, recipe, tmp_path, monkeypatch):
+    """Three pairs give p = 0.04; five give 0.01, which counts ten times after the first page."""
+    (vanilla, svformer) = (crosslayer.load_result(whole[1] / "runs" / f"{arm}-0") for arm in ("vanilla", "svformer"))
+
+    def planted(recipe, place, **options):
+        spread = (-0.01, 0.01, 0.0, -0.01, 0.01)[recipe.seed]
+        run, loss = (vanilla, 3.0) if recipe.model.method is None else (svformer, 2.972 + spread)
+        end = run.validation[-1].model_copy(update={"losses": {"books": loss, "code": loss}})
+        changes = {"seed": recipe.seed, "recipe": recipe.model_dump(mode="json"), "validation": (end,)}
+        run.model_copy(update=changes).save(place)
+
+    monkeypatch.setattr(module, "train", planted)
+    options = {"out": tmp_path / "grown", "recipe": recipe, "methods": METHODS, "resume": True}
+    first = crosslayer.compare(**options, seeds=3)
+    assert first.extends == () and first.outcomes[0].verdict == "lower"
+    again = crosslayer.compare(**options, seeds=3)  # the same page is no further one
+    assert again.outcomes == first.outcomes
+    grown = crosslayer.compare(**options, seeds=5)
+    (outcome,) = grown.outcomes
+    assert grown.extends == ((0, 1, 2),) and np.isclose(outcome.adjusted, 10 * outcome.final.p)
+    assert any(words.startswith("Seeds were added after a page with 3 of them") for words in sentences(grown))
+    assert crosslayer.compare([tmp_path / "grown"]).outcomes == grown.outcomes
+    assert crosslayer.compare(**options, seeds=3).outcomes == first.outcomes
+
+
+def test_the_page_in_a_browser(whole, browser):
+    from tests.helpers.browser import complaints, resize
+
+    _, folder = whole
+    for width in (1280, 390):
+        resize(browser, width)
+        browser.get((folder / "report.html").as_uri())
+        assert browser.execute_script(LOOK) == [] and complaints(browser) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resume": False}, "the folder 'whole' exists; give another name, or `resume`"),
+        ({"settings": ["schedule.steps=7"]}, "runs/vanilla-0 is of another recipe; name another folder"),
+        ({"budget": "tokens=1000"}, "the folder 'whole' has runs with no budget, not with tokens=1000"),
+        ({"methods": "vanilla, resfromer"}, "did you mean 'resformer'?"),
+        ({"methods": "vanilla"}, "there is nothing beside vanilla"),
+        ({"methods": "vanilla, {name: cla, group: 5}"}, "cla(group=5): --set: model.method: "),
+        ({"baseline": "resfromer"}, "`baseline` is 'resfromer', which is no arm"),
+        ({"seeds": 0}, "`seeds` is 0; it must be at least 1"),
+        ({"smooth": 0}, "`smooth` is 0; it must be at least 1 step"),
+        ({"budget": "tim=60"}, "`budget` is 'tim=60'; write for example time=60, in seconds: did you mean 'time'?"),
+        ({"budget": "time=-1"}, "`budget` is 'time=-1'; write a number above 0"),
+        ({"budget": "time=nan"}, "write a number above 0"),
+        ({"budget": "tokens=1e4", "vary": ["schedule.tokens=1,2"]}, "`budget` decides schedule.tokens"),
+        ({"vary": ["model.method=cla"]}, "the runs differ in model.method by themselves: use `methods`"),
+        ({"vary": ["model.sise=tiny"]}, "vanilla with model.sise=tiny: --set: model.sise is not known"),
+        ({"vary": ["data.length"]}, "`vary` is 'data.length'; write key=value,value"),
+        ({"vary": ["data.length=8,8"]}, "which holds 8 twice"),
+        ({"vary": ["data.length=8", "data.length=16"]}, "`vary` names data.length twice"),
+        ({"runs": ["somewhere"]}, "there are runs and a recipe; give one of the two"),
+        ({"methods": None}, "a recipe needs `methods`"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_trained(whole, recipe, no_training, options, message):
+    options = {"out": whole[1], "recipe": recipe, "methods": METHODS, "seeds": 2, "resume": True, **options}
+    with pytest.raises(ValueError) as error:
+        crosslayer.compare(**options)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_folder_of_something_else_is_refused(recipe, tmp_path, no_training):
+    (tmp_path / "mine.txt").write_text("mine")
+    options = {"out": tmp_path, "recipe": recipe, "methods": METHODS, "resume": True}
+    with pytest.raises(ValueError, match="is of no comparison that can be resumed"):
+        crosslayer.compare(**options)
+    (tmp_path / "grid.json").write_text('{"schema": "crosslayer/grid/1", "steps": {"vanilla": "rm"}}')
+    with pytest.raises(ValueError, match=r"grid.json: steps.vanilla: "):
+        crosslayer.compare(**options)
+
+
+def test_a_run_that_diverges_is_left_out_and_stays_out(recipe, tmp_path, monkeypatch):
+    calls = []
+
+    def train(recipe, place, **options):
+        calls.append(place.name)
+        settings = {} if place.name != "cla-0" else {"learning_rate": 1e30}
+        return crosslayer.verbs.train.run.train(
+            recipe.model_copy(update={"train": {**recipe.train, **settings}}), place
+        )
+
+    import crosslayer.verbs.train.run
+
+    monkeypatch.setattr(module, "train", train)
+    options = {"out": tmp_path / "out", "recipe": recipe, "methods": "cla, vanilla, resformer", "seeds": 1}
+    result = crosslayer.compare(**options)
+    assert list(result.stopped) == ["cla-0"] and [outcome.arm for outcome in result.outcomes] == ["resformer"]
+    assert any("since it stopped: cla-0, the" in line for line in sentences(result))
+    assert calls == ["cla-0", "vanilla-0", "resformer-0"]
+    again = crosslayer.compare(**options, resume=True)
+    assert len(calls) == 3 and again.stopped == result.stopped
+
+
+def test_a_baseline_that_diverges_is_said(recipe, tmp_path):
+    """And with a learning rate that it survives, --resume trains it, in the folder where it had stopped."""
+    options = {"out": tmp_path / "out", "recipe": recipe, "methods": METHODS, "seeds": 1}
+    with pytest.raises(ValueError) as error:
+        crosslayer.compare(**options, settings=["train.learning_rate=1e30"])
+    message = str(error.value)
+    assert message.startswith("there is nothing to compare with vanilla, since these runs stopped: vanilla-0: the loss")
+    assert "; svformer-0: the loss" in message and "\n" not in message
+    result = crosslayer.compare(**options, resume=True)
+    assert result.stopped == {} and [part.arm for part in result.runs] == METHODS.split(", ")
+    assert json.loads((tmp_path / "out" / "grid.json").read_text())["stopped"] == {}
+
+
+def test_budgets_are_whole_steps(tmp_path):
+    assert whole_steps(60.0, 0.5, "a") == 120 and whole_steps(0.99, 0.5, "a") == 1
+    with pytest.raises(ValueError, match="`budget` is too small for a step of a, which takes 0.5 of 0.4"):
+        whole_steps(0.4, 0.5, "a")
+    turns = []
+
+    def short(key, place):
+        turns.append(key)
+        speed = {"slow": [1.0, 1.0, *[100.0] * 8], "fast": [1.0, 1.0, *[200.0] * 8]}[key]
+        part = run(steps=10, length=10, parameters=100)
+        return part.model_copy(update={"curve": part.curve.model_copy(update={"tokens_per_second": speed})})
+
+    budget, steps = measured(read_budget("time=8"), ["slow", "fast"], short, tmp_path / "short")
+    assert budget.step_seconds == {"slow": 0.8, "fast": 0.4} and steps == {"slow": 10, "fast": 20}
+    assert turns == ["slow", "fast", "fast", "slow", "slow", "fast"]
+    _, steps = measured(read_budget("flops=1e6"), ["slow"], short, tmp_path / "short")
+    assert steps == {"slow": 20}  # of 6 · 100 FLOPs a token and 80 tokens
+
+
+def test_a_budget_of_flops(recipe, tmp_path):
+    meter = Recorder()
+    options = {"out": tmp_path / "flops", "recipe": recipe, "methods": "vanilla, cla", "progress": meter}
+    flops = crosslayer.compare(**options, seeds=1, budget="flops=4e7")
+    told = [what for what, _ in meter.works]
+    assert told[:2] == ["measuring a step of vanilla", "measuring a step of cla"]
+    assert told[2].startswith("run 1 of 2, vanilla-0: ") and told[-1].startswith("run 2 of 2, cla-0: ")
+    spent = {part.arm: part.flops_per_token * part.tokens for part in flops.runs}
+    for part in flops.runs:
+        step = part.flops_per_token * part.tokens / part.steps
+        assert 4e7 - step < spent[part.arm] <= 4e7
+    assert json.loads((tmp_path / "flops" / "grid.json").read_text())["steps"] == {p.arm: p.steps for p in flops.runs}
+    again = crosslayer.compare([tmp_path / "flops"])
+    assert again.budget == flops.budget and again.outcomes == flops.outcomes and again.settings == flops.settings
+
+
+@pytest.mark.slow
+def test_a_budget_of_time_is_measured_once(recipe, tmp_path, monkeypatch):
+    options = {"out": tmp_path / "out", "recipe": recipe, "methods": METHODS, "seeds": 1, "budget": "time=0.3"}
+    started = time.perf_counter()
+    first = crosslayer.compare(**options)
+    assert set(first.budget.step_seconds) == {"vanilla", "svformer"}
+    for part in first.runs:
+        assert part.steps == int(0.3 / first.budget.step_seconds[part.arm])
+        assert part.seconds < time.perf_counter() - started
+    monkeypatch.setattr(module, "train", None)
+    assert crosslayer.compare(**options, resume=True).budget == first.budget
+    assert not (tmp_path / "out" / ".measured").exists()
+
+
+def test_the_command_trains(recipe, tmp_path, capsys, monkeypatch):
+    words = ["compare", "--recipe", str(recipe), "--methods", METHODS, "--seeds", "1", "--out", str(tmp_path / "out")]
+    assert type_in(monkeypatch, [*words, "--budget", "tokens=300", "--vary", "model.shape.hidden_size=32,64"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    settings = [f"model.shape.hidden_size={width}" for width in (32, 64)]
+    assert [part["setting"] for part in json.loads(last)["results"]] == settings
+    assert lines[0] == "Every run was given 320 tokens: 300 in whole steps."
+    result = crosslayer.load_result(tmp_path / "out")
+    assert {part.tokens for part in result.runs} == {5 * 64} and {law.cost for law in result.laws} == {"parameters"}
+    assert type_in(monkeypatch, words) == 2
+    assert "exists; give another name, or --resume to go on with its runs" in capsys.readouterr().err
+    assert type_in(monkeypatch, [*words, "--force"]) == 2
+    assert "--force would remove trained runs" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""The result of a diagnosis: arrays, a round trip through its folder, and the one call from a name or a model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.corpus.documents import TextSource
+from crosslayer.verbs.diagnose.record import Measures
+from tests.helpers.text import WORDS, tokenizer
+from tests.helpers.tiny import tiny, tokens
+
+LAYERS = 3
+SHAPES = {
+    "top_importance": (LAYERS, 10),
+    "value_spectrum": (LAYERS, 16),  # 2 key-value heads of 8
+    "map_similarity": (LAYERS, LAYERS),
+    "map_similarity_without_first": (LAYERS, LAYERS),
+    "map_similarity_per_head": (LAYERS, LAYERS),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "qwen3_next"])  # with a position table, without a cache
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_folder_loads_equal(family, sequences, tmp_path):
+    ids = tokens(batch=sequences)
+    diagnosis = crosslayer.diagnose(tiny(family, dtype=torch.float32), ids, cross_layer=family == "gpt2")
+    page = diagnosis.save(tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert record == diagnosis.record() and page.read_text() == diagnosis.page()
+    loaded = crosslayer.Diagnosis.from_record(record)
+    assert loaded == diagnosis and loaded.page() == diagnosis.page() and loaded.headline() == diagnosis.headline()
+
+
+def test_arrays_have_the_shapes_that_they_say_and_intervals_beside_them():
+    diagnosis = crosslayer.diagnose(tiny("llama"), tokens(batch=2))
+    for name in Measures.model_fields:
+        array, measured = getattr(diagnosis, name), getattr(diagnosis.measures, name)
+        assert array.shape == SHAPES.get(name, (LAYERS,)) and array.dtype == np.float64, name
+        assert measured.interval.shape == (*array.shape, 2) and measured.n == 2, name
+        known = np.isfinite(array)
+        assert (measured.interval[known, 0] <= array[known]).all() and (array <= measured.interval[..., 1])[known].all()
+        assert "(L," in getattr(type(diagnosis), name).__doc__
+    assert crosslayer.diagnose(tiny("llama"), tokens(batch=1)).measures.entropy.interval is None
+
+
+def test_a_layer_without_attention_has_no_number():
+    diagnosis = crosslayer.diagnose(tiny("qwen3_next", dtype=torch.float32), tokens())
+    assert np.isnan(diagnosis.entropy).tolist() == [True, True, False]  # linear, linear, full attention
+    assert np.isfinite(diagnosis.stream_norm).all()
+
+
+def test_an_old_record_is_refused_by_its_version():
+    record = crosslayer.diagnose(tiny("llama"), tokens()).record()
+    with pytest.raises(
+        ValueError, match="^the record is 'crosslayer/diagnosis/1'; this release reads crosslayer/diagnosis/2$"
+    ):
+        crosslayer.Diagnosis.from_record({**record, "schema": "crosslayer/diagnosis/1"})
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        crosslayer.Diagnosis.from_record({**record, "surprise": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "mean", "said"),
+    [
+        ("entropy", [1.0, 2.0], r"entropy has the shape \(2,\), and the model has 3 layers"),
+        ("map_similarity", [1.0, 2.0, 3.0], r"map_similarity has the shape \(3,\)"),
+        ("entropy", [[1.0], [1.0], [1.0]], r"entropy has the shape \(3, 1\), and its interval \(3, 2\)"),
+        ("entropy", [1.0, "<b>", None], "something else than numbers and null"),
+        ("entropy", [1.0, True, None], "something else than numbers and null"),
+    ],
+)
+def test_measures_of_other_layers_are_refused(key, mean, said):
+    record = crosslayer.diagnose(tiny("llama"), tokens()).record()
+    record["measures"][key]["mean"] = mean
+    with pytest.raises(ValueError, match=said):
+        crosslayer.Diagnosis.from_record(record)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "model"
+    tiny("llama", dtype=torch.float32, vocab_size=len(WORDS)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (folder.parent / "text.txt").write_text(" ".join(f"w{i % 50}" for i in range(400)))
+    return folder
+
+
+def test_a_name_and_a_loaded_model_give_the_same(folder):
+    text, options = TextSource(str(folder.parent / "text.txt")), {"sequences": 2, "length": 16}
+    named = crosslayer.diagnose(str(folder), text, dtype="float64", device="cpu", **options)
+    model, loaded_tokenizer = crosslayer.load_model(str(folder), dtype="float64", device="cpu")
+    loaded = crosslayer.diagnose(model, text, loaded_tokenizer, **options)
+    assert named.measures == loaded.measures and named.settings == loaded.settings and named.words == loaded.words
+    assert named.settings.model == "model" and named.settings.text == "text.txt" and named.settings.seed == 0
+    assert named.model.dtype == "float64" and named.headline()["model"] == "model"
+    assert str(folder.parent) not in json.dumps(named.record())  # no folder of the machine
+
+
+def test_texts_and_ids_are_taken_too(folder):
+    model, loaded_tokenizer = crosslayer.load_model(str(folder), device="cpu")
+    text = " ".join(f"w{i % 50}" for i in range(200))
+    diagnosis = crosslayer.diagnose(model, [text], loaded_tokenizer, sequences=2, length=16)
+    assert diagnosis.settings.text == "own texts" and diagnosis.settings.documents == [0, 0]
+    ids = loaded_tokenizer(text, return_tensors="pt")["input_ids"][:, :16]
+    settings = crosslayer.diagnose(model, ids).settings
+    assert (settings.text, settings.seed, settings.bos, settings.documents) == (None, None, None, [])
+    assert (settings.sequences, settings.length) == (1, 16)
+    with pytest.raises(ValueError, match="texts need tokenizer=…; without it give token ids"):
+        crosslayer.diagnose(model, text, sequences=2, length=16)
+    with pytest.raises(ValueError, match="dtype and device are for a model that is named"):
+        crosslayer.diagnose(model, ids, dtype="float32")
+
+
+def test_bad_text_is_refused_before_the_model_is_loaded(folder):
+    for text in (TextSource(str(folder.parent / "missing.txt")), "w1 w2"):
+        with pytest.raises(ValueError, match=r"does not exist|the text has 5 bytes"):
+            crosslayer.diagnose(str(folder.parent / "no such model"), text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (tokens().tolist(), r"^text holds a list; give texts, or token ids as a tensor \(N, T\)$"),
+        ("notes.txt", r"^text is 'notes.txt', which looks like a file; TextSource\('notes.txt'\) reads it$"),
+        ({"web": "w1 w2"}, "^text is a dict; give token ids as a tensor, a TextSource, or texts$"),
+        (5, "^text is a int; give token ids"),
+    ],
+    ids=str,
+)
+def test_what_is_no_text_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        crosslayer.diagnose(tiny("llama"), text)
+
+
+def test_a_result_shows_its_headline():
+    diagnosis = crosslayer.diagnose(tiny("llama"), tokens())
+    assert repr(diagnosis).startswith("Diagnosis(model=") and len(repr(diagnosis)) < 1000
+    assert str(diagnosis) == repr(diagnosis) and "kv_share=" in repr(diagnosis)

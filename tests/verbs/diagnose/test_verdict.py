@@ -1,0 +1,147 @@
+"""Groups of layers, shares of the cache, and the sentences."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import crosslayer
+from crosslayer.core.methods import merge_plans
+from crosslayer.output.words import ranges
+from crosslayer.probe.shapes import LayerShape, may_share
+from crosslayer.verbs.diagnose.groups import paper_groups, similar_groups
+from crosslayer.verbs.diagnose.record import KeptShare, Measures
+from crosslayer.verbs.diagnose.verdict import sharing_methods, verdict
+from crosslayer.verbs.diagnose.words import in_words, words
+from tests.helpers.tiny import tiny, tokens
+
+FULL = LayerShape(9, 3, 64, 64, causal=True)
+SLIDING = LayerShape(9, 3, 64, 64, causal=True, window=8)
+
+
+def test_windows_longer_than_the_text_still_differ():
+    cache = crosslayer.diagnose(tiny("gemma2", sliding_window=4096), tokens()).verdict.cache
+    assert cache.by_depth.groups == [] and cache.by_similarity.groups == []
+    assert cache.resting_on == "map_similarity_without_first"
+
+
+def test_even_attention_is_no_sink():
+    model = tiny("llama", dtype=torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.zero_()
+    for length in (2, 3, 5, 24):
+        sink = crosslayer.diagnose(model, tokens(length=length)).verdict.sink
+        assert sink.layers == [] and sink.over_even == pytest.approx(1, abs=1e-5)
+
+
+def test_layers_that_store_nothing_do_not_count():
+    stored = [LayerShape(2, 2, 8, 8, causal=True, stored=s) for s in ((1.0, 1.0), (0.0, 0.5), (0.0, 0.0))]
+    assert [shape.cached(10) for shape in stored] == [(160, 160), (0, 80), (0, 0)]
+    assert may_share(stored[0], stored[2])
+
+
+def measures(layers, similarity=None):
+    """Return measures that are the same in all layers, but for the similarities."""
+    matrix = np.eye(layers) if similarity is None else similarity
+    pairs = ("map_similarity", "map_similarity_without_first", "map_similarity_per_head")
+    means = {name: [0.5] * layers for name in Measures.model_fields} | dict.fromkeys(pairs, matrix.tolist())
+    return Measures.model_validate({name: {"mean": mean, "ci95": None, "n": 1} for name, mean in means.items()})
+
+
+def test_paper_groups_of_30_32_and_42_layers():
+    assert paper_groups([FULL] * 30) == [[18, 19, 20, 21], [22, 23, 24, 25], [26, 27, 28, 29]]
+    assert paper_groups([FULL] * 32) == [list(range(s, s + 4)) for s in (16, 20, 24, 28)]
+    assert paper_groups([FULL] * 42) == [list(range(s, s + 4)) for s in (22, 26, 30, 34, 38)]  # Gemma-2 9B
+    assert len([i for g in paper_groups([FULL] * 30, size=2) for i in g[1:]]) == 7
+
+
+@pytest.mark.parametrize(("layers", "uniattn", "cla"), [(30, 0.85, 0.70), (32, 0.8125, 0.625)])
+def test_shares_are_the_papers(layers, uniattn, cla):
+    cache = verdict(measures(layers), [FULL] * layers, 512).cache
+    kept = {entry.method: entry.share for entry in cache.by_depth.kept}
+    assert kept["uniattn"] == pytest.approx(uniattn) and kept["cla"] == pytest.approx(cla)
+    assert cache.attention_removed.share == pytest.approx(cla)  # as many layers
+
+
+def test_every_method_that_saves_by_sharing_is_counted_as_its_own_plan_says():
+    layers = 30
+    superblocks = verdict(measures(layers), [FULL] * layers, 512).cache.by_depth
+    assert [entry.title for entry in superblocks.kept] == [cls.__name__ for cls in sharing_methods()]
+    assert len(superblocks.kept) >= 2
+    for cls, entry in zip(sharing_methods(), superblocks.kept, strict=True):
+        plan = merge_plans([cls.from_groups(superblocks.groups, layers)], layers)
+        stored = sum(len(plan.stored(layer)) for layer in range(layers))
+        assert entry.share == pytest.approx(stored / (2 * layers)), cls
+
+
+def test_layers_with_different_masks_are_never_grouped():
+    shapes = [FULL, SLIDING] * 8
+    assert paper_groups(shapes) == [] and similar_groups(np.ones((16, 16)), shapes, 5) == []
+    assert not may_share(FULL, SLIDING) and not may_share(None, None)
+
+
+def test_a_window_bounds_the_cache():
+    assert SLIDING.cached(512) == (
+        3 * 64 * 7,
+        3 * 64 * 7,
+    )  # as transformers keeps them and FULL.cached(512) == (3 * 64 * 512, 3 * 64 * 512)
+
+
+def test_similar_groups_join_the_most_similar():
+    matrix = np.full((6, 6), 0.1)
+    matrix[2:5, 2:5] = 0.9
+    matrix[0:2, 0:2] = 0.5
+    np.fill_diagonal(matrix, 1)
+    assert similar_groups(matrix, [FULL] * 6, 2) == [[2, 3, 4]]
+    assert similar_groups(matrix, [FULL] * 6, 3) == [[0, 1], [2, 3, 4]]
+
+
+@given(st.integers(2, 12), st.integers(0, 11), st.randoms(use_true_random=False))
+def test_similar_groups_are_contiguous_and_have_the_asked_followers(layers, followers, random):
+    matrix = np.array([[random.random() for _ in range(layers)] for _ in range(layers)])
+    groups = similar_groups((matrix + matrix.T) / 2, [FULL] * layers, followers)
+    assert all(group == list(range(group[0], group[-1] + 1)) for group in groups)
+    assert sum(len(group) - 1 for group in groups) == min(followers, layers - 1)
+
+
+def test_ranges():
+    assert ranges([7, 1, 2, 3]) == "1-3, 7" and ranges([]) == ""
+
+
+def test_encoders_have_no_cache_to_save():
+    diagnosis = crosslayer.diagnose(tiny("bert"), tokens())
+    assert diagnosis.verdict.cache is None and any("keeps no KV cache" in word for word in diagnosis.words)
+
+
+def test_gemma2_says_that_masks_alternate():
+    diagnosis = crosslayer.diagnose(tiny("gemma2"), tokens())
+    assert diagnosis.model.masks == ["causal, window 8", "causal", "causal, window 8"]
+    assert any("masks differ" in word for word in diagnosis.words)
+
+
+def test_it_is_explained_why_both_rules_save_the_same_and_that_they_agree():
+    blocks = np.kron(np.eye(4), np.ones((4, 4)))
+    blocks[:8, :8] = np.eye(8)
+    said = words(verdict(measures(16, blocks), [FULL] * 16, 512))
+    assert any("followers (6) and so for the same shares, gives the same superblocks: what depth" in w for w in said)
+    blocks = np.kron(np.eye(8), np.ones((2, 2)))
+    said = words(verdict(measures(16, blocks), [FULL] * 16, 512))
+    assert any("(6) and so for the same shares, gives the candidate superblocks [0-1] [2-3]" in w for w in said)
+    shapes = [SLIDING] * 4 + [FULL] * 4  # as many followers, of smaller layers
+    blocks = np.kron(np.eye(2), np.array([[1.0, 0.9], [0.9, 1.0]]).repeat(2, 0).repeat(2, 1))
+    blocks[4:, 4:] = np.eye(4)
+    said = words(verdict(measures(8, blocks), shapes, 512))
+    assert any("without the first column gives the candidate superblocks [0-3]: the KV cache" in w for w in said)
+
+
+@pytest.mark.parametrize(
+    ("count", "sentence"), [(1, "90.00% with A"), (3, "90.00% with A, 80.00% with B and 70.00% with C")]
+)
+def test_shares_are_listed_in_words(count, sentence):
+    shares = (("A", 0.9), ("B", 0.8), ("C", 0.7))
+    assert (
+        in_words([KeptShare(method=title.lower(), title=title, share=share) for title, share in shares[:count]])
+        == sentence
+    )

@@ -1,0 +1,77 @@
+"""Evaluations of models whose cached tokens go: scored as they would be read token by token."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.eviction import policies
+from crosslayer.eviction.running import evicting
+from crosslayer.verbs.evaluate.words import sentences
+from tests.verbs.evaluate.test_exact import check_equal
+
+NAMES = ("arc_easy_local", "lambada_openai_local")
+
+
+def rescored(folder, evict, samples):
+    """Return log likelihoods of all continuations, each read token by token after its context."""
+    model, words = crosslayer.load_model(str(folder))
+    answers = []
+    with evicting(model, evict) as new_cache:
+        for sample in samples:
+            for context, continuation in (argument for argument in sample["arguments"]):
+                whole = words(context + continuation)["input_ids"]
+                start = len(words(context.rstrip())["input_ids"])
+                cache = new_cache()
+                logits = [model(torch.tensor([whole[:start]]), past_key_values=cache).logits[:, -1]]
+                for token in whole[start:-1]:
+                    logits.append(model(torch.tensor([[token]]), past_key_values=cache).logits[:, -1])
+                chances = torch.cat(logits).log_softmax(-1)
+                answers.append(float(chances.gather(-1, torch.tensor(whole[start:])[:, None]).sum()))
+    return answers
+
+
+@pytest.mark.parametrize("evict", ["h2o:0.4", "streaming:0.5", "snapkv:0.5"])
+def test_scores_are_those_of_a_text_that_is_read_token_by_token(monkeypatch, pair, tasks, evict):
+    """Two examples make texts of some 36 tokens, more than SnapKV's window, which is made small."""
+    snapkv = replace(policies.POLICIES["snapkv"], window=8)
+    monkeypatch.setitem(policies.POLICIES, "snapkv", snapkv)
+    monkeypatch.setattr(policies, "WINDOW", 8)
+    options = {"tasks": NAMES[:1], "include_path": tasks, "device": "cpu", "num_fewshot": 2}
+    evaluation = crosslayer.evaluate(pair[0], **options, evict=evict)
+    samples = evaluation.lm_eval_results["candidate"]["samples"][NAMES[0]]
+    scores = [float(answer[0]) for sample in samples for answers in sample["resps"] for answer in answers]
+    torch.testing.assert_close(scores, rescored(pair[0], evict, samples), rtol=0, atol=1e-3)  # float32, sums
+    plain = crosslayer.evaluate(pair[0], **options).lm_eval_results["candidate"]["samples"][NAMES[0]]
+    full = [float(answer[0]) for sample in plain for answers in sample["resps"] for answer in answers]
+    assert max(abs(one - other) for one, other in zip(scores, full, strict=True)) > 1e-2
+
+
+@pytest.mark.parametrize(("evict", "share"), [("h2o:0.4", 1.0), ("h2o:64", 0.0), ("snapkv:0.4", 0.0)])
+def test_it_is_said_how_many_requests_lost_tokens(pair, tasks, evict, share):
+    """With two examples every request has more than 17 tokens, and fewer than 48."""
+    options = {"tasks": NAMES[:1], "include_path": tasks, "device": "cpu", "num_fewshot": 2, "evict": evict}
+    evaluation = crosslayer.evaluate(pair[0], **options)
+    candidate = evaluation.models.candidate
+    assert candidate.requests == 14 * 4 and candidate.reduced == share * candidate.requests
+    said = " ".join(sentences(evaluation))
+    assert ("56 of 56 requests tokens went" if share else "Of none of the 56 requests did a token go") in said
+
+
+def test_an_eviction_that_keeps_all_changes_no_digit(pair, tasks):
+    plain = crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, batch=2, device="cpu")
+    evicted = crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, batch=2, device="cpu", evict="h2o:0.0")
+    check_equal(evicted.lm_eval_results["candidate"], plain.lm_eval_results["candidate"])
+
+
+def test_only_the_candidate_evicts_and_its_cost_stands_beside_its_scores(pair, tasks):
+    evaluation = crosslayer.evaluate(
+        pair[0], baseline=pair[0], tasks=NAMES, include_path=tasks, device="cpu", evict="streaming:32", cost=True
+    )
+    page = evaluation.page()
+    assert evaluation.cost is not None and 0.6 < evaluation.cost.cache.ratio < 0.8  # 32 of 48 tokens, and positions
+    assert evaluation.headline()["kv_share"] == round(evaluation.cost.cache.ratio, 6)
+    assert "evicts (streaming:32)" in page and "further tokens" in page
+    with pytest.raises(ValueError, match="name one with baseline"):
+        crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, cost=True)

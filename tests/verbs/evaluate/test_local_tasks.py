@@ -1,0 +1,68 @@
+"""The script that writes tasks which read local files."""
+
+import subprocess
+import sys
+
+import pytest
+
+import crosslayer
+from crosslayer.verbs.evaluate.local_tasks import articles
+from tests.helpers import evaluations
+
+WRITTEN = {
+    "arc_easy_local", "piqa_local", "lambada_openai_local", "social_iqa_local", "commonsense_qa_local", "boolq_local",
+    "pubmedqa_local", "medqa_5options_local", "winogrande_local", "wikitext2_local", "blimp_causative_local",
+    "blimp_adjunct_island_local", "blimp_local",
+}  # fmt: skip
+
+
+def test_every_task_is_written_and_runs(tmp_path, pair):
+    data = evaluations.data(tmp_path / "data")
+    names = crosslayer.write_local_tasks(data, tmp_path / "tasks")
+    assert set(names) == WRITTEN
+    evaluation = crosslayer.evaluate(pair[0], tasks=names[:-3], include_path=tmp_path / "tasks", limit=3)
+    kinds = {(row.task, row.metric): row.kind for row in evaluation.rows}
+    assert kinds[("lambada_openai_local", "perplexity")] == "perplexity"
+    assert kinds[("wikitext2_local", "word_perplexity")] == "perplexity"
+    assert kinds[("wikitext2_local", "bits_per_byte")] == "mean"
+    others = {kind for (task, metric), kind in kinds.items() if metric.startswith("acc")}
+    assert others == {"share"} and len({task for task, _ in kinds}) == len(WRITTEN) - 3
+    boolq = evaluation.lm_eval_results["candidate"]["samples"]["boolq_local"]
+    assert [sample["target"] for sample in boolq] == [1, 0, 0]
+    five = evaluation.lm_eval_results["candidate"]["samples"]["medqa_5options_local"][0]
+    assert five["arguments"][0][0].count("\n") == 6 and five["arguments"][0][0].endswith("\nAnswer:")
+    assert len(five["arguments"]) == 5 and five["target"] == "A"
+
+
+def test_the_script_says_what_it_wrote_and_what_is_wrong(tmp_path):
+    data = evaluations.data(tmp_path / "data", items=3)
+
+    def run(*words):
+        command = [sys.executable, "-m", "crosslayer.verbs.evaluate.local_tasks", *map(str, words)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = run(data, tmp_path / "tasks")
+    assert done.returncode == 0 and set(done.stdout.split()) == WRITTEN and not done.stderr
+    again = run(data, tmp_path / "tasks")
+    assert again.returncode == 2 and again.stderr.startswith("crosslayer: error: the folder 'tasks' exists")
+
+
+def test_a_folder_is_replaced_only_where_it_is_ours(tmp_path):
+    data = evaluations.data(tmp_path / "data", items=3)
+    crosslayer.write_local_tasks(data, tmp_path / "tasks")
+    crosslayer.write_local_tasks(data, tmp_path / "tasks", force=True)
+    (tmp_path / "tasks" / "mine.yaml").write_text("task: mine")
+    with pytest.raises(ValueError, match="holds more than crosslayer wrote"):
+        crosslayer.write_local_tasks(data, tmp_path / "tasks", force=True)
+    with pytest.raises(ValueError, match="holds no data that is known"):
+        crosslayer.write_local_tasks(tmp_path / "tasks", tmp_path / "out")
+    with pytest.raises(ValueError, match="is no folder"):
+        crosslayer.write_local_tasks(tmp_path / "nowhere", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_articles_of_wikitext_begin_with_their_headings():
+    text = " \n = Robert = \n \n He is . \n \n = = Career = = \n \n More . \n \n = Du Fu = \n \n A poet . \n"
+    pages = articles(text)
+    assert [page.split("\n")[0] for page in pages] == [" = Robert = ", " = Du Fu = "]
+    assert "".join(pages) == text.removeprefix(" \n")

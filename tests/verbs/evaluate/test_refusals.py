@@ -1,0 +1,206 @@
+"""What cannot be evaluated ends with exit status 2 and a single line, before any model runs."""
+
+import importlib.util
+import re
+import time
+
+import pytest
+from huggingface_hub import constants
+
+import crosslayer
+from crosslayer.corpus import hub
+from crosslayer.verbs.evaluate.groups import GROUPS, select
+from crosslayer.verbs.evaluate.words import sentences
+from tests.cli.test_bad_input import type_in
+from tests.helpers import evaluations
+from tests.helpers.text import WORDS
+from tests.helpers.tiny import tiny
+
+CODE = "task: mine\ndataset_path: json\ndoc_to_text: !function trap.text\n"
+CLASS = "task: mine\nclass: !function trap.Task\n"
+INCLUDES = "include: other/base\ntask: mine\n"
+SCRIPT = "task: mine\nmetric_list:\n  - {metric: trap.py}\n"
+METRIC = "task: mine\nmetric_list:\n  - {metric: exact, hf_evaluate: true}\n"
+KEY = "task: mine\n? !function trap.text\n: 1\n"
+NESTED = "group: all\ntask:\n  - {task: mine, process_docs: !function trap.docs}\n"
+
+
+def line(monkeypatch, capsys, words):
+    assert type_in(monkeypatch, ["evaluate", *map(str, words)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "Traceback" not in "".join(errors)
+    assert len([text for text in errors if text.startswith("crosslayer: error: ")]) == 1
+    return errors[-1].removeprefix("crosslayer: error: ")
+
+
+def test_an_unknown_task_is_answered_with_the_nearest(monkeypatch, capsys, tasks, pair, tmp_path):
+    words = [pair[0], "--include-path", tasks, "--out", tmp_path / "out", "--tasks"]
+    said = line(monkeypatch, capsys, [*words, "piqa_local,arc_eazy_local"])
+    assert re.match("there is no task 'arc_eazy_local'; the nearest are arc_easy_local", said)
+    assert "resformer" in line(monkeypatch, capsys, [*words, "resfromer"])
+    assert "groups are resformer, uniattn-general" in line(monkeypatch, capsys, [*words, "§§§"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tasks", ""], "there is no task; name some, such as arc_easy"),
+        (["--tasks", "piqa_local", "--batch", "many"], "--batch is 'many'; it is auto or a number"),
+        (["--tasks", "piqa_local", "--batch", "0"], "--batch is '0'"),
+        (["--tasks", "piqa_local", "--limit", "0"], "--limit is 0; .* at least 1"),
+        (["--tasks", "piqa_local", "--num-fewshot", "-1"], "--num-fewshot is -1"),
+        (["--tasks", "piqa_local", "--include-path", "nowhere"], "--include-path 'nowhere' is no folder"),
+        (["--tasks", "piqa_local", "--baseline", "./nowhere"], "'./nowhere' does not exist"),
+        (["--tasks", "piqa_local", "--dtype", "int3"], "'int3' is not known"),
+        (["--tasks", "piqa_local", "--device", "warp"], "device 'warp' cannot be used"),
+    ],
+)
+def test_options(monkeypatch, capsys, tasks, pair, tmp_path, options, said):
+    monkeypatch.chdir(tmp_path)
+    place = [] if "--include-path" in options else ["--include-path", tasks]
+    assert re.search(said, line(monkeypatch, capsys, [pair[0], *place, *options]))
+
+
+def test_a_folder_without_tasks(monkeypatch, capsys, pair, tmp_path):
+    said = line(monkeypatch, capsys, [pair[0], "--tasks", "piqa", "--include-path", tmp_path])
+    assert "holds no tasks of lm-eval" in said
+
+
+def test_an_encoder_is_refused_before_the_candidate_runs(monkeypatch, capsys, tasks, pair, tmp_path):
+    encoder = tiny("bert", vocab_size=len(WORDS))
+    encoder.save_pretrained(tmp_path / "bert")
+    evaluations.own_tokenizer().save_pretrained(tmp_path / "bert")
+    words = ["--tasks", "piqa_local", "--include-path", tasks]
+    for models in ([tmp_path / "bert"], [pair[0], "--baseline", tmp_path / "bert"]):
+        assert line(monkeypatch, capsys, [*models, *words]) == "eval needs a causal LM; bert is none"
+    with pytest.raises(ValueError, match="eval needs a causal LM; BertModel is none"):
+        crosslayer.evaluate(encoder, evaluations.own_tokenizer(), tasks="piqa_local", include_path=tasks)
+    with pytest.raises(ValueError, match="needs tokenizer=…"):
+        crosslayer.evaluate(evaluations.model(), tasks="piqa_local", include_path=tasks)
+
+
+def test_without_lm_eval_it_says_what_to_install(monkeypatch, capsys, pair):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else found(name, *a))
+    said = line(monkeypatch, capsys, [pair[0], "--tasks", "piqa"])
+    assert said == "eval needs lm_eval, not installed: pip install 'crosslayer[eval]'"
+
+
+def test_data_that_is_away_names_what_helps_at_once(monkeypatch, capsys, pair, tmp_path):
+    """A dataset of the hub, where there is no network: datasets by itself tries for some 25 seconds."""
+    address = "http://127.0.0.1:9"  # nobody listens there
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    asked = []
+    monkeypatch.setattr(hub, "ask_hub", lambda *words: asked.append(words) or ConnectionError())
+    task = "task: mine\ndataset_path: someone/questions\noutput_type: multiple_choice\ntest_split: test\n"
+    (tmp_path / "mine.yaml").write_text(task)
+    started = time.monotonic()
+    said = line(monkeypatch, capsys, [pair[0], "--tasks", "mine", "--include-path", tmp_path])
+    assert time.monotonic() - started < 10 and not constants.HF_HUB_OFFLINE
+    assert asked == [("someone/questions", "README.md", hub.PATIENCE, "dataset")]
+    assert "task 'mine' cannot be loaded: its data is on the Hugging Face hub, which cannot be reached" in said
+    assert "crosslayer.verbs.evaluate.local_tasks DATA OUT" in said and "--include-path OUT" in said
+
+
+def test_a_task_that_is_wrong_is_named(monkeypatch, capsys, pair, tmp_path):
+    (tmp_path / "mine.yaml").write_text("task: mine\ndataset_path: json\noutput_type: telepathy\n")
+    said = line(monkeypatch, capsys, [pair[0], "--tasks", "mine", "--include-path", tmp_path])
+    assert "task 'mine' cannot be loaded: ValueError: Got invalid output_type" in said
+
+
+@pytest.mark.parametrize("text", [CODE, CLASS, INCLUDES, METRIC, SCRIPT, NESTED, KEY])
+def test_code_of_a_folder_runs_only_if_it_is_allowed(monkeypatch, capsys, pair, tmp_path, text):
+    folder, mark = tmp_path / "tasks", tmp_path / "ran"
+    (folder / "other").mkdir(parents=True)
+    (folder / "trap.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\ntext = docs = Task = len\n")
+    (folder / "other" / "base").write_text("doc_to_text: !function ../trap.text\n")
+    (folder / "mine.yaml").write_text(text)
+    words = [pair[0], "--tasks", "mine", "--include-path", folder]
+    said = line(monkeypatch, capsys, words)
+    assert said.startswith("'mine.yaml' in 'tasks' names Python code") and "--allow-code" in said
+    assert not mark.exists()
+    if text in (CODE, KEY):  # the trap works
+        line(monkeypatch, capsys, [*words, "--allow-code"])
+        assert mark.exists()
+
+
+def test_code_is_seen_in_any_encoding_and_what_is_no_yaml_is_refused(monkeypatch, capsys, pair, tmp_path):
+    words = [pair[0], "--tasks", "mine", "--include-path", tmp_path]
+    (tmp_path / "mine.yaml").write_text(CODE, encoding="utf-16")
+    assert "names Python code" in line(monkeypatch, capsys, words)
+    (tmp_path / "mine.yaml").write_text("task: [")
+    assert "'mine.yaml' in" in line(monkeypatch, capsys, words)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("task: mine\nx: " + "[" * 3000 + "]" * 3000, "is no YAML file: it is nested too deeply"),
+        ("\n".join(" " * depth + "a:" for depth in range(3000)), "is no YAML file: it is nested too deeply"),
+        ("task: mine\na: &a [*a]\n", "task 'mine' cannot be loaded"),
+        ("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60)), "holds no tasks"),
+    ],
+    ids=["lists", "keys", "circle", "doubled 59 times"],
+)
+def test_yaml_that_is_hard_to_read_is_a_line(monkeypatch, capsys, pair, tmp_path, text, said):
+    (tmp_path / "mine.yaml").write_text(text)
+    assert said in line(monkeypatch, capsys, [pair[0], "--tasks", "mine", "--include-path", tmp_path])
+
+
+def test_what_the_harness_refuses_while_it_runs_is_a_line(monkeypatch, capsys, tasks, pair):
+    words = [pair[0], "--tasks", "arc_easy_local", "--include-path", tasks]
+    assert "lm-eval" in line(monkeypatch, capsys, [*words, "--num-fewshot", "99"])
+
+
+def test_options_that_a_loaded_model_has_no_use_for(pair, tasks):
+    model, tokenizer = crosslayer.load_model(str(pair[0]))
+    padding = tokenizer.pad_token_id
+    options = {"tasks": "piqa_local", "include_path": tasks}
+    with pytest.raises(ValueError, match="dtype and device are for a model that is named"):
+        crosslayer.evaluate(model, tokenizer, dtype="bfloat16", **options)
+    with pytest.raises(ValueError, match="brings its own tokenizer"):
+        crosslayer.evaluate(pair[0], tokenizer, **options)
+    with pytest.raises(ValueError, match="needs tokenizer=…, its own"):
+        crosslayer.evaluate(pair[0], baseline=model, **options)
+    evaluation = crosslayer.evaluate(model.bfloat16(), tokenizer, baseline=pair[1], limit=2, **options)
+    assert evaluation.models.baseline.dtype == "bfloat16" and tokenizer.pad_token_id == padding
+    with pytest.raises(ValueError, match="a cost is measured over 16 new tokens; a model has 16 positions"):
+        model.config.max_position_embeddings = 16
+        crosslayer.evaluate(model, tokenizer, baseline=pair[1], cost=True, **options)
+
+
+def test_a_request_without_its_beginning_and_other_numbers_of_examples_are_said(pair, tasks):
+    evaluation = crosslayer.evaluate(pair[0], tasks="arc_easy_local", include_path=tasks, num_fewshot=9, device="cpu")
+    candidate = evaluation.models.candidate
+    assert candidate.shortened > 0
+    assert f"Of {candidate.shortened} requests candidate read no beginning" in " ".join(sentences(evaluation))
+    rows = [row.model_copy(update={"shots": 0}) for row in evaluation.rows]
+    fixed = evaluation.model_copy(update={"rows": tuple(rows)})
+    assert "Not asked with 9 examples, since lm-eval fixes their number: arc_easy_local (0)." in sentences(fixed)
+
+
+def test_a_task_that_includes_one_of_the_harness_may_use_its_code(pair, tasks):
+    text = (tasks / "winogrande_local.yaml").read_text()
+    assert "include:" in text and "!function" not in text  # the file that it includes has three
+    assert crosslayer.evaluate(pair[0], tasks="winogrande_local", include_path=tasks, limit=4).rows[0].items == 4
+
+
+def test_groups_take_local_tasks_where_there_are_any():
+    assert select(["resformer"]).tasks[0] == "hellaswag" and len(select(["resformer"]).tasks) == 6
+    chosen = select(["piqa", "resformer"], {"piqa_local", "hellaswag_local"})
+    assert chosen.tasks[:2] == ("piqa", "hellaswag_local") and chosen.groups["resformer"][-1] == "piqa_local"
+    medical = GROUPS["uniattn-medical"]
+    assert select(["uniattn-medical"]).tasks[-1] == "medqa_4options" and len(medical) == 3
+    assert select(["uniattn-medical"], {"medqa_5options_local"}).tasks[-1] == "medqa_5options_local"
+
+
+def test_our_groups_are_tasks_of_the_harness():
+    from crosslayer.verbs.evaluate.harness import stock_folder
+    from crosslayer.verbs.evaluate.local_tasks import STOCK
+
+    names = {option for options in sum(GROUPS.values(), ()) for option in options} - {"medqa_5options"}
+    assert names <= set(STOCK)
+    for name, stock in STOCK.items():
+        assert f"task: {name}\n" in (stock_folder() / stock.file).read_text(), name

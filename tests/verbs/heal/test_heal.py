@@ -1,0 +1,462 @@
+"""A recovery from retrofits to its folder: what trains, what is measured, what is resumed, what is refused."""
+
+import json
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import crosslayer
+from crosslayer.core.decoder.weights import to_model
+from crosslayer.verbs.heal import stages
+from crosslayer.verbs.heal.recipe import load_heal_recipe
+from crosslayer.verbs.heal.retrofits import open_retrofits
+from crosslayer.verbs.heal.windows import judging
+from crosslayer.verbs.heal.words import tokens_read
+from crosslayer.verbs.needles.lookup import look_up
+from crosslayer.verbs.retrofit.losses import logits_of, losses
+from crosslayer.verbs.train.checkpoints import checkpoints
+from crosslayer.verbs.train.trainer import TrainingStopped
+from tests.cli.test_bad_input import type_in
+from tests.helpers.browser import complaints, resize
+from tests.helpers.recovery import instructions_in, original_in, recipe_in, retrofit_in
+from tests.helpers.training import Stop
+from tests.verbs.train.test_interrupting import Press
+
+NAMES = ("fitted", "without", "shorter")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CROSSLAYER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with the original and its retrofits."""
+    folder = tmp_path_factory.mktemp("models")
+    original = original_in(folder)
+    for name in NAMES:
+        retrofit_in(folder, original, name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    recipe = recipe_in(folder)
+    recovery = crosslayer.heal([base / name for name in NAMES], recipe, folder / "out", original=str(base / "original"))
+    return recovery, folder / "out"
+
+
+def test_hidden_numbers_are_asked_for_before_and_after_each_stage(tmp_path):
+    original = original_in(tmp_path, max_position_embeddings=512)
+    folder = retrofit_in(tmp_path, original, "zero")
+    evaluation = {"domains": ["code"], "windows": 16, "length": 24, "held_out": 2}
+    stage = {"parameters": "all", "schedule": {"steps": 1}, "train": {"learning_rate": 1e-3}}
+    recipe = recipe_in(tmp_path, stages=[stage], objective={"loss": "distill"}, eval=evaluation)
+    recovery = crosslayer.heal([folder], recipe, tmp_path / "out", original=str(original))
+    model, tokenizer = crosslayer.load_model(str(tmp_path / "out" / "zero" / "model"))
+    assert recovery.arms[0].states[1].needles == look_up(model, tokenizer)
+    assert [lookup.length for lookup in recovery.untrained_original.needles] == [512]
+    said = recovery.sentences()[0]
+    assert (
+        "Before: 0 of 10 hidden numbers. Of 10 numbers hidden in long texts it finds 0 (0 of 10 at 512 tokens)" in said
+    )
+    without = crosslayer.heal(
+        [folder], recipe, tmp_path / "none", original=str(original), settings=["eval.needles=false"]
+    )
+    assert without.arms[0].states[1].needles == () and "hidden" not in without.sentences()[0]
+
+
+def windows_of(base, recipe, tokenizer):
+    retrofits, _ = open_retrofits([base / name for name in NAMES], str(base / "original"))
+    return judging(recipe, retrofits).windows(recipe, tokenizer)
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def changed(before, after):
+    before, after = weights_of(before), weights_of(after)
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_stage_1_changes_w_c_and_nothing_else(base, whole):
+    names = changed(base / "fitted", whole[1] / "fitted" / "stage-1" / "model")
+    assert names == {"model.layers.3.attn_compensation.weight"}
+
+
+def test_other_users_can_read_the_models(whole):
+    paths = [path for path in whole[1].rglob("*.safetensors") if "model" in path.parent.name]
+    assert len(paths) > 2
+    for path in paths:
+        assert path.stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o666, path  # as the umask has it
+
+
+def test_stage_2_changes_every_weight(whole):
+    folder = whole[1] / "fitted"
+    assert changed(folder / "stage-1" / "model", folder / "stage-2" / "model") == weights_of(folder / "model").keys()
+
+
+def test_a_retrofit_without_w_c_skips_stage_1(base, whole):
+    recovery, folder = whole
+    for name in ("without", "shorter"):
+        arm = next(arm for arm in recovery.arms if arm.name == name)
+        assert arm.states[1].skipped == "there is no W_c" and arm.states[1].run is None
+        assert not (folder / name / "stage-1").exists()
+        assert arm.states[1].domains[0].damage == arm.states[0].domains[0].damage
+        assert arm.states[1].domains[0].kl_change.value == 0
+        assert len(changed(base / name, folder / name / "stage-2" / "model")) > 10
+
+
+def test_what_was_trained_is_told(whole):
+    recovery, _ = whole
+    first, second = (state.run for state in recovery.arms[0].states[1:])
+    assert (first.trained, first.steps, first.planned, first.tokens) == (32 * 32, 4, 4, 4 * 4 * 32)
+    assert second.steps == 5 and second.trained > 10_000 and second.curve.steps == [1, 2, 3, 4, 5]
+    assert recovery.left_out == {}
+    states = [*recovery.arms[0].states, recovery.untrained_original, recovery.trained_original]
+    assert all(set(state.held_out) == {"web", "speeches"} for state in states)
+    assert states[2].held_out["speeches"] < states[0].held_out["speeches"]
+    assert second.curve.losses[-1] < second.curve.losses[0]
+
+
+def test_the_record_has_what_a_measurement_of_the_saved_models_gives(base, whole):
+    """The damage after each stage, without the verb's own bookkeeping; and the comparison with the trained original."""
+    recovery, folder = whole
+    original, tokenizer = crosslayer.load_model(str(base / "original"))
+    windows = windows_of(base, load_heal_recipe(folder / "recipe.yaml"), tokenizer)
+    places = {
+        "before": base / "fitted",
+        "stage 1": folder / "fitted" / "stage-1" / "model",
+        "stage 2": folder / "fitted" / "model",
+        "trained": folder / "original" / "model",
+    }
+    models = {name: crosslayer.load_model(str(place))[0] for name, place in places.items()}
+    runs = {name: logits_of(model) for name, model in models.items()}
+    measured = losses(logits_of(original), runs, windows)
+    states = {state.name: state for state in recovery.arms[0].states} | {"trained": recovery.trained_original}
+    for name, state in states.items():
+        for domain in state.domains:
+            expected = measured[name].of(domain.name)
+            assert domain.damage.kl == pytest.approx(expected.kl.mean(), abs=1e-7)
+            assert np.log(domain.damage.ratio) == pytest.approx((expected.after - expected.before).mean(), abs=1e-7)
+    last = states["stage 2"].domains[0]
+    code = {name: losses_.of(last.name) for name, losses_ in measured.items()}
+    gap, left = (code[name].after - code["trained"].after for name in ("before", "stage 2"))
+    assert np.log(last.to_reference.value) == pytest.approx(left.mean(), abs=1e-7)
+    assert last.kl_change.value == pytest.approx((code["stage 2"].kl - code["stage 1"].kl).mean(), abs=1e-7)
+    if last.closed is not None:
+        assert last.closed.value == pytest.approx(1 - left.mean() / gap.mean(), rel=1e-5)
+
+
+def test_unseen_domains_come_first_and_the_fitted_and_the_trained_ones_are_seen(whole):
+    recovery, _ = whole
+    assert recovery.domains == ("code", "web") or recovery.domains == ("web", "code")
+    assert dict(zip(recovery.domains, recovery.seen.tolist(), strict=True)) == {"code": True, "web": True}
+    assert recovery.kl.shape == (3, 3, 2)
+
+
+def test_the_order_is_that_of_the_last_states(whole):
+    recovery, _ = whole
+    assert tuple(recovery.order) == recovery.domains
+    for number, places in enumerate(recovery.order.values()):
+        ends = {arm.name: arm.states[-1].domains[number].damage.kl for arm in recovery.arms}
+        assert [place.arm for place in places] == sorted(ends, key=ends.__getitem__)
+        assert [place.kl for place in places] == pytest.approx(sorted(ends.values()))
+
+
+def test_text_to_judge_on_is_not_trained_on(base, whole):
+    """Windows of a domain that is trained on come from the pieces that are held out of it."""
+    settings = ["eval.length=300", "eval.domains=[web]", "eval.windows=16"]  # so long that no two pieces share it
+    recipe = load_heal_recipe(whole[1] / "recipe.yaml", settings)
+    _, tokenizer = crosslayer.load_model(str(base / "original"))
+    windows = windows_of(base, recipe, tokenizer)
+    domain = recipe.data.domains[0].domain()
+    trained, held_out = "\n".join(domain.training()), "\n".join(domain.held_out())
+    texts = [tokenizer.decode(ids) for ids in windows.by_domain()["web"]]
+    assert all(text in held_out for text in texts)
+    assert not [text for text in texts if text in trained]
+
+
+def test_the_original_reads_the_same_rows_in_the_same_order(base, tmp_path, monkeypatch):
+    read: dict[str, list] = {}
+
+    class Watching(stages.CrossLayerTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            read.setdefault(str(self._folder.relative_to(tmp_path / "out")), []).append(inputs["input_ids"].clone())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    monkeypatch.setattr(stages, "CrossLayerTrainer", Watching)
+    crosslayer.heal([base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"))
+    assert set(read) == {"without/stage-2", "original"} and len(read["original"]) == 5
+    assert torch.equal(torch.cat(read["original"]), torch.cat(read["without/stage-2"]))
+
+
+def test_an_interrupted_recovery_goes_on_and_ends_the_same(base, whole, tmp_path, monkeypatch):
+    """Stopped in the middle of stage 1, and again in the middle of stage 2."""
+    folder, recipe = tmp_path / "out", recipe_in(tmp_path)
+    arguments = ([base / name for name in NAMES], recipe, folder)
+    options = {"original": str(base / "original")}
+
+    class Killed(Exception):
+        pass
+
+    def stopping(number, step):
+        class Stopping(stages.CrossLayerTrainer):
+            def __init__(self, *args):
+                super().__init__(*args)
+                if f"fitted/stage-{number}" in str(self._folder):
+                    self.add_callback(Stop(step))
+
+            def train(self, *args, **kwargs):
+                super().train(*args, **kwargs)
+                if self.state.global_step == step:
+                    raise Killed
+
+        return Stopping
+
+    for number, step in ((1, 3), (2, 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(stages, "CrossLayerTrainer", stopping(number, step))
+            with pytest.raises(Killed):
+                crosslayer.heal(*arguments, **options, resume=number > 1)
+        assert (folder / "fitted" / f"stage-{number}" / "checkpoint-2").is_dir()
+        assert not (folder / "record.json").exists()
+    with pytest.raises(ValueError, match="the folder 'out' exists; give another name, or `resume` to go on with it"):
+        crosslayer.heal(*arguments, **options)
+    with pytest.raises(ValueError, match="the folder 'out' is of another recipe or of other retrofits"):
+        crosslayer.heal(*arguments, **options, resume=True, settings=["seed=1"])
+    resumed = crosslayer.heal(*arguments, **options, resume=True)
+    for place in ("fitted/stage-1/model", "fitted/model", "without/model", "original/model"):
+        assert not changed(folder / place, whole[1] / place), place
+    assert (resumed.kl == whole[0].kl).all()
+    assert not list(folder.rglob("checkpoint-*"))
+
+
+def test_a_whole_recovery_is_not_done_again(base, whole, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    shutil.copytree(whole[1], folder)
+    (folder / "record.json").unlink()
+    monkeypatch.setattr(stages.Stage, "train", None)
+    monkeypatch.setattr("crosslayer.verbs.heal.measure.losses", None)
+    again = crosslayer.heal(
+        [base / name for name in NAMES], folder / "recipe.yaml", folder, original=str(base / "original"), resume=True
+    )
+    assert again == whole[0] and (folder / "record.json").is_file()
+    (folder / "fitted" / "stage-1" / "stage.json").write_text("{}")
+    with pytest.raises(ValueError, match="stage.json of fitted/stage-1 is damaged"):
+        crosslayer.heal(
+            [base / name for name in NAMES],
+            folder / "recipe.yaml",
+            folder,
+            original=str(base / "original"),
+            resume=True,
+        )
+
+
+def test_a_stage_that_ends_early_says_so_and_the_next_goes_on_from_it(base, tmp_path):
+    settings = ["stages.0.stop.smoothing=0", "stages.0.stop.patience=1", "stages.0.stop.least=0.9", "baseline=false"]
+    recovery = crosslayer.heal(
+        [base / "fitted"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"), settings=settings
+    )
+    first, second = (state.run for state in recovery.arms[0].states[1:])
+    assert (first.steps, first.planned, first.curve.steps, second.steps) == (2, 4, [1, 2], 5)
+    assert "2 steps of 4, ended early" in recovery.page()
+    stage = tmp_path / "out" / "fitted" / "stage-1" / "model"
+    assert len(changed(base / "fitted", stage)) == 1 and (recovery.kl[0, 1] != recovery.kl[0, 0]).all()
+
+
+def test_the_original_trains_to_the_last_step_and_the_page_says_how(base, tmp_path):
+    settings = ["stages.1.stop={smoothing: 0, patience: 1, least: 0.9}"]
+    recovery = crosslayer.heal(
+        [base / "fitted"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"), settings=settings
+    )
+    assert (recovery.arms[0].states[2].run.steps, recovery.trained_original.run.steps) == (2, 5)
+    assert "original trained as the last stage, 640 tokens" in recovery.page()
+    words = " ".join(recovery.sentences())
+    assert (
+        "trained as the last stage, 640 tokens, to the last step; the retrofits read, over all stages: fitted 768."
+        in words
+    )
+    assert tokens_read(recovery.arms[0]) == [512, 256] and "Tokens read" in recovery.page()
+
+
+def diverging(place, cause=None):
+    """A trainer whose loss is not a number at step 2 of a stage; or whose checkpoint cannot be written."""
+
+    class Diverging(stages.CrossLayerTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            if place in str(self._folder) and self.state.global_step == 1:
+                if cause is not None:
+                    raise TrainingStopped("the disk is full", 2, None) from cause
+                self._check_finite("loss", float("nan"), 0, 0)
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    return Diverging
+
+
+def test_a_retrofit_that_diverges_stops_alone(base, tmp_path, monkeypatch):
+    folders, options = [base / "fitted", base / "without"], {"original": str(base / "original")}
+    recipe, folder = recipe_in(tmp_path), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "CrossLayerTrainer", diverging("fitted/stage-1"))
+        recovery = crosslayer.heal(folders, recipe, folder, **options)
+    first, second = recovery.arms[0].states[1:]
+    assert first.stopped.startswith("the loss is nan at step 2") and first.run is None
+    assert second.skipped == "stage 1 stopped" and second.domains[0].damage == first.domains[0].damage
+    assert recovery.arms[1].states[2].run.steps == 5 and recovery.trained_original.run.steps == 5
+    assert "Stopped: fitted, stage 1: the loss is nan at step 2" in recovery.page()
+    assert not changed(base / "fitted", folder / "fitted" / "model")
+    assert "trained nothing in this model" in (folder / "fitted" / "model" / "README.md").read_text()
+    assert "was trained after the retrofit" in (folder / "without" / "model" / "README.md").read_text()
+    again = crosslayer.heal(folders, recipe, folder, **options, resume=True)
+    assert again.arms == recovery.arms
+
+
+def test_without_a_trained_original_that_diverged_the_original_is_the_reference(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "CrossLayerTrainer", diverging("out/original"))
+    recovery = crosslayer.heal(
+        [base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original")
+    )
+    assert recovery.reference == "original" and recovery.trained_original is None
+    assert "Stopped: original, which was to be trained as well: the loss is nan" in " ".join(recovery.sentences())
+
+
+def test_a_disk_fault_ends_it_all(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "CrossLayerTrainer", diverging("without/stage-2", OSError("no space")))
+    with pytest.raises(TrainingStopped, match="the disk is full"):
+        crosslayer.heal([base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"))
+    assert not (tmp_path / "out" / "without" / "stage-2" / "stopped.txt").exists()
+
+
+def test_ctrl_c_in_the_last_step_of_a_stage_keeps_the_step(base, tmp_path, monkeypatch):
+    recipe = recipe_in(tmp_path, stages=[{"parameters": "all", "schedule": {"steps": 3}}], baseline=False)
+    options = {"original": str(base / "original")}
+
+    class Pressed(stages.CrossLayerTrainer):
+        def train(self, *args, **kwargs):
+            self.add_callback(Press(3))
+            return super().train(*args, **kwargs)
+
+    crosslayer.heal([base / "fitted"], recipe, tmp_path / "whole", **options)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "CrossLayerTrainer", Pressed)
+        with pytest.raises(KeyboardInterrupt):
+            crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", **options)
+    signal.signal(signal.SIGINT, before)
+    assert list(checkpoints(tmp_path / "out" / "fitted" / "stage-1"))[-1] == 3
+    crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", **options, resume=True)
+    assert not changed(*(tmp_path / name / "fitted" / "model" for name in ("whole", "out")))
+
+
+def test_adapters_are_resumed_bit_for_bit(base, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    stage = {"parameters": "lora", "lora": {"rank": 2}, "schedule": {"steps": 4}, "train": {"learning_rate": 1e-3}}
+    recipe = recipe_in(tmp_path, stages=[stage], baseline=False)
+    options = {"original": str(base / "original")}
+
+    class Stopping(stages.CrossLayerTrainer):
+        def train(self, *args, **kwargs):
+            self.add_callback(Stop(3))
+            super().train(*args, **kwargs)
+            raise KeyboardInterrupt
+
+    crosslayer.heal([base / "fitted"], recipe, tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "CrossLayerTrainer", Stopping)
+        with pytest.raises(KeyboardInterrupt):
+            crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", **options)
+    assert (tmp_path / "out" / "fitted" / "stage-1" / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", **options, resume=True)
+    places = [tmp_path / name / "fitted" / "model" for name in ("whole", "out")]
+    assert not changed(*places)
+    assert {name for name in changed(base / "fitted", places[0]) if "norm" in name or "embed" in name} == set()
+
+
+def test_another_retrofit_of_the_same_name_is_not_gone_on_with(base, whole, tmp_path):
+    shutil.copytree(base / "without", tmp_path / "fitted")
+    retrofits = [tmp_path / "fitted", base / "without", base / "shorter"]
+    with pytest.raises(ValueError, match="is of another recipe or of other retrofits"):
+        crosslayer.heal(retrofits, whole[1] / "recipe.yaml", whole[1], original=str(base / "original"), resume=True)
+
+
+def test_the_folder_comes_back_equal(whole):
+    recovery, folder = whole
+    assert crosslayer.load_result(folder) == recovery
+    assert not list(folder.rglob(".[!.]*"))
+
+
+def test_the_healed_model_opens_and_is_verified(whole):
+    for name in NAMES:
+        folder = whole[1] / name / "model"
+        model, tokenizer = crosslayer.load_model(str(folder))
+        assert tokenizer.decode(tokenizer("Käse").input_ids) == "Käse"
+        assert json.loads((folder / "retrofit.json").read_text())["schema"].startswith("crosslayer/retrofit/")
+        verification = crosslayer.verify(str(folder), dtypes=("float32",), compile_backend="eager")
+        assert verification.passed, name
+        assert type(model).__name__ == ("LlamaForCausalLM" if name == "shorter" else "CrossLayerForCausalLM")
+
+
+def test_the_page(whole, browser):
+    browser.get((whole[1] / "report.html").as_uri())
+    assert browser.title == "Recovery of original" and complaints(browser) == []
+    for width in (1280, 390):
+        resize(browser, width)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_the_command(base, tmp_path, capsys, monkeypatch):
+    words = ["heal", str(base / "fitted"), "--recipe", str(recipe_in(tmp_path)), "--out", str(tmp_path / "out")]
+    words += ["--original", str(base / "original"), "--set", "stages.1.schedule.steps=2", "--set", "baseline=false"]
+    assert type_in(monkeypatch, words) == 0
+    out = capsys.readouterr().out.splitlines()
+    headline = json.loads(out[-1])
+    assert len(headline["kl"]["fitted"]) == 3
+    result = crosslayer.load_result(tmp_path / "out")
+    assert result.reference == "original" and result.trained_original is None
+    assert type_in(monkeypatch, words) == 2
+    assert "exists; give another name, or --resume to go on with it" in capsys.readouterr().err
+
+
+def test_a_plain_model_of_ours_is_retrofitted_and_healed_as_it_is(base, tmp_path):
+    """As `train` writes one without a method: all is as with the same weights in transformers' Llama."""
+    stock, tokenizer = crosslayer.load_model(str(base / "original"))
+    to_model(stock).save_pretrained(tmp_path / "ours")
+    tokenizer.save_pretrained(tmp_path / "ours")
+    folder = retrofit_in(tmp_path, tmp_path / "ours", "fitted")
+    assert torch.equal(*(weights_of(at)["model.layers.3.attn_compensation.weight"] for at in (folder, base / "fitted")))
+    settings = ["stages.1.schedule.steps=2", "baseline=false"]
+    ends = [
+        crosslayer.heal(
+            [at / "fitted"],
+            recipe_in(tmp_path),
+            tmp_path / f"{original} healed",
+            original=str(at / original),
+            settings=settings,
+        )
+        for at, original in ((base, "original"), (tmp_path, "ours"))
+    ]
+    first, second = (end.arms[0].states[-1].domains for end in ends)
+    assert [domain.damage.kl for domain in first] == pytest.approx([domain.damage.kl for domain in second], rel=1e-5)
+
+
+def test_responses_alone(base, tmp_path):
+    table = instructions_in(tmp_path)
+    domain = {"name": "say", "source": str(table), "columns": {}}
+    recipe = recipe_in(
+        tmp_path, data={"length": 256, "domains": [domain]}, objective={"loss": "response"}, baseline=False
+    )
+    recovery = crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", original=str(base / "original"))
+    assert recovery.left_out == {"say": 0} and set(recovery.arms[0].states[2].held_out) == {"say"}
+    assert dict(zip(recovery.domains, recovery.seen.tolist(), strict=True)) == {"web": False, "code": True}
+    assert recovery.domains[0] == "web"

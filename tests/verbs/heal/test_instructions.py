@@ -1,0 +1,165 @@
+"""Instructions: how they are read, cut, packed, and what counts in their loss."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional
+
+from crosslayer.corpus.documents import TextSource
+from crosslayer.verbs.heal.instructions import PROMPT, Columns, ExampleRows, Instructions, read_examples
+from crosslayer.verbs.heal.recipe import load_heal_recipe
+from crosslayer.verbs.heal.rows import read_rows
+from crosslayer.verbs.train.mixture import Mixture
+from crosslayer.verbs.train.shards import tokenise
+from crosslayer.verbs.train.tokenizers import make_tokenizer
+from tests.helpers.recovery import recipe_in
+from tests.helpers.training import model_of, trainer_of
+
+COLUMNS = Columns(input="input", choices="choices")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer("bytes", list)
+
+
+def table(folder, rows, name="table.jsonl"):
+    path = folder / name
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def shards_of(folder, tokenizer, examples):
+    documents = [text for example in examples for text in example]
+    return tokenise(documents, tokenizer, folder / "shards", fingerprint="0" * 64, parts=2)
+
+
+def test_the_prompt_is_the_papers(tmp_path):
+    row = {"instruction": "Add.", "input": "1 + 1", "choices": ["2", "3"], "response": "2"}
+    path = table(tmp_path, [row, {**row, "instruction": None, "input": None, "choices": []}, {**row, "response": " "}])
+    (prompt, response), (empty, _) = read_examples([path], COLUMNS)
+    assert response == "2"
+    assert prompt == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n"
+        "1 + 1\n- 2\n- 3\n\n### Response:"
+    )
+    assert empty == PROMPT.format(instruction="", input="")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"instruction": "a", "answer": "b"},
+            r"'table.jsonl', line 2: no text in column 'response'; it has instruction",
+        ),
+        ({"instruction": 3, "response": "b", "input": ""}, "line 2: no text in column 'instruction'"),
+        ({"instruction": "a", "response": "b", "input": "", "choices": "x"}, "no list of texts in column 'choices'"),
+        ([1], "line 2: no text in column 'response'; it has list"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_said_with_its_line(row, message, tmp_path):
+    good = {"instruction": "a", "input": "", "choices": [], "response": "b"}
+    with pytest.raises(ValueError, match=message):
+        list(read_examples([table(tmp_path, [good, row])], COLUMNS))
+
+
+def test_a_table_that_is_no_jsonl_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match=r"'a.txt' holds no columns; instructions are read from .jsonl"):
+        list(read_examples([tmp_path / "a.txt"], COLUMNS))
+
+
+def test_every_20th_is_held_out_and_nothing_is_in_both(tmp_path):
+    rows = [{"instruction": f"i{k}", "response": f"r{k}"} for k in range(43)]
+    domain = Instructions("x", TextSource(str(table(tmp_path, rows))))
+    kept, out = list(domain.training()), list(domain.held_out())
+    assert out[1::2] == ["r3", "r23"]
+    assert sorted(kept[1::2] + out[1::2]) == sorted(f"r{k}" for k in range(43))
+    other = Instructions("x", TextSource(str(table(tmp_path, rows[:2], "b.jsonl"))))
+    with pytest.raises(ValueError, match="too few to hold any out"):
+        list(other.held_out())
+    assert domain.digest() != Instructions("x", domain.source, columns=Columns(response="instruction")).digest()
+
+
+def test_special_tokens_stand_at_the_ends_of_a_pair_alone(tmp_path, tokenizer):
+    examples = [("ab", "c"), ("d", "ef")]
+    shards = shards_of(tmp_path, tokenizer, examples)
+    end = tokenizer.eos_token_id
+    assert shards.read(0, shards.tokens).tolist() == [*b"abc", end, *b"def", end]
+    assert shards.starts(0, shards.tokens).tolist() == [0, 2, 4, 5]
+
+
+def test_rows_hold_whole_examples_and_labels_the_responses(tmp_path, tokenizer):
+    examples = [("aaa", "b"), ("cc", "d"), ("e" * 20, "f"), ("gg", "hh"), ("i", "j")]
+    shards = shards_of(tmp_path, tokenizer, examples)
+    rows = ExampleRows(shards, 10, 257, "x")
+    assert len(rows) == 2 and rows.left_out == 1
+    end = tokenizer.eos_token_id
+    first = rows[0]
+    assert first["input_ids"].tolist() == [*b"aaab", end, *b"ccd", end, 257]
+    assert first["labels"].tolist() == [-100] * 3 + [ord("b"), end, -100, -100, ord("d"), end, -100]
+    assert first["position_ids"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0]
+    assert rows[1]["input_ids"].tolist() == [*b"gghh", end, *b"ij", end, 257, 257]
+    every = ExampleRows(shards, 10, 257, "x", responses_alone=False)[0]
+    assert every["labels"].tolist() == [-100, *b"aab", end, -100, *b"cd", end, -100]
+    with pytest.raises(ValueError, match="x: all 5 instructions are longer than data.length = 2"):
+        ExampleRows(shards, 2, 0, "x")
+
+
+def test_all_examples_stand_in_some_row_once(tmp_path, tokenizer):
+    examples = [("p" * (1 + k % 7), chr(97 + k % 26) * (1 + k % 5)) for k in range(60)]
+    rows = ExampleRows(shards_of(tmp_path, tokenizer, examples), 24, 257, "x")
+    text = [id_ for row in map(rows.__getitem__, range(len(rows))) for id_ in row["input_ids"].tolist() if id_ != 257]
+    expected = [id_ for prompt, response in examples for id_ in [*prompt.encode(), *response.encode(), 256]]
+    assert text == expected
+
+
+def test_the_loss_is_that_of_each_example_by_itself(tmp_path, tokenizer):
+    """The trainer's loss on packed rows is the mean over response tokens of examples that were run one by one."""
+    examples = [("what?", "this"), ("and", "that one"), ("so", "x"), ("a longer prompt", "end")]
+    shards = shards_of(tmp_path, tokenizer, examples)
+    rows = ExampleRows(shards, 24, 257, "x")
+    assert len(rows) == 2
+    model = model_of(["resformer"], vocab_size=258, attention_dropout=0.0).double()
+    total, count = 0.0, 0
+    for prompt, response in examples:
+        ids = torch.tensor([[*prompt.encode(), *response.encode(), 256]])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0]
+        start = len(prompt)
+        total += functional.cross_entropy(logits[start - 1 : -1], ids[0, start:], reduction="sum").item()
+        count += ids.shape[1] - start
+    batch = {key: torch.stack([rows[item][key] for item in range(2)]) for key in rows[0]}
+    data = Mixture({"x": shards}, {"x": 1.0}, 24, 0, 40, {"x": rows})
+    trainer = trainer_of(tmp_path / "run", model, data, {"x": rows})
+    assert trainer.compute_loss(model, batch).item() == pytest.approx(
+        total / count, rel=1e-6
+    )  # transformers sums in float32
+    assert trainer.evaluate()["eval_x_loss"] == pytest.approx(total / count, rel=1e-6)
+
+
+def test_a_mixture_takes_rows_that_are_cut_otherwise(tmp_path, tokenizer):
+    rows = ExampleRows(shards_of(tmp_path, tokenizer, [("p", "r" * k) for k in range(1, 9)]), 12, 257, "x")
+    mixture = Mixture({"x": rows.shards}, {"x": 1.0}, 12, 0, 2 * len(rows), {"x": rows})
+    numbers = [mixture.place(item)[1] for item in range(2 * len(rows))]
+    assert sorted(numbers[: len(rows)]) == sorted(numbers[len(rows) :]) == list(range(len(rows)))
+    for item, number in enumerate(numbers):
+        assert torch.equal(mixture[item]["input_ids"], rows[number]["input_ids"])
+
+
+def test_rows_that_are_held_out_come_from_all_files(tmp_path, monkeypatch):
+    """Not from the first alone, whatever the number of files."""
+    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "cache"))
+    for letter in "abcd":
+        rows = [{"instruction": letter, "response": letter * 90} for _ in range(200)]
+        (tmp_path / f"{letter}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    domain = {"name": "say", "source": str(tmp_path / "*.jsonl"), "columns": {}}
+    data = {"length": 512, "domains": [domain]}
+    recipe = load_heal_recipe(recipe_in(tmp_path, data=data), ["eval.held_out=8"])
+    tokenizer = make_tokenizer("bytes", list)
+    held_out = read_rows(recipe, tokenizer).held_out()["say"]
+    texts = [tokenizer.decode(held_out[number]["input_ids"]) for number in range(8)]
+    assert all(any(letter * 90 in text for text in texts) for letter in "abcd")

@@ -1,0 +1,208 @@
+"""Recipes of a recovery: those that are shipped, what is refused, and retrofits that do not fit."""
+
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import crosslayer
+from crosslayer.verbs.heal.recipe import HealRecipe, load_heal_recipe
+from crosslayer.verbs.heal.retrofits import Retrofit, open_retrofits
+from crosslayer.verbs.train.recipe_parts import Part
+from tests.helpers.recovery import original_in, recipe_in, retrofit_in
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+DOCUMENT = (RECIPES.parent / "docs" / "HEAL.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("heal-*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_are_read(path):
+    recipe = load_heal_recipe(path)
+    assert recipe.name == path.stem and recipe.stages[-1].parameters in ("all", "lora")
+    assert recipe.train.get("weight_decay") == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("stage=1", "--set: stage is not known; did you mean 'stages'?"),
+        ("stages=[]", r"--set: stages is \[\]; .*at least 1 item"),
+        ("stages.0.parameters=w_c", "--set: stages.0.parameters is 'w_c'; it must be 'compensation', 'all' or 'lora'"),
+        ("stages.0.stop.patience=0", "--set: stages.0.stop.patience is 0; it must be greater than or equal to 1"),
+        ("stages.0.stop.smoothing=1", "--set: stages.0.stop.smoothing is 1; it must be less than 1"),
+        ("stages.0.lora.rank=4", "--set: stages.0.lora does nothing with parameters: compensation; leave it out"),
+        ("stages.0.schedule.step=4", "--set: stages.0.schedule.step is not known; did you mean 'steps'?"),
+        (
+            "stages.1.train.learning_rat=1",
+            "--set: stages.1.train.learning_rat is not known; did you mean 'learning_rate'?",
+        ),
+        ("stages.1.train.max_steps=1", "--set: stages.1.train.max_steps is not set here: write schedule.steps"),
+        ("train.num_train_epochs=1", "--set: train.num_train_epochs is not set here"),
+        ("objective.loss=sft", "--set: objective.loss is 'sft'; it must be 'text', 'response' or 'distill'"),
+        ("objective.hidden=1", "--set: objective.hidden is 1, and only loss: distill has hidden states to match"),
+        ("objective.loss=response", "data.domains.0.columns is missing; objective.loss is response"),
+        (
+            "data.domains.0.columns={}",
+            "--set: data.domains.0.columns is for a source of .jsonl files, and this one is None",
+        ),
+        ("data.domains.0.name=wob", "--set: data.domains.0.name is 'wob', no embedded domain; did you mean 'web'?"),
+        ("eval.windows=20", "--set: eval.windows is 20; 2 domains need at least 32"),
+        ("eval.domains=[wob]", "--set: eval.domains.0 is 'wob', no embedded domain; did you mean 'web'?"),
+        ("eval.every=3", "--set: eval.every is not known; known are domains, windows, length, held_out, needles"),
+        (
+            "data.domains.0.source=own.txt",
+            "data.domains.0.name is 'web', an embedded domain to measure on, and its source is 'own.txt'; "
+            "give that text another name",
+        ),
+        ("baseline=1", "--set: baseline is 1; it must be true or false"),
+        ("seed=-1", "--set: seed is -1"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(setting, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as caught:
+        load_heal_recipe(recipe_in(tmp_path), [setting])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_extending_recipe_takes_the_rest(tmp_path):
+    recipe_in(tmp_path)
+    (tmp_path / "on.yaml").write_text("extends: little.yaml\nobjective: {loss: distill}\n")
+    recipe = load_heal_recipe(tmp_path / "on.yaml", ["stages.1.schedule.steps=9"])
+    assert (recipe.name, recipe.objective.loss, recipe.stages[1].schedule.steps) == ("on", "distill", 9)
+    assert not recipe.trains_original
+
+
+def test_the_original_trains_where_there_is_something_to_train(tmp_path):
+    assert load_heal_recipe(recipe_in(tmp_path)).trains_original
+    for setting in ("baseline=false", "objective.loss=distill", "stages.1.parameters=compensation"):
+        assert not load_heal_recipe(recipe_in(tmp_path), [setting]).trains_original
+
+
+def test_enough_of_an_embedded_domain_is_held_out_to_measure_on(tmp_path):
+    domain = load_heal_recipe(recipe_in(tmp_path)).data.domains[0].domain()
+    held_out, kept = sum(map(len, domain.held_out())), sum(map(len, domain.training()))
+    assert 0.15 < held_out / (held_out + kept) < 0.25
+
+
+def test_instructions_of_a_dataset_are_refused(tmp_path):
+    domains = [{"name": "x", "source": "some/dataset", "columns": {}}]
+    with pytest.raises(ValueError, match=r"columns is for a source of .jsonl files, and this one is 'some/dataset'"):
+        load_heal_recipe(recipe_in(tmp_path, data={"domains": domains}))
+
+
+def keys(kind, place=""):
+    """Yield all keys of a recipe as the documentation writes them."""
+    for name, field in kind.model_fields.items():
+        inner = [part for part in (field.annotation, *getattr(field.annotation, "__args__", ()))]
+        parts = [part for part in inner if isinstance(part, type) and issubclass(part, Part)]
+        listed = "[]" if str(field.annotation).startswith("list[") and parts else ""
+        if not parts or field.annotation != parts[0]:
+            yield f"{place}{name}"
+        for part in parts:
+            yield from keys(part, f"{place}{name}{listed}.")
+
+
+def test_the_documentation_lists_every_key():
+    table = set(re.findall(r"^\| `([\w.\[\]]+)` \|", DOCUMENT, re.M))
+    assert set(keys(HealRecipe)) - table == set()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    retrofit_in(folder, original_in(folder), "without")
+    other = tmp_path_factory.mktemp("others")
+    retrofit_in(other, original_in(other, 0.01, "another"), "zero")
+    return folder, other
+
+
+def test_retrofits_of_two_originals_are_refused(base):
+    folder, other = base
+    with pytest.raises(
+        ValueError, match="'without' comes from 'original' and 'zero' from 'another'; heal them one by one"
+    ):
+        open_retrofits([folder / "without", other / "zero"])
+
+
+def test_another_original_of_the_same_shape_is_refused(base, tmp_path):
+    folder, other = base
+    with pytest.raises(ValueError, match="'without' has another embedding than 'another': it comes from another model"):
+        crosslayer.heal(
+            [folder / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(other / "another")
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_digest_of_a_retrofit_tells_originals_apart(base, tmp_path):
+    retrofit = open_retrofits([base[0] / "without"], str(base[0] / "original"))[0][0]
+    copy = Retrofit(tmp_path, retrofit.receipt)
+    weights = load_file(retrofit.folder / "model.safetensors")
+    save_file(weights, tmp_path / "model.safetensors")
+    assert copy.digest() == retrofit.digest()
+    weights["model.embed_tokens.weight"][0, 0] += 1
+    save_file(weights, tmp_path / "model.safetensors")
+    assert copy.digest() != retrofit.digest()
+
+
+def test_missing_peft_is_told_before_anything_is_trained(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="stages with parameters: lora need peft: pip install"):
+        crosslayer.heal(
+            [base[0] / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base[0] / "original"),
+            settings=["stages.1.parameters=lora"],
+        )  # fmt: skip
+
+
+def test_a_file_in_the_place_of_the_folder_is_told(base, tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ValueError, match="the folder 'out' is a file; name another"):
+        crosslayer.heal(
+            [base[0] / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base[0] / "original")
+        )
+
+
+def test_what_is_no_retrofit_is_refused(base, tmp_path):
+    folder, _ = base
+    original = str(folder / "original")
+    with pytest.raises(ValueError, match="there is no retrofit to heal"):
+        open_retrofits([])
+    with pytest.raises(ValueError, match="retrofit 'nowhere' is no folder"):
+        open_retrofits([tmp_path / "nowhere"])
+    with pytest.raises(ValueError, match="'original' is no retrofit with its receipt: 'original' holds no record.json"):
+        open_retrofits([original])
+    with pytest.raises(ValueError, match="the name 'without' is taken in the result; rename that folder"):
+        open_retrofits([folder / "without", folder / "without"], original)
+    with pytest.raises(ValueError, match="the receipt's original cannot be opened, name it with `original`"):
+        open_retrofits([folder / "without"])
+    with pytest.raises(ValueError, match="'without' comes from vocab_size 258, and 'smollm2' has 49152: another model"):
+        open_retrofits([folder / "without"], "smollm2")
+
+
+def test_another_model_of_the_same_shape_but_other_sizes_is_refused(base, tmp_path):
+    from tests.helpers.tiny import tiny
+
+    folder, _ = base
+    model = tiny("llama", vocab_size=258, num_hidden_layers=4, intermediate_size=64)
+    model.save_pretrained(tmp_path / "wider")
+    crosslayer.load_model(str(folder / "original"))[1].save_pretrained(tmp_path / "wider")
+    with pytest.raises(
+        ValueError, match=r"'without' comes from [\d,]+ parameters, and 'wider' has [\d,]+: another model"
+    ):
+        crosslayer.heal([folder / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(tmp_path / "wider"))
+
+
+def test_arguments_that_contradict_each_other_are_refused_before_anything_is_measured(base, tmp_path):
+    settings = ["stages.1.train.bf16=true", "stages.1.train.fp16=true"]
+    with pytest.raises(ValueError, match=r"stages\.1: "):
+        crosslayer.heal(
+            [base[0] / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base[0] / "original"),
+            settings=settings,
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_go_with_a_file_alone(base, tmp_path):
+    recipe = load_heal_recipe(recipe_in(tmp_path))
+    with pytest.raises(ValueError, match="settings are for a recipe that is a file"):
+        crosslayer.heal([base[0] / "without"], recipe, tmp_path / "out", settings=["seed=1"])

@@ -1,0 +1,133 @@
+"""The windows that judge: those of the receipt, and none that anything was fitted to."""
+
+import json
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.corpus.domains import embedded_domains
+from crosslayer.models.load import load_model
+from crosslayer.verbs.heal.recipe import load_heal_recipe
+from crosslayer.verbs.heal.retrofits import open_retrofits
+from crosslayer.verbs.heal.windows import judging
+from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.result import Receipt
+from crosslayer.verbs.retrofit.texts import Texts
+from tests.helpers.recovery import original_in, recipe_in, retrofit_in
+
+STAGE = {"parameters": "all", "schedule": {"steps": 1}}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with the original and two retrofits, of which `fitted` was fitted to code, which judged it."""
+    folder = tmp_path_factory.mktemp("models")
+    original = original_in(folder)
+    for name in ("fitted", "without"):
+        retrofit_in(folder, original, name)
+    return folder
+
+
+def opened(base, *names):
+    retrofits, original = open_retrofits([base / name for name in names], str(base / "original"))
+    return retrofits, load_model(original)[1]
+
+
+def judged(base, folder, evaluation, *names):
+    recipe = load_heal_recipe(recipe_in(folder, eval=evaluation))
+    retrofits, tokenizer = opened(base, *names)
+    return judging(recipe, retrofits).windows(recipe, tokenizer)
+
+
+def receipts_parts(base, name):
+    """The windows of a receipt, cut as the retrofit cut them."""
+    (retrofit,), tokenizer = opened(base, name)
+    code = {"code": list(embedded_domains(["code"])["code"])}
+    return Texts(code, ("code",), ("code",)).windows(tokenizer, Request(retrofit.receipt.options))
+
+
+def test_without_a_word_of_the_recipe_the_damage_before_is_the_receipts_own(base, tmp_path):
+    recipe = recipe_in(tmp_path, stages=[STAGE], eval={"held_out": 1}, baseline=False, seed=5)
+    recovery = crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", original=str(base / "original"))
+    receipt = crosslayer.load_result(base / "fitted")
+    assert isinstance(receipt, Receipt)
+    assert recovery.domains == ("code",) and (recovery.windows, recovery.length) == (16, 24)
+    before, own = recovery.arms[0].states[0].domains[0].damage, receipt.damage.domains[0]
+    for name in ("kl", "kl_ci95", "ratio", "ratio_ci95", "perplexity_after"):
+        assert vars(before)[name] == pytest.approx(vars(own)[name], rel=1e-5), name
+
+
+def test_more_windows_leave_those_out_that_were_fitted_to(base, tmp_path):
+    parts = receipts_parts(base, "fitted")
+    ids = judged(base, tmp_path, {"domains": ["code"], "windows": 64}, "fitted").ids
+    fitted = {tuple(window) for window in parts["calibration"].ids.tolist()}
+    assert ids.shape == (64, 24) and torch.equal(ids[:16], parts["evaluation"].ids)
+    assert len(fitted) == 32 and not fitted & {tuple(window) for window in ids.tolist()}
+    together = judged(base, tmp_path, {"domains": ["code"], "windows": 64}, "without", "fitted").ids
+    assert torch.equal(together, ids)
+
+
+def test_shorter_windows_begin_as_the_receipts_and_longer_ones_are_refused(base, tmp_path):
+    ids = judged(base, tmp_path, {"domains": ["code"], "windows": 64, "length": 20}, "fitted").ids
+    assert torch.equal(ids, judged(base, tmp_path, {"domains": ["code"], "windows": 64}, "fitted").ids[:, :20])
+    with pytest.raises(
+        ValueError, match=r"code: eval.length is 25, and W_c or layers were fitted to other windows of 24"
+    ):
+        judged(base, tmp_path, {"domains": ["code"], "windows": 16, "length": 25}, "fitted")
+    assert judged(base, tmp_path, {"domains": ["code"], "windows": 16, "length": 25}, "without").ids.shape == (16, 25)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "evaluation", "message"),
+    [
+        ("seed", 1, {}, "with seed 0, that of 'other' with 1; heal them one by one"),
+        ("length", 32, {"length": 24}, "with length 24, that of 'other' with 32; heal them one by one"),
+        ("windows", 17, {}, "with windows 16, that of 'other' with 17; say eval.windows, or heal them one by one"),
+        ("windows", 17, {"windows": 16}, None),
+        ("judged", ["web"], {}, "with domains code, that of 'other' with web; say eval.domains, or heal them"),
+        ("judged", ["web"], {"domains": ["code"]}, None),
+    ],
+)
+def test_retrofits_that_were_judged_otherwise_are_refused(option, value, evaluation, message, base, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (other / file).symlink_to(base / "without" / file)
+    receipt = json.loads((base / "without" / "record.json").read_text())
+    receipt["texts" if option == "judged" else "options"][option] = value
+    (other / "record.json").write_text(json.dumps(receipt))
+    retrofits, _ = open_retrofits([base / "without", other], str(base / "original"))
+    recipe = load_heal_recipe(recipe_in(tmp_path, eval=evaluation))
+    if message is None:
+        judging(recipe, retrofits)
+        return
+    with pytest.raises(ValueError, match=message) as caught:
+        judging(recipe, retrofits)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_of_ones_own_needs_a_domain_to_judge_on(base, tmp_path):
+    retrofits, _ = opened(base, "without")
+    texts = retrofits[0].receipt.texts.model_copy(update={"judged": ["own.txt"]})
+    own = type(retrofits[0])(retrofits[0].folder, retrofits[0].receipt.model_copy(update={"texts": texts}))
+    with pytest.raises(
+        ValueError, match=r"'without' was judged on 'own.txt', which is no embedded domain; name eval.dom"
+    ):
+        judging(load_heal_recipe(recipe_in(tmp_path, eval={})), [own])
+
+
+def test_windows_of_a_domain_that_was_trained_on_and_fitted_to_are_marked(base, tmp_path):
+    """What is held out of the training may have been fitted to."""
+    data = {"length": 32, "domains": [{"name": "code"}]}
+    evaluation = {"domains": ["code"], "windows": 16, "held_out": 1}
+    for name, kind in (("fitted", "seen: fitted"), ("without", "seen")):
+        recipe = recipe_in(tmp_path, stages=[STAGE], eval=evaluation, baseline=False, data=data)
+        recovery = crosslayer.heal([base / name], recipe, tmp_path / name, original=str(base / "original"))
+        assert f"code ({kind}, 16 windows)" in recovery.page()
+        assert f"on code ({kind}) the KL" in recovery.sentences()[0]

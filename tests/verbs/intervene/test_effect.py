@@ -1,0 +1,358 @@
+"""What an intervention is said to do, against loops over eager maps; its report; and the papers' two experiments."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from pydantic import ValidationError
+
+import crosslayer
+from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.corpus.windows import pack
+from crosslayer.models.load import load_model
+from crosslayer.verbs.intervene.apply import intervening
+from crosslayer.verbs.intervene.kinds import (
+    Ablate,
+    Forbid,
+    PositionSwap,
+    ScaleValues,
+    TokenSwap,
+    load_intervention,
+    to_entry,
+    waiver,
+)
+from crosslayer.verbs.intervene.result import Effect
+from crosslayer.verbs.intervene.run import intervene
+from crosslayer.verbs.intervene.trials import elsewhere
+from tests.cli.test_cli import run
+from tests.helpers.meters import Recorder
+from tests.helpers.text import WORDS, tokenizer
+from tests.helpers.tiny import tiny, tokens
+
+K, T = 9, 24
+
+
+def naive(model, ids, position, causal=True):
+    """Attention received and hidden norm by layer, and the loss behind a position, by loops."""
+    out = model(ids[None], output_attentions=True, output_hidden_states=True)
+    received, peaks = [], []
+    for maps, hidden in zip(out.attentions, out.hidden_states[:-1], strict=True):
+        rows = [i for i in range(T) if i != position and (i > position or not causal)]
+        window = getattr(model.config, "sliding_window", None)
+        rows = [i for i in rows if window is None or i - position < window]
+        received.append(sum(maps[0, :, i, position].mean().item() for i in rows) / len(rows))
+        norms = hidden[0].norm(dim=-1).tolist()
+        peaks.append(norms[position] / float(np.median([x for i, x in enumerate(norms) if i != position])))
+    if not causal:
+        return received, peaks, None
+    log = out.logits[0].log_softmax(-1)
+    behind = [-log[i, ids[i + 1]].item() for i in range(position + 1, T - 1)]
+    return received, peaks, sum(behind) / len(behind)
+
+
+@pytest.mark.parametrize("change", [waiver(K), Forbid((K,)), TokenSwap(K, 5), Ablate(0, K)], ids=str)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "bert"])
+@torch.no_grad()
+def test_measures_are_those_of_a_loop(family, implementation, change):
+    model, ids, causal = tiny(family, "eager"), tokens(), family != "bert"
+    result = intervene(tiny(family, implementation), ids, interventions=[change], controls=1, scan="none")
+    for side, inside in enumerate(((), (change,))):
+        with intervening(model, *inside):
+            received, peaks, losses = zip(*(naive(model, sequence, K, causal) for sequence in ids), strict=True)
+        for expected, measured in ((received, result.attention_received), (peaks, result.hidden_norm_ratio)):
+            mean = np.mean(expected, axis=0)
+            assert np.abs(measured[side] - mean).max() <= 1e-5 * mean.max()  # float32 inside
+        if causal:
+            assert abs(result.loss_behind[side] - np.mean(losses)) < 1e-5
+    assert causal or result.loss_behind is None
+    if isinstance(change, Ablate):
+        assert result.hidden_norm_ratio[1, 1] == 0
+    if isinstance(change, Forbid):
+        assert result.attention_received[1].max() == 0
+
+
+def test_scan_controls_and_what_is_left_alone():
+    model, ids = tiny("llama"), tokens(batch=3)
+    model.train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    weights = {name: w.clone() for name, w in model.state_dict().items()}
+    meter, whole, part = Recorder(), [0, 1, 2], [1]
+    result = intervene(model, ids, interventions=[waiver(K)], scan=[whole, part], controls=2, probes=3, progress=meter)
+    assert meter.works == [("running", 15)] and meter.steps == [(done, 15, "") for done in range(1, 16)]
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
+    received = result.main.attention_received
+    assert [trial.layers for trial in result.scan] == [[], part, whole]
+    assert result.scan[0].attention_received == received.before
+    assert result.scan[2].attention_received == received.after
+    assert np.allclose(result.scan_attention[1, :2], result.attention_received[0, :2], atol=1e-12)
+    gaps = np.abs(result.scan[1].hidden_norm_ratio.array - result.hidden_norm_ratio[0])
+    assert gaps[:2].max() < 1e-12 and gaps[2] > 1e-3  # entering the layers up to the changed one, and the next
+    places = {place.position: place for place in result.places}
+    roles = [place.role for place in result.places]
+    assert places[0].role == "first token" and roles.count("left alone") == 2
+    for control in result.controls:
+        place = places[control.position]
+        assert place.role == "left alone"
+        start = place.attention_received.before.array
+        assert np.allclose(control.before.attention_received.array, start, atol=1e-12)
+    before, after = result.loss_behind
+    assert result.main.loss_behind.difference.mean == pytest.approx(after - before)
+
+
+def test_swaps_are_controlled_by_random_content():
+    model, ids = tiny("gpt2"), tokens()
+    result = intervene(model, ids, interventions=[PositionSwap(K, 0), TokenSwap(3, "bos")], controls=1)
+    assert result.scan == [] and result.scan_attention.shape == (0, 3) and result.main.position == K
+    swap, token = result.controls[0].interventions
+    assert swap.position == K == result.controls[0].position and token.token == "random"
+    assert result.controls[0].before.attention_received == result.main.attention_received.before
+    assert [place.role for place in result.places] == ["intervened", "intervened", "first token", "left alone"]
+    draw = np.random.default_rng(0)  # 500 of 64 rows: the position's own and the one under test would come
+    drawn = {elsewhere(model, PositionSwap(K, 0), 1, T, draw).source for _ in range(500)}
+    assert not drawn & {0, K} and len(drawn) > 50
+    entries = json.loads(json.dumps(result.record()["controls"][0]["interventions"]))
+    assert [load_intervention(entry) for entry in entries] == [swap, token]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ((), {}, "there is nothing to do"),
+        ((waiver(22),), {}, "position 22 needs two tokens behind it; sequences have 24 tokens"),
+        ((waiver(1, layers=[7]),), {}, "layer 7 does not exist"),
+        ((waiver(1),), {"scan": [[3]]}, "layer 3 does not exist"),
+        ((waiver(1),), {"probes": 3}, "`probes` 3 are more than the 2 sequences; use at most that many"),
+        ((waiver(1),), {"scan": [1, 2]}, r"scan holds 1; give groups of layers, such as \[\[0, 1, 2\], \[3, 4\]\]"),
+        ((waiver(1),), {"scan": 3}, "scan is 3; give auto, none, ranges"),
+        (None, {}, r"interventions is None; give a list, such as \[waiver\(255\)\]"),
+        ({"kind": "waiver", "positions": [3]}, {}, "interventions is a single intervention; give a list"),
+        ((waiver(1),), {"seed": 2**63}, "seed: Input should be less than"),
+        ((waiver(1),), {"probes": 0}, "probes: Input should be greater than or equal to 1"),
+        ((waiver(1),), {"controls": -1}, "controls: Input should be greater than or equal to 0"),
+        ((waiver(1),), {"scan": "0-3"}, "'0-3' is out of range; layers go from 0 to 2"),
+        ((waiver(1),), {"scan": "x"}, "neither a layer nor a range"),
+        ((waiver(1),), {"dtype": "float32"}, "dtype and device are for a model that is named"),
+        (({"kind": "waiver", "positions": [True]},), {}, "waiver: positions.0: true is no number"),
+        ((), {"interventions": waiver(1)}, r"a single intervention; give a list, such as \[waiver\(255\)\]"),
+        ((waiver(24),), {}, "position 24 is outside of the sequences of 24 tokens"),
+        ((TokenSwap(1, 5),), {"scan": [[1]]}, "none of the interventions acts by layer"),
+        ((PositionSwap(1, 2),), {}, "no learned position table"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(changes, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        intervene(tiny("llama"), tokens(), **{"interventions": changes, **options})
+    assert "\n" not in str(error.value) and not isinstance(error.value, ValidationError)
+
+
+def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ["intervene", "minilm", "--sequences", 2, "--length", 64, "--probes", 1]
+    assert run(monkeypatch, *words, "--position-swap", "40:0", "--waiver", "20,21", "--out", out) == 0
+    printed = capsys.readouterr().out.strip().splitlines()
+    headline = json.loads(printed[-1])
+    assert headline["position"] == 20 and headline["loss_behind"] is None
+    record = json.loads((out / "record.json").read_text())
+    result = Effect.from_record(record)
+    assert result.record() == record and result.settings.command.startswith("crosslayer intervene minilm")
+    assert result.settings.model == headline["model"] == "minilm"
+    assert result.settings.text.startswith("embedded corpus") and len(result.settings.documents) == 2
+    assert str(tmp_path) not in (out / "record.json").read_text()
+    assert [one["kind"] for one in record["interventions"]] == ["waiver", "position_swap"]
+    assert result.attention_received.shape == (2, 6)
+    figures = {path.stem for path in (out / "figures").iterdir()}
+    assert {"attention_before", "attention_after", "attention_received", "first_token", "controls"} <= figures
+    (tmp_path / "same.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(record["interventions"]))))
+    for file in (out / "record.json", tmp_path / "same.yaml"):
+        target = tmp_path / file.suffix[1:]
+        assert run(monkeypatch, *words, "--file", file, "--out", target) == 0
+        again = json.loads((target / "record.json").read_text())
+        assert again["interventions"] == record["interventions"]
+        assert again["places"] == record["places"]
+        assert again["controls"] == record["controls"]
+
+
+def test_flex_attention_is_refused_by_a_line_before_anything_runs():
+    model = tiny("llama", "flex_attention", torch.float32)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran, which compiles its masks"))
+    for measure in (
+        lambda: intervene(model, tokens(), interventions=[waiver(K)]),
+        lambda: crosslayer.diagnose(model, tokens()),
+    ):
+        with pytest.raises(ValueError, match="masks of flex attention cannot be read; load the model with sdpa or ea"):
+            measure()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "there is nothing to do; give an intervention, such as --waiver 255"),
+        (["--waiver", "x"], "waiver: positions.0: "),
+        (["--waiver", "-1"], "greater than or equal to 0"),
+        (["--waiver", "64"], "position 64 is outside of the sequences of 64 tokens"),
+        (["--scale-values", "3:inf"], "scale_values: factor: Input should be a finite number"),
+        (["--token-swap", "3:5", "--scan", "0-2"], "none of the interventions acts by layer"),
+        (["--waiver", "3", "--layers", "6"], "layers go from 0 to 5"),
+        (["--waiver", "3", "--scan", "0-6"], "layers go from 0 to 5"),
+        (["--token-swap", "0"], "write position:token"),
+        (["--token-swap", "0:5", "--layers", "1"], "--layers does nothing without"),
+        (["--position-swap", "3:512"], "it has rows 0 to 511"),
+        (["--ablate", "9:3"], "layer 9 does not exist"),
+        (["--scale-values", "3:big"], "scale_values: factor: "),
+        (["--file", "none.json"], "a .json, .yaml or .yml file that exists"),
+        (["--file", "list.json"], "list.json', line 1: "),
+        (["--file", "list.yaml"], "write a list such as"),
+        (["--file", "kind.yaml"], "'waver' is not known"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(monkeypatch, tmp_path, capsys, words, message):
+    for name, text in {"list.json": "{waiver}", "list.yaml": "waiver", "kind.yaml": "[{kind: waver}]"}.items():
+        (tmp_path / name).write_text(text)
+    words = [
+        tmp_path / word if word in ("none.json", "list.json", "list.yaml", "kind.yaml") else word for word in words
+    ]
+    common = ["intervene", "minilm", "--sequences", 2, "--length", 64, "--out", tmp_path / "out"]
+    assert run(monkeypatch, *common, *words) == 2
+    *_, line = lines = capsys.readouterr().err.splitlines()
+    assert line.startswith("crosslayer: error: ") and message in line, lines
+    assert sum("error" in word for word in lines) == 1, lines
+    assert not (tmp_path / "out").exists()
+
+
+def test_positions_far_apart_are_shifted_alike():
+    model, ids = tiny("llama", max_position_embeddings=256), tokens(batch=1, length=200)
+    result = intervene(model, ids, interventions=[waiver(10, 150), TokenSwap(90, 5)], controls=2)
+    assert len(result.controls) == 2
+    for control in result.controls:
+        first, second = control.interventions[0].positions
+        assert (second - first) % 197 == 140 and control.position == first
+    assert [place.position for place in result.places][:4] == [10, 150, 90, 0]
+
+
+def test_layers_without_attention_are_not_scanned():
+    plain = tiny("llama", num_hidden_layers=6)
+    model = crosslayer.rewire(plain, {"name": "drop", "attention": (0, 3)}).model
+    result = intervene(model, tokens(), interventions=[waiver(K)])
+    assert [trial.layers for trial in result.scan] == [[], [1], [1, 2], [2, 4, 5], [1, 2, 4, 5]]
+    assert result.main.attention_received.after.mean[0] is None
+    assert np.isnan(result.attention_received[:, [0, 3]]).all() and np.isfinite(result.attention_received[:, 1]).all()
+    early = intervene(plain, tokens(), interventions=[waiver(K, layers=[0, 1])], scan=[[0], [0, 4], [0, 1, 2]])
+    assert [trial.layers for trial in early.scan] == [[], [0], [0, 1]]
+
+
+def test_the_last_token_of_an_encoder_can_be_forbidden():
+    before, after = intervene(tiny("bert"), tokens(), interventions=[Forbid((T - 1,))]).attention_received
+    assert after.max() == 0 < before.min()
+
+
+def test_an_ablation_leaves_the_readings_of_its_own_layer():
+    before, after = intervene(tiny("bert"), tokens(), interventions=[Ablate(1, K)], controls=0).mlp_l1_l2
+    assert after[1] == pytest.approx(before[1], rel=1e-9) and after[2] != pytest.approx(before[2], rel=1e-3)
+
+
+def test_interventions_nest_in_one_call_and_in_two():
+    model, ids = tiny("llama"), tokens()
+    both = (waiver(K), ScaleValues((3,), 0.5))
+    with torch.no_grad(), intervening(model, *both):
+        once = model(ids).logits
+    with torch.no_grad(), intervening(model, both[0]), intervening(model, both[1]):
+        assert torch.equal(model(ids).logits, once)
+
+
+def test_a_result_is_saved_and_loaded_again_equal(tmp_path):
+    changes = [waiver(K, 12, layers=[0, 1]), ScaleValues((3,), 0.5), TokenSwap(5, "bos"), Ablate(1, 7, "mean")]
+    result = intervene(tiny("llama"), tokens(), interventions=changes, controls=1, scan="0,1")
+    page = result.save(tmp_path / "out")
+    assert page == tmp_path / "out" / "report.html" and page.read_text() == result.page()
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert record == result.record() and record["schema"] == "crosslayer/intervention/2"
+    again = Effect.from_record(record)
+    assert again == result and again.page() == result.page() and again.headline() == result.headline()
+    assert again.interventions == changes and again.settings.text is None and again.settings.command is None
+    assert "srcdoc" in result._repr_html_()
+    assert crosslayer.load_result(tmp_path / "out") == result
+    with pytest.raises(ValueError, match="'crosslayer/intervention/1'; this release reads crosslayer/intervention/2"):
+        Effect.from_record({**record, "schema": "crosslayer/intervention/1"})
+    for broken in ({"places": []}, {"colour": 1}, {"model": {**record["model"], "layers": 4}}):
+        with pytest.raises(ValidationError):
+            Effect.from_record({**record, **broken})
+    record["places"][0]["attention_received"]["after"]["mean"][1] = "much"
+    with pytest.raises(ValidationError, match="valid number"):
+        Effect.from_record(record)
+
+
+def test_a_ratio_to_nothing_is_no_number():
+    """With all values at zero their norms have no ratio: the page says so, and nothing fails."""
+    nothing = ScaleValues(tuple(range(T - 2)), 0.0)
+    result = intervene(tiny("llama"), tokens(), interventions=[nothing], controls=0, scan="none")
+    assert result.main.value_norm_ratio.after.mean == [None, None, None]
+    assert np.isnan(result.value_norm_ratio[1]).all() and np.isfinite(result.value_norm_ratio[0]).all()
+    assert result.headline()["value_norm_ratio_min"]["after"] is None
+    assert "its value norm as low as nan times" in result.sentences()[1] and "Value drain" in result.page()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_arrays_have_the_shapes_that_they_say(family):
+    changes = [PositionSwap(K, 0), waiver(K)]
+    result = intervene(tiny(family), tokens(), interventions=changes, scan=[[0], [1, 2]], controls=2)
+    layers, bins = 3, len(result.edges)
+    for array in (result.attention_received, result.hidden_norm_ratio, result.value_norm_ratio, result.mlp_l1_l2):
+        assert array.shape == (2, layers) and array.dtype == np.float64 and np.isfinite(array).all()
+    assert result.attention_by_bin.shape == (2, layers, bins)
+    inside = [*result.edges].index(K)  # watched positions have bins of their own
+    assert np.allclose(result.attention_by_bin[:, :, inside], result.attention_received, atol=1e-12)
+    assert result.scan_attention.shape == (4, layers) and result.control_attention.shape == (2, 2, layers)
+    assert result.loss_behind is None if family == "bert" else result.loss_behind.shape == (2,)
+
+
+def test_texts_and_plain_entries_are_taken_too():
+    """Documents in place of ids, and interventions as a record holds them, give what ids and objects do."""
+    model, documents = tiny("llama", vocab_size=len(WORDS)), [" ".join(f"w{i * 7 % 500}" for i in range(600))]
+    options = {"sequences": 3, "length": 16, "seed": 4}
+    result = intervene(model, documents, tokenizer(), interventions=[to_entry(waiver(K))], scan="none", **options)
+    ids = pack(documents, tokenizer(), **options)
+    same = intervene(model, ids, interventions=[waiver(K)], scan="none", seed=4)
+    assert result.places == same.places and result.controls == same.controls
+    assert (result.settings.text, result.settings.documents) == ("own texts", [0, 0, 0])
+    assert (same.settings.text, same.settings.documents, same.settings.bos) == (None, [], None)
+    assert (same.settings.sequences, same.settings.length) == (3, 16)
+    with pytest.raises(ValueError, match="texts need tokenizer"):
+        intervene(model, documents, interventions=[waiver(K)], **options)
+
+
+def test_what_can_be_refused_cheaply_is_refused_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setattr("crosslayer.models.load.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    for changes, text, message in (
+        ([waiver(600)], None, "position 600 is outside of the sequences of 512 tokens"),
+        ([waiver(5)], ["too short"], "the text has 9 bytes"),
+        ([waiver(5)], TextSource("none.txt"), "'none.txt' does not exist"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            intervene("smollm2", text, interventions=changes)
+
+
+def test_isolating_a_token_of_smollm2_moves_the_sink_to_it():
+    """Position 255 in layers 12-28: from under 1 % to over 10 %, a peak, a drain; not by layers 12-29 alone."""
+    options = {"scan": "12-29", "controls": 0, "probes": 1, "sequences": 1}
+    result = intervene("smollm2", interventions=[waiver(255)], device="cpu", **options)
+    before, after = result.attention_received[:, 12:29]
+    assert before.max() < 0.01 < 0.10 < after.min() and after.mean() > 0.20
+    assert result.hidden_norm_ratio[1, 12:19].min() > 100
+    assert result.value_norm_ratio[1, 12:29].max() < 0.5
+    assert [trial.layers for trial in result.scan] == [[], [*range(12, 30)], [*range(30)]]
+    assert result.scan_attention[1, 12:29].max() < 0.01
+    assert result.settings.model == "smollm2" and result.settings.length == 512
+
+
+def test_the_row_of_position_0_makes_a_sink_of_minilm_and_a_random_row_does_not():
+    model, tokens_of = load_model("minilm", device="cpu")
+    ids = pack(load_documents(TextSource()), tokens_of, sequences=4, length=512)
+    result = intervene(model, ids, interventions=[PositionSwap(383, 0)], controls=2, probes=4)
+    before, after = result.attention_received[:, 1:5]
+    assert (after > 20 * before).all()
+    assert (result.control_attention[:, 1, 1:5] < 3 * before).all() and len(result.controls) == 2

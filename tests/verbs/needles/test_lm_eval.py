@@ -1,0 +1,148 @@
+"""The tasks in the LM Evaluation Harness, and our samples against those of its own RULER tasks."""
+
+import ast
+import importlib
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.verbs.needles import tasks, text
+from crosslayer.verbs.needles.sample import Samples, _Drawn, written
+from crosslayer.verbs.needles.score import string_match
+from crosslayer.verbs.needles.tasks.dataset import needles
+from tests.verbs.needles.oracle import TOKENIZER, random_model
+
+LENGTHS = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed (extra eval)"),
+    pytest.mark.filterwarnings("ignore"),  # lm-eval's own
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random_model(torch.float32).save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def manager(**metadata):
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(tasks.TASKS), include_defaults=False, metadata=metadata)
+
+
+def test_the_tasks_are_found():
+    assert set(manager().all_tasks) == {"needles", *(f"needles_{length}" for length in LENGTHS)}
+
+
+def test_a_prompt_of_the_task_is_ours(folder):
+    task = manager(pretrained=folder, samples=2, keys=2).load(["needles_512"])["tasks"]["needles_512"]
+    rows, made = list(task.test_docs()), Samples(TOKENIZER, keys=2)
+    assert len(rows) == 10 and [row["depth"] for row in rows] == [0, 0, 25, 25, 50, 50, 75, 75, 100, 100]
+    for place, row in enumerate(rows):
+        sample = made.sample(512, row["depth"], place % 2)
+        assert task.fewshot_context(row, 0, gen_prefix=task.doc_to_prefix(row)) == sample.prompt
+        assert row["outputs"] == [sample.value] and row["tokens"] == sample.tokens <= 512 - 32
+        assert task.process_results(row, [f" {sample.value}."]) == {"string_match": 1}
+        assert task.process_results(row, ["1234567"]) == {"string_match": 0}
+
+
+def test_the_harness_says_what_the_verb_says(folder):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    options = {"samples": 1, "keys": 2, "depths": [0, 50]}
+    ran = simple_evaluate(
+        HFLM(folder, batch_size=2, device="cpu", dtype="float32"),
+        tasks=["needles_512"],
+        task_manager=manager(pretrained=folder, **options),
+        log_samples=True,
+        bootstrap_iters=0,
+    )
+    said = [row["resps"][0][0] for row in sorted(ran["samples"]["needles_512"], key=lambda row: row["doc_id"])]
+    result = crosslayer.needles(folder, lengths=[512], **options)
+    assert said == [*result.candidate.answers] and all(said)
+    assert ran["results"]["needles_512"]["string_match,none"] == result.candidate.by_length[0].share
+
+
+def test_a_task_without_a_tokenizer_is_refused():
+    with pytest.raises(ValueError, match="^needles counts tokens: give pretrained="):
+        needles(512, config_source="x")
+    with pytest.raises(ValueError, match="^keys is 0; use 1 to "):
+        needles(512, keys=0, tokenizer=TOKENIZER)
+
+
+def ruler():
+    """The folder of lm-eval's RULER tasks."""
+    import lm_eval
+
+    return Path(lm_eval.__file__).parent / "tasks" / "ruler"
+
+
+def constant(file, name):
+    """A text that a module of lm-eval assigns at its top, without running it: its extra `ruler` may be missing."""
+    for node in ast.parse((ruler() / file).read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{file} has no {name}")
+
+
+@pytest.fixture
+def generator(monkeypatch):
+    """lm-eval's generator; of its extra `ruler` words that are drawn and the data of nltk are stood in for."""
+    pytest.importorskip("nltk", reason="nltk is not installed (lm-eval's extra ruler)")
+    import nltk
+
+    if importlib.util.find_spec("wonderwords") is None:
+        stand_in = types.ModuleType("wonderwords")
+        words = {"nouns": [*text.NOUNS], "adjectives": [*text.ADJECTIVES], "verbs": []}
+        stand_in.RandomWord = lambda: types.SimpleNamespace(_categories=words)
+        monkeypatch.setitem(sys.modules, "wonderwords", stand_in)
+    monkeypatch.setattr(nltk.data, "find", lambda name: name)  # else it is downloaded
+    prepare_niah = importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
+    monkeypatch.setattr(prepare_niah, "cached_sent_tokenize", text.sentences_of)
+    yield prepare_niah
+    del sys.modules["lm_eval.tasks.ruler.prepare_niah"]  # with what stood in
+
+
+@pytest.mark.parametrize("keys", [1, 4])
+def test_the_words_are_those_of_rulers_own_generator(generator, keys):
+    """Its text, with our needles in its places, is ours but for where the needles stand."""
+    source = " ".join(text.haystack()[:40])
+    prompt, answers, key = generator.generate_input_output(
+        10_000,
+        source.split(" "),
+        type_haystack="essay",
+        num_needle_k=keys,
+        type_needle_k="words",
+        num_needle_v=1,
+        type_needle_v="numbers",
+        template=constant("niah_utils.py", "TEMPLATE"),
+    )
+    lines = text.sentences_of(prompt.split("\n")[1])
+    told = [line for line in lines if line.startswith("One of the special magic")]
+    assert len(told) == keys and text.NEEDLE.format(key=key, value=answers[0]) in told
+    drawn = _Drawn([key], answers, [], 0)
+    ours, _ = written(drawn, [line for line in lines if answers[0] not in line], 0)
+    assert [*ours.split("\n")[::2]] == [*prompt.split("\n")[::2]]  # introduction and question
+    assert sorted(text.sentences_of(ours.split("\n")[1])) == sorted(lines)
+
+
+def test_the_answer_begins_as_rulers_does():
+    source = (ruler() / "prepare_niah.py").read_text()
+    assert constant("prepare_niah.py", "NEEDLE").replace("{type_needle_v}", "numbers") == text.NEEDLE
+    assert text.PREFIX.replace("number", "{type_needle_v[:-1]}", 1).replace("{key}", "{query}") in source
+
+
+@pytest.mark.parametrize("said", ["It is 1234567.", "1234567\x01 and 7654321", " 123456", "", "ABC is 7654321"])
+def test_the_score_is_rulers(said):
+    from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
+
+    for values in (["1234567"], ["abc", "1234567"]):
+        assert string_match(said, values) == string_match_all(postprocess_pred([said]), [values])

@@ -1,0 +1,44 @@
+"""The forty numbers of a receipt are those that `crosslayer needles` asks for."""
+
+import torch
+
+import crosslayer
+from crosslayer.verbs.needles.lookup import LENGTHS, count_found, look_up, lookup_difference, lookup_words
+from tests.verbs.needles.oracle import TOKENIZER, Oracle, config, oracle, random_model
+
+
+class Even(Oracle):
+    """Knows even numbers alone."""
+
+    def answer(self, prompt):
+        number = super().answer(prompt)
+        return number if int(number) % 2 == 0 else "unknown"
+
+
+def test_an_oracle_finds_forty_and_random_weights_none():
+    right, wrong = look_up(oracle(), TOKENIZER), look_up(random_model(torch.float32), TOKENIZER)
+    lengths = [lookup.length for lookup in right]
+    assert lengths == [lookup.length for lookup in wrong] and set(lengths) <= set(LENGTHS) and 512 in lengths
+    assert all(lookup.found == (True,) * 10 for lookup in right) and count_found(wrong) == 0
+    compared = lookup_difference(wrong, right)
+    assert (compared.gained, compared.lost, compared.n) == (0, 10 * len(lengths), 10 * len(lengths))
+    assert compared.verdict == "lower"
+    said = lookup_words(right, right)
+    assert f"Of {compared.n} numbers" in said and f"it finds {compared.n} (" in said
+
+
+def test_what_is_asked_is_what_the_verb_asks():
+    model = Even(config())
+    (short,) = [lookup for lookup in look_up(model, TOKENIZER, seed=3) if lookup.length == 512]
+    verb = crosslayer.needles(model, TOKENIZER, lengths=[512], keys=1, samples=2, seed=3)
+    assert short.found == tuple(int(question.value) % 2 == 0 for question in verb.questions)
+    assert 0 < sum(short.found) == verb.candidate.by_length[0].found < len(short.found) == 10
+
+
+def test_what_cannot_be_asked_is_left_out():
+    assert look_up(oracle(), None) == ()
+    few = random_model(torch.float32)
+    few.config.max_position_embeddings = 700
+    assert max(lookup.length for lookup in look_up(few, TOKENIZER)) <= 512
+    few.config.max_position_embeddings = 255
+    assert look_up(few, TOKENIZER) == ()

@@ -1,0 +1,166 @@
+"""An oracle finds every needle, random weights none; results come back equal, and every refusal is a line."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.verbs.needles.words import sentences
+from tests.cli.test_cli import run
+from tests.helpers.browser import complaints, resize
+from tests.helpers.tiny import tiny
+from tests.output.test_page import LOOK
+from tests.verbs.needles.oracle import TOKENIZER, oracle, random_model
+
+SMALL = {"lengths": [512, 768], "depths": [0, 50, 100], "keys": 3, "samples": 3, "new_tokens": 16}
+
+
+def found(model, **options):
+    return crosslayer.needles(model, TOKENIZER, **{**SMALL, **options})
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return found(random_model(torch.float32), baseline=oracle())
+
+
+def test_an_oracle_finds_all_and_random_weights_nothing(compared):
+    assert compared.scores.shape == (2, 2, 3) and compared.intervals.shape == (2, 2, 3, 2)
+    assert (compared.scores[0] == 0).all() and (compared.scores[1] == 1).all()
+    assert compared.scores_by_length.tolist() == [[0, 0], [1, 1]]
+    for difference in compared.differences:
+        assert (difference.gained, difference.lost, difference.n, difference.mean) == (0, 9, 9, -1)
+        assert difference.verdict == "lower"
+    assert all(
+        question.value in answer for question, answer in zip(compared.questions, compared.baseline.answers, strict=True)
+    )
+    assert (compared.intervals[..., 0] <= compared.scores).all() and (
+        compared.scores <= compared.intervals[..., 1]
+    ).all()
+
+
+def test_what_strays_to_another_key_is_counted():
+    result = found(oracle(stray=True), lengths=[512])
+    (whole,) = result.candidate.by_length
+    assert (whole.found, whole.other, whole.n) == (0, 9, 9)
+    assert "100% of all its answers hold another key's instead" in sentences(result)[0]
+    alone = found(oracle(), lengths=[512], keys=1)
+    assert alone.candidate.by_length[0].share == 1 and "another key" not in sentences(alone)[0]
+
+
+def test_the_samples_are_the_same_whatever_else_is_asked():
+    both, one = found(oracle()), found(oracle(), lengths=[768], depths=[50], batch=1)
+    assert one.questions == tuple(asked for asked in both.questions if (asked.length, asked.depth) == (768, 50))
+    assert found(oracle(), seed=1).questions != both.questions
+
+
+def test_a_baseline_that_finds_nothing_is_said_to(compared):
+    swapped = found(oracle(), baseline=random_model(torch.float32))
+    assert any("the baseline itself finds fewer than 5%" in line for line in sentences(swapped))
+    assert not any("baseline itself" in line for line in sentences(compared))
+    assert "−100 points" in " ".join(sentences(compared))
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_result_comes_back_and_its_page_is_fit_to_see(compared, beside, tmp_path, browser):
+    result = compared if beside else found(oracle(), lengths=[512], depths=[50])
+    page = result.save(tmp_path / "out")
+    assert crosslayer.load_result(tmp_path / "out") == result
+    assert len(list((tmp_path / "out" / "figures").glob("scores_*.svg"))) == len(result.sides)
+    for width in (1280, 390):
+        resize(browser, width)
+        browser.get(page.as_uri())
+        assert browser.execute_script(LOOK) == [] and complaints(browser) == []
+        written = browser.execute_script(
+            "return [...document.querySelectorAll('.heatmaplayer .heatmap-label')].map(label => label.textContent)"
+        )
+        assert sorted(written, key=int) == sorted(f"{100 * score:.0f}" for score in result.scores.ravel())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record["questions"].pop(),
+        lambda record: record["candidate"]["answers"].pop(),
+        lambda record: record["baseline"]["cells"].reverse(),
+        lambda record: record["candidate"]["by_length"].pop(),
+        lambda record: record["differences"].pop(),
+        lambda record: record["settings"].update(lengths=[8]),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused(compared, change, tmp_path):
+    compared.save(tmp_path / "out")
+    record = compared.record()
+    change(record)
+    (tmp_path / "out" / "record.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="^record.json: "):
+        crosslayer.load_result(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [255]}, "^length 255 is too short; use at least 256 tokens$"),
+        ({"lengths": []}, "^lengths is empty; give at least one$"),
+        ({"lengths": "512"}, "^lengths is '512'; give a list of whole numbers$"),
+        ({"lengths": [4096]}, "^length 4096 is above the 2048 positions of Oracle$"),
+        ({"depths": [101]}, "^depth 101 is no per cent; use 0"),
+        ({"depths": [-1]}, "^depth -1 is no per cent; use 0"),
+        ({"keys": 0}, "^keys is 0; use 1 to 1600$"),
+        ({"keys": 40}, "^length 512 has no room for a haystack: template and 40 needles take "),
+        ({"samples": 0}, "^samples is 0; it must be at least 1$"),
+        ({"new_tokens": 0}, "^new_tokens is 0; it must be at least 1$"),
+        ({"batch": 0}, "^batch is 0; it must be at least 1$"),
+        ({"seed": -1}, "^seed: "),
+        ({"dtype": "float32"}, "^dtype and device are for a model that is named"),
+        ({"baseline": tiny("bert", max_position_embeddings=2048)}, "^needles needs a causal LM; BertModel is none$"),
+        ({"baseline": tiny("llama")}, "positions of LlamaForCausalLM$"),
+        ({"baseline": tiny("llama", max_position_embeddings=2048)}, "^token id .* is not in the vocabulary of"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(options, message):
+    with pytest.raises(ValueError, match=message):
+        found(oracle(), **options)
+
+
+def test_a_loaded_model_needs_its_tokenizer():
+    with pytest.raises(ValueError, match="^a model that is loaded needs tokenizer="):
+        crosslayer.needles(oracle())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random_model(torch.float32).save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_command_says_what_the_call_returns(monkeypatch, folder, tmp_path, capsys):
+    options = ["--lengths", "512", "--depths", "0,100", "--keys", 2, "--samples", 2, "--new-tokens", 8]
+    status = run(monkeypatch, "needles", folder, "--baseline", folder, *options, "--out", tmp_path / "out")
+    lines = capsys.readouterr().out.splitlines()
+    result = crosslayer.load_result(tmp_path / "out")
+    assert status == 0 and json.loads(lines[-1]) == result.headline()
+    assert result.command.startswith("crosslayer needles model --baseline model --lengths 512")
+    assert lines[0].startswith("model") and "depth 100%" in lines[2] and sentences(result)[0] in lines
+    again = crosslayer.needles(folder, lengths=[512], depths=[0, 100], keys=2, samples=2, new_tokens=8, batch=3)
+    assert again.candidate.answers == result.candidate.answers and again.questions == result.questions
+    assert np.isclose(result.differences[0].mean, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lengths", "64"], "length 64 is too short; use at least 256 tokens"),
+        (["--lengths", "512,x"], "--lengths is '512,x'; it takes whole numbers"),
+        (["--depths", "-5"], "depth -5 is no per cent; use 0"),
+        (["--depths", "200"], "depth 200 is no per cent"),
+        (["--lengths", "4096"], "length 4096 is above the 2048 positions of model"),
+        (["--baseline", "./nowhere"], "model folder './nowhere' does not exist"),
+    ],
+)
+def test_the_command_refuses_in_a_line(monkeypatch, folder, options, message, capsys):
+    assert run(monkeypatch, "needles", folder, *options) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]

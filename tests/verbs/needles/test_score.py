@@ -1,0 +1,71 @@
+"""Scores and their intervals, against formulas, simulated pairs, and lm-eval's own metric."""
+
+import math
+
+import numpy as np
+import pytest
+
+from crosslayer.verbs.compare.paired import paired_difference
+from crosslayer.verbs.needles.score import difference, newcombe, score, string_match, wilson
+
+Z = 1.959963984540054
+
+
+@pytest.mark.parametrize(("found", "n"), [(0, 10), (3, 20), (20, 20), (51, 100)])
+def test_wilson(found, n):
+    share, square = found / n, Z**2 / n
+    middle = (share + square / 2) / (1 + square)
+    half = Z * math.sqrt(share * (1 - share) / n + square / (4 * n)) / (1 + square)
+    assert wilson(found, n) == pytest.approx((middle - half, middle + half), abs=1e-12)
+
+
+def test_string_match_is_a_share_of_values():
+    assert string_match(" is\t1234567.\n", ["1234567"]) == 1
+    assert string_match("123456", ["1234567"]) == 0
+    assert string_match("Amber 12", ["amber", "12", "13"]) == pytest.approx(2 / 3)
+
+
+def test_a_score_counts_strays_without_what_is_found():
+    scored = score(256, None, [True, True, False, False], [True, False, True, False])
+    assert (scored.n, scored.found, scored.other, scored.share) == (4, 2, 1, 0.5)
+
+
+def test_the_difference_of_pairs():
+    candidate, baseline = [True, True, False, False, False], [True, False, True, True, False]
+    both = difference(512, candidate, baseline)
+    assert (both.gained, both.lost, both.mean) == (1, 2, pytest.approx(-0.2)) and both.verdict == "undecided"
+    mirrored = difference(512, baseline, candidate)
+    assert mirrored.interval == pytest.approx((-both.interval[1], -both.interval[0]))
+    worse = difference(512, [False] * 40, [True] * 40)
+    assert worse.verdict == "lower" and worse.mean == -1 == pytest.approx(worse.interval[0])
+    with pytest.raises(ValueError, match="shorter"):
+        difference(512, [True], [])
+    with pytest.raises(ValueError, match="^pairs need at least one sample"):
+        difference(512, [], [])
+
+
+def test_pairs_that_never_differ_have_an_interval_all_the_same():
+    low, high = newcombe(0, 0, 0, 50)
+    assert low == -high and 0.05 < high < 0.11
+    assert paired_difference([0.0] * 50, [0.0] * 50).interval == (0, 0)  # which Student's t would take for certain
+
+
+def test_the_interval_is_students_where_both_hold():
+    """With many pairs and shares far from 0 and 1."""
+    pairs = np.random.default_rng(0).random((4000, 3))
+    baseline = pairs[:, 0] < 0.5
+    candidate = np.where(pairs[:, 1] < 0.8, baseline, pairs[:, 2] < 0.3)
+    expected = paired_difference([*candidate.astype(float)], [*baseline.astype(float)])
+    found = difference(256, candidate.tolist(), baseline.tolist())
+    assert found.mean == pytest.approx(expected.mean)
+    assert found.interval == pytest.approx(expected.interval, abs=5e-4)
+
+
+@pytest.mark.parametrize("shares", [(0.02, 0.05, 0.02), (0.6, 0.1, 0.25), (0.9, 0.05, 0.02)])
+def test_the_interval_covers_what_it_should(shares):
+    draws = np.random.default_rng(1).multinomial(50, [*shares, 1 - sum(shares)], size=2000)
+    truth, covered = shares[1] - shares[2], 0
+    for counts, times in zip(*np.unique(draws, axis=0, return_counts=True), strict=True):
+        low, high = newcombe(*counts.tolist())
+        covered += int(times) * (low <= truth <= high)
+    assert 0.93 < covered / 2000 < 0.995

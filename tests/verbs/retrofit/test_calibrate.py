@@ -1,0 +1,394 @@
+"""W_c against what it promises: Theorem 3.1, least squares, held-out ridge, and a naive bottom-up loop."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from crosslayer.core.methods import load_method
+from crosslayer.probe.what_if import what_if
+from crosslayer.verbs.retrofit.calibrate import calibrate
+from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.moments import Moments, check_enough
+from crosslayer.verbs.retrofit.rewire import rewire
+from tests.helpers.tiny import VOCABULARY, tiny
+
+METHODS = {
+    "uniattn": {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5))},
+    "cla": {"name": "cla", "groups": ((1, 2), (3, 4, 5)), "compensation": "attention"},
+    "svformer": {"name": "svformer", "anchors": (0, 1, 2), "compensation": "attention"},
+    "drop": {"name": "drop", "attention": (2, 4), "compensation": "attention"},
+    "heads": {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5)), "compensation": "heads"},
+    "mlp": {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5)), "compensation": "mlp"},
+}
+
+
+@pytest.fixture(scope="module")
+def source():
+    return tiny("llama", num_hidden_layers=6)
+
+
+def text(sequences=24, length=12):
+    return torch.randint(3, VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(1))
+
+
+def fitted(source, name, fit, ids, groups=1):
+    plain, model = convert(source, []).model, convert(source, [load_method(METHODS[name])]).model
+    return model, calibrate(plain, model, ids, fit, groups)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_least_squares_beat_zero_on_every_token_and_ridge_never_loses_much(source, name):
+    ids = text()
+    _, zero = fitted(source, name, "zero", ids)
+    _, least = fitted(source, name, "lstsq", ids)
+    _, ridge = fitted(source, name, "ridge", ids)
+    for one, two, three in zip(zero, least, ridge, strict=True):
+        assert one.token_after == pytest.approx(one.token_before)
+        assert two.token_after < two.token_before * 0.97
+        assert three.penalty is not None and three.token_after <= three.token_before
+    assert zero[0].token_before == pytest.approx(least[0].token_before)  # nothing below the first has changed
+
+
+def test_the_mean_fit_interpolates_the_means_where_rows_are_few(source):
+    """Theorem 3.1: with fewer positions than inputs the mean error vanishes, whatever becomes of the tokens."""
+    _, fits = fitted(source, "uniattn", "mean", text())
+    assert all(fit.mean_after < 1e-9 < 1e-2 < fit.mean_before for fit in fits)
+    assert any(fit.token_after > fit.token_before for fit in fits)
+    _, more = fitted(source, "uniattn", "mean", text(), groups=8)  # 96 rows for 32 inputs: no interpolation
+    assert all(fit.mean_after > 1e-3 for fit in more)
+
+
+@pytest.mark.parametrize("name", ["uniattn", "drop", "mlp"])
+def test_against_a_naive_loop_from_below(source, name):
+    """Run the whole models for each layer, take X and E by hooks, solve with torch.linalg.lstsq."""
+    ids = text()
+    target = "mlp" if name == "mlp" else "attention"
+    model, fits = fitted(source, name, "lstsq", ids)
+    naive = convert(source, [load_method(METHODS[name])]).model
+    for fit in fits:
+        seen = {}
+
+        def keep(key, seen=seen):
+            def hook(module, args, output=None):
+                seen[key] = (args[0] if output is None else output[0] if isinstance(output, tuple) else output).detach()
+
+            return hook
+
+        handles = []
+        for key, one in (("theirs", source), ("ours", naive)):
+            layer = one.model.layers[fit.layer]
+            if target == "mlp":
+                handles.append(layer.register_forward_hook(keep(key)))
+            else:
+                handles.append(layer.post_attention_layernorm.register_forward_pre_hook(keep(key)))
+        handles.append(naive.model.layers[fit.layer].input_layernorm.register_forward_hook(keep("normed")))
+        with torch.no_grad():
+            source(ids), naive(ids)
+            for handle in handles:
+                handle.remove()
+            x, error = seen["normed"].flatten(0, 1), (seen["theirs"] - seen["ours"]).flatten(0, 1)
+            weight = torch.linalg.lstsq(x, error).solution
+            naive.model.layers[fit.layer].compensation.weight.copy_(weight.T)
+        before = error.square().sum(-1).mean().sqrt().item()
+        after = (error - x @ weight).square().sum(-1).mean().sqrt().item()
+        # 1e-6: the norms compute in float32, so that two orders of summation differ by 6e-8 now and then
+        assert fit.token_before == pytest.approx(before, rel=1e-6)
+        assert fit.token_after == pytest.approx(after, rel=1e-6)
+        assert (model.model.layers[fit.layer].compensation.weight - weight.T).abs().max() < 1e-5
+
+
+def test_the_pseudo_inverse_does_not_invert_what_float32_rounds():
+    """Inputs in eight directions, known to float32: what stands in the other 56 is rounding, and must not be fitted."""
+
+    def drawn(seed):
+        generator = torch.Generator().manual_seed(seed)
+        x = (torch.randn(12, 60, 8, generator=generator) + 1) @ basis
+        return x, x @ weight + 2 * torch.randn(12, 60, 64, generator=generator)
+
+    basis = torch.randn(8, 64, generator=torch.Generator().manual_seed(8))
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(9)) / 8
+    moments = Moments(torch.zeros(1, 60, 64), [12], 1)
+    moments.add(*drawn(0), 0)
+    solved, *_ = moments.solve("mean")
+    x, error = drawn(1)
+    mean, target = moments.means()
+    left = [(error - x @ w.float()).square().mean().sqrt() for w in (solved, torch.linalg.pinv(mean) @ target)]
+    assert left[0] < 2.2 < 3 < left[1]  # 2 is the noise of the errors
+    assert torch.linalg.matrix_rank(solved, rtol=1e-5) == 8
+
+
+def test_ridge_leaves_one_domain_out(source):
+    """A direction that means the opposite in every other domain is worth nothing in the next one: it is not learnt."""
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.eye(32) * (torch.arange(32) < 16)
+    moments, single = Moments(torch.zeros(1, 64, 32), [8, 8, 8], 1), Moments(torch.zeros(1, 64, 32), [24], 1)
+    for domain, sign in enumerate((1.0, -1.0, 1.0)):
+        x = torch.randn(8, 64, 32, generator=generator)
+        error = 0.1 * x @ shared + sign * 3 * x @ (torch.eye(32) - shared)
+        moments.add(x, error, 8 * domain)
+        single.add(x, error, 8 * domain)
+    (_, (penalty,), left), (_, (other,), _) = moments.solve("ridge"), single.solve("ridge")
+    assert penalty >= 10 * other and left > 1 - 1e-3  # what was learnt of one domain does not hold in the next
+
+
+def test_domains_are_text_like_any_other_but_for_the_penalty(source):
+    ids = text()
+    one, two = ({"a": ids[:10], "b": ids[10:]}, ids)
+    first, second = (rewire(source, METHODS["cla"], calibration=given, fit="lstsq").fits for given in (one, two))
+    assert [fit.token_after for fit in first] == pytest.approx([fit.token_after for fit in second], rel=1e-9)
+    fits = rewire(source, METHODS["cla"], calibration=one, fit="layerwise").fits
+    assert all(0 < fit.left_out < 2 and fit.penalty is not None for fit in fits)
+    with pytest.raises(ValueError, match=r"sequences of equal length; its domains have \[8, 12\]"):
+        rewire(source, METHODS["cla"], calibration={"a": ids, "b": ids[:, :8]})
+
+
+@pytest.mark.parametrize("name", ["uniattn", "drop", "mlp", "heads"])
+def test_layerwise_stands_for_what_was_taken_from_each_layer_alone(source, name):
+    """Against a naive loop: the original's layer on the rewired stream; what went wrong below is not W_c's business."""
+    ids = text()
+    model, fits = fitted(source, name, "layerwise", ids)
+    naive = convert(source, [load_method(METHODS[name])]).model
+    for fit in fits:
+        seen = {}
+        original, layer = (one.model.layers[fit.layer] for one in (convert(source, []).model, naive))
+        hooks = [layer.input_layernorm.register_forward_pre_hook(lambda _, args, s=seen: s.update(into=args[0]))]
+        for key, one in (("wanted", original), ("reached", layer)):
+            if name == "mlp":
+                hooks.append(one.register_forward_hook(lambda _, args, out, s=seen, k=key: s.update({k: out[0]})))
+            else:
+                hooks.append(
+                    one.post_attention_layernorm.register_forward_pre_hook(
+                        lambda _, args, s=seen, k=key: s.update({k: args[0]})
+                    )
+                )
+        with torch.no_grad():
+            naive(ids)
+            position = torch.arange(ids.shape[1])[None]
+            rotary = naive.model.rotary_emb(seen["into"], position_ids=position)
+            mask = naive.model._masks(seen["into"], None, None, position)["full_attention"]
+            original(seen["into"], {}, rotary, mask)
+            error = seen["wanted"] - seen["reached"]
+            for hook in hooks:
+                hook.remove()
+            naive.model.layers[fit.layer].compensation.weight.copy_(model.model.layers[fit.layer].compensation.weight)
+        assert fit.token_before == pytest.approx(error.square().sum(-1).mean().sqrt().item(), rel=1e-5)
+        assert fit.token_after < fit.token_before
+    _, stream = fitted(source, name, "ridge", ids)
+    assert fits[0].token_before == pytest.approx(stream[0].token_before)  # nothing was wrong below the first
+    assert fits[-1].token_before < stream[-1].token_before
+
+
+def seen_in(model, layer, ids):
+    """Return the normed input of a layer and its stream after attention, rows of numpy."""
+    seen = {}
+    hooks = [
+        layer.input_layernorm.register_forward_hook(lambda _, args, out: seen.update(normed=out)),
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: seen.update(stream=args[0])),
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return (seen[name].flatten(0, 1).numpy() for name in ("normed", "stream"))
+
+
+@pytest.mark.parametrize("fit", ["lstsq", "lmmse"])
+def test_a_bias_is_least_squares_with_an_intercept(source, fit):
+    """Against numpy's lstsq: on both models' streams from below, or each layer by itself on the original's (NBL)."""
+    ids, ones = text(), np.ones((24 * 12, 1))
+    entry = {**METHODS["drop"], "compensation_bias": True}
+    done = rewire(source, entry, calibration=ids, fit=fit)
+    naive, rewired = convert(source, [load_method(entry)]).model, done.model
+    for fitted_layer, number in zip(done.fits, (2, 4), strict=True):
+        normed, wanted = seen_in(source, source.model.layers[number], ids)
+        if fit == "lmmse":
+            stream = wanted - attention_output(source, number, ids)
+        else:
+            normed, stream = seen_in(naive, naive.model.layers[number], ids)
+        error = wanted - stream
+        solved = np.linalg.lstsq(np.concatenate([normed, ones], axis=1), error, rcond=None)[0]
+        rest = error - normed @ solved[:-1] - solved[-1]
+        assert fitted_layer.token_after == pytest.approx(np.sqrt((rest**2).sum(1).mean()), rel=1e-6)
+        assert fitted_layer.token_before == pytest.approx(np.sqrt((error**2).sum(1).mean()), rel=1e-6)
+        assert abs(rest.mean(0)).max() < 1e-6  # an intercept leaves nothing of the mean
+        found = rewired.model.layers[number].compensation
+        assert np.abs(found.weight.detach().numpy().T - solved[:-1]).max() < 1e-5
+        assert np.abs(found.bias.detach().numpy() - solved[-1]).max() < 1e-5 < np.abs(solved[-1]).max()
+        naive.model.layers[number].compensation.load_state_dict(found.state_dict())
+    assert done.new == [f"model.layers.{i}.attn_compensation.{part}" for i in (2, 4) for part in ("bias", "weight")]
+    plain = rewire(source, METHODS["drop"], calibration=ids, fit=fit)
+    assert done.fits[0].token_after < plain.fits[0].token_after
+
+
+def test_lmmse_takes_each_layer_by_itself(source):
+    """What a layer lacks is what it alone lacks in the original: readers read lenders of the original's own stream."""
+    ids = text()
+    for fit, lender in zip(rewire(source, METHODS["cla"], calibration=ids, fit="lmmse").fits, (1, 3, 3), strict=True):
+        layer = source.model.layers[fit.layer]
+        _, wanted = seen_in(source, layer, ids)
+        with what_if(source, {"name": "kvsharer", "pairs": ((fit.layer, lender),)}):
+            _, reached = seen_in(source, layer, ids)
+        assert fit.token_before == pytest.approx(np.sqrt(((wanted - reached) ** 2).sum(1).mean()), rel=1e-6)
+
+
+def attention_output(model, number, ids):
+    """Return what attention of a layer adds to the stream, rows of numpy."""
+    seen = {}
+    hook = model.model.layers[number].self_attn.register_forward_hook(lambda _, args, out: seen.update(out=out[0]))
+    with torch.no_grad():
+        model(ids)
+    hook.remove()
+    return seen["out"].flatten(0, 1).numpy()
+
+
+@pytest.mark.parametrize("name", ["heads", "mlp", "cla"])
+def test_a_bias_helps_wherever_w_c_writes(source, name):
+    plain = rewire(source, METHODS[name], calibration=text(), fit="lstsq")
+    biased = rewire(source, {**METHODS[name], "compensation_bias": True}, calibration=text(), fit="lstsq")
+    assert biased.fits[0].token_after < plain.fits[0].token_after * 0.999
+    model, number = biased.model, biased.fits[0].layer
+    rest = seen_rest(source, model, number, name)
+    assert biased.fits[0].token_after == pytest.approx(np.sqrt((rest**2).sum(1).mean()), rel=1e-6)
+
+
+def seen_rest(source, model, number, name):
+    """Return what the first compensated layer still lacks, run as whole models, rows of numpy."""
+    if name != "mlp":
+        return np.subtract(*(list(seen_in(m, m.model.layers[number], text()))[1] for m in (source, model)))
+    seen = []
+    for m in (source, model):
+        hook = m.model.layers[number].register_forward_hook(
+            lambda _, args, out: seen.append((out[0] if isinstance(out, tuple) else out).flatten(0, 1).numpy())
+        )
+        with torch.no_grad():
+            m(text())
+        hook.remove()
+    return seen[0] - seen[1]
+
+
+def test_no_penalty_shrinks_a_bias():
+    """What is constant is learnt whole, from centred moments, where the penalty shrinks everything else."""
+    generator = torch.Generator().manual_seed(0)
+    center, offset = torch.randn(2, 8, generator=generator, dtype=torch.float64) * 5
+    moments = Moments(torch.zeros(1, 16, 8), [8, 8], 1, bias=True)
+    rows = []
+    for domain in range(2):
+        x = center + torch.randn(8, 16, 8, generator=generator, dtype=torch.float64)
+        error = offset + torch.randn(8, 16, 8, generator=generator, dtype=torch.float64)  # x says nothing of it
+        moments.add(x, error, 8 * domain)
+        rows.append((x.flatten(0, 1), error.flatten(0, 1)))
+    solved, (penalty,), left = moments.solve("ridge")
+    x, error = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    assert penalty >= 1 and left < 0.5 and solved[:-1].abs().max() < 0.2
+    centred = x - x.mean(0)
+    gram = centred.T @ centred
+    eye = torch.eye(8, dtype=torch.float64) * penalty * gram.diagonal().mean()
+    weight = torch.linalg.solve(gram + eye, centred.T @ (error - error.mean(0)))
+    assert (solved[:-1] - weight).abs().max() < 1e-9
+    assert (solved[-1] - (error.mean(0) - x.mean(0) @ weight)).abs().max() < 1e-9
+    report = moments.report(0, solved)
+    rest = error - x @ solved[:-1] - solved[-1]
+    assert report.token_after == pytest.approx(float(rest.square().sum(-1).mean().sqrt()), rel=1e-9)
+    mean, *_ = moments.solve("mean")
+    x_bar, e_bar = (
+        torch.stack([part.view(8, 16, 8).mean(0) for part in parts]).mean(0) for parts in zip(*rows, strict=True)
+    )
+    expected = torch.linalg.lstsq(torch.cat([x_bar, torch.ones(16, 1)], 1).double(), e_bar).solution
+    assert (mean - expected).abs().max() < 1e-8
+
+
+def test_ridge_shrinks_what_noise_would_fit(source):
+    """Held-out sequences choose the penalty: with few tokens it must not be the smallest."""
+    _, fits = fitted(source, "uniattn", "ridge", text(16, 6))
+    assert max(fit.penalty for fit in fits) > 1e-6
+
+
+def test_the_original_and_everything_but_wc_stay(source):
+    before = {name: weight.clone() for name, weight in source.state_dict().items()}
+    made = rewire(source, METHODS["uniattn"], calibration=text(), fit="lstsq")
+    assert all(torch.equal(source.state_dict()[name], weight) for name, weight in before.items())
+    found = made.model.state_dict()
+    assert made.new == [f"model.layers.{i}.attn_compensation.weight" for i in (2, 4, 5)]
+    assert all(torch.equal(found[n], before[n]) for n in found if n not in made.new)
+    assert all(found[name].abs().max() > 0 for name in made.new)
+
+
+def test_a_mixer_below_parts_the_streams(source):
+    """Layers that mix have the same weights and another output: the original must not be led through them."""
+    below = [{"name": "resformer", "mode": "identity"}, {"name": "uniattn", "superblocks": ((3, 4),)}]
+    model = rewire(source, below, fit="zero").model
+    fit = rewire(source, below, calibration=text(), fit="lstsq").fits[0]
+    seen = []
+    for one in (source, model):
+        hook = one.model.layers[4].post_attention_layernorm.register_forward_pre_hook(
+            lambda _, args: seen.append(args[0])
+        )
+        with torch.no_grad():
+            one(text())
+        hook.remove()
+    assert fit.token_before == pytest.approx((seen[0] - seen[1]).square().sum(-1).mean().sqrt().item(), rel=1e-6)
+
+
+def test_what_changes_outside_of_w_c_is_fitted_by_ridge(source):
+    """A merged leader and a dropped MLP are in no layerwise target: ridge by default, and layerwise is refused.
+
+    Otherwise W_o of what borrows is refitted, where W_c writes to the stream.
+    """
+    both = {"name": "drop", "attention": (2, 4), "mlp": (4,), "compensation": "attention"}
+    alone = {"name": "drop", "attention": (4,), "mlp": (1,), "compensation": "attention"}
+    ids = text()
+    assert rewire(source, METHODS["cla"], calibration=ids).fit == "refit"
+    assert rewire(source, METHODS["mlp"], calibration=ids).fit == "layerwise"
+    assert rewire(source, "cla").fit is None
+    cases = [
+        (METHODS["cla"], "mean", [1, 3]),
+        (METHODS["cla"], "svd", [1, 3]),
+        (both, "first", [4]),
+        (alone, "first", [1]),
+    ]
+    for method, merge, layers in cases:
+        assert rewire(source, method, calibration=ids, merge=merge).fit == "ridge"
+        with pytest.raises(ValueError, match=rf"makes up for nothing in layers {re.escape(str(layers))}.*use ridge"):
+            rewire(source, method, calibration=ids, merge=merge, fit="layerwise")
+        with pytest.raises(ValueError, match=rf"fit 'lmmse' makes up for nothing in layers {re.escape(str(layers))}"):
+            rewire(source, method, calibration=ids, merge=merge, fit="lmmse")
+
+
+@pytest.mark.parametrize("domains", [1, 2, 3, 6])
+@pytest.mark.parametrize("fit", ["lstsq", "ridge"])
+def test_the_windows_that_are_asked_for_are_the_fewest_that_do(domains, fit):
+    def message(count):
+        sizes = [len(range(place, count, domains)) for place in range(domains)]
+        try:
+            check_enough(576, sizes, 128, fit)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    words = message(domains)
+    least, windows = (
+        int(re.search(rf"needs at least {found}", words)[1]) for found in (r"(\d+) tokens", r".*\((\d+) w")
+    )
+    assert least == windows * 128
+    assert message(windows) is None and all(message(count) for count in range(domains, windows))
+    held = {"lstsq": 0, "ridge": windows // 8 if domains == 1 else -(-windows // domains)}[fit]
+    assert f"{windows - held} to fit, with 2 tokens for each of the 576 inputs of W_c" in words
+    assert (f", and {held} held out" in words) == (held > 0)
+    assert windows - held == 9  # 1,152 tokens
+
+
+def test_bad_calibrations(source):
+    with pytest.raises(ValueError, match="uniattn, attnres: W_c is fitted between plain residual streams"):
+        rewire(source, [METHODS["uniattn"], "attnres"], calibration=text())
+    with pytest.raises(ValueError, match="fit 'refit' needs calibration=…"):
+        rewire(source, METHODS["uniattn"])
+    with pytest.raises(ValueError, match=r"calibration text has 24 tokens; lstsq needs at least 72"):
+        rewire(source, METHODS["uniattn"], calibration=text(2, 12), fit="lstsq")
+    with pytest.raises(ValueError, match=r"calibration text has 84 tokens; layerwise needs at least 96"):
+        rewire(source, METHODS["uniattn"], calibration=text(7, 12), fit="layerwise")
+    with pytest.raises(ValueError, match="no layer has a W_c to fit"):
+        calibrate(convert(source, []).model, convert(source, [load_method("cla")]).model, text())
+    with pytest.raises(ValueError, match="groups is 25; it must be between 1 and the 24"):
+        fitted(source, "uniattn", "mean", text(), groups=25)

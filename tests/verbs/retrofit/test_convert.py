@@ -1,0 +1,276 @@
+"""What a conversion keeps, drops and merges, and what the caches of the results hold."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.methods import load_method, method_class
+from crosslayer.core.plan import parse_layers
+from crosslayer.probe.what_if import look, what_if
+from crosslayer.testing import build, config_of
+from crosslayer.verbs.retrofit.cache import CacheShare, allocated
+from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.rewire import rewire
+from tests.core.decoder.test_every_method import SHAPES
+from tests.helpers.nested import FACTOR, Nested
+from tests.helpers.tiny import tiny, tokens
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+PLANS = {
+    "uniattn": {"superblocks": ((1, 2, 3), (4, 5)), "compensation": None},
+    "cla": {"groups": ((1, 2, 3), (4, 5))},
+    "svformer": {"anchors": (0, 4)},
+    "drop": {"attention": (0, 3), "mlp": (2,)},
+    "kvsharer": {"pairs": ((5, 1), (3, 1), (4, 0))},
+}
+
+
+def method(name):
+    return load_method({"name": name, **PLANS[name]})
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_if_equals_the_retrofit_without_training(family, name):
+    source, ids = tiny(family, num_hidden_layers=6), tokens()
+    with torch.no_grad():
+        before = source(ids).logits
+        made = convert(source, [method(name)]).model
+        with what_if(source, method(name).plan(6)):
+            pretended = source(ids).logits
+            text = source.generate(ids[:, :6], max_new_tokens=8, do_sample=False)
+        assert (pretended - before).abs().max() > 1e-2  # the wiring does something
+        assert (pretended - made(ids).logits).abs().max() < 1e-10
+        assert torch.equal(text, made.generate(ids[:, :6], max_new_tokens=8, do_sample=False))
+        assert torch.equal(source(ids).logits, before)  # restored
+
+
+def test_what_if_on_a_family_that_cannot_be_converted():
+    """Dropping attention in GPT-2 is zeroing its output projection; the model itself is left alone."""
+    source, ids = tiny("gpt2"), tokens()
+    plan = load_method({"name": "drop", "attention": (1,)}).plan(3)
+    zeroed = copy.deepcopy(source)
+    with torch.no_grad():
+        zeroed.transformer.h[1].attn.c_proj.weight.zero_()
+        zeroed.transformer.h[1].attn.c_proj.bias.zero_()
+        with what_if(source, plan):
+            assert (source(ids).logits - zeroed(ids).logits).abs().max() < 1e-10
+    with pytest.raises(
+        ValueError, match="'gpt2' cannot be converted; llama, mistral, mixtral, qwen2, qwen3, gemma2 can; diagnose"
+    ):
+        convert(source, [load_method("cla")])
+
+
+def test_what_if_refuses_what_it_cannot_show():
+    sliding = tiny("gemma2")
+    with pytest.raises(ValueError, match=r"layer 1 \(causal\) cannot read keys of layer 0 \(causal, window 8\)"):
+        look(sliding).check(load_method("cla").plan(3))
+    with pytest.raises(ValueError, match="the plan has 4 layers and the model 3"):
+        look(sliding).check(load_method("cla").plan(4))
+    shared = convert(tiny("llama"), [load_method("cla")]).model
+    with pytest.raises(ValueError, match="without cross-layer methods"), what_if(shared, load_method("cla").plan(3)):
+        pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_stay_are_the_sources_own(family):
+    source = tiny(family, num_hidden_layers=6)
+    made = convert(source, [method("uniattn")])
+    weights, found = source.state_dict(), made.model.state_dict()
+    assert all(found[name].data_ptr() == weights[name].data_ptr() for name in found)
+    assert {name.split(".")[2] for name in made.dropped} == {"2", "3", "5"}
+    assert all(".q_" in name or ".k_" in name for name in made.dropped) and not made.merged and not made.new
+    apart = rewire(source, method("uniattn")).model.state_dict()
+    assert all(torch.equal(apart[n], weights[n]) and apart[n].data_ptr() != weights[n].data_ptr() for n in apart)
+
+
+def test_merging_equal_layers_changes_nothing_and_the_svd_beats_the_first():
+    """Where a group's layers have one projection, each merge must be exact; else the SVD must fit its states best."""
+    source, ids = tiny("qwen2", num_hidden_layers=4), tokens()
+    cla = load_method({"name": "cla", "groups": ((1, 2),)})
+    norms = [source.model.layers[i].input_layernorm for i in (1, 2)]
+    with torch.no_grad():
+        for state in "kv":
+            leader, follower = (getattr(source.model.layers[i].self_attn, f"{state}_proj") for i in (1, 2))
+            follower.weight.copy_(leader.weight * norms[0].weight / norms[1].weight)  # one map of the normed stream
+            follower.bias.copy_(leader.bias)
+        expected = convert(source, [cla]).model(ids).logits
+        for merge in ("mean", "svd"):
+            made = convert(source, [cla], merge)
+            assert (made.model(ids).logits - expected).abs().max() < 1e-9, merge
+            assert any(".1.self_attn.k_proj" in name for name in made.merged)
+
+
+def test_the_svd_folds_its_factors_exactly():
+    """A follower whose keys are turned pairs of the leader's, and whose values a matrix of them, loses nothing."""
+    source, ids = tiny("llama", num_hidden_layers=4), tokens()
+    one, two = source.model.layers[1], source.model.layers[2]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        two.input_layernorm.weight.copy_(one.input_layernorm.weight)
+        size = one.self_attn.head_dim
+        keys = one.self_attn.k_proj.weight.view(-1, 2, size // 2, 32)
+        angle = torch.rand(keys.shape[0], size // 2, 1, generator=generator, dtype=torch.float64) * 6
+        turned = [
+            keys[:, 0] * angle.cos() - keys[:, 1] * angle.sin(),
+            keys[:, 0] * angle.sin() + keys[:, 1] * angle.cos(),
+        ]
+        two.self_attn.k_proj.weight.copy_(torch.stack(turned, dim=1).reshape(-1, 32))
+        values = one.self_attn.v_proj.weight.view(-1, size, 32)
+        matrix = torch.randn(len(values), size, size, generator=generator, dtype=torch.float64)
+        two.self_attn.v_proj.weight.copy_((matrix @ values).reshape(-1, 32))
+        two.self_attn.o_proj.weight.zero_()  # both layers now read one input: the follower's own, up to the MLP
+        one.self_attn.o_proj.weight.zero_()
+        one.mlp.down_proj.weight.zero_()
+        two.self_attn.o_proj.weight.copy_(torch.randn(32, 32, generator=generator, dtype=torch.float64) * 0.3)
+        expected = source(ids).logits
+        found = convert(source, [load_method({"name": "cla", "groups": ((1, 2),)})], "svd").model(ids).logits
+        plain = convert(source, [load_method({"name": "cla", "groups": ((1, 2),)})]).model(ids).logits
+    assert (found - expected).abs().max() < 1e-8 < 1e-3 < (plain - expected).abs().max()
+
+
+def test_whole_layers_give_the_stock_class():
+    source, ids = tiny("qwen3", num_hidden_layers=4), tokens()
+    made = convert(source, [load_method({"name": "drop", "layers": (1, 3)})]).model
+    assert type(made) is type(source) and made.config.num_hidden_layers == 2 and len(made.config.layer_types) == 2
+    with torch.no_grad(), what_if(source, load_method({"name": "drop", "layers": (1, 3)}).plan(4)):
+        assert (source(ids).logits - made(ids).logits).abs().max() < 1e-10
+    assert made.generate(ids[:, :4], max_new_tokens=3, do_sample=False).shape == (2, 7)
+
+
+SHARES = [
+    ("uniattn", 32, "16-19,20-23,24-27,28-31", 26 / 32),
+    ("cla", 32, "16-19,20-23,24-27,28-31", 20 / 32),
+    ("drop", 32, "20-31", 20 / 32),
+    ("uniattn", 30, "18-21,22-25,26-29", 0.85),
+    ("uniattn", 30, "16-17,18-19,20-21,22-23,24-25,26-27,28-29", 53 / 60),
+    ("svformer", 30, "0-29", 31 / 60),
+]
+
+
+def test_the_cache_is_counted_beyond_the_window():
+    """Two of four layers see 8 tokens only: dropping one of those saves those of a long context, not a quarter."""
+    source = tiny(
+        "qwen2", num_hidden_layers=4, use_sliding_window=True, sliding_window=8, max_window_layers=2, layer_types=None
+    )
+    assert source.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
+    for context, expected in ((40, (40 + 40 + 8) / (40 + 40 + 8 + 8)), (4, 3 / 4)):
+        made = convert(source, [load_method({"name": "drop", "attention": (3,)})]).model
+        assert allocated(made, context) / allocated(source, context) == pytest.approx(expected, abs=1e-12)
+        cache = DynamicCache(config=made.config)
+        for length in (context - 1, 1):  # as it is in decoding
+            made(tokens(batch=1, length=length), past_key_values=cache)
+        assert cache_bytes(cache) == pytest.approx(allocated(made, context) * context)
+        counted = CacheShare(look(source).shapes, context).of(made.config.plan)
+        assert counted == pytest.approx(expected, abs=1e-12)  # the search counts what the receipt does
+
+
+@pytest.mark.parametrize(("name", "layers", "groups", "share"), SHARES, ids=str)
+def test_the_cache_allocates_the_share_that_the_paper_counts(name, layers, groups, share):
+    source = tiny("llama", num_hidden_layers=layers)
+    method = method_class(name).from_groups(parse_layers(groups, layers), layers)
+    made = convert(source, [method]).model
+    assert allocated(made) / allocated(source) == pytest.approx(share, abs=1e-12)
+    assert made.config.plan.cached_fraction() == pytest.approx(share, abs=1e-12)
+    cache = DynamicCache(config=made.config)
+    made(tokens(batch=3, length=5), past_key_values=cache)
+    states = [state for one in cache.layers for state in (one.keys, one.values) if state is not None]
+    elements = sum(state.numel() for state in states)
+    each = 3 * 5 * made.config.num_key_value_heads * made.config.head_dim
+    assert elements == each * sum(len(made.config.plan.stored(i)) for i in range(layers))
+
+
+def test_mixing_modules_begin_as_they_should():
+    made = rewire(tiny("llama"), ["resformer", "attnres"])
+    assert {"weights", "query", "gain"} == {name.rsplit(".")[-1] for name in made.new}
+    ids = tokens()
+    assert torch.equal(made.model(ids).logits, made.model(ids).logits)
+    assert made.model.model.layers[1].self_attn.mixers[0].weights.tolist() == [0.5, 0.5]
+
+
+def test_modules_and_buffers_inside_of_a_mixer_begin_as_they_should():
+    source, ids = tiny("llama"), tokens()
+    rewired = rewire(source, "tests.helpers.nested")
+    mixer = rewired.model.model.layers[2].self_attn.mixers[0]
+    assert mixer.scale.tolist() == [FACTOR] * 8 and not mixer.linear.weight.any() and not mixer.linear.bias.any()
+    assert sum(name.endswith("linear.weight") for name in rewired.new) == 3
+    with torch.no_grad():
+        for layer in source.model.layers:
+            layer.self_attn.v_proj.weight.mul_(FACTOR)
+        assert (rewired.model(ids).logits - source(ids).logits).abs().max() < 1e-10
+
+
+def test_what_a_mixer_inherits_stays(monkeypatch):
+    name = "model.layers.1.self_attn.mixers.0.linear.weight"
+    matrix = torch.randn(8, 8, dtype=torch.float64)
+    monkeypatch.setattr(Nested, "inherit", lambda self, weights, *rest: weights.update({name: matrix}) or [name])
+    model = convert(tiny("llama"), [Nested()]).model
+    weight, others = model.get_parameter(name), model.get_parameter(name.replace("layers.1", "layers.0"))
+    assert torch.equal(weight, matrix) and not others.any()
+
+
+def test_dropped_layers_are_not_merged():
+    source, ids = tiny("llama", num_hidden_layers=4), tokens()
+    methods = [load_method({"name": "cla", "groups": ((1, 2, 3),)}), load_method({"name": "drop", "attention": (2,)})]
+    before = convert(source, methods, "mean").model(ids).logits
+    with torch.no_grad():
+        source.model.layers[2].self_attn.k_proj.weight.mul_(100)
+        assert torch.equal(convert(source, methods, "mean").model(ids).logits, before)
+
+
+def test_bad_conversions():
+    source = tiny("llama")
+    with pytest.raises(ValueError, match="merge 'svd' is not known to these methods; use first"):
+        convert(source, [load_method({"name": "uniattn", "superblocks": ((1, 2),)})], "svd")
+    with pytest.raises(ValueError, match="which a qk-norm would undo"):
+        convert(tiny("qwen3"), [load_method("cla")], "svd")
+    with pytest.raises(ValueError, match="uniattn as it stands changes nothing; name layers"):
+        rewire(source, "uniattn")
+    with torch.no_grad():
+        source.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"1 weights hold NaN or infinity, the first is model.layers.0.mlp.up_proj"):
+        convert(source, [load_method("cla")])
+    for text, words in (
+        ("18-21,x", "'x' is neither a layer nor a range"),
+        ("2-1", "out of range"),
+        ("1,1", "named twice"),
+        ("0-99", "layers go from 0 to 29"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            parse_layers(text, 30)
+    with pytest.raises(ValueError, match=r"svformer: groups holds \[0, 2\]; a layer borrows of the nearest anchor"):
+        method_class("svformer").from_groups([[0, 2]], 3)
+    with pytest.raises(ValueError, match=r"groups \[\[1\], \[2\]\] have no second layer"):
+        method_class("cla").from_groups([[1], [2]], 3)
+
+
+OWN_SHAPES = ("gemma2", "gpt2", "mixture of experts")
+TAKEN = ({"name": "drop", "layers": (3,)}, {"name": "drop", "attention": (3,)})
+
+
+@pytest.mark.parametrize("name", OWN_SHAPES)
+def test_a_plain_model_of_ours_is_rewired_as_it_is(name):
+    source, ids = build(config_of([], **SHAPES[name][1])), tokens()
+    wirings = [load_method({"name": "cla", "groups": ((3, 5),)}), *map(load_method, TAKEN)]
+    with torch.no_grad():
+        expected = source(ids).logits
+        assert torch.equal(convert(source, []).model(ids).logits, expected)
+        for wiring in wirings:
+            made = convert(source, [wiring]).model
+            with what_if(source, wiring.plan(6)):
+                assert (made(ids).logits - source(ids).logits).abs().max() < 1e-10
+            assert (made(ids).logits - expected).abs().max() > 1e-3
+    fitted = rewire(source, {**TAKEN[1], "compensation": "attention"}, calibration=tokens(16))
+    assert fitted.fits[0].token_after < fitted.fits[0].token_before
+
+
+def test_a_model_of_ours_that_is_not_plain_is_not_retrofitted():
+    source = build(config_of(["resformer", "cla"]))
+    message = r"the model has resformer, cla already, .* train both together .*model.method: \[resformer, cla, …\]"
+    with pytest.raises(ValueError, match=message):
+        rewire(source, {"name": "uniattn", "superblocks": ((1, 2),)})
+    with pytest.raises(ValueError, match=r"linear attention, of layers \[0, 2\], has no keys and values"):
+        rewire(build(config_of([], **SHAPES["linear attention"][1])), {"name": "cla", "groups": ((3, 5),)})

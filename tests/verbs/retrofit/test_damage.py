@@ -1,0 +1,167 @@
+"""Perplexity, KL and intervals against loops over tokens and windows."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from crosslayer.corpus.windows import Windows, split
+from crosslayer.probe.what_if import what_if
+from crosslayer.verbs.retrofit.bootstrap import Bootstrap
+from crosslayer.verbs.retrofit.damage import by_domain, damage, difference
+from crosslayer.verbs.retrofit.losses import Losses, logits_of, logits_without, losses
+from crosslayer.verbs.retrofit.record import Damage, DomainDamage, Gain
+from crosslayer.verbs.retrofit.rewire import rewire
+from crosslayer.verbs.retrofit.words import drawn, gain_sentence
+from tests.helpers.text import tokenizer, words
+from tests.helpers.tiny import tiny
+
+
+def test_losses_are_what_a_loop_over_tokens_gives():
+    one, two = tiny("llama"), tiny("llama", num_hidden_layers=2)
+    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+    found = losses(logits_of(one), {"b": logits_of(two)}, Windows(ids, (0, 0, 1)))["b"]
+    for window in range(3):
+        with torch.no_grad():
+            p, q = (m(ids[window : window + 1]).logits[0].softmax(-1) for m in (one, two))
+        before = after = kl = 0.0
+        for t in range(8):
+            token = int(ids[window, t + 1])
+            before -= math.log(float(p[t, token]))
+            after -= math.log(float(q[t, token]))
+            kl += sum(float(a) * (math.log(float(a)) - math.log(float(b))) for a, b in zip(p[t], q[t], strict=True))
+        # 1e-5: log-softmax is taken in float32
+        assert found.before[window] == pytest.approx(before / 8, rel=1e-5)
+        assert found.after[window] == pytest.approx(after / 8, rel=1e-5)
+        assert found.kl[window] == pytest.approx(kl / 8, rel=1e-4)
+
+
+def planted(gain, spread, count=64, documents=4, seed=0):
+    generator = np.random.default_rng(seed)
+    level = generator.normal(3, 1, count)  # windows differ far more than the change does
+    change = gain + spread * generator.normal(size=count)
+    return Losses(level, level + change, np.abs(change), tuple(i % documents for i in range(count)))
+
+
+def test_intervals_are_paired_and_cover():
+    found = damage(planted(0.1, 0.05))
+    low, high = found.ratio_ci95
+    assert low < math.exp(0.1) < high and high - low < 0.05  # unpaired, the spread of 1 would give ± 0.25
+    assert (found.windows, found.documents) == (64, 4)
+    gap, (low, high) = difference(planted(0.3, 0.05), planted(0.1, 0.05))
+    assert low < gap < high and low > 0
+
+
+@pytest.mark.parametrize("documents", [1, 4, 32, 64])
+def test_intervals_cover_however_many_windows_a_document_has(documents):
+    """A document of one window must not make the interval a point: 120 draws of 95 %, at least 104 hits."""
+    hits = 0
+    for seed in range(120):
+        low, high = damage(planted(0.1, 0.05, documents=documents, seed=seed)).ratio_ci95
+        hits += low < math.exp(0.1) < high
+    assert hits >= 104  # 114 expected; fewer than 104 has a chance of 1e-4
+
+
+def test_intervals_of_a_domain_of_sixteen_windows_cover():
+    """Plain percentiles of so few cover 93 %: Student's t makes up for it. 400 draws, 380 expected."""
+    hits = 0
+    for seed in range(400):
+        low, high = damage(planted(0.1, 0.05, count=16, documents=1, seed=seed)).ratio_ci95
+        hits += low < math.exp(0.1) < high
+    assert 374 <= hits <= 390  # a spread of 4.4; without Student's t 370
+
+
+def test_the_worst_domain_that_nothing_was_fitted_to_comes_first():
+    changes = {"books": 0.1, "web": 0.4, "code": 0.3}
+    parts = [planted(gain, 0.02, count=16, documents=1, seed=seed) for seed, gain in enumerate(changes.values())]
+    joined = [np.concatenate([getattr(part, key) for part in parts]) for key in ("before", "after", "kl")]
+    domains = tuple(name for name in changes for _ in range(16))
+    after = Losses(*joined, tuple(map(list(changes).index, domains)), domains)
+    without = Losses(joined[0], joined[1], joined[2] + np.repeat([0.2, -0.2, 0.0], 16), after.documents, domains)
+    measured = by_domain(after, without, frozenset(["books", "web"]))
+    code, web, books = measured.domains
+    assert [domain.name for domain in measured.domains] == ["code", "web", "books"]
+    assert [domain.gain.kl for domain in measured.domains] == pytest.approx([0.0, 0.2, -0.2])
+    assert books.gain.kl_ci95[1] < 0 < web.gain.kl_ci95[0]
+    assert measured.all.windows == 48 and code.windows == 16
+    assert all(domain.gain is None for domain in by_domain(after, None, frozenset()).domains)
+
+
+def test_without_w_c_is_the_wiring_alone():
+    """Against `what_if` on the original; the model with W_c is the same afterwards."""
+    model, ids = tiny("llama", num_hidden_layers=4), torch.arange(3, 15)[None]
+    made = rewire(model, {"name": "cla", "groups": [[2, 3]], "compensation": "attention"}, fit="zero").model
+    torch.nn.init.normal_(made.model.layers[3].compensation.weight)
+    with torch.no_grad():
+        before, alone = made(ids).logits, logits_without(made, {})(ids)
+        with what_if(model, made.config.plan):
+            assert torch.allclose(alone, model(ids).logits, atol=1e-6)
+        assert torch.equal(made(ids).logits, before) and not torch.allclose(before, alone, atol=1e-3)
+
+
+def test_strata_are_documents():
+    """Two documents of constant, different change: drawn within documents, the mean cannot move."""
+    change = np.array([0.0] * 20 + [1.0] * 20)
+    found = damage(Losses(np.zeros(40), change, change, (0,) * 20 + (1,) * 20))
+    assert found.ratio_ci95 == pytest.approx((math.exp(0.5),) * 2) and found.strata == 2
+    assert damage(planted(0.1, 0.05, count=32, documents=8)).strata == 1  # of four windows each
+
+
+def domain_of(name, strata, kl=0.3, gain=None):
+    """The damage on a domain of which only these figures matter."""
+    figures = {"perplexity_before": 2.0, "perplexity_after": 3.0, "ratio": 1.5, "ratio_ci95": (1.4, 1.6)}
+    figures |= {"kl": kl, "kl_ci95": (kl, kl), "windows": 16, "documents": 4, "strata": strata}
+    if gain is not None:
+        without, interval = gain
+        gain = Gain(without=Damage(**{**figures, "kl": without}), kl=kl - without, kl_ci95=interval)
+    return DomainDamage(**figures, name=name, seen=False, gain=gain)
+
+
+def test_words_say_how_windows_were_drawn_and_what_w_c_raises():
+    single, several = domain_of("a", 1), domain_of("b", 2)
+    independent = "drawn by window, taken as independent"
+    assert (drawn([single]), drawn([several])) == (independent, "drawn within documents")
+    assert drawn([single, several]) == f"drawn within documents (of a: {independent})"
+    raised = domain_of("a", 1, 0.3, gain=(0.2, (0.05, 0.15)))
+    assert gain_sentence([(raised, raised.gain)], "layerwise") == (
+        "Against the same wiring without it, W_c raises the KL on a (0.200 → 0.300)."
+    )
+
+
+@pytest.mark.parametrize("windows", [32, 400])
+def test_of_a_single_stratum_the_interval_is_scipys(windows):
+    """Percentiles of scipy's draws of n of n windows, spread by Student's t as ours are, and n − 1 for n."""
+    values = np.random.default_rng(1).gamma(2.0, size=windows)
+    low, high = Bootstrap((0,) * windows).interval(values)
+    plain = stats.bootstrap((values,), np.mean, n_resamples=20_000, method="percentile", rng=2).confidence_interval
+    spread = stats.t.ppf(0.975, windows - 1) / stats.norm.ppf(0.975) * (windows / (windows - 1)) ** 0.5
+    expected = [values.mean() + spread * (end - values.mean()) for end in plain]
+    assert [low, high] == pytest.approx(expected, abs=0.04 * (high - low))
+
+
+def test_few_windows_are_refused():
+    with pytest.raises(ValueError, match="15 windows are too few for an interval; use at least 16"):
+        damage(planted(0.1, 0.1, count=15))
+
+
+def test_parts_of_a_text_are_disjoint():
+    documents = [words(start, start + 160) for start in (0, 160, 320)]
+    parts = split(documents, tokenizer(), parts={"evaluation": 4, "calibration": 6}, length=10, seed=3)
+    assert [len(parts[name]) for name in ("evaluation", "calibration")] == [4, 6]
+    seen = torch.cat([part.ids for part in parts.values()]).flatten().tolist()
+    assert len(seen) == len(set(seen)) == 100  # each word occurs once in the text
+    for part in parts.values():
+        for ids, document in zip(part.ids, part.documents, strict=True):
+            first = tokenizer()(documents[document]).input_ids
+            assert ids[0] in first and ids[-1] in first
+    again = split(documents, tokenizer(), parts={"evaluation": 4, "calibration": 6}, length=10, seed=3)
+    assert torch.equal(again["evaluation"].ids, parts["evaluation"].ids)
+    with pytest.raises(ValueError, match=r"the text gives \d+ windows of 10 tokens .* 900 are needed \(900 for all\)"):
+        split(documents, tokenizer(), parts={"all": 900}, length=10)
+
+
+def test_short_documents_are_joined():
+    parts = split([words(8 * i, 8 * i + 8) for i in range(60)], tokenizer(), parts={"all": 8}, length=50)
+    assert set(parts["all"].documents) == {-1}

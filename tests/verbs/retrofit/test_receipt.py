@@ -1,0 +1,336 @@
+"""A retrofit in one call from Python: options, forms of text, the receipt's arrays, its folder and its record."""
+
+import dataclasses
+import inspect
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import crosslayer
+from crosslayer.core.method import Method
+from crosslayer.core.methods import load_method
+from crosslayer.core.methods.cla import CLA
+from crosslayer.core.plan import DepthPlan
+from crosslayer.corpus.documents import TextSource
+from crosslayer.models.load import ready_model
+from crosslayer.output.manifest import check_files
+from crosslayer.verbs.needles.lookup import look_up
+from crosslayer.verbs.retrofit import run as job
+from crosslayer.verbs.retrofit.options import RetrofitOptions
+from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.result import Receipt
+from crosslayer.verbs.retrofit.texts import Texts
+from crosslayer.verbs.retrofit.title import title
+from tests.helpers.text import WORDS, tokenizer, words
+from tests.helpers.tiny import VOCABULARY, tiny
+from tests.verbs.needles.oracle import TOKENIZER, random_model
+
+LENGTH = 16
+
+
+def ids(count, seed):
+    return torch.randint(3, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def source():
+    return tiny("llama", dtype=torch.float32, num_hidden_layers=8)
+
+
+@pytest.fixture(scope="module")
+def receipt(source):
+    return crosslayer.retrofit(
+        source,
+        {"web": ids(120, 0), "code": ids(120, 1)},
+        method="cla",
+        layers="2-3,5-7",
+        calibration_text={"docs": ids(64, 3)},
+        calibration=64,
+        windows=40,
+        length=LENGTH,
+    )
+
+
+def test_the_call_gives_arrays_and_the_model(source, receipt):
+    assert receipt.kv_share == pytest.approx(5 / 8) and receipt.plan.keys == (0, 1, 2, 2, 4, 5, 5, 5)
+    assert set(receipt.domains) == {"web", "code"} and not receipt.seen.any()
+    assert receipt.perplexity_ratio.shape == receipt.kl.shape == receipt.compensation_gain.shape == (2,)
+    assert receipt.perplexity_ratio_ci95.shape == receipt.kl_ci95.shape == (2, 2)
+    assert (receipt.kl_ci95[:, 0] < receipt.kl).all() and (receipt.kl < receipt.kl_ci95[:, 1]).all()
+    assert np.isnan(receipt.fit_r2[[0, 1, 2, 4, 5]]).all() and (receipt.fit_r2[[3, 6, 7]] > 0).all()
+    left_out = [1 - fit.left_out**2 for fit in receipt.calibration.layers]
+    assert receipt.fit_r2_left_out[[3, 6, 7]] == pytest.approx(left_out) and np.isnan(receipt.fit_r2_left_out[0])
+    assert receipt.calibration.windows == {"docs": 64} and receipt.texts.fitted == ["docs"]
+    assert receipt.model.config.plan == receipt.plan and receipt.tokenizer is None
+    assert receipt.title == "cla (groups 2-3, 5-7, compensation attention)"
+    kept = dict(receipt.model.named_parameters())
+    assert all(kept[name].data_ptr() != weight.data_ptr() for name, weight in source.named_parameters() if name in kept)
+
+
+def test_a_receipt_is_its_record(receipt):
+    again = Receipt.from_record(json.loads(json.dumps(receipt.record(), allow_nan=False)))
+    assert again == receipt and again.page() == receipt.page() and again.sentences() == receipt.sentences()
+    assert again.plan == receipt.plan and isinstance(again.plan, DepthPlan)
+    other = json.loads(json.dumps(receipt.record()))
+    other["seconds"]["all"] += 1
+    assert Receipt.from_record(other) != receipt
+    with pytest.raises(ValueError, match=r"holds no model; load it from its folder: crosslayer.load_model\(FOLDER\)"):
+        _ = again.model
+    for wrong in ({"schema": "crosslayer/retrofit/2"}, {"paper": {}}):
+        with pytest.raises(ValueError, match="this release reads crosslayer/retrofit/3|paper"):
+            Receipt.from_record(receipt.record() | wrong)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("damage", "domains"), [], "List should have at least 1 item"),
+        (("methods",), [{}], "a method has no name"),
+        (("calibration", "layers", 0, "layer"), 10**6, "layer 1000000 is compensated, and the original has 8 layers"),
+        (("calibration", "layers", 0, "layer"), -1, "layer -1 is compensated"),
+        (("architecture", "layers"), 10**13, "the plan has 8 layers, and the original 10000000000000"),
+        (("architecture", "layers"), -1, "the plan has 8 layers, and the original -1"),
+    ],
+    ids=str,
+)
+def test_a_record_that_contradicts_itself_is_refused(receipt, place, value, message):
+    record = json.loads(json.dumps(receipt.record()))
+    part = record
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    with pytest.raises(ValueError, match=message):
+        Receipt.from_record(record)
+
+
+def test_it_saves_a_whole_model_folder(receipt, tmp_path):
+    out = tmp_path / "out"
+    assert receipt.save(out, remote_code_shim=True) == out / "report.html"
+    assert check_files(out) == [] and (out / "modeling_shim.py").is_file()
+    assert Receipt.from_record(json.loads((out / "record.json").read_text())) == receipt
+    card = (out / "README.md").read_text()
+    assert (
+        "```python\nimport crosslayer  # first: it registers the model's class" in card
+        and "crosslayer.retrofit(model, text, tokenizer, method='cla'" in card
+    )
+    assert "calibration_text=calibration_text)\n```" in card
+    assert "# model: 'LlamaForCausalLM'; text: 'web', 'code'; calibration_text: 'docs'\n" in card
+    assert "layers='2-3,5-7'" in card and "windows=40" in card and "seed=" not in card
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    prompt = ids(2, 5)
+    with torch.no_grad():
+        assert torch.equal(loaded(prompt).logits, receipt.model(prompt).logits)
+    with pytest.raises(ValueError, match="exists; give another name"):
+        receipt.save(out)
+
+
+OPTIONS = {"method": "cla", "layers": "2-3,5-7", "compensation": "none", "windows": 40, "length": LENGTH}
+
+
+def trained(model):
+    """Take a step that changes every weight."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(input_ids=ids(4, 2), labels=ids(4, 2)).loss.backward()
+    optimizer.step()
+
+
+def test_a_model_at_hand_is_copied_so_that_training_the_retrofit_leaves_it_alone(source):
+    before = {name: weight.clone() for name, weight in source.state_dict().items()}
+    made = crosslayer.retrofit(source, ids(40, 0), **OPTIONS).model
+    start = {name: weight.clone() for name, weight in made.state_dict().items()}
+    trained(made)
+    assert not any(torch.equal(weight, start[name]) for name, weight in made.named_parameters())
+    assert all(torch.equal(weight, before[name]) for name, weight in source.state_dict().items())
+
+
+def test_a_model_that_is_loaded_for_the_call_is_not_held_twice(source, tmp_path, monkeypatch):
+    source.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    held = []
+
+    def kept(*words, **options):
+        held.append(ready_model(*words, **options))
+        return held[-1]
+
+    monkeypatch.setattr(job, "ready_model", kept)
+    receipt = crosslayer.retrofit(tmp_path / "model", ids(40, 0), **OPTIONS)
+    receipt.save(tmp_path / "out")  # the logits of its manifest change nothing
+    loaded, made = held[0].model.state_dict(), receipt.model.state_dict()
+    assert len(made) > 60 and all(made[name].data_ptr() == loaded[name].data_ptr() for name in made)
+    assert all(torch.equal(weight, source.state_dict()[name]) for name, weight in loaded.items())
+
+
+def test_whole_layers_that_go_by_any_method_give_the_stock_class(source):
+    """What of a layer goes is read off the plan: attention and MLP of layer 2, named apart, are a whole layer."""
+    method = {"name": "drop", "attention": [2], "mlp": [2]}
+    receipt = crosslayer.retrofit(source, ids(40, 0), method=method, windows=40, length=LENGTH)
+    assert type(receipt.model) is type(source) and receipt.model.config.num_hidden_layers == 7
+    assert receipt.calibration.fit == "none" and np.isnan(receipt.compensation_gain).all()
+    with pytest.raises(ValueError, match="a shim is for models of crosslayer; this is a stock LlamaForCausalLM"):
+        receipt.save("nowhere", remote_code_shim=True)
+
+
+def test_the_options_that_are_checked_are_those_of_the_call():
+    call = inspect.signature(crosslayer.retrofit).parameters
+    for name, field in RetrofitOptions.model_fields.items():
+        assert call[name].default == field.default, name
+
+
+def test_methods_may_be_objects_mappings_or_json(source):
+    cla = load_method({"name": "cla", "groups": [[1, 2]]})
+    for method in (cla, {"name": "cla", "groups": [[1, 2]]}, '{"name": "cla", "groups": [[1, 2]]}'):
+        receipt = crosslayer.retrofit(source, ids(16, 0), method=method, windows=16, length=LENGTH)
+        assert receipt.plan == cla.plan(8) and receipt.choice.how == "as options"
+
+
+def test_a_method_may_be_its_class_wherever_it_may_be_its_name(source):
+    options = {"layers": "2-3", "compensation": "none", "windows": 16, "length": LENGTH}
+    plans = [crosslayer.retrofit(source, ids(16, 0), method=method, **options).plan for method in (CLA, "cla")]
+    assert plans[0] == plans[1]
+    assert crosslayer.rewire(source, CLA).model.config.plan == CLA().plan(8)
+    assert crosslayer.rewire(source, [CLA, {"name": "drop", "mlp": [3]}]).methods[0] == CLA()
+    with crosslayer.what_if(source, CLA), torch.no_grad():
+        borrowed = source(ids(1, 0)).logits
+    with crosslayer.what_if(source, "cla"), torch.no_grad():
+        assert torch.equal(source(ids(1, 0)).logits, borrowed)
+
+
+def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
+    """What a request asks of a method is in its class: targets, parts, merges, groups, what it saves."""
+    from crosslayer.verbs.retrofit import request, wires
+
+    class Halves(Method):
+        targets, parts, merges, saves = ("heads",), ("left", "right"), ("first", "sum"), ("values",)
+
+        @classmethod
+        def from_groups(cls, groups, layers, compensation=None, part=None):
+            return cls()
+
+    monkeypatch.setattr(request, "method_class", lambda name: Halves)
+    monkeypatch.setattr(wires, "method_class", lambda name: Halves)
+    asked = Request(RetrofitOptions(method="halves", compensation="ridge", merge="sum", part="right"))
+    assert (asked.kind, asked.part, asked.target(Halves)) == (Halves, "right", "heads")
+    assert Request(RetrofitOptions(method="halves")).part == "left"
+    assert set(wires.searched_methods()) == {Halves}
+    monkeypatch.setattr(Halves, "targets", ())
+    assert Request(RetrofitOptions(method="halves")).fit == "none"
+    with pytest.raises(ValueError, match="^`compensation` ridge does nothing with these options; leave it out$"):
+        Request(RetrofitOptions(method="halves", compensation="ridge"))
+    monkeypatch.setattr(Halves, "targets", ("heads",))
+    for wrong, message in (
+        ({"merge": "mean"}, "merge is 'mean'; it must be one of 'first', 'sum'"),
+        ({"part": "middle"}, "part is 'middle'; it must be one of 'left', 'right'"),
+        ({"target": "heads"}, "`target` heads does nothing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Request(RetrofitOptions(method="halves", **wrong))
+
+
+def test_a_bias_goes_to_every_w_c_that_may_have_one():
+    """Where a budget chooses, too: methods without W_c, or of users who know no bias, stay as they are."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Unbiased(Method):
+        targets = ("attention",)
+        compensation: str | None = "attention"
+
+    budget = Request(RetrofitOptions(kv_budget=0.7, bias=True))
+    drop = {"name": "drop", "attention": (3,), "compensation": "attention"}
+    assert budget.with_bias(load_method(drop)) == load_method({**drop, "compensation_bias": True})
+    for method in (load_method("cla"), Unbiased()):
+        assert budget.with_bias(method) is method
+    assert Request(RetrofitOptions(kv_budget=0.7)).with_bias(load_method(drop)) == load_method(drop)
+
+
+def test_a_title_tells_pairs_from_runs():
+    pairs = load_method({"name": "kvsharer", "pairs": ((9, 4), (20, 3))})
+    groups = load_method({"name": "cla", "groups": ((18, 19, 20, 21), (22, 23)), "compensation": "attention"})
+    assert title([pairs, groups]) == (
+        "kvsharer (pairs (9, 4), (20, 3)) + cla (groups 18-21, 22-23, compensation attention)"
+    )
+
+
+def test_text_comes_in_many_forms(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(words(0, 50))
+    file = TextSource(str(path))
+    rows = ids(3, 0)
+    for text, names in (
+        (rows, ("text",)),
+        ("a document", ("text",)),
+        (["two", "documents"], ("text",)),
+        (file, ("a.txt",)),
+        ([file, file], ("a.txt",)),
+        ({"web": rows, "file": file}, ("web", "file")),
+    ):
+        texts = Texts.load(text)
+        assert texts.judging == texts.fitted == names and not texts.named
+    both = Texts.load({"a": rows, "b": rows}, {"b": rows, "c": ["text"]})
+    assert (both.judging, both.fitted, both.named) == (("a", "b"), ("b", "c"), True)
+    default = Texts.load()
+    assert len(default.judging) == 6 and default.fitted == ("books", "web", "docs")
+    for text, message in (
+        (
+            [file, "another text"],
+            "text holds a str; give sources alone, texts alone, or each by the name of its domain",
+        ),
+        ([rows, rows], "text holds a Tensor; give sources alone"),
+        (rows.tolist(), "text holds a list; give sources alone"),
+        (str(path), "which looks like a file; TextSource"),
+        ({"web": str(path)}, "web is .* which looks like a file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Texts.load(text)
+    with pytest.raises(ValueError, match="two texts are called 'a'"):
+        Texts.load({"a": rows}, {"a": ids(3, 1)})
+    with pytest.raises(ValueError, match="'web' is the name of an embedded domain"):
+        Texts.load(None, {"web": rows})
+
+
+def test_bad_calls_are_one_line(source):
+    cases = [
+        ({"length": 8}, r"text: token ids are \(40, 16\), and length is 8; give ids"),
+        ({"windows": 41}, r"there are 40 windows of token ids; 41 are needed \(41 for evaluation\)"),
+        ({"text": [words(0, 400)]}, r"texts need tokenizer=…; without it give token ids"),
+        ({"size": 1}, "`size` 1 is too small"),
+        ({"count": 0}, "count: Input should be greater than or equal to 1"),
+        ({"kl_budget": 1.0}, "give `method`, or `kv_budget` or `kl_budget`"),
+        ({"dtype": "float32"}, "dtype and device are for a model that is named"),
+        ({"calibration_text": ids(9, 1)}, "`calibration_text` does nothing here"),
+        ({"merge": "sum"}, "merge is 'sum'; it must be one of 'first', 'mean', 'svd'"),
+        ({"part": "mlp"}, "`part` mlp does nothing"),
+    ]
+    for changes, message in cases:
+        options = {"text": ids(40, 0), "method": "cla", "compensation": "none", "windows": 32, "length": LENGTH}
+        with pytest.raises(ValueError, match=message) as error:
+            crosslayer.retrofit(source, **options | changes)
+        assert "\n" not in str(error.value)
+
+
+def test_documents_need_only_a_tokenizer():
+    model = tiny("llama", dtype=torch.float32, vocab_size=len(WORDS))
+    documents = [words(start, start + 160) for start in (0, 160, 320)]
+    options = {"method": "cla", "layers": "1-2", "compensation": "none", "windows": 16, "length": 8}
+    receipt = crosslayer.retrofit(model, documents, tokenizer(), **options)
+    assert receipt.domains == ("text",) and receipt.damage.all.documents == 3 and receipt.tokenizer is not None
+
+
+def test_both_models_are_asked_for_hidden_numbers():
+    model, text = random_model(torch.float32), {"web": ids(40, 0), "code": ids(40, 1)}
+    options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": LENGTH}
+    receipt = crosslayer.retrofit(model, text, TOKENIZER, **options)
+    assert receipt.needles.original == look_up(model, TOKENIZER)
+    assert receipt.needles.retrofit == look_up(receipt.model, TOKENIZER)
+    asked = sum(len(lookup.found) for lookup in receipt.needles.original)
+    assert asked >= 30 and receipt.headline()["needles"] == 0
+    assert any(f"Of {asked} numbers hidden in long texts it finds 0 (" in said for said in receipt.sentences())
+    assert ("Hidden numbers", f"0 of {asked}") in [card[:2] for card in receipt.layout().cards]
+    silent = crosslayer.retrofit(model, text, TOKENIZER, **options, needles=False)
+    assert silent.needles is None and silent.headline()["needles"] is None
+
+
+def test_without_a_tokenizer_no_numbers_are_asked_for(receipt):
+    assert receipt.needles is None and not any("hidden" in said for said in receipt.sentences())

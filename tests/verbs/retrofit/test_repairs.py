@@ -1,0 +1,115 @@
+"""Wirings are judged repaired: each layer's repair, the streams that wirings go on from, and the KL that ranks them."""
+
+import pytest
+import torch
+
+from crosslayer.core.methods import load_method, merge_plans, method_class
+from crosslayer.corpus.windows import Windows
+from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.options import RetrofitOptions
+from crosslayer.verbs.retrofit.repairs import Entering, Repairs, _few, lowest_changed
+from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.rewire import rewire
+from crosslayer.verbs.retrofit.trade_off import Measure, repeating
+from crosslayer.verbs.retrofit.wires import Wires
+from tests.helpers.tiny import VOCABULARY, tiny
+
+LENGTH = 12
+DROP_3 = {"name": "drop", "attention": (3,), "compensation": "attention"}
+CLA_3 = {"name": "cla", "groups": ((2, 3),), "compensation": "attention"}
+UNIATTN_4 = {"name": "uniattn", "superblocks": ((1, 2), (3, 4)), "compensation": "attention"}
+
+
+@pytest.fixture(scope="module")
+def source():
+    return tiny("llama", num_hidden_layers=6)
+
+
+def text(sequences=24, seed=1):
+    return torch.randint(3, VOCABULARY, (sequences, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def domains():
+    ids = text()
+    return {"a": ids[:8], "b": ids[8:16], "c": ids[16:]}
+
+
+def windows(ids):
+    return Windows(ids, tuple(range(len(ids))), ("a",) * len(ids))
+
+
+def fitted_weights(model, layer):
+    weights = model.model.layers[layer].state_dict()
+    return {name: weights[name] for name in weights if "compensation" in name or name == "self_attn.o_proj.weight"}
+
+
+@pytest.mark.parametrize(
+    ("method", "lowest"),
+    [
+        (DROP_3, 3),
+        (CLA_3, 2),
+        (UNIATTN_4, 1),
+        ({"name": "drop", "mlp": (0, 4)}, 0),
+        ({"name": "drop", "mlp": (5,), "attention": (4,)}, 4),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_wiring_goes_on_from_the_first_layer_that_it_changes(source, method, lowest):
+    ids = text(5)
+    rewired = convert(source, [load_method(method)]).model
+    assert lowest_changed(merge_plans([load_method(method)], 6)) == lowest
+    entering = Entering(convert(source, []).model, ids)
+    logits = torch.stack(entering.logits(rewired))
+    torch.testing.assert_close(logits, rewired(ids).logits, rtol=0, atol=1e-6)  # the same sums in other batches
+    torch.testing.assert_close(torch.stack(entering.logits(entering.plain)), source(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "fit"), [(DROP_3, "layerwise"), (CLA_3, "layerwise"), (CLA_3, "refit")], ids=["drop", "cla", "refit"]
+)
+@torch.no_grad()
+def test_a_repair_is_fitted_to_the_original_whatever_else_a_wiring_changes(source, method, fit):
+    """Where a single layer changes, the rewired stream below it is the original's: so the usual fit is the oracle."""
+    alone = rewire(source, method, calibration=domains(), fit=fit).model
+    repairs = Repairs(convert(source, []).model, domains(), fit, inputs=128)
+    dropped = (0, 1, 5) if method is not DROP_3 else (0, 1, 3, 5)
+    others = {"name": "drop", "attention": dropped, "compensation": "attention"}
+    methods = [others] if method is DROP_3 else [others, method]
+    both = convert(source, [load_method(entry) for entry in methods]).model
+    repairs.apply(both)
+    for name, weight in fitted_weights(alone, 3).items():
+        torch.testing.assert_close(fitted_weights(both, 3)[name], weight, rtol=0, atol=1e-6)
+    assert len(repairs.known) == 4
+    single = convert(source, [load_method(method)]).model
+    repairs.apply(single)  # nothing is fitted again
+    assert len(repairs.known) == 4
+    for name, weight in fitted_weights(single, 3).items():
+        assert torch.equal(fitted_weights(both, 3)[name], weight)
+
+
+@torch.no_grad()
+def test_the_search_ranks_by_the_kl_of_the_repaired_model(source):
+    ids = text(4, seed=2)
+    request = Request(RetrofitOptions(kv_budget=0.8, length=LENGTH))
+    fitted = torch.cat(list(domains().values()))
+    calibration = Windows(fitted, tuple(range(24)), ("a",) * 8 + ("b",) * 8 + ("c",) * 8)
+    drop = Wires((None,) * 6).take(method_class("drop"), 3)
+    measured = Measure(source, windows(ids), request, calibration)(drop)
+    rewired = rewire(source, DROP_3, calibration=domains(), fit="layerwise").model
+    again = torch.cat([ids[:, :8], ids[:, 1:5]], dim=1)  # the last four are what follows the first token once more
+    assert torch.equal(repeating(ids)[0], again) and repeating(ids)[1] == 8
+    before, after = source(again).logits.log_softmax(-1), rewired(again).logits.log_softmax(-1)
+    kl = (before.exp() * (before - after)).sum(-1)  # (N, T)
+    expected = (kl[:, :7].mean() + kl[:, 8:11].mean()) / 2  # the last token of either part predicts nothing of it
+    assert measured == pytest.approx(expected.item(), rel=1e-4)
+    bare = Request(RetrofitOptions(kv_budget=0.8, length=LENGTH, compensation="none"))
+    assert Measure(source, windows(ids), bare)(drop) != pytest.approx(measured, rel=1e-2)
+
+
+def test_a_repair_reads_no_more_text_than_it_needs():
+    many = [torch.zeros(400, 256, dtype=torch.long)] * 3
+    assert [len(ids) for ids in _few(many, "layerwise", 576)] == [11] * 3  # 8,192 tokens are 32 windows
+    assert [len(ids) for ids in _few(many, "refit", 8192)] == [32] * 3  # two thirds of them fit 8,192 inputs
+    few = [torch.zeros(4, 256, dtype=torch.long)] * 3
+    assert [len(ids) for ids in _few(few, "layerwise", 64)] == [4] * 3

@@ -1,0 +1,162 @@
+"""The search against exhaustive choice on toy damages, and the fixed blocks that it is compared with."""
+
+import random
+
+import pytest
+
+from crosslayer.core.methods import method_class
+from crosslayer.probe.shapes import LayerShape
+from crosslayer.verbs.retrofit.blocks import fixed_blocks
+from crosslayer.verbs.retrofit.cache import CacheShare
+from crosslayer.verbs.retrofit.search import PASSES, Search
+from crosslayer.verbs.retrofit.wires import Wires, searched_methods
+
+SHAPE = LayerShape(4, 2, 8, 8, True)
+UNIATTN, CLA, DROP = (method_class(name) for name in ("uniattn", "cla", "drop"))
+
+
+def own(layers):
+    return Wires((None,) * layers)
+
+
+def additive(costs):
+    """A damage that is a sum over layers: `costs[method][layer]`, read off the plan."""
+
+    def measure(wires):
+        plan = wires.plan
+        total = 0.0
+        for layer in range(plan.layers):
+            if plan.keys[layer] is None:
+                total += costs[DROP][layer]
+            elif plan.values[layer] != layer:
+                total += costs[CLA][layer]
+            elif plan.keys[layer] != layer:
+                total += costs[UNIATTN][layer]
+        return total
+
+    return measure
+
+
+def drawn_costs(seed, layers):
+    generator = random.Random(seed)
+    return {kind: [generator.random() * len(kind.saves) for _ in range(layers)] for kind in (UNIATTN, CLA, DROP)}
+
+
+def saved(wires):
+    return sum(len(kind.saves) for kind in wires.kinds if kind is not None)
+
+
+def test_all_methods_that_save_something_are_searched():
+    assert searched_methods() == [CLA, DROP, UNIATTN]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_additive_damage_the_search_takes_the_cheapest_states(seed):
+    layers, costs = 12, drawn_costs(seed, 12)
+    search = Search(additive(costs), [SHAPE] * layers)
+    chosen = search.run(share=0.75)
+    assert chosen.plan.cached_fraction() <= 0.75 and search.passes <= PASSES
+    assert search.curve[-1][1] == pytest.approx(additive(costs)(chosen))
+    shares = [wires.plan.cached_fraction() for wires, _ in search.curve]
+    assert shares == sorted(shares, reverse=True) and shares[0] == 1.0
+    # the first pick is the cheapest possible move for each state that it saves
+    singles = [own(layers).take(kind, layer) for kind in searched_methods() for layer in range(layers)]
+    possible = [wires for wires in singles if wires.valid]
+    cheapest = min(additive(costs)(wires) / saved(wires) for wires in possible)
+    wires, damage = search.curve[1]
+    assert damage / saved(wires) == pytest.approx(cheapest)
+
+
+def test_a_move_that_became_dear_is_measured_again():
+    """Dropping both 3 and 4 ruins the toy model, each alone is free: a search that never looks again takes both."""
+
+    def measure(wires):
+        plan = wires.plan
+        gone = [i for i, source in enumerate(plan.keys) if source is None]
+        shared = sum(plan.values[i] not in (i, None) or plan.keys[i] not in (i, None) for i in range(8))
+        return 100.0 * ({3, 4} <= set(gone)) + 0.1 * len(set(gone) - {3, 4}) + shared
+
+    chosen = Search(measure, [SHAPE] * 8, kinds=[DROP]).run(share=0.75)
+    assert {i for i, kind in enumerate(chosen.kinds) if kind is DROP} & {3, 4} != {3, 4}
+    assert chosen.plan.cached_fraction() == 0.75
+
+
+def test_a_damage_budget_stops_before_it_is_crossed():
+    costs = drawn_costs(1, 8)
+    search = Search(additive(costs), [SHAPE] * 8)
+    chosen = search.run(kl=0.4)
+    assert additive(costs)(chosen) <= 0.4
+    assert search.run(kl=1e-9).methods() == []
+
+
+def test_a_dear_move_does_not_hide_a_cheap_one_within_the_budget():
+    """Cheaper for each state, but two states at once: 0.10 does not fit into 0.08, 0.06 does."""
+    costs = {DROP: [0.10] * 4, CLA: [9.0] * 4, UNIATTN: [0.06] * 4}
+    search = Search(additive(costs), [SHAPE] * 4)
+    assert sorted(search.run(kl=0.08).names()) == ["own", "own", "own", "uniattn"]
+
+
+def test_layers_follow_the_next_of_their_own_mask():
+    """Where masks alternate, layer 2 reads layer 0 and layer 3 reads layer 1."""
+    windowed = LayerShape(4, 2, 8, 8, True, window=16)
+    costs = {CLA: [9.0, 9.0, 0.1, 0.1], DROP: [9.0] * 4}
+    chosen = Search(additive(costs), [SHAPE, windowed] * 2, kinds=[CLA, DROP], context=16).run(share=0.5)
+    assert chosen.kinds == (None, None, CLA, CLA) and chosen.plan.keys == (0, 1, 0, 1)
+    assert chosen.methods()[0].groups == ((0, 2), (1, 3))
+
+
+def test_a_window_has_little_to_save_at_a_long_context():
+    """Layers 0 and 2 see everything, 1 and 3 a window of 8: at 32 tokens those take 8, and dropping one saves less."""
+    windowed = LayerShape(4, 2, 8, 8, True, window=8)
+    shapes = [SHAPE, windowed, SHAPE, windowed]
+    cache = CacheShare(shapes, 32)
+    assert cache.of(own(4).take(DROP, 1).plan) == pytest.approx((32 + 32 + 8) / 80)
+    assert cache.of(own(4).take(DROP, 2).plan) == pytest.approx((32 + 8 + 8) / 80)
+    assert cache.saved(DROP.saves, 2) == pytest.approx(2 * 32 * 4 / 80) and cache.least == pytest.approx(8 / 80)
+    assert CacheShare(shapes).context == 2048
+    assert CacheShare([LayerShape(4, 2, 8, 8, True, window=4096)]).context == 8192
+    costs = {DROP: [9.0, 0.02, 0.05, 0.02]}
+    chosen = Search(additive(costs), shapes, kinds=[DROP], context=32).run(share=0.65)
+    assert chosen.kinds == (None, None, DROP, None)  # counting states, the cheaper two windows would go first
+    short = Search(additive(costs), shapes, kinds=[DROP], context=7).run(share=0.5)
+    assert short.kinds == (None, DROP, None, DROP)
+
+
+def test_deep_models_are_searched_within_the_passes():
+    search = Search(additive(drawn_costs(0, 126)), [SHAPE] * 126)
+    chosen = search.run(share=0.95)
+    assert chosen.plan.cached_fraction() <= 0.95 and search.passes <= PASSES
+
+
+def test_budgets_that_cannot_be_met_name_the_nearest():
+    with pytest.raises(ValueError, match=r"a KV budget of 0.05 cannot be met; with 8 layers it lies from 0.1250 to 1"):
+        Search(additive(drawn_costs(0, 8)), [SHAPE] * 8).run(share=0.05)
+    with pytest.raises(ValueError, match=r"the nearest reached is 0.6250"):  # three keys of eight states
+        Search(lambda wires: 0.0, [SHAPE] * 4, kinds=[UNIATTN]).run(share=0.5)
+
+
+def test_wires_follow_the_rules_of_plans():
+    assert not own(6).take(CLA, 0).valid  # nothing below
+    chain = own(6).take(CLA, 2).take(CLA, 3)
+    assert [chain.leader(2), chain.leader(3)] == [1, 1]
+    assert chain.plan.keys == (0, 1, 1, 1, 4, 5)
+    passed = chain.take(DROP, 2)  # a borrower past a dropped layer still reads its leader
+    assert passed.valid and passed.plan.keys == (0, 1, None, 1, 4, 5)
+    assert passed.names() == ["own", "own", "drop", "cla", "own", "own"]
+    assert [method.compensation for method in passed.methods({CLA: "mlp", DROP: "attention"})] == ["mlp", "attention"]
+    assert not own(6).take(CLA, 2).take(UNIATTN, 3).valid  # layer 2 owns no keys
+    shapes = (SHAPE, SHAPE, LayerShape(4, 2, 8, 8, True, window=8), *[SHAPE] * 3)
+    assert not Wires((None,) * 6, shapes).take(CLA, 2).valid and Wires((None,) * 6, shapes).take(CLA, 3).valid
+    assert Wires((None,) * 6, shapes).take(CLA, 3).plan.keys == (0, 1, 2, 1, 4, 5)
+    assert not Wires((DROP,) * 6).valid
+
+
+def test_fixed_blocks_are_of_the_size_nearest_to_the_share():
+    shapes = [SHAPE] * 30
+    blocks = fixed_blocks(UNIATTN, shapes, 0.85, CacheShare(shapes))
+    fours = [[18, 19, 20, 21], [22, 23, 24, 25], [26, 27, 28, 29]]
+    assert (blocks.kind, blocks.groups, blocks.share) == (UNIATTN, fours, 0.85)
+    blocks = fixed_blocks(UNIATTN, shapes, 0.88, CacheShare(shapes))
+    assert blocks.share == pytest.approx(53 / 60) and len(blocks.groups) == 7
+    assert fixed_blocks(CLA, shapes, 0.70, CacheShare(shapes)).groups == fours
+    assert fixed_blocks(CLA, [SHAPE, None] * 15, 0.7, CacheShare(shapes)) is None

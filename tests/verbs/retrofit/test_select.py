@@ -1,0 +1,186 @@
+"""How text chooses layers, against naive loops: by the distance of caches, and by canonical correlations."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import crosslayer
+from crosslayer.core.methods import method_class
+from crosslayer.probe.what_if import look
+from crosslayer.verbs.retrofit.correlation import error_bounds
+from crosslayer.verbs.retrofit.dissimilar import averaged_caches, dissimilar_groups, ranked_pairs
+from tests.helpers.tiny import VOCABULARY, tiny
+
+LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def source():
+    return tiny("llama", num_hidden_layers=LAYERS)
+
+
+def text(sequences=8, length=12):
+    return torch.randint(3, VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(1))
+
+
+def naive_order(source, ids):
+    """Pairs (upper, lower) by distance, from transformers' own cache, in double loops."""
+    caches = []
+    for sequence in ids:
+        cache = DynamicCache(config=source.config)
+        with torch.no_grad():
+            source(sequence[None], past_key_values=cache)
+        caches.append(cache)
+    means = []
+    for layer in range(LAYERS):
+        states = [(cache.layers[layer].keys[0], cache.layers[layer].values[0]) for cache in caches]
+        means.append([sum(state[i] for state in states) / len(states) for i in (0, 1)])
+    distances = {}
+    for upper in range(LAYERS):
+        for lower in range(upper):
+            apart = []
+            for mine, other in zip(means[upper], means[lower], strict=True):
+                heads, positions, _ = mine.shape
+                rows = [(mine[h, t] - other[h, t]).norm() for h in range(heads) for t in range(positions)]
+                apart.append(float(sum(rows)) / len(rows))
+            distances[upper, lower] = sum(apart) / 2
+    return sorted(distances, key=distances.get, reverse=True)
+
+
+def naive_cosine(source, ids, pairs):
+    """The mean cosine of last hidden states of the rewired model itself."""
+    rewired = crosslayer.rewire(source, {"name": "kvsharer", "pairs": pairs}).model
+    cosines = []
+    with torch.no_grad():
+        for sequence in ids:
+            mine, other = (m.base_model(sequence[None]).last_hidden_state.flatten() for m in (rewired, source))
+            cosines.append(float(mine @ other / mine.norm() / other.norm()))
+    return sum(cosines) / len(cosines)
+
+
+def plan_of(groups):
+    return method_class("kvsharer").from_groups(groups, LAYERS).plan(LAYERS)
+
+
+def test_pairs_are_ranked_by_the_distance_of_averaged_caches(source):
+    ids = text()
+    order = ranked_pairs(averaged_caches(source, ids), look(source).shapes)
+    assert order == naive_order(source, ids) and len(order) == 15
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_farthest_pairs_are_taken_while_the_cosine_stays_above(source, count):
+    """Against a naive walk over the pairs that converts the model for each; some pair fails at this threshold."""
+    ids = text()
+    threshold, leader, refused = 0.7, {}, 0
+    for upper, lower in naive_order(source, ids):
+        if len(leader) == count or upper in leader:
+            continue
+        tried = {**leader, upper: lower}
+        while any(end in tried for end in tried.values()):  # whoever reads a reader reads what that reads
+            tried = {layer: tried.get(end, end) for layer, end in tried.items()}
+        if naive_cosine(source, ids, tuple(tried.items())) > threshold:
+            leader = tried
+        else:
+            refused += 1
+    groups = dissimilar_groups(source, ids, plan_of, count, threshold, lambda done, total: None)
+    assert {layer: group[0] for group in groups for layer in group[1:]} == leader
+    assert len(leader) == count and refused
+    assert naive_cosine(source, ids, tuple(leader.items())) > threshold
+
+
+def test_too_high_a_threshold_says_how_far_it_came(source):
+    with pytest.raises(ValueError, match=r"`count` 4: 0 layers can follow another with a cosine above `threshold` 1;"):
+        dissimilar_groups(source, text(), plan_of, 4, 1.0, lambda done, total: None)
+
+
+def test_only_layers_of_the_same_mask_are_paired():
+    sliding = tiny("mistral", sliding_window=8, num_hidden_layers=4)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    gemma = tiny("gemma2", num_hidden_layers=4, layer_types=kinds)
+    for model, expected in ((sliding, 6), (gemma, 2)):
+        pairs = ranked_pairs(averaged_caches(model, text()), look(model).shapes)
+        assert len(pairs) == expected
+    assert sorted(pairs) == [(2, 0), (3, 1)]
+
+
+def test_layers_are_ranked_by_canonical_correlations(source):
+    """Against numpy: QR of the centred streams, singular values of Qxᵀ Qy; and the bound bounds the error."""
+    ids = text(24)
+    before, after = {}, {}
+    hooks = []
+    for number, layer in enumerate(source.model.layers):
+        for module, seen in ((layer, before), (layer.post_attention_layernorm, after)):
+            hooks.append(
+                module.register_forward_pre_hook(
+                    lambda _, args, n=number, s=seen: s.update({n: args[0].flatten(0, 1).numpy()})
+                )
+            )
+    with torch.no_grad():
+        source(ids)
+    for hook in hooks:
+        hook.remove()
+    expected = []
+    for number in range(LAYERS):
+        x, y = (rows - rows.mean(0) for rows in (before[number], after[number]))
+        correlations = np.linalg.svd(np.linalg.qr(x)[0].T @ np.linalg.qr(y)[0], compute_uv=False)
+        expected.append(float((1 - correlations**2).sum()))
+        rest = y - x @ np.linalg.lstsq(x, y, rcond=None)[0]
+        assert (rest**2).sum() / (y**2).sum() <= expected[-1]
+    bounds = error_bounds(source, ids, lambda done, total: None)
+    # layer 0 reads embeddings of 64 tokens, in float64; those above went through norms in float32
+    assert bounds == pytest.approx(expected, rel=1e-4)
+    assert list(np.argsort(bounds)) == list(np.argsort(expected))
+
+
+def test_too_little_text_for_correlations(source):
+    with pytest.raises(ValueError, match=r"`select` correlation: calibration text has 48 tokens; it needs at least 64"):
+        error_bounds(source, text(4), lambda done, total: None)
+
+
+def retrofitted(source, **options):
+    ids = {"a": text(90), "b": text(90).flip(0)}
+    sizes = {"windows": 32, "length": 12, "layers": "auto"}
+    return crosslayer.retrofit(source, ids, **{**sizes, **options})
+
+
+def test_retrofits_by_both_choices(source):
+    """What is chosen is what the model gets; the receipt says how, and readers' projections are gone."""
+    shared = retrofitted(source, method="kvsharer", count=2, threshold=0.0)
+    kept = shared.plan.keys
+    assert sum(source != layer for layer, source in enumerate(kept)) == 2 and shared.kv_share == pytest.approx(4 / 6)
+    assert all(shared.model.model.layers[layer].self_attn.k_proj is None for layer in range(6) if kept[layer] != layer)
+    assert shared.choice.groups and shared.calibration.fit == "refit" and shared.texts.fitted == ["a", "b"]
+    linear = retrofitted(source, method="drop", select="correlation", count=2, compensation="lmmse", bias=True)
+    (chosen,) = linear.methods
+    ids = torch.cat([text(90)[16:80], text(90).flip(0)[16:80]])  # the windows to which W_c is fitted
+    bounds = error_bounds(source, ids, lambda done, total: None)
+    assert chosen["attention"] == tuple(sorted(np.argsort(bounds)[:2])) and chosen["compensation_bias"]
+    assert all(linear.model.model.layers[layer].compensation.bias.abs().max() > 0 for layer in chosen["attention"])
+    assert linear.calibration.fit == "lmmse" and linear.calibration.windows == {"a": 64, "b": 64}
+    bare = retrofitted(source, method="drop", select="correlation", count=2, compensation="none")
+    assert bare.methods[0]["attention"] == chosen["attention"] and bare.texts.fitted == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "cla", "select": "distance"}, "select is 'distance'; it must be one of 'similarity'"),
+        ({"method": "kvsharer", "select": "correlation"}, "it must be one of 'distance', 'similarity'"),
+        ({"method": "drop", "select": "distance"}, "it must be one of 'similarity', 'greedy', 'correlation'"),
+        ({"method": "drop", "select": "nearest"}, "'greedy', 'correlation', 'distance', None"),
+        ({"method": "drop", "part": "layer", "select": "correlation"}, "`select` correlation ranks attention; use sim"),
+        ({"method": "drop", "threshold": 0.8}, "`threshold` 0.8 does nothing"),
+        ({"method": "kvsharer", "threshold": 1.5}, "less than or equal to 1"),
+        ({"method": "kvsharer", "layers": "top-half", "size": 2, "select": "distance"}, "`select` distance does noth"),
+        ({"method": "kvsharer", "compensation": "none", "bias": True}, "`bias` does nothing"),
+        ({"method": "drop", "part": "mlp", "bias": True}, "`bias` does nothing"),
+        ({"method": {"name": "drop", "attention": [1]}, "layers": "top-half", "bias": True}, "`bias` does nothing"),
+        ({"method": "cla", "compensation": "lmmse", "merge": "mean"}, "`compensation` lmmse makes up for followers"),
+    ],
+    ids=str,
+)
+def test_choices_that_cannot_be(source, options, message):
+    with pytest.raises(ValueError, match=message):
+        retrofitted(source, count=2 if options.get("layers", "auto") == "auto" else None, **options)

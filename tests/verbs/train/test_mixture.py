@@ -1,0 +1,175 @@
+"""Mixtures: proportions, order and rows that follow from the seed and the number alone; documents kept apart."""
+
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from crosslayer.testing.tiny import FLOAT32, SHAPE, build, close, config_of
+from crosslayer.verbs.train.mixture import IGNORED, Mixture, permuted, row, validation_windows
+from crosslayer.verbs.train.shards import tokenise
+from tests.helpers.text import WORDS, tokenizer, words
+
+WEIGHTS = {"books": 5, "web": 3.5, "code": 1.5}
+END = WORDS["[SEP]"]
+
+
+@pytest.fixture(scope="module")
+def domains(tmp_path_factory):
+    """Three domains of 25, 50 and 10 windows of 8 words, each with words of its own."""
+    folder, inner = tmp_path_factory.mktemp("shards"), tokenizer()
+    texts = {
+        "books": [words(0, 205)],
+        "web": [words(n, n + 5) for n in range(205, 405, 5)] * 2,
+        "code": [words(405, 490)],
+    }
+    return {name: tokenise(text, inner, folder / name, fingerprint="") for name, text in texts.items()}
+
+
+def mixture(domains, seed=0, items=1000, weights=WEIGHTS, length=8):
+    return Mixture(domains, weights, length, seed, items)
+
+
+def places(rows):
+    return [rows.place(item) for item in range(len(rows))]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_beginning_has_each_domain_in_proportion(domains, seed):
+    counts = Counter()
+    for done, (name, _) in enumerate(places(mixture(domains, seed)), 1):
+        counts[name] += 1
+        assert all(abs(counts[name] - done * weight / 10) < len(WEIGHTS) for name, weight in WEIGHTS.items())
+
+
+def test_proportions_are_exact_in_the_long_run(domains):
+    rows, far = mixture(domains, items=10**12 + 10**4), 10**12
+    for name, weight in WEIGHTS.items():
+        number = next(item for item in range(far, far + 100) if rows.place(item)[0] == name)
+        assert rows._domain(number)[1] == pytest.approx(far * weight / 10, abs=10**12 / 2**31)
+
+
+def test_windows_come_once_each_before_any_comes_again(domains):
+    rows = mixture(domains)
+    numbers = {name: [window for domain, window in places(rows) if domain == name] for name in WEIGHTS}
+    for name, windows in {"books": 25, "web": 50, "code": 10}.items():
+        epochs = [numbers[name][start : start + windows] for start in range(0, len(numbers[name]) - windows, windows)]
+        assert len(epochs) > 5 and all(sorted(epoch) == list(range(windows)) for epoch in epochs)
+        assert len(set(map(tuple, epochs))) == len(epochs) and list(range(windows)) not in epochs
+    assert rows.passes() == pytest.approx({"books": 500 / 25, "web": 350 / 50, "code": 150 / 10})
+
+
+def test_the_order_follows_from_the_seed(domains):
+    first = places(mixture(domains))
+    assert places(mixture(domains)) == first != places(mixture(domains, seed=1))
+    assert places(mixture(domains, items=100)) == first[:100]
+    assert first[:6] == [("code", 2), ("books", 21), ("web", 20), ("books", 8), ("web", 12), ("books", 17)]
+
+
+def test_the_order_of_a_domain_is_its_own(domains):
+    """Other weights, or another domain, change when a window comes, and not which comes next."""
+    rows, pair = mixture(domains), {name: domains[name] for name in ("code", "web")}
+    other = mixture(pair, weights={"web": 1, "code": 3})
+    for name in pair:
+        expected, windows = ([window for domain, window in places(r) if domain == name] for r in (rows, other))
+        both = min(len(expected), len(windows))
+        assert expected[:both] == windows[:both]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 1000, 4097])
+def test_an_order_has_everything_once(size):
+    orders = [tuple(permuted(index, size, key) for index in range(size)) for key in range(8)]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    assert len(set(orders)) > (1 if size > 1 else 0)
+
+
+def test_orders_look_random():
+    """Each thing comes in each place about equally often: χ² of 16 × 16 over 1,000 orders; 99.9 % lie below 294."""
+    counts = torch.zeros(16, 16)
+    for key in range(1000):
+        for index in range(16):
+            counts[index, permuted(index, 16, key)] += 1
+    assert ((counts - 62.5) ** 2 / 62.5).sum() < 294
+
+
+def test_rows_are_the_same_for_any_number_of_processes(domains):
+    rows = mixture(domains, items=24)
+    expected = torch.stack([rows[item]["input_ids"] for item in range(24)])
+    for workers in (0, 2):
+        batches = list(DataLoader(rows, batch_size=4, num_workers=workers))
+        assert torch.equal(torch.cat([batch["input_ids"] for batch in batches]), expected)
+    copy = pickle.loads(pickle.dumps(rows))
+    assert torch.equal(copy[17]["input_ids"], expected[17])
+    with pytest.raises(IndexError, match="row 24 of a mixture of 24"):
+        rows[24]
+
+
+def test_positions_and_labels_know_where_documents_begin(tmp_path):
+    texts = [words(0, 3), words(3, 4), words(4, 16)]
+    shards = tokenise(texts, tokenizer(), tmp_path / "s", fingerprint="")
+    first, second = row(shards, 0, 8), row(shards, 1, 8)
+    assert first["input_ids"].tolist() == list(range(3, 11))
+    assert first["position_ids"].tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    assert first["labels"].tolist() == [IGNORED, 4, 5, IGNORED, IGNORED, 8, 9, 10]
+    assert second["position_ids"].tolist() == list(range(8))
+    assert second["labels"].tolist() == [IGNORED, *range(12, 19)]
+    assert {entry.dtype for entry in first.values()} == {torch.int64}
+
+
+def llama(_):
+    """A tiny Llama of transformers."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE)).double().eval()
+
+
+def ours(method):
+    return build(config_of(method))
+
+
+@pytest.mark.parametrize(("make", "method"), [(llama, None), (ours, None), (ours, "attnres"), (ours, "svformer")])
+@torch.no_grad()
+def test_documents_in_a_row_do_not_see_each_other(tmp_path, make, method):
+    texts = [words(0, 9), words(9, 10), words(10, 24), words(3, 20)]
+    shards = tokenise(texts, tokenizer(), tmp_path / "s", fingerprint="")
+    model = make(method)
+    packed = {name: entry[None] for name, entry in row(shards, 0, 32).items()}  # (1, T)
+    together = model(**packed, use_cache=False)
+    parts = packed["input_ids"].split([9, 1, 14, 8], dim=1)  # of the last document what the row holds of it
+    alone = torch.cat([model(part, use_cache=False).logits for part in parts], 1)  # (1, T, V)
+    close(together.logits, alone, "logits of documents in a row and alone")
+    counted = [part for part in parts if part.shape[1] > 1]
+    losses = [model(part, labels=part, use_cache=False).loss * (part.shape[1] - 1) for part in counted]
+    close(together.loss * (8 + 13 + 7), torch.stack(losses).sum(), "loss", FLOAT32)  # losses are in float32
+    assert (model(packed["input_ids"], use_cache=False).logits - alone).abs().max() > 1e-3  # without positions they do
+
+
+def test_validation_windows_are_spread_evenly(domains):
+    rows = validation_windows(domains["books"], 8, 5)
+    assert [int(entry["input_ids"][0]) for entry in rows] == [3 + 8 * window for window in (0, 5, 10, 15, 20)]
+    assert len(rows) == 5 and len(validation_windows(domains["books"], 8, 25)) == 25
+    with pytest.raises(ValueError, match="books: 26 windows of 8 tokens are wanted, and it has 25"):
+        validation_windows(domains["books"], 8, 26)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": {**WEIGHTS, "web": 0}}, "the weight of 'web' is 0; it must be a positive number"),
+        ({"weights": {**WEIGHTS, "web": -1}}, "the weight of 'web' is -1"),
+        ({"weights": {**WEIGHTS, "web": float("nan")}}, "the weight of 'web' is nan"),
+        ({"weights": {**WEIGHTS, "web": float("inf")}}, "the weight of 'web' is inf"),
+        ({"weights": {**WEIGHTS, "wed": 1}}, "'wed' is not a domain; domains: books, web, code"),
+        ({"weights": {"books": 1, "web": 1}}, "'code' is not a weight"),
+        ({"length": 100}, "code: its text has 85 tokens, less than a window of 100"),
+        ({"length": 1}, "rows of 1 tokens; they need at least 2"),
+        ({"items": 0}, "a mixture of 0 rows"),
+    ],
+)
+def test_what_cannot_be_mixed_is_one_line(domains, changes, message):
+    with pytest.raises(ValueError, match=message):
+        mixture(domains, **changes)
+    with pytest.raises(ValueError, match="at least one domain"):
+        mixture({}, weights={})

@@ -1,0 +1,409 @@
+"""Recipes: what a file says, what is refused and in which words, and the files that come along."""
+
+# ruff: noqa: E501  messages, each in its line
+
+import dataclasses
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import BaseModel
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from crosslayer import CrossLayerForCausalLM, TextSource
+from crosslayer.core.methods import method_names
+from crosslayer.verbs.train.arguments import Schedule, training_arguments
+from crosslayer.verbs.train.recipe import Recipe, config_of_recipe, load_recipe
+from crosslayer.verbs.train.recipe_arguments import OWNED
+from crosslayer.verbs.train.recipe_parts import DomainPart
+from crosslayer.verbs.train.sizes import SIZES
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not path.stem.startswith("heal-"))
+SMOKE = ROOT / "recipes" / "smoke.yaml"
+PLAIN = """
+model: {size: tiny, method: resformer}
+data: {length: 128, domains: [{name: books}, {name: web, weight: 2}]}
+schedule: {steps: 100}
+train: {learning_rate: 3e-3, adam_beta2: 0.95}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "plain.yaml"
+    path.write_text(PLAIN)
+    return path
+
+
+def refusal(path: Path, *settings: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        load_recipe(path, settings)
+    message = str(caught.value)
+    assert "\n" not in message, message
+    return message.removeprefix(f"{path.parent}/")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_builds_a_model_and_the_arguments_of_a_run(path, tmp_path):
+    recipe = load_recipe(path)
+    with torch.device("meta"):
+        model = CrossLayerForCausalLM(config_of_recipe(recipe, 50_277, eos_token_id=0))
+    assert model.config.max_position_embeddings == recipe.data.length and model.config.bos_token_id is None
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+    arguments = {**recipe.train, "bf16": False}  # which this machine may not have
+    TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **arguments)
+
+
+def test_every_method_has_a_recipe_of_its_name():
+    recipes = {path.stem: load_recipe(path) for path in RECIPES}
+    for name in method_names():
+        with torch.device("meta"):
+            config = config_of_recipe(recipes[name], 512)
+        assert [method.name() for method in config.methods] == [name]
+    assert recipes["vanilla"].model.method is None
+
+
+def test_recipes_of_a_method_at_several_lengths_read_the_same_tokens_a_step():
+    recipes = [load_recipe(path) for path in RECIPES if path.stem.startswith("svformer-length-")]
+    sizes = [recipe.data.length * recipe.train["per_device_train_batch_size"] for recipe in recipes]
+    assert len(sizes) > 3 and max(sizes) <= 1.03 * min(sizes)
+
+
+def parameters(size: str) -> int:
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(LlamaConfig(vocab_size=50_277, **SIZES[size]))
+    assert llama.config.rope_parameters["rope_theta"] == 1e4
+    return sum(weight.numel() for weight in llama.parameters())
+
+
+def test_sizes_of_the_paper_are_llamas_of_their_names():
+    for name, millions in {"2M": 1.62, "82M": 81.90, "180M": 179.87, "468M": 467.92}.items():
+        assert round(parameters(name) / 1e6, 2) == millions
+
+
+def test_a_shape_overrides_its_size_and_the_tokenizer_gives_the_rest(recipe):
+    loaded = load_recipe(recipe, ["model.shape={num_key_value_heads: 2, hidden_size: 32}"])
+    config = config_of_recipe(loaded, 300, bos_token_id=256, eos_token_id=257, pad_token_id=258)
+    assert (config.num_key_value_heads, config.hidden_size, config.num_hidden_layers) == (2, 32, 4)
+    assert (config.vocab_size, config.bos_token_id, config.eos_token_id, config.pad_token_id) == (300, 256, 257, 258)
+    assert config.max_position_embeddings == 128
+
+
+def test_defaults(recipe):
+    loaded = load_recipe(recipe, ["data={}"])
+    assert loaded.name == "plain" and loaded.seed == 0 and loaded.tokenizer == "bytes"
+    assert [(domain.name, domain.weight) for domain in loaded.data.domains] == [
+        (name, 1.0) for name in ("books", "science", "speeches", "web", "docs", "code")
+    ]
+    started = load_recipe(recipe, ["model={start: smollm2}"])
+    assert started.tokenizer == "smollm2"
+    assert load_recipe(recipe, ["model={start: smollm2}", "tokenizer=bytes"]).tokenizer == "bytes"
+    assert load_recipe(recipe, ["tokenizer=bpe:259"]).tokenizer == "bpe:259"
+
+
+def test_sources_of_a_domain(recipe):
+    loaded = load_recipe(recipe, ["data.domains.0={name: c4, source: allenai/c4, config: en, validation: allenai/c4}"])
+    c4, web = loaded.data.domains
+    assert c4.training_source() == TextSource("allenai/c4", "en", "train", "text")
+    assert c4.validation_source() == TextSource("allenai/c4", "en", "validation", "text")
+    assert web.training_source() == TextSource() and web.validation_source() is None
+
+
+def test_schedule_in_steps_or_tokens(recipe):
+    schedule = load_recipe(recipe, ["schedule={tokens: 1e6, warmup: 0.125}"]).schedule
+    assert schedule.total_steps(1024) == 977 and schedule.warmup_steps(80) == 10
+    schedule = load_recipe(recipe, ["schedule={steps: 50, warmup: 4}"]).schedule
+    assert schedule.total_steps(1024) == 50 and schedule.warmup_steps(50) == 4
+    with pytest.raises(ValueError, match=r"^schedule.warmup is 4 steps of 3; it must be fewer$"):
+        schedule.warmup_steps(3)
+
+
+# --- files and settings
+
+
+def test_files_extend_one_another_key_by_key(tmp_path):
+    low = tmp_path / "low.yaml"
+    low.write_text(PLAIN.replace("method: resformer", "method: {name: cla, group: 2}") + "name: low\nseed: 3\n")
+    (tmp_path / "deep").mkdir()
+    middle = tmp_path / "deep" / "middle.yaml"
+    middle.write_text("extends: ../low.yaml\ntrain: {learning_rate: 1e-3}\nmodel: {shape: {hidden_size: 32}}")
+    high = tmp_path / "high.yaml"
+    high.write_text(
+        "extends: deep/middle.yaml\nmodel: {method: {name: resformer, mode: identity}}\ndata: {domains: [{name: code}]}"
+    )
+    loaded = load_recipe(high, ["train.weight_decay=0.1", "seed=4", "model.shape.head_dim=8"])
+    assert loaded.name == "high" and loaded.seed == 4 and loaded.data.length == 128
+    assert loaded.train == {"learning_rate": 1e-3, "adam_beta2": 0.95, "weight_decay": 0.1}
+    assert loaded.model.shape == {"hidden_size": 32, "head_dim": 8}
+    assert loaded.model.method == {"name": "resformer", "mode": "identity"}  # an option of another method is not kept
+    assert [domain.name for domain in loaded.data.domains] == ["code"]
+
+
+def test_an_error_names_the_file_that_wrote_the_value(tmp_path, recipe):
+    child = tmp_path / "child.yaml"
+    child.write_text("extends: plain.yaml\ndata: {length: 64}\n")
+    recipe.write_text(PLAIN.replace("3e-3", "fast"))
+    assert refusal(child) == "plain.yaml: train.learning_rate is 'fast'; it must be a number"
+    recipe.write_text(PLAIN)
+    child.write_text("extends: plain.yaml\ndata: {length: long}\n")
+    assert refusal(child) == "child.yaml: data.length is 'long'; it must be a whole number"
+    child.write_text("extends: plain.yaml\nmodel: {method: {name: drop, attention: [7]}}\n")
+    assert refusal(child) == "child.yaml: model.method: drop: attention holds 7; layers go from 0 to 3"
+
+
+def test_files_that_are_missing_or_go_in_a_circle(tmp_path, recipe):
+    assert refusal(tmp_path / "plan.yaml").endswith(f"plan.yaml' does not exist; did you mean '{recipe}'?")
+    assert "is a folder" in refusal(tmp_path)
+    child, other = tmp_path / "child.yaml", tmp_path / "other.yaml"
+    child.write_text("extends: plan.yaml")
+    assert refusal(child).startswith(f"child.yaml: extends is 'plan.yaml', which is no file; did you mean '{recipe}'?")
+    child.write_text("extends: other.yaml")
+    other.write_text("extends: child.yaml")
+    assert refusal(child) == "other.yaml: extends goes in a circle: child.yaml → other.yaml → child.yaml"
+    child.write_text("extends: [plain.yaml]")
+    assert refusal(child) == "child.yaml: extends is ['plain.yaml']; it must be the name of a file beside this one"
+
+
+BOMB = "a: &a [x, x]\nb: [*a, *a]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", ": it is empty; a recipe holds keys and values, such as schedule: {steps: 100}"),
+        ("- model", ": it holds list; a recipe holds keys and values, such as schedule: {steps: 100}"),
+        ("model: {size: tiny\nseed: 3\n", ", line 2: expected ',' or '}', but got ':'"),
+        ("model:\n  size: tiny\n  size: mini\n", ", line 3: the key 'size' stands twice"),
+        ("seed: 1\n7: 3\n", ", line 2: the key 7 is not a word"),
+        (BOMB, ", line 2: *a is an alias; write the value out, or use extends"),
+        ("model: !!python/object/apply:os.system [ls]\nseed: 0", ", line 1: the tag tag:yaml.org,2002:python/object/apply:os.system is not read; leave it out"),
+        ('"a\\nb": 3', ": 'a\\nb' is not known; known are name, seed, model, tokenizer, data, schedule, optimizer, train, save_minutes, eval"),
+        ("seed: 1\n---\nseed: 2\n", ", line 2: but found another document"),
+        ("seed: " + "[" * 2000, ": it is nested too deeply"),
+        ("seed: " + "9" * 40, ": 99999999999999999999… has more digits than any number of a recipe"),
+        ('name: "\\ud800"', ": text holds half of a character (a surrogate)"),
+        ("seed: 1e999", ": 1e999 is too large"),
+        ("name: a\x07b", ": it is no YAML text: unacceptable character #x0007: special characters are not allowed"),
+        ("#" * 70_000, ": it has 70,000 bytes, and a recipe at most 65,536"),
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_files_that_are_no_recipe(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    assert refusal(path) == f"bad.yaml{message}"
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(b"seed: \xff")
+    assert refusal(path) == "bad.yaml: it is not UTF-8 text"
+
+
+def test_values_are_those_of_yamls_core_schema(recipe):
+    loaded = load_recipe(
+        recipe,
+        ["train.learning_rate=3e-4", "schedule.steps=2_000", "train.run_name=2026-11-22", "train.report_to=no",
+         "train.max_grad_norm=.5", "train.bf16=True", "train.optim_args=", "seed=010", "eval.every=1e3"],
+    )  # fmt: skip
+    assert loaded.train == {
+        "learning_rate": 3e-4, "adam_beta2": 0.95, "run_name": "2026-11-22", "report_to": "no", "max_grad_norm": 0.5,
+        "bf16": True, "optim_args": None,
+    }  # fmt: skip
+    shape = load_recipe(recipe, ["model.shape={attn_logit_softcapping: 30, tie_word_embeddings: true}"]).model.shape
+    assert repr(shape) == "{'attn_logit_softcapping': 30.0, 'tie_word_embeddings': True}"  # of the config's own types
+    assert loaded.schedule.steps == 2000 and loaded.seed == 10 and loaded.eval.every == 1000
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        # settings
+        ("seed", "--set seed: it must be key=value, for example train.learning_rate=3e-4"),
+        ("data..length=3", "--set data..length=3: it must be key=value, for example train.learning_rate=3e-4"),
+        ("data.domains.2.weight=1", "--set data.domains.2.weight=1: data.domains is a list; its entries are 0 to 1, not '2'"),
+        ("model.size.x=3", "--set model.size.x=3: model.size is 'tiny', which has no key 'x'"),
+        ("seed=[", "--set seed=[: expected the node content, but found '<stream end>'"),
+        # keys
+        ("evals=3", "--set: evals is not known; did you mean 'eval'?"),
+        ("model.sise=3", "--set: model.sise is not known; did you mean 'size'?"),
+        ("data.domains.0.colunm=3", "--set: data.domains.0.colunm is not known; did you mean 'column'?"),
+        ("model.shape.hidden_sise=3", "--set: model.shape.hidden_sise is not known; did you mean 'hidden_size'?"),
+        ("train.lerning_rate=3", "--set: train.lerning_rate is not known; did you mean 'learning_rate'?"),
+        # the model
+        ("model.size=82m", "--set: model.size is '82m'; did you mean '82M'?"),
+        ("model={}", "--set: model.size is missing; write one of tiny, mini, small, 2M, 82M, 180M, 468M, or all of "
+                     "num_hidden_layers, num_attention_heads, hidden_size, intermediate_size in model.shape"),
+        ("model.shape.hidden_size=wide", "--set: model.shape.hidden_size is 'wide'; it must be a whole number"),
+        ("model.shape.hidden_size=0", "--set: model.shape.hidden_size is 0; it must be at least 1"),
+        ("model.shape.num_hidden_layers=1e9", "--set: model.shape.num_hidden_layers is 1000000000; it must be at most 4096"),
+        ("model.shape.hidden_act=sillu", "--set: model.shape.hidden_act is 'sillu'; did you mean 'silu'?"),
+        ("model.shape.hidden_size=30", "--set: model.shape: hidden_size = 30 is not a multiple of num_attention_heads = 4; set head_dim"),
+        ("model.shape.initializer_range=3.0", "--set: model.shape: initializer_range: Value must be greater or equal to 0.0 and smaller or equal to 1.0, got 3.0."),
+        ("model.shape.vocab_size=3", "--set: model.shape.vocab_size is not set here: the tokenizer decides it"),
+        ("model.shape.cross_layer=cla", "--set: model.shape.cross_layer is not set here: write model.method"),
+        ("model.method=3", "--set: model.method is 3; it must be a method's name, keys and values with a name, or a list of these"),
+        ("model.method={name: cla, grop: 2}", "--set: model.method: method 'cla' has no option 'grop'; did you mean 'group'?"),
+        ("model.method=[cla, svformer]", "--set: model.method: layer 3: cla takes values from layer 2 and svformer from layer 0; only one of them may change an entry"),
+        ("model.start=smollm2", "--set: model.start trains a model as it is; leave model.size, model.shape and model.method out"),
+        ("model.shape.max_position_embeddings=64", "plain.yaml: data.length is 128, more than model.shape.max_position_embeddings = 64"),
+        # tokenizer and data
+        ("tokenizer=bpe:258", "--set: tokenizer is 'bpe:258'; it must be bpe: and a number of tokens from 259 on: bpe:8192"),
+        ("tokenizer=bpe", "--set: tokenizer is 'bpe'; it must be bpe: and a number of tokens from 259 on: bpe:8192"),
+        ("data.length=1", "--set: data.length is 1; it must be greater than or equal to 2"),
+        ("data.domains=[]", "--set: data.domains is []; it must have at least 1 item"),
+        ("data.domains=[books]", "--set: data.domains.0 is 'books'; it must be keys and values"),
+        ("data.domains=[{}]", "--set: data.domains.0.name is missing"),
+        ("data.domains.0.weight=0", "--set: data.domains.0.weight is 0; it must be greater than 0"),
+        ("data.domains.0.weight=.inf", "--set: data.domains.0.weight is '.inf'; it must be a number"),
+        ("data.domains.0.name=boks", "--set: data.domains.0.name is 'boks', no embedded domain; did you mean 'books'?"),
+        ("data.domains.0.name=../x", "--set: data.domains.0.name is '../x'; it must be at most 64 letters, digits, _, - and ., a letter or digit first"),
+        ("data.domains.0.split=test", "--set: data.domains.0.split does nothing without source, for the embedded corpus; leave it out"),
+        ("data.domains.1.name=books", "--set: data.domains.1.name is 'books' a second time; names of domains must differ"),
+        # schedule, arguments, evaluation
+        ("schedule={}", "--set: schedule.steps is missing; write schedule.steps or schedule.tokens"),
+        ("schedule.tokens=2e5", "--set: schedule.tokens is 200000 beside steps = 100; write null for one of the two"),
+        ("schedule.warmup=1.5", "--set: schedule.warmup is 1.5; it must be a whole number of steps, or a share below 1"),
+        ("schedule.warmup=100", "--set: schedule.warmup is 100 steps of 100; it must be fewer"),
+        ("schedule.kind=wds", "--set: schedule.kind is 'wds'; it must be 'cosine', 'linear' or 'wsd'"),
+        ("optimizer.rates={'(': 2}", "--set: optimizer.rates.( is no regular expression: missing ), unterminated subpattern at position 0"),
+        ("schedule.minimum=2", "--set: schedule.minimum is 2; it must be less than or equal to 1"),
+        ("train=3", "--set: train is 3; it must be keys and values"),
+        ("train.learning_rate=high", "--set: train.learning_rate is 'high'; it must be a number"),
+        ("train.per_device_train_batch_size=0", "--set: train.per_device_train_batch_size is 0; it must be at least 1"),
+        ("train.gradient_accumulation_steps=-1", "--set: train.gradient_accumulation_steps is -1; it must be at least 1"),
+        ("train.bf16=yes", "--set: train.bf16 is 'yes'; it must be true or false"),
+        ("train.optim=adamw", "--set: train.optim is 'adamw'; did you mean 'adamw_torch'?"),
+        ("train.report_to=[3]", "--set: train.report_to is [3]; it must be null or text or a list of text"),
+        ("train.max_steps=3", "--set: train.max_steps is not set here: write schedule.steps or schedule.tokens"),
+        ("train.warmup_ratio=0.1", "--set: train.warmup_ratio is not set here: write schedule.warmup"),
+        ("train.gradient_checkpointing=true", "--set: train.gradient_checkpointing is not set here: write activation_checkpointing"),
+        ("train.activation_checkpointing_kwargs={use_reentrant: true}",
+         "--set: train.activation_checkpointing_kwargs must be keys and values without use_reentrant: true, which loses gradients of what layers lend"),
+        ("eval.windows=0", "--set: eval.windows is 0; it must be greater than or equal to 1"),
+        ("seed=-1", "--set: seed is -1; it must be greater than or equal to 0"),
+        ("name=null", "--set: name is null; it must be text"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_a_line(recipe, setting, message):
+    assert refusal(recipe, setting) == message
+
+
+def test_muon_beside_an_optimizer_of_transformers_is_refused(recipe):
+    message = "--set: train.optim does nothing beside optimizer.name: muon; leave one of the two out"
+    assert refusal(recipe, "optimizer.name=muon", "train.optim=sgd") == message
+
+
+def test_keys_that_a_run_sets_are_keys_of_transformers():
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert set(OWNED) - fields == {"warmup_ratio"}  # which earlier versions had
+
+
+def test_a_recipe_does_not_change(recipe):
+    loaded = load_recipe(recipe)
+    with pytest.raises(ValueError, match="frozen"):
+        loaded.seed = 1
+
+
+# --- the page
+
+
+def parts(part: type[BaseModel], prefix: str = "") -> list[list[str]]:
+    """The rows of the page: each key with its default and what it holds, of a part its keys."""
+    rows = []
+    for name, field in part.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            rows += parts(inner, f"{prefix}{name}.")
+            continue
+        plain = field.default is None or isinstance(field.default, str | int | float | dict)
+        default = f"`{json.dumps(field.default)}`" if plain else ""
+        rows.append([f"`{prefix}{name}`", default, " ".join((field.description or "").split())])
+        if name == "domains":
+            rows += parts(DomainPart, f"{prefix}{name}[].")
+    return rows
+
+
+def table(head: str) -> list[list[str]]:
+    """The rows of a table of the page, by the first words of its head."""
+    lines = iter((ROOT / "docs" / "TRAIN.md").read_text().splitlines())
+    next(line for line in lines if line.startswith(head))
+    next(lines)
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_page_has_every_key_and_no_other():
+    rows = parts(Recipe)
+    assert all(description for _, _, description in rows)
+    assert table("| key |") == rows, "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_the_page_has_every_size():
+    rows = []
+    for name, shape in SIZES.items():
+        layers, heads, hidden, mlp = list(shape.values())[:4]
+        whole = parameters(name)
+        inner = whole - 2 * 50_277 * hidden
+        sizes = [f"{size:,}" for size in (layers, heads, hidden, mlp)]
+        rows.append([f"`{name}`", *sizes, f"{inner / 1e6:.2f}M", f"{whole / 1e6:.2f}M"])
+    assert table("| `model.size` | layers") == rows, "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_the_example_of_the_page_is_a_recipe(tmp_path):
+    page = (ROOT / "docs" / "TRAIN.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.+?)```", page, re.S)
+    for path in RECIPES:
+        shutil.copy(path, tmp_path)
+    (tmp_path / "example.yaml").write_text(example)
+    recipe = load_recipe(tmp_path / "example.yaml")
+    assert recipe.train["learning_rate"] == 1e-3 and recipe.train["weight_decay"] == 0.1
+    assert recipe.schedule.tokens == 2_000_000_000 and recipe.tokenizer == "EleutherAI/gpt-neox-20b"
+
+
+PACKAGES = {
+    "report_to=wandb": "train.report_to is 'wandb', and the package wandb is not installed",
+    "report_to=[none, tensorboard]": "train.report_to is 'tensorboard', and the package tensorboard is not installed",
+    "report_to=flyte": "and the package flytekit is not installed",
+    "torch_compile_mode=max-autotun": "train.torch_compile_mode is 'max-autotun'; did you mean 'max-autotune'?",
+    "report_to=wand": "train.report_to is 'wand'; did you mean 'wandb'?",
+    "deepspeed=ds.json": "train.deepspeed needs the package deepspeed, which is not installed",
+    "use_liger_kernel=true": "train.use_liger_kernel needs the package liger_kernel, which is not installed",
+    "accelerator_config={nonsense: 1}": "train cannot be used as it is: TypeError: .*nonsense",
+}
+
+
+@pytest.mark.parametrize("setting", PACKAGES)
+def test_a_package_that_is_missing_is_named_before_anything_is_read(setting, tmp_path, monkeypatch):
+    monkeypatch.setattr("crosslayer.verbs.train.arguments.get_available_reporting_integrations", list)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    recipe = load_recipe(SMOKE, [f"train.{setting}"])
+    with pytest.raises(ValueError, match=PACKAGES[setting]):
+        training_arguments(tmp_path, 0, Schedule(1), recipe.train)
+
+
+@pytest.mark.parametrize("key", ["per_device_train_batch_size", "gradient_accumulation_steps", "neftune_noise_alpha"])
+def test_numbers_have_a_least(key):
+    with pytest.raises(ValueError, match=rf"--set: train.{key} is -1; it must be at least \d"):
+        load_recipe(SMOKE, [f"train.{key}=-1"])
+
+
+WRONG = {
+    "log_level=nonsense": "train cannot be used as it is: KeyError: 'nonsense'",
+    "dataloader_num_workers=1000000": r"train.dataloader_num_workers is 1,000,000; with the \d+ cores of this machine",
+}
+
+
+@pytest.mark.parametrize("setting", WRONG)
+def test_what_only_a_run_would_trip_over_is_refused_before(setting, tmp_path):
+    recipe = load_recipe(SMOKE, [f"train.{setting}"])
+    with pytest.raises(ValueError, match=WRONG[setting]):
+        training_arguments(tmp_path, 0, Schedule(1), recipe.train)

@@ -1,0 +1,161 @@
+"""A run goes on as the same run or not at all: what is wrong inside a checkpoint, and another batch, are one line."""
+
+import hashlib
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from crosslayer.verbs.train.arguments import Schedule
+from crosslayer.verbs.train.checkpoints import MARK, checkpoints
+from crosslayer.verbs.train.trainer import CrossLayerTrainer
+from tests.helpers.training import STEPS, Random, Stop, losses, model_of, trainer_of
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A run of 8 steps that ended after step 5, with checkpoints 2 and 4."""
+    trainer = trainer_of(tmp_path)
+    trainer.add_callback(Stop(5))
+    trainer.train()
+    return tmp_path
+
+
+def forge(checkpoint, name, content):
+    """Change a file of a checkpoint, and what `complete.json` says of it."""
+    path = checkpoint / name
+    if callable(content):
+        content(path)
+    else:
+        path.write_bytes(content)
+    mark = json.loads((checkpoint / MARK).read_text())
+    mark["files"][name] = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    (checkpoint / MARK).write_text(json.dumps(mark))
+
+
+def state(**changes):
+    def change(path):
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def saved(value):
+    return lambda path: torch.save(value, path)
+
+
+def shortened(path):
+    states = torch.load(path, weights_only=True)
+    for entry in states["state"].values():
+        entry["exp_avg"] = entry["exp_avg"].flatten()[:-1].clone()
+    torch.save(states, path)
+
+
+def rewound(path):
+    torch.save(torch.load(path, weights_only=True) | {"last_epoch": 0}, path)
+
+
+def without(path):
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, {"format": "pt"})
+
+
+GARBAGE = b"\x80\x05garbage" * 99
+FORGED = {
+    "another step": ("trainer_state.json", state(global_step=99), "trainer_state.json is of step 99"),
+    "an earlier step": ("trainer_state.json", state(global_step=2), "trainer_state.json is of step 2"),
+    "no state": ("trainer_state.json", b"{", "trainer_state.json is damaged"),
+    "a state of text": ("trainer_state.json", state(global_step="4"), "trainer_state.json is damaged"),
+    "a log of text": ("trainer_state.json", state(log_history="x"), "trainer_state.json is damaged"),
+    "a log without rates": (
+        "trainer_state.json",
+        state(log_history=[{"loss": 1.0, "step": 1}]),
+        "trainer_state.json is damaged",
+    ),
+    "nothing of ours": ("trainer_state.json", state(stateful_callbacks={}), "trainer_state.json is damaged"),
+    "garbage of the optimizer": ("optimizer.pt", GARBAGE, "optimizer.pt is damaged"),
+    "garbage of the schedule": ("scheduler.pt", GARBAGE, "scheduler.pt is damaged"),
+    "garbage of random states": ("rng_state.pth", GARBAGE, "rng_state.pth is damaged"),
+    "garbage of weights": ("model.safetensors", GARBAGE, "SafetensorError"),
+    "nothing of the optimizer": ("optimizer.pt", saved({}), "KeyError"),
+    "other shapes of the optimizer": ("optimizer.pt", shortened, "its optimizer has exp_avg of shape"),
+    "nothing of the schedule": ("scheduler.pt", saved({}), "KeyError"),
+    "the schedule begun anew": ("scheduler.pt", rewound, "the learning rate is that of step 0"),
+    "nothing of random states": ("rng_state.pth", saved({}), "KeyError"),
+    "a tensor less": ("model.safetensors", without, "model.layers.1.mlp.up_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_what_is_wrong_inside_a_checkpoint_is_one_line(case, stopped):
+    name, content, message = FORGED[case]
+    forge(stopped / "checkpoint-4", name, content)
+    with pytest.raises(ValueError, match=f"^checkpoint-4 cannot be resumed: .*{re.escape(message)}") as error:
+        trainer_of(stopped).train(True)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    assert list(checkpoints(stopped)) == [2, 4]
+
+
+def test_what_fails_later_is_not_the_checkpoint(stopped, monkeypatch):
+    """Only what fails before a step is done is taken for the checkpoint's fault."""
+    original = CrossLayerTrainer.training_step
+
+    def fail(self, *args):
+        if self.state.global_step == 5:
+            raise KeyError("ours")
+        return original(self, *args)
+
+    monkeypatch.setattr(CrossLayerTrainer, "training_step", fail)
+    with pytest.raises(KeyError, match="ours"):
+        trainer_of(stopped).train(True)
+
+
+BATCHES = {
+    (4, 2, 1): "gradient_accumulation_steps=1 keeps",
+    (2, 1, 1): "gradient_accumulation_steps=2 keeps",
+    (1, 8, 1): "gradient_accumulation_steps=4 keeps",
+    (4, 1, 2): "no train.gradient_accumulation_steps keeps .* with 2 processes of 4",
+    (2, 2, 2): "gradient_accumulation_steps=1 keeps",
+    (3, 1, 1): "no train.gradient_accumulation_steps keeps",
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_another_batch_is_refused_with_the_accumulation_that_keeps_it(batch, stopped, monkeypatch):
+    size, accumulated, processes = batch
+    more = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
+    trainer = trainer_of(stopped, data=Random(STEPS * 16), **more)
+    monkeypatch.setattr(type(trainer.args), "world_size", processes)
+    sequences = size * accumulated * processes
+    message = f"checkpoint-4 was trained on 4 sequences a step, and this run reads {sequences}: .*{BATCHES[batch]}"
+    with pytest.raises(ValueError, match=message):
+        trainer.train(True)
+
+
+def test_a_batch_that_makes_a_run_shorter_than_the_checkpoint_is_named_first(stopped):
+    """A run by tokens has half the steps with twice the batch: not the checkpoint's step is wrong."""
+    trainer = trainer_of(stopped, data=Random(STEPS * 16), schedule=Schedule(3), gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"reads 8: train\.gradient_accumulation_steps=1 keeps that"):
+        trainer.train(True)
+
+
+@pytest.mark.parametrize("more", [{}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}], ids=str)
+def test_the_same_batch_goes_on_also_between_two_logged_steps(more, tmp_path):
+    """A loss that is logged is the mean since the entry before, also where a checkpoint lies between."""
+    runs = {}
+    for name, stop in (("whole", None), ("parts", 5)):
+        trainer = trainer_of(tmp_path / name, model_of(attention_dropout=0.0), logging_steps=3)
+        if stop is not None:
+            trainer.add_callback(Stop(stop))
+        trainer.train()
+        runs[name] = trainer
+    runs["parts"] = trainer_of(
+        tmp_path / "parts", model_of(attention_dropout=0.0), Random(STEPS * 4), logging_steps=3, **more
+    )
+    runs["parts"].train(True)
+    expected = losses(runs["whole"])
+    assert list(expected) == [3, 6, 8]
+    assert losses(runs["parts"]) == (pytest.approx(expected, rel=1e-5) if more else expected)

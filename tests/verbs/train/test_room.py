@@ -1,0 +1,61 @@
+"""What cannot fit into memory is refused before it is tried, and what fits is not."""
+
+import re
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig
+
+import crosslayer
+from crosslayer.verbs.train import room
+from crosslayer.verbs.train.arguments import Schedule, training_arguments
+from tests.verbs.train.test_run import RECIPE
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "little.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, "schedule": {"steps": 1}}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("model.shape.hidden_size=10000000", r"at least [\d,]{9,}.\d GB for [\d,]{18,} parameters"),
+        ("train.per_device_train_batch_size=100000000", r"[\d,]{5,}.\d GB for 100,000,000 sequences of 32 tokens"),
+        ("train.gradient_accumulation_steps=100000000", r"400,000,000 in a step"),
+    ],
+)
+def test_what_it_would_take_is_one_line(recipe, tmp_path, setting, words):
+    with pytest.raises(ValueError, match=words) as error:
+        crosslayer.train(recipe, tmp_path / "run", settings=[setting])
+    assert re.search(r"; [\d.]+ GB are free here: use a smaller model or batch", str(error.value))
+
+
+def test_it_is_no_more_than_a_run_takes_and_no_less_than_a_sixth(recipe, tmp_path, monkeypatch):
+    settings = ["model.size=mini", "model.shape={}", "data.length=128", "train.per_device_train_batch_size=8"]
+    run = crosslayer.train(recipe, tmp_path / "run", settings=settings)
+    if run.peak_bytes is None:
+        return
+    monkeypatch.setattr(room, "free_memory", lambda device: run.peak_bytes)
+    again = crosslayer.train(recipe, tmp_path / "again", settings=settings)
+    assert again.losses == run.losses
+    monkeypatch.setattr(room, "free_memory", lambda device: run.peak_bytes / 6)
+    with pytest.raises(ValueError, match="training takes at least"):
+        crosslayer.train(recipe, tmp_path / "third", settings=settings)
+    start = [f"model={{start: {tmp_path / 'run' / 'model'}}}", *settings[2:]]
+    with pytest.raises(ValueError, match="training takes at least"):
+        crosslayer.train(recipe, tmp_path / "fourth", settings=start)
+
+
+def test_muon_has_one_state_of_a_matrix(tmp_path, monkeypatch):
+    model = torch.nn.Linear(1000, 1000, bias=False, device="meta")
+    config = LlamaConfig(vocab_size=1, hidden_size=1, num_hidden_layers=1, num_attention_heads=1)
+    arguments = training_arguments(tmp_path, 0, Schedule(1), {"use_cpu": True, "per_device_train_batch_size": 1})
+    monkeypatch.setattr(room, "free_memory", lambda device: 3.5 * 4 * 1000**2)
+    room.check_room(model, config, arguments, 1, muon=True)
+    with pytest.raises(ValueError, match="training takes at least 0.0 GB for 1,000,000 parameters"):
+        room.check_room(model, config, arguments, 1)

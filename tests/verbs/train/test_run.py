@@ -1,0 +1,195 @@
+"""A run from its recipe to its folder: the record, the model, resuming, and what is refused."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from transformers import PreTrainedTokenizerFast
+
+import crosslayer
+from crosslayer.core.decoder import CrossLayerForCausalLM
+from crosslayer.corpus.documents import TextSource
+from crosslayer.verbs.train.mixture import validation_windows
+from crosslayer.verbs.train.recipe import load_recipe
+from crosslayer.verbs.train.texts import Domain
+from tests.cli.test_bad_input import type_in
+from tests.helpers.browser import complaints, resize
+from tests.helpers.training import Stop
+
+RECIPE = {
+    "model": {"size": "tiny", "shape": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}},
+    "data": {"length": 32, "domains": [{"name": "books", "weight": 3}, {"name": "code"}]},
+    "schedule": {"steps": 6, "warmup": 2},
+    "train": {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "save_steps": 2,
+        "use_cpu": True,
+    },
+    "eval": {"every": 4, "windows": 3},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CROSSLAYER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipes") / "little.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return crosslayer.train(recipe, folder, settings=["model.method=resformer"]), folder
+
+
+def test_the_record_says_what_was_trained_on_what(whole):
+    run, folder = whole
+    assert (run.name, run.steps, run.tokens, run.model.methods[0]["name"]) == ("little", 6, 6 * 8 * 32, "resformer")
+    assert [domain.name for domain in run.domains] == ["books", "code"]
+    assert [domain.share for domain in run.domains] == [0.75, 0.25]
+    assert run.logged_steps.tolist() == [2, 4, 6] and run.losses[-1] < run.losses[0] < 6
+    assert run.validation_steps.tolist() == [4, 6] and run.validation_losses.shape == (2, 2)
+    means = [sum(run.windows[name]) / len(run.windows[name]) for name in ("books", "code")]
+    assert run.validation_losses[-1] == pytest.approx(means, rel=1e-2)  # the loss weighs windows by what they predict
+    assert run.final_loss == pytest.approx(0.75 * run.validation_losses[-1, 0] + 0.25 * run.validation_losses[-1, 1])
+    config = load_recipe_config(folder)
+    matrices = 2 * (4 * 32 * 32 + 3 * 32 * 48) + 32 * config.vocab_size  # products of a token: maps and the head
+    attention = 2 * 2 * 32 * 32  # a token's scores and sums over 32 positions, without the mask
+    assert run.model.flops_per_token == pytest.approx(3 * 2 * (matrices + attention), rel=0.01)
+    assert run.model.kv_bytes_per_token == 2 * 2 * 32 * 2  # keys and values of both layers, two bytes each
+    assert run.model.kv_read_bytes_per_token == run.model.kv_bytes_per_token
+    assert run.peak_bytes is None or run.peak_bytes > 0
+    assert run.matrix_flops > run.tokens * run.model.flops_per_token / run.seconds
+    assert run.looks == ()
+
+
+def test_looks_are_a_diagnosis_of_the_model_at_that_step(recipe, tmp_path):
+    settings = ["model.method=svformer", "eval.looks=3"]
+    run = crosslayer.train(recipe, tmp_path / "run", settings=settings)
+    assert [look.step for look in run.looks] == [4, 6]
+    assert run.model.kv_read_bytes_per_token == 2 * 2 * 32 * 2 > run.model.kv_bytes_per_token  # the lender's are read
+    model, tokenizer = crosslayer.load_model(tmp_path / "run" / "model")
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    place = tmp_path / "tokens"
+    rows = [
+        validation_windows(Domain(name, TextSource()).shards(tokenizer, place).validation, 32, 3)
+        for name in ("books", "code")
+    ]
+    windows = torch.stack([rows[0][0]["input_ids"], rows[1][0]["input_ids"], rows[0][1]["input_ids"]])
+    diagnosis = crosslayer.diagnose(model, windows)
+    last = run.looks[-1]
+    assert last.first_token_share == pytest.approx(diagnosis.first_token_share.tolist(), rel=1e-6)
+    assert last.stream_norm == pytest.approx(diagnosis.stream_norm.tolist(), rel=1e-6)
+    assert last.sink_rate == diagnosis.sink_rate.tolist()
+
+
+def load_recipe_config(folder):
+    return crosslayer.CrossLayerConfig.from_pretrained(folder / "model")
+
+
+def test_the_folder_comes_back_equal(whole, tmp_path):
+    run, folder = whole
+    assert crosslayer.load_result(folder) == run
+    assert not list(folder.glob(".[!.]*"))
+    assert load_recipe(folder / "recipe.yaml").model_dump(mode="json") == run.recipe
+    model, tokenizer = crosslayer.load_model(folder / "model")
+    assert isinstance(model, CrossLayerForCausalLM) and tokenizer.decode(tokenizer("Käse").input_ids) == "Käse"
+    with torch.no_grad():
+        assert model(tokenizer("a text", return_tensors="pt").input_ids).logits.isfinite().all()
+
+
+def test_the_page(whole, browser):
+    run, folder = whole
+    browser.get((folder / "report.html").as_uri())
+    assert browser.title == "Training of little" and complaints(browser) == []
+    for width in (1280, 390):
+        resize(browser, width)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_a_run_that_stopped_goes_on_and_ends_the_same(recipe, whole, tmp_path, monkeypatch):
+    from crosslayer.verbs.train import run as module
+
+    class Stopping(module.CrossLayerTrainer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.add_callback(Stop(3))
+
+        def save_model(self, output_dir=None, _internal_call=False):
+            if not _internal_call:
+                raise KeyboardInterrupt
+            super().save_model(output_dir, _internal_call)
+
+    folder, settings = tmp_path / "run", ["model.method=resformer"]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "CrossLayerTrainer", Stopping)
+        with pytest.raises(KeyboardInterrupt):
+            crosslayer.train(recipe, folder, settings=settings)
+    assert not (folder / "record.json").exists()
+    with pytest.raises(ValueError, match="the folder 'run' exists; give another name, or `resume`"):
+        crosslayer.train(recipe, folder, settings=settings)
+    with pytest.raises(ValueError, match="the folder 'run' is of another recipe"):
+        crosslayer.train(recipe, folder, settings=[*settings, "seed=1"], resume=True)
+    resumed = crosslayer.train(recipe, folder, settings=settings, resume=True)
+    assert (resumed.losses == whole[0].losses).all()
+    assert (resumed.validation_losses[-1] == whole[0].validation_losses[-1]).all()
+
+
+def test_the_same_seed_gives_the_same_text_and_shared_weights(recipe, tmp_path, whole):
+    """Paired runs: the other method reads the same rows, and begins with the same weights where both have them."""
+    run = crosslayer.train(recipe, tmp_path / "plain", settings=["schedule.steps=1", "schedule.warmup=0"])
+    assert [d.fingerprint for d in run.domains] == [d.fingerprint for d in whole[0].domains]
+    assert run.windows.keys() == whole[0].windows.keys() and run.model.methods == []
+
+
+def test_training_on_from_a_model(whole, recipe, tmp_path):
+    start = whole[1] / "model"
+    path = tmp_path / "on.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, "model": {"start": str(start)}, "schedule": {"steps": 1}}))
+    run = crosslayer.train(path, tmp_path / "on")
+    assert run.model.methods[0]["name"] == "resformer" and run.curve.steps == [1] and run.seconds > 0
+    assert run.final_loss < whole[0].losses[0]
+    with pytest.raises(ValueError, match=r"the tokenizer 'bpe:512' has \d+ tokens, more than the embeddings"):
+        crosslayer.train(path, tmp_path / "other", settings=["tokenizer=bpe:512"])
+
+
+def test_the_command(recipe, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "run"
+    words = ["train", str(recipe), "--out", str(folder), "--set", "schedule.steps=2", "--set", "schedule.warmup=0"]
+    assert type_in(monkeypatch, words) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert json.loads(out[-1])["steps"] == 2
+    assert type_in(monkeypatch, words) == 2
+    assert "exists; give another name, or --resume to go on with its run" in capsys.readouterr().err
+    words[words.index("--out") + 1] = str(tmp_path / "nan")
+    assert type_in(monkeypatch, [*words, "--set", "train.learning_rate=1e30", "--set", "schedule.steps=5"]) == 1
+    assert "the loss is" in capsys.readouterr().err
+
+
+def test_another_number_of_processes_goes_on_with_the_same_batch(recipe, tmp_path):
+    """The accumulation that the refusal names is taken, though the recipe is not the same then."""
+    folder = tmp_path / "run"
+    crosslayer.train(recipe, folder)
+    for name in ("record.json", "checkpoint-6"):
+        (folder / name).rename(tmp_path / name)
+    words = ["train.gradient_accumulation_steps=1"]
+    text = (folder / "recipe.yaml").read_text()
+    with pytest.raises(ValueError, match=r"checkpoint-4 was .* on 8 .* reads 4: train.gradient_accumulation_steps=2"):
+        crosslayer.train(recipe, folder, settings=words, resume=True)
+    assert (folder / "recipe.yaml").read_text() == text
+    words = ["train.gradient_accumulation_steps=4", "train.per_device_train_batch_size=2"]
+    resumed = crosslayer.train(recipe, folder, settings=words, resume=True)
+    assert resumed.tokens == 6 * 8 * 32 and resumed.curve.steps == [2, 4, 6]
+    with pytest.raises(ValueError, match="the folder 'run' is of another recipe"):
+        crosslayer.train(recipe, folder, settings=["train.learning_rate=1e-3"], resume=True)

@@ -1,0 +1,132 @@
+"""Domains: what is held out is not trained on, nothing is lost, and tokens are cut once."""
+
+import gzip
+import importlib
+import json
+import lzma
+import random
+import string
+from typing import ClassVar
+
+import pytest
+
+from crosslayer.corpus.documents import TextSource
+from crosslayer.verbs.train import encode, texts
+from crosslayer.verbs.train.texts import Domain
+from crosslayer.verbs.train.tokenizers import make_tokenizer
+from tests.helpers.text import words
+
+BYTES = make_tokenizer("bytes", lambda: [])
+
+
+def domain(folder, documents, **options):
+    file = folder / "text.txt"
+    file.write_text("\n\n<|doc|>\n\n".join(documents))
+    return Domain("web pages", TextSource(str(file)), **options)
+
+
+def test_every_20th_document_is_held_out(tmp_path):
+    documents = [f"document {number}" for number in range(50)]
+    parts = domain(tmp_path, documents)
+    assert list(parts.held_out()) == [documents[number] for number in (3, 23, 43)]
+    assert list(parts.training()) == [text for text in documents if text not in set(parts.held_out())]
+
+
+def test_of_long_documents_every_20th_piece_is_held_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "PIECE", 100)
+    documents = [words(0, 400), "short", words(100, 400)]
+    parts = domain(tmp_path, documents)
+    training, held_out = list(parts.training()), list(parts.held_out())
+    assert len(held_out) == 2 and all(90 < len(text) < 110 for text in held_out)
+    assert len(training) == 5  # each held-out piece parts a document in two
+    assert training[0] + held_out[0] + training[1] == documents[0] and training[2] == "short"
+    assert training[3] + held_out[1] + training[4] == documents[2]
+    assert all(text.split(" ")[0] in ("", "w0", "w100", "short") for text in training + held_out)  # cut before words
+
+
+def test_a_source_of_its_own_leaves_the_text_whole(tmp_path):
+    (tmp_path / "held.txt").write_text("judge")
+    parts = domain(tmp_path, ["one", "two", "three", "four"], validation=TextSource(str(tmp_path / "held.txt")))
+    assert list(parts.training()) == ["one", "two", "three", "four"] and list(parts.held_out()) == ["judge"]
+    shards = parts.shards(BYTES, tmp_path / "shards")
+    assert (shards.training.documents, shards.validation.documents) == (4, 1)
+
+
+def test_tokens_are_cut_once_and_again_for_another_text(tmp_path):
+    parts = domain(tmp_path, ["one", "two", "three", "four", "five"])
+    first = parts.shards(BYTES, tmp_path / "shards")
+    assert (first.training.tokens, first.validation.tokens) == (len("onetwothreefive") + 4, len("four") + 1)
+    assert parts.shards(BYTES, tmp_path / "shards") == first
+    assert len(list((tmp_path / "shards").iterdir())) == 2
+    other = domain(tmp_path, ["one", "two", "three", "four", "six"]).shards(BYTES, tmp_path / "shards")
+    assert {other.training.fingerprint, other.validation.fingerprint}.isdisjoint(shard.fingerprint for shard in first)
+    assert first.training.folder.name.startswith("web-pages-training-")
+
+
+class Noted:
+    """A meter that keeps what it is told."""
+
+    told: ClassVar[list[tuple[str, int, list[int]]]] = []
+
+    def __init__(self, what, total=0):
+        self.told.append((what, total, []))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def step(self, done, total, doing=""):
+        assert total == self.told[-1][1]
+        self.told[-1][2].append(done)
+
+
+@pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.xz", "parquet"])
+def test_of_files_it_is_told_how_much_is_read(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(encode, "BATCH", 20_000)
+    monkeypatch.setattr(Noted, "told", [])
+    draw = random.Random(0)  # what does not pack well, so that packed files are long enough
+    documents = ["".join(draw.choices(string.ascii_letters, k=10_000)) for _ in range(100)]
+    for number in range(2):
+        file = tmp_path / f"{number}.{kind}"
+        if kind == "parquet":
+            pyarrow = pytest.importorskip("pyarrow")
+            table = pyarrow.table({"text": documents})
+            importlib.import_module("pyarrow.parquet").write_table(table, file)
+        else:
+            lines = [json.dumps({"text": text}) if "jsonl" in kind else text for text in documents]
+            content = ("\n" if "jsonl" in kind else "\n<|doc|>\n").join(lines).encode()
+            file.write_bytes({"gz": gzip.compress, "xz": lzma.compress}.get(kind.split(".")[-1], bytes)(content))
+    Domain("web", TextSource(str(tmp_path))).shards(BYTES, tmp_path / "shards")
+    assert not Noted.told
+    Domain("web", TextSource(str(tmp_path)), every=5).shards(BYTES, tmp_path / "shards", Noted)
+    for part, (what, total, steps) in zip(("training", "validation"), Noted.told, strict=True):
+        assert what.startswith(f"cutting web-{part}-") and what.endswith(" into tokens (%)") and total == 100
+        assert steps == sorted(steps) and steps[0] < 60 and steps[-1] == 100
+        assert len(set(steps)) > (1 if kind == "parquet" else 10)
+
+
+def test_of_other_sources_documents_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(Noted, "told", [])
+    shards = Domain("science", TextSource()).shards(BYTES, tmp_path / "shards", Noted)
+    for part, (what, total, steps) in zip(shards, Noted.told, strict=True):
+        assert what == f"cutting {part.folder.name} into tokens" and total == 0 and steps[-1] == part.documents
+
+
+def test_parts_of_the_embedded_corpus_by_name():
+    science, everything = Domain("science", TextSource()), Domain("all", TextSource())
+    training, held_out = "".join(science.training()), "".join(science.held_out())
+    assert 16_000 < len(held_out) < 60_000 < len(training) < 10**6 and "Refrangibility" in training
+    assert science.digest() != everything.digest()
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [(["one", "two"], "web pages: the text is too short to hold any of it out"), ([], "empty")],
+)
+def test_what_cannot_be_parted_is_one_line(tmp_path, documents, message):
+    with pytest.raises(ValueError, match=message):
+        domain(tmp_path, documents).shards(BYTES, tmp_path / "shards")
+    with pytest.raises(ValueError, match="web: text file '.*' does not exist"):
+        Domain("web", TextSource(str(tmp_path / "missing.txt"))).shards(BYTES, tmp_path / "shards")

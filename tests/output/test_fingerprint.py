@@ -8,7 +8,7 @@ import torch
 from crosslayer import testing as contract
 from crosslayer.output.manifest import fingerprint
 from crosslayer.probe.intercept import layer_stack
-from tests.core.decoder.test_every_method import SINGLE
+from tests.helpers.cases import SINGLE
 from tests.helpers.tiny import CAUSAL, tiny
 
 

@@ -1,11 +1,16 @@
-"""Methods in words, out of their own files: the table of all, and what a single method is, takes and costs."""
+"""Methods in words, out of their own files: the table of all, and what a single method is, takes and costs.
+
+`python -m crosslayer.verbs.methods.catalogue docs/METHODS.md` writes the table into a page.
+"""
 
 import ast
 import dataclasses
 import inspect
 import re
+import sys
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 from crosslayer.core.method import Method
 from crosslayer.core.methods import method_class, method_names
@@ -105,3 +110,9 @@ def _part(text: str, name: str) -> str:
 
 def _line(text: str) -> str:
     return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    found = re.compile(r"(?m)^\| method \|.*\n(?:\|.*\n)*")
+    page.write_text(found.sub(lambda _: markdown() + "\n", page.read_text(encoding="utf-8"), count=1), encoding="utf-8")

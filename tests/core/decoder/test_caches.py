@@ -10,7 +10,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache, convert_and_export_with_cache
 
 from crosslayer import testing as contract
-from tests.core.decoder.test_every_method import CASES
+from tests.helpers.cases import CASES
 from tests.helpers.tiny import tokens
 
 STATIC = {"cache_implementation": "static", "cache_config": {"batch_size": 1, "max_cache_len": 12}}

@@ -8,7 +8,7 @@ import torch
 from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.core.decoder.weights import from_model, to_model
-from tests.core.decoder.test_every_method import CAPPED, EXPERTS, GEMMA2, GPT2, LINEAR
+from tests.helpers.cases import CAPPED, EXPERTS, GEMMA2, GPT2, LINEAR
 from tests.helpers.tiny import tiny, tokens
 
 

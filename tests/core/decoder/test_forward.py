@@ -13,7 +13,7 @@ from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerModel, modeling
 from crosslayer.core.decoder.weights import to_model
 from crosslayer.core.method import Compensation
-from tests.core.decoder.test_every_method import CASES
+from tests.helpers.cases import CASES, each
 from tests.helpers.tiny import tokens
 
 CLA_AND_VALUES = ["cla", {"name": "attnres", "block": 3}]
@@ -236,7 +236,7 @@ def test_a_loss_of_ones_own_gets_its_options():
     assert model(ids, labels=ids, shift_labels="mine").loss == ("mine", contract.SHAPE["vocab_size"])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", each(CASES))
 def test_autocast_trains_every_method(case):
     methods, changes = CASES[case]
     model, ids = contract.build(contract.config_of(methods, **changes)).float().train(), tokens(length=8)

@@ -8,7 +8,7 @@ import torch
 from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.probe.depth import depth_reads
-from tests.core.decoder.test_every_method import CASES, SINGLE
+from tests.helpers.cases import CASES, SINGLE
 from tests.helpers.tiny import tokens
 
 OTHERS = ("llama", "attnres blocks", "mudd residual", "uniattn heads", "linear attention", "mixture of experts")

@@ -8,7 +8,7 @@ from crosslayer import testing as contract
 from crosslayer.core.decoder import packed
 from crosslayer.core.decoder.packed import Documents
 from crosslayer.verbs.train.attention import WITHIN_DOCUMENTS
-from tests.core.decoder.test_every_method import CASES
+from tests.helpers.cases import CASES, each
 from tests.helpers.tiny import tokens
 
 DOCUMENTS = ((5, 1, 6), (12,), (2, 10))  # of the rows of a batch
@@ -39,7 +39,7 @@ def masks_of(model, ids):
     return masks
 
 
-@pytest.mark.parametrize("case", sorted(CASES.keys() - CAPS - CROSS))
+@pytest.mark.parametrize("case", each(sorted(CASES.keys() - CAPS - CROSS)))
 def test_loss_and_gradients_are_those_of_a_dense_mask(case, monkeypatch):
     monkeypatch.setattr(packed, "PIECE", 3)
     methods, changes = CASES[case]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crosslayer import testing as contract
-from tests.core.decoder.test_every_method import CASES
+from tests.helpers.cases import CASES
 from tests.helpers.tiny import tokens
 
 peft = pytest.importorskip("peft")

@@ -15,8 +15,8 @@ from crosslayer import testing as contract
 from crosslayer.core.decoder.cuts import find_cuts
 from crosslayer.core.decoder.layer import CrossLayerDecoderLayer
 from crosslayer.core.decoder.pipeline import pipeline_parts, pipeline_stages
-from tests.core.decoder.test_every_method import CASES
 from tests.core.decoder.test_sharded import free_port
+from tests.helpers.cases import CASES, each
 
 BLOCK = 2  # sublayers: with 8 layers, 8 blocks
 MICROBATCHES, LENGTH = 4, 6
@@ -68,7 +68,7 @@ def test_other_families_are_refused(case):
         pipeline_parts(model, ranks=2)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in OTHERS])
+@pytest.mark.parametrize("case", each(case for case in CASES if case not in OTHERS))
 def test_parts_equal_the_whole(case):
     methods, shape = CASES[case]
     model = contract.build(contract.config_of(methods, **{**shape, "tie_word_embeddings": False})).train()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from crosslayer import testing as contract
 from crosslayer.core import depth_attention
-from tests.core.decoder.test_every_method import COMPOSITIONS, SHAPES, SINGLE
+from tests.helpers.cases import COMPOSITIONS, SHAPES, SINGLE, each
 
 FAMILIES = ("cla, gemma2", "attnres, gpt2", "attnres, mixture of experts", "attnres, linear attention")
 CASES = {name: (methods, {}) for name, methods in {**SINGLE, **COMPOSITIONS}.items()}
@@ -72,7 +72,7 @@ def worker(rank, port, case, mixed, checkpointing, path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", each(CASES))
 def test_two_ranks_equal_one(case, mixed, checkpointing, tmp_path, monkeypatch):
     path = tmp_path / "gradients.safetensors"
     mp.spawn(worker, (free_port(), case, mixed, checkpointing, path), nprocs=2)

@@ -12,8 +12,8 @@ from transformers.distributed import DistributedConfig
 
 from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerForCausalLM
-from tests.core.decoder.test_every_method import CASES
 from tests.core.decoder.test_sharded import free_port, gradients
+from tests.helpers.cases import CASES, each
 from tests.helpers.tiny import tokens
 
 BEFORE_AND_AFTER = [
@@ -31,7 +31,7 @@ SHARDED = {name: CASES[name] for name in NAMES}
 SHARDED |= {"resformer, qk-norm": (["resformer"], {"qk_norm": True}), "two W_c": (BEFORE_AND_AFTER, {})}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", each(CASES))
 def test_the_plan_names_what_is_there(case):
     methods, changes = CASES[case]
     model = CrossLayerForCausalLM(contract.config_of(methods, **changes))

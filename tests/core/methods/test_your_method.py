@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from crosslayer.cli.methods import command
 
+import crosslayer
 from crosslayer.core import methods
 from crosslayer.testing import CHECKS, config_of
 
 ROOT = Path(__file__).parents[3]
 WORDS = ("Scaled values: groups", "U_n = A_n (s V_l)", "by: float = 2.0", "Where the trained number begins.",
-         "cached share: 75.00%", "KV bytes per token in bf16", '{"method": "scaled", "cache": "75.00%"}')  # fmt: skip
+         "cached share: 75.00%", "KV bytes per token in bf16")  # fmt: skip
 
 
 def blocks(heading: str) -> list[str]:
@@ -37,12 +37,11 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("scaled", None)
 
 
-def test_it_is_described(folder, capsys):
+def test_it_is_described(folder):
     with pytest.raises(ValueError, match="'scaled' is not known; .* --allow-methods scaled"):
-        command("scaled")
+        crosslayer.methods("scaled")
     methods.allow_methods("scaled")
-    command("scaled")
-    shown = capsys.readouterr().out
+    (shown,) = crosslayer.methods("scaled").sentences()
     assert all(word in shown for word in WORDS), shown
 
 
@@ -99,7 +98,7 @@ assert "model.layers.3.attn_compensation.weight" in result.new, result.new
 def test_a_file_in_the_folder_is_all_that_a_method_needs(tmp_path):
     """A copy of the package with a new file: the contract, the tables, a retrofit and the search know it."""
     shutil.copytree(ROOT / "crosslayer", tmp_path / "crosslayer", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "crosslayer" / "methods" / "scaled.py").write_text("\n".join(blocks("Step by step")))
+    (tmp_path / "crosslayer" / "core" / "methods" / "scaled.py").write_text("\n".join(blocks("Step by step")))
     (tmp_path / "added.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{ADDED}")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
 
@@ -109,4 +108,4 @@ def test_a_file_in_the_folder_is_all_that_a_method_needs(tmp_path):
         return done.stdout
 
     output_of("added.py")
-    assert "scaled" in output_of("-m", "crosslayer", "retrofit", "--help")
+    assert "scaled" in output_of("-m", "crosslayer", "methods")

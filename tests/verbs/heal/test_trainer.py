@@ -12,7 +12,7 @@ from crosslayer.verbs.heal.parameters import compensations, merged, trained_para
 from crosslayer.verbs.heal.recipe import LoraPart
 from crosslayer.verbs.heal.trainer import DistillTrainer, Teacher
 from crosslayer.verbs.train.arguments import Schedule, training_arguments
-from tests.core.decoder.test_every_method import CASES
+from tests.helpers.cases import CASES
 from tests.helpers.recovery import original_in, recipe_in, retrofit_in
 from tests.helpers.tiny import tiny, tokens
 from tests.helpers.training import Random, losses, model_of

@@ -14,7 +14,7 @@ from crosslayer.testing import build, config_of
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
 from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.retrofit.rewire import rewire
-from tests.core.decoder.test_every_method import SHAPES
+from tests.helpers.cases import SHAPES
 from tests.helpers.nested import FACTOR, Nested
 from tests.helpers.tiny import tiny, tokens
 

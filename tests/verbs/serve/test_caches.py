@@ -5,7 +5,7 @@ import pytest
 from crosslayer import testing as contract
 from crosslayer.core.plan import CACHED
 from crosslayer.verbs.serve.caches import bytes_per_token, cache_owner, not_saved, not_servable
-from tests.core.decoder.test_every_method import CASES
+from tests.helpers.cases import CASES, each
 
 
 def config_of(case):
@@ -17,7 +17,7 @@ def owners(case):
     return [cache_owner(config, layer) for layer in range(config.num_hidden_layers)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", each(CASES))
 def test_a_layer_reads_another_cache_only_if_that_holds_just_what_it_reads(case):
     config = config_of(case)
     plan = config.plan

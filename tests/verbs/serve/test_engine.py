@@ -12,8 +12,8 @@ from crosslayer.core import methods
 from crosslayer.testing import build, config_of
 from crosslayer.verbs.serve import configuration_decilm, engine, plugin
 from tests.cli.test_cli import run
-from tests.core.decoder.test_every_method import CASES
 from tests.helpers.bytelevel import byte_level
+from tests.helpers.cases import CASES
 from tests.helpers.tiny import tiny
 from tests.verbs.export.models import ours, words
 

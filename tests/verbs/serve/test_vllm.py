@@ -17,7 +17,7 @@ import torch
 
 import crosslayer
 from crosslayer.testing import build, config_of, tokens
-from tests.core.decoder.test_every_method import CASES
+from tests.helpers.cases import CASES
 
 pytestmark = [
     pytest.mark.slow,

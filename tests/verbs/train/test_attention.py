@@ -11,7 +11,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from crosslayer.verbs.train import attention
 from crosslayer.verbs.train.arguments import Schedule, training_arguments
 from crosslayer.verbs.train.attention import WITHIN_DOCUMENTS, check_attention, readable_masks, set_attention
-from tests.core.decoder.test_every_method import CAPPED, LINEAR
+from tests.helpers.cases import CAPPED, LINEAR
 from tests.helpers.tiny import tiny
 from tests.helpers.training import losses, model_of, trainer_of
 

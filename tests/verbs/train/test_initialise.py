@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.verbs.train.initialise import initialise
-from tests.core.decoder.test_every_method import CASES
+from tests.helpers.cases import CASES, each
 
 
 def weights(methods, seed=0, **shape):
@@ -21,7 +21,7 @@ def plain():
     return weights([])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", each(CASES))
 def test_methods_share_what_they_have_in_common(case, plain):
     """And each tensor has the model's own distribution: constants are equal, spreads are close."""
     methods, changes = CASES[case]

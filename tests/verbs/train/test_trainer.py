@@ -14,7 +14,7 @@ from crosslayer.verbs.train import room
 from crosslayer.verbs.train.arguments import Schedule
 from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.trainer import TrainingStopped
-from tests.core.decoder.test_every_method import CASES
+from tests.helpers.cases import CASES, each
 from tests.helpers.training import LENGTH, STEPS, Random, Stop, losses, model_of, trainer_of
 
 
@@ -114,7 +114,7 @@ def test_the_model_is_saved_as_transformers_loads_it(whole, tmp_path):
             assert torch.equal(parameter, trainer.model.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", each(CASES))
 def test_decay_leaves_what_methods_mix_with_alone(case, tmp_path):
     methods, changes = CASES[case]
     model = model_of(methods, **{"num_hidden_layers": 6, **changes})

@@ -86,7 +86,7 @@ class Verb:
     @property
     def is_saved(self) -> bool:
         """Whether what it returns is a result, which the call itself does not write."""
-        has_result = (PACKAGE / "verbs" / self.name / "record.py").is_file()
+        has_result = (PACKAGE / "verbs" / self.name / "page.py").is_file()
         return has_result and all(option.name != "out" for option in self.call.parameters)
 
     @property
@@ -107,7 +107,6 @@ class Verb:
         return (*options, *EVERYWHERE)
 
     def _shown(self) -> tuple[Option, ...]:
-        """Return the parameters of the call that a shell can give."""
         parameters = [option for option in self.call.parameters if option.name not in self.beside]
         return tuple(_of_shell(option) for option in parameters if not option.text.startswith("in Python"))
 

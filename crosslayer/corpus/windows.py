@@ -266,7 +266,6 @@ def _split_bodies(
 
 
 def _windows(bodies: list[Body], first: list[int], last: list[int]) -> Windows:
-    """Put the special tokens around bodies."""
     ids = torch.tensor([[*first, *tokens, *last] for tokens, _ in bodies])  # (N, T)
     return Windows(ids, tuple(number for _, number in bodies))
 

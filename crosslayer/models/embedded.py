@@ -92,7 +92,6 @@ def embedded_config(name: str) -> PreTrainedConfig:
 
 
 def _target(name: str, source: Path) -> Path:
-    """Return the folder of a converted model."""
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     return cache_folder() / f"{name}-{digest}"
@@ -145,7 +144,6 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def _package_file(name: str, entry: Embedded) -> Path:
-    """Return a weights file of an installed package."""
     try:
         files = importlib.metadata.files(entry.package) or []
     except importlib.metadata.PackageNotFoundError as error:

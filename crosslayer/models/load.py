@@ -293,7 +293,6 @@ def _part(model: PreTrainedModel, key: str) -> torch.nn.Module | None:
 
 
 def _some(weights: list[str]) -> str:
-    """Return a count and the first names."""
     more = ", …" if len(weights) > 3 else ""
     return f"{len(weights)} weights ({', '.join(weights[:3])}{more})"
 

@@ -2,8 +2,8 @@
 
 import html
 import shutil
-from abc import abstractmethod
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -20,7 +20,7 @@ NOTEBOOK_HEIGHT = 800  # pixels of the page inside a notebook's cell
 class Result(Shown, BaseModel):
     """The result of a verb: its fields are what `record.json` holds, checked on construction, and frozen."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
     def record(self) -> dict[str, Any]:
         """Return everything as plain data, exactly what `record.json` holds."""
@@ -45,9 +45,18 @@ class Result(Shown, BaseModel):
 
     __str__ = __repr__
 
-    @abstractmethod
     def layout(self) -> Page:
-        """Return the parts of the page."""
+        """Return the parts of the page: what `layout` of the verb's `page.py` makes of the result."""
+        return self.sibling("page").layout(self)
+
+    def sentences(self) -> list[str]:
+        """Return what was found, in the sentences of the verb's `words.py`."""
+        return self.sibling("words").sentences(self)
+
+    @classmethod
+    def sibling(cls, name: str) -> Any:
+        """Return a module of the verb: what tells of a result imports its class, which imports none of that."""
+        return import_module(f"{cls.__module__.rpartition('.')[0]}.{name}")
 
     def page(self) -> str:
         """Return the page as a self-contained HTML document."""
@@ -92,7 +101,6 @@ class Result(Shown, BaseModel):
             return set()
 
     def _write(self, folder: Path) -> None:
-        """Write all files of the result into an empty folder."""
         layout = self.layout()
         save_page(folder, layout.html(), self.record(), layout.panels)
 

@@ -31,7 +31,6 @@ def measured_on(sequences: int, length: int, text: str | None, documents: Sequen
 
 
 def _origin(documents: Sequence[int]) -> str:
-    """Return how many documents sequences come from."""
     whole = len({number for number in documents if number >= 0})
     joined = sum(number < 0 for number in documents)
     words = []

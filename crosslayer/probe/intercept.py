@@ -209,7 +209,6 @@ def _replace(name: str) -> None:
 
 
 def _put_back(name: str) -> None:
-    """Restore an implementation when its last watched stack is gone."""
     count, before = _replaced.pop(name)
     if count > 1:
         _replaced[name] = (count - 1, before)

@@ -194,7 +194,6 @@ class _LayerWatch:
 
     @property
     def _elements(self) -> int:
-        """T · C."""
         assert self.received is not None
         return split(self.received, self.width)[0].numel()
 

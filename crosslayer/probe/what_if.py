@@ -177,7 +177,6 @@ class _Loans:
 
 
 def _silence(module: nn.Module, args: Any, output: Any) -> Any:
-    """Let a sublayer add nothing."""
     if isinstance(output, tuple):
         return (torch.zeros_like(output[0]), *output[1:])
     return torch.zeros_like(output)

@@ -13,7 +13,8 @@ from crosslayer.output.page import Page, save_page
 from crosslayer.output.panel import Line, Panel, drawn, plotly_figure, same_scale
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.page import panels as retrofit_panels
-from crosslayer.verbs.retrofit.record import Calibration, Choice, CurvePoint, FixedBlocks, RetrofitRecord, SearchRecord
+from crosslayer.verbs.retrofit.record import Calibration, Choice, CurvePoint, FixedBlocks, SearchRecord
+from crosslayer.verbs.retrofit.result import Receipt
 from tests.helpers.browser import complaints, resize
 from tests.helpers.tiny import tiny, tokens
 
@@ -110,7 +111,7 @@ def retrofitted(folder):
     interval = {"kl_ci95": (0.6, 0.9), "search_minus_fixed_ci95": (-0.2, 0.1)}
     blocks = FixedBlocks(method="cla", blocks=[[4, 5]], share=0.85, kl=0.7, search_minus_fixed=-0.1, **interval)
     search = SearchRecord(passes=9, kinds=[], curve=curve, fixed=[blocks])
-    record = RetrofitRecord.model_construct(
+    record = Receipt.model_construct(
         calibration=Calibration(fit="ridge", windows={}, layers=fits), choice=Choice(how="search", search=search)
     )
     panels = retrofit_panels(record)

@@ -22,39 +22,35 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = vars(typer.main.get_command(app))["commands"]
 TOY = {
     "__init__.py": '"""Counts words."""\n\nGROUP = "Inspect"\n',
-    "record.py": '''
-"""A record."""
+    "result.py": '''
+"""What was counted."""
 from typing import Literal
 from pydantic import Field
-from crosslayer.output.record import Frozen, typed_command
+from crosslayer.output.record import typed_command
+from crosslayer.output.result import Result
 
-class CountRecord(Frozen):
+class Count(Result):
     """Words."""
 
     schema_: Literal["crosslayer/count/1"] = Field(default="crosslayer/count/1", alias="schema")
     command: str | None = typed_command()
     words: int
-''',
-    "result.py": '''
-"""A result."""
-from crosslayer.output.page import Page
-from crosslayer.output.result import Result
-from crosslayer.verbs.count.record import CountRecord
-
-class Count(CountRecord, Result):
-    """Words, and a page."""
 
     def sentences(self):
         """Say it."""
         return [f"{self.words} words."]
 
-    def layout(self):
-        """Return the page."""
-        return Page("Count", "", [], self.sentences(), [], [])
-
     def headline(self):
         """Return the number."""
         return {"words": self.words}
+''',
+    "page.py": '''
+"""Its page."""
+from crosslayer.output.page import Page
+
+def layout(record):
+    """Return the page."""
+    return Page("Count", "", [], record.sentences(), [], [])
 ''',
     "run.py": '''
 """Counts."""

@@ -153,7 +153,6 @@ class CrossLayerAttention(nn.Module):
         return attend(self, *states, attention_mask, **options)[0]
 
     def _cached(self, states: States, cache: Cache) -> States:
-        """Cache what this layer stores."""
         q, k, v = states
         if k is not None and v is not None:
             return [q, *update_both(cache, k, v, self.layer_idx)]
@@ -164,7 +163,6 @@ class CrossLayerAttention(nn.Module):
 
 
 def _rotate(states: States, rotary: tuple[Tensor, Tensor]) -> States:
-    """Apply rotary embedding to the queries and keys that are there."""
     q, k, v = states
     if q is not None and k is not None:
         return [*apply_rotary_pos_emb(q, k, *rotary), v]

@@ -149,7 +149,6 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
 
 
 def _output_bias(values: Mapping[str, Any]) -> bool:
-    """Return whether the map behind attention has a bias."""
     own = values["attention_output_bias"]
     return values["attention_bias"] if own is None else own
 

@@ -95,7 +95,6 @@ class _Mixer(HeadMixer):
         return q, k, v, {**carry, self.key: self._handed_up(raw, below)}
 
     def _handed_up(self, raw: Tensor, below: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the raw states that the layers above add."""
         if self.method.source == "all":
             return (*below, raw)
         if self.method.source == "first" and below:

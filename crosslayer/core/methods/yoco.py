@@ -39,7 +39,6 @@ class YOCO(Method):
 
 
 def _middle(layers: int) -> int:
-    """Return the first layer of the upper half."""
     if layers < 3:
         raise ValueError(f"yoco: with {layers} layers the upper half has nothing to share; it needs at least 3")
     return layers // 2

@@ -3,14 +3,15 @@
 import itertools
 
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
-from crosslayer.verbs.bench.record import MEASURES, SIDES, BenchmarkRecord, Row, Side
+from crosslayer.verbs.bench.record import MEASURES, SIDES, Row, Side
+from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.units import percent
 from crosslayer.verbs.bench.words import TITLES
 
 SIDE_COLORS = {"candidate": COLORS[0], "baseline": QUIET}
 
 
-def drawn_panels(record: BenchmarkRecord) -> list[Panel]:
+def drawn_panels(record: Benchmark) -> list[Panel]:
     """Return both figures of each batch size; the second is missing where nothing is predicted."""
     ratios, predictions = [], []
     for batch in dict.fromkeys(row.batch for row in record.rows):

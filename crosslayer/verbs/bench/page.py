@@ -2,13 +2,14 @@
 
 from crosslayer.output.page import Page
 from crosslayer.verbs.bench.figures import drawn_panels
-from crosslayer.verbs.bench.record import BenchmarkRecord, Row
+from crosslayer.verbs.bench.record import Row
+from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.tables import details, overview
 from crosslayer.verbs.bench.units import percent
 from crosslayer.verbs.bench.words import TITLES, sentences, setting
 
 
-def layout(record: BenchmarkRecord) -> Page:
+def layout(record: Benchmark) -> Page:
     """Return the parts of the page."""
     return Page(
         title=f"Bench of {record.models.candidate.name} beside {record.models.baseline.name}",
@@ -21,8 +22,7 @@ def layout(record: BenchmarkRecord) -> Page:
     )
 
 
-def _subtitle(record: BenchmarkRecord) -> str:
-    """Return under which conditions both sides ran."""
+def _subtitle(record: Benchmark) -> str:
     settings, baseline, threads = record.settings, record.models.baseline, record.environment.machine.threads
     return (
         f"random tokens, {settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of runs, in "
@@ -32,7 +32,6 @@ def _subtitle(record: BenchmarkRecord) -> str:
 
 
 def _cards(row: Row, covered: float) -> list[tuple[str, str, str]]:
-    """Return the large figures of a setting."""
     place = setting(row)
     cards = [("KV cache", f"{row.cache.dynamic.ratio:.1%}", f"of the baseline's bytes, {place}")]
     for measure, time in row.times().items():

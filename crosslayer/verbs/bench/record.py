@@ -4,9 +4,8 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from crosslayer.output.record import Environment, Frozen, typed_command
+from crosslayer.output.record import Frozen
 from crosslayer.verbs.bench.prediction import Operators, Prediction, Rates
-from crosslayer.verbs.bench.settings import Settings
 
 CLEAR = 0.9  # the coverage from which an interval of a bench decides: 5 pairs
 Side = Literal["candidate", "baseline"]
@@ -146,18 +145,3 @@ class Skip(Frozen):
     context: int
     batch: int
     reason: str
-
-
-class BenchmarkRecord(Frozen):
-    """What `record.json` of a bench holds."""
-
-    schema_: Literal["crosslayer/bench/2"] = Field(default="crosslayer/bench/2", alias="schema")
-    models: Both[ModelFacts]
-    settings: Settings
-    command: str | None = typed_command()
-    rows: tuple[Row, ...] = Field(min_length=1)
-    skipped: tuple[Skip, ...]
-    no_prediction: str | None = Field(description="why nothing is predicted")
-    interval_coverage: float = Field(ge=0, le=1, description="how often an interval of so many pairs holds the median")
-    seconds: float
-    environment: Environment

@@ -1,24 +1,34 @@
 """The result of a bench."""
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
-from crosslayer.output.page import Page
+from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
-from crosslayer.verbs.bench.page import layout
-from crosslayer.verbs.bench.record import BenchmarkRecord, Row
-from crosslayer.verbs.bench.tables import overview
-from crosslayer.verbs.bench.words import sentences
+from crosslayer.verbs.bench.record import Both, ModelFacts, Row, Skip
+from crosslayer.verbs.bench.settings import Settings
 
 
-class Benchmark(BenchmarkRecord, Result):
+class Benchmark(Result):
     """What `crosslayer.bench` returns: a row for each of N settings, typed, as arrays, and as a page.
 
     The axis of measures is `record.MEASURES`: time to first token, time per further token with a dynamic and with a
     static cache. The axis of sides is candidate, baseline.
     """
+
+    schema_: Literal["crosslayer/bench/2"] = Field(default="crosslayer/bench/2", alias="schema")
+    models: Both[ModelFacts]
+    settings: Settings
+    command: str | None = typed_command()
+    rows: tuple[Row, ...] = Field(min_length=1)
+    skipped: tuple[Skip, ...]
+    no_prediction: str | None = Field(description="why nothing is predicted")
+    interval_coverage: float = Field(ge=0, le=1, description="how often an interval of so many pairs holds the median")
+    seconds: float
+    environment: Environment
 
     @property
     def contexts(self) -> np.ndarray:
@@ -63,17 +73,9 @@ class Benchmark(BenchmarkRecord, Result):
         ratios = [[time.predicted_ratio for time in row.times().values()] for row in self.rows]
         return np.array(ratios, dtype=float)
 
-    def layout(self) -> Page:
-        """Return the parts of the page."""
-        return layout(self)
-
     def tables(self) -> list[Table]:
         """Return the short table: a row for each setting."""
-        return [overview(self)]
-
-    def sentences(self) -> list[str]:
-        """Return what was measured."""
-        return sentences(self)
+        return [self.sibling("tables").overview(self)]
 
     def headline(self) -> dict[str, Any]:
         """Return both names, what an interval covers, and the ratios of every setting."""

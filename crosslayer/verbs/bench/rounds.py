@@ -147,7 +147,6 @@ class SideBySide:
         return operators(lambda: model(token, past_key_values=cache, use_cache=True))
 
     def _round(self, order: tuple[Side, ...]) -> None:
-        """Time each phase on both sides before the next phase."""
         caches: dict[Side, Cache] = {}
 
         def prefill(side: Side) -> None:

@@ -1,10 +1,8 @@
 """What `record.json` of a bench in vLLM holds: times in seconds, memory in bytes."""
 
-from typing import Literal
-
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from crosslayer.output.record import Environment, Frozen, Seed, typed_command
+from crosslayer.output.record import Frozen, Seed
 from crosslayer.verbs.bench.record import Both, Comparison
 
 
@@ -38,22 +36,3 @@ class ServingRow(Frozen):
     requests: PositiveInt
     time: Comparison
     tokens_per_second: Both[PositiveFloat] = Field(description="new tokens of all requests")
-
-
-class ServingRecord(Frozen):
-    """What `record.json` of a bench in vLLM holds."""
-
-    schema_: Literal["crosslayer/serving/1"] = Field(default="crosslayer/serving/1", alias="schema")
-    models: Both[ServedModel]
-    settings: ServingSettings
-    command: str | None = typed_command()
-    engine: str = Field(description="vLLM and its version")
-    rows: tuple[ServingRow, ...] = Field(min_length=1)
-    interval_coverage: float = Field(ge=0, le=1, description="how often an interval of so many pairs holds the median")
-    seconds: float
-    environment: Environment
-
-    @property
-    def kv_tokens_ratio(self) -> float:
-        """Tokens that the cache holds, candidate / baseline."""
-        return self.models.candidate.kv_tokens / self.models.baseline.kv_tokens

@@ -1,17 +1,36 @@
 """The result of a bench in vLLM, and its page."""
 
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from crosslayer.output.page import Page, Table
+from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
-from crosslayer.verbs.bench.serving_record import ServingRecord, ServingRow
+from crosslayer.verbs.bench.record import Both
+from crosslayer.verbs.bench.serving_record import ServedModel, ServingRow, ServingSettings
 from crosslayer.verbs.bench.units import duration, percent, size
 
 HEAD = ["context", "requests", "tokens/s, candidate", "tokens/s, baseline", "time, both", "throughput ratio"]
 
 
-class ServingBenchmark(ServingRecord, Result):
+class ServingBenchmark(Result):
     """What `crosslayer.bench` returns for engine vllm: the tokens that the cache holds, and a row for each setting."""
+
+    schema_: Literal["crosslayer/serving/1"] = Field(default="crosslayer/serving/1", alias="schema")
+    models: Both[ServedModel]
+    settings: ServingSettings
+    command: str | None = typed_command()
+    engine: str = Field(description="vLLM and its version")
+    rows: tuple[ServingRow, ...] = Field(min_length=1)
+    interval_coverage: float = Field(ge=0, le=1, description="how often an interval of so many pairs holds the median")
+    seconds: float
+    environment: Environment
+
+    @property
+    def kv_tokens_ratio(self) -> float:
+        """Tokens that the cache holds, candidate / baseline."""
+        return self.models.candidate.kv_tokens / self.models.baseline.kv_tokens
 
     def layout(self) -> Page:
         """Return the parts of the page."""
@@ -32,14 +51,14 @@ class ServingBenchmark(ServingRecord, Result):
             words=self.sentences(),
             panels=[],
             tables=[],
-            lead=[self.overview()],
+            lead=self.tables(),
         )
 
-    def overview(self) -> Table:
+    def tables(self) -> list[Table]:
         """Return the table: a row for each setting."""
         rows = [_cells(row) for row in self.rows]
         covered = f", {percent(self.interval_coverage)} interval" if self.interval_coverage else ""
-        return f"Throughput (ratio: candidate / baseline{covered})", HEAD, rows
+        return [(f"Throughput (ratio: candidate / baseline{covered})", HEAD, rows)]
 
     def sentences(self) -> list[str]:
         """Return what was measured."""

@@ -127,7 +127,6 @@ def explain(
 
 
 def _by_name(rates: Sequence[Rates]) -> dict[str, list[float]]:
-    """Return the values of each rate over repeats."""
     repeats = [rate.by_name() for rate in rates]
     return {name: [values[name] for values in repeats] for name in repeats[0]}
 
@@ -180,7 +179,6 @@ def _reads(load: Load, structures: Mapping[Side, Structure]) -> ReadBytes | None
 
 
 def _speed(load: Load, times: Comparison) -> Both[float]:
-    """Return tokens a second over the whole batch."""
     return Both(candidate=load.batch / times.candidate.median, baseline=load.batch / times.baseline.median)
 
 

@@ -1,23 +1,15 @@
 """The tables of a bench: a short table for every reader, and all figures."""
 
 from crosslayer.output.page import Table
-from crosslayer.verbs.bench.record import (
-    SIDES,
-    BenchmarkRecord,
-    Both,
-    CacheBytes,
-    Comparison,
-    PeakMemory,
-    Row,
-    Timing,
-)
+from crosslayer.verbs.bench.record import SIDES, Both, CacheBytes, Comparison, PeakMemory, Row, Timing
+from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.units import duration, percent, ratio, size
 from crosslayer.verbs.bench.words import TITLES, far_off, setting
 
 UNKNOWN = "–"
 
 
-def overview(record: BenchmarkRecord) -> Table:
+def overview(record: Benchmark) -> Table:
     """Return the short table: a row for each context and batch size."""
     covered = f"{percent(record.interval_coverage)} interval" if record.interval_coverage else "no interval"
     times = [f"{title}\n({covered})".replace(", ", ",\n") for title in TITLES.values()]
@@ -26,7 +18,7 @@ def overview(record: BenchmarkRecord) -> Table:
     return title, ["context", "batch", "KV cache", *times, "peak memory"], rows
 
 
-def details(record: BenchmarkRecord) -> list[Table]:
+def details(record: Benchmark) -> list[Table]:
     """Return the long tables: every figure, and where a prediction is off."""
     covered = percent(record.interval_coverage)
     head = ["setting", "measure", *SIDES, f"candidate ÷ baseline ({covered})", "predicted"]
@@ -37,7 +29,7 @@ def details(record: BenchmarkRecord) -> list[Table]:
     return tables
 
 
-def figures(record: BenchmarkRecord) -> list[list[str]]:
+def figures(record: Benchmark) -> list[list[str]]:
     """Return a row of text for each setting and measure."""
     rows = []
     for row in record.rows:

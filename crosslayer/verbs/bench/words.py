@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from crosslayer.eviction.eviction import parse_eviction
-from crosslayer.verbs.bench.record import CLEAR, MEASURES, BenchmarkRecord, Note, Row, Skip
+from crosslayer.verbs.bench.record import CLEAR, MEASURES, Note, Row, Skip
+from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.units import percent, span
 
 TITLES = {
@@ -13,7 +14,7 @@ TITLES = {
 }
 
 
-def sentences(record: BenchmarkRecord) -> list[str]:
+def sentences(record: Benchmark) -> list[str]:
     """Return what was measured over all settings."""
     return [
         _cache_words(record.rows),
@@ -31,7 +32,7 @@ def setting(row: Row | Skip) -> str:
     return f"context {row.context}, batch {row.batch}"
 
 
-def far_off(record: BenchmarkRecord) -> list[tuple[Row, str, Note]]:
+def far_off(record: Benchmark) -> list[tuple[Row, str, Note]]:
     """Return row, measure and note of every prediction that is more than 20 % off."""
     return [(row, measure, note) for row in record.rows for measure, time in row.times().items() for note in time.notes]
 
@@ -63,7 +64,7 @@ def _memory_words(rows: Sequence[Row]) -> list[str]:
     return words + [f"Peak memory: {reason}." for reason in reasons]
 
 
-def _pairs_words(record: BenchmarkRecord) -> str:
+def _pairs_words(record: Benchmark) -> str:
     pairs, covered = record.settings.repeats, percent(record.interval_coverage)
     if pairs < 3:
         return "Fewer than three pairs of runs give no interval, so nothing is called faster or slower."
@@ -75,7 +76,7 @@ def _pairs_words(record: BenchmarkRecord) -> str:
     return f"{words}. Faster or slower is only what has an interval without 1."
 
 
-def _eviction_words(record: BenchmarkRecord) -> list[str]:
+def _eviction_words(record: Benchmark) -> list[str]:
     asked = record.settings.evict
     if asked is None:
         return []
@@ -86,7 +87,7 @@ def _eviction_words(record: BenchmarkRecord) -> list[str]:
     ]
 
 
-def _prediction_words(record: BenchmarkRecord) -> list[str]:
+def _prediction_words(record: Benchmark) -> list[str]:
     if record.no_prediction is not None:
         return [f"{record.no_prediction[:1].upper()}{record.no_prediction[1:]}."]
     off = far_off(record)

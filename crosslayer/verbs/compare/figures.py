@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from crosslayer.output.panel import COLORS, QUIET, Dots, Line, Panel, same_scale
-from crosslayer.verbs.compare.record import COSTS, ComparedRun, ComparisonRecord, Glance, Law, Outcome, Setting
+from crosslayer.verbs.compare.record import COSTS, ComparedRun, Glance, Law, Outcome, Setting
+from crosslayer.verbs.compare.result import Comparison
 
 TOGETHER = 6  # lines of arms in a figure
 GLANCES: tuple[tuple[str, str, str, Callable[[Glance], float | None]], ...] = (
@@ -15,7 +16,7 @@ GLANCES: tuple[tuple[str, str, str, Callable[[Glance], float | None]], ...] = (
 )
 
 
-def drawn_panels(record: ComparisonRecord) -> list[Panel]:
+def drawn_panels(record: Comparison) -> list[Panel]:
     """Return all figures, setting by setting."""
     panels = []
     for number, setting in enumerate(record.settings):
@@ -24,7 +25,7 @@ def drawn_panels(record: ComparisonRecord) -> list[Panel]:
     return [*panels, *_law_panels(record)]
 
 
-def _law_panels(record: ComparisonRecord) -> list[Panel]:
+def _law_panels(record: Comparison) -> list[Panel]:
     """Return the final losses by cost, the baseline in each figure, for each group of settings that has laws."""
     panels: list[Panel] = []
     words = "Means over seeds, against the whole cost of a run; a power law is a straight line here."
@@ -47,7 +48,7 @@ def _law_line(law: Law, color: str) -> Line:
 class _Setting:
     """The figures of a setting; `suffix` tells their files from those of others."""
 
-    def __init__(self, record: ComparisonRecord, setting: Setting, suffix: str):
+    def __init__(self, record: Comparison, setting: Setting, suffix: str):
         self.record, self.suffix = record, suffix
         self.place = f", {setting.label}" if setting.label else ""
         self.results = [result for result in record.outcomes if result.setting == setting.label]
@@ -167,7 +168,6 @@ def _mean_line(name: str, traces: Sequence[tuple[Sequence[int], Sequence[float]]
 def _glance_reader(
     value: Callable[[Glance], float | None],
 ) -> Callable[[ComparedRun], tuple[Sequence[int], Sequence[float]]]:
-    """Return what reads a quantity by step out of a run."""
 
     def read(run: ComparedRun) -> tuple[list[int], list[float]]:
         seen = [(glance.step, value(glance)) for glance in run.glances]

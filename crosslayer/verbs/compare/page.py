@@ -2,12 +2,12 @@
 
 from crosslayer.output.page import Page
 from crosslayer.verbs.compare.figures import drawn_panels
-from crosslayer.verbs.compare.record import ComparisonRecord
+from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.compare.tables import critical, domains, finals, insides, matched, scaling
 from crosslayer.verbs.compare.words import sentences, signed, span
 
 
-def layout(record: ComparisonRecord) -> Page:
+def layout(record: Comparison) -> Page:
     """Return the parts of the page."""
     return Page(
         title=f"Comparison: {record.name}",
@@ -20,7 +20,7 @@ def layout(record: ComparisonRecord) -> Page:
     )
 
 
-def _subtitle(record: ComparisonRecord) -> str:
+def _subtitle(record: Comparison) -> str:
     seeds = len({seed for result in record.outcomes for seed in result.seeds})
     machines = {run.machine.gpu or run.machine.processor for run in record.runs}
     machine = f" · {machines.pop()}" if len(machines) == 1 else ""
@@ -34,7 +34,7 @@ def _subtitle(record: ComparisonRecord) -> str:
     )
 
 
-def _cards(record: ComparisonRecord) -> list[tuple[str, str, str]]:
+def _cards(record: Comparison) -> list[tuple[str, str, str]]:
     paired = [result for result in record.outcomes if result.final is not None]
     count = {kind: sum(result.verdict == kind for result in paired) for kind in ("lower", "higher", "undecided")}
     cards = [(f"{kind} than {record.baseline}".capitalize(), str(count[kind]), f"of {len(paired)}, at the end")

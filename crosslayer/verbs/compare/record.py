@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from crosslayer.output.record import Environment, Frozen, Machine, typed_command
+from crosslayer.output.record import Frozen, Machine
 from crosslayer.verbs.compare.paired import Difference, Interval, Verdict
 
 ALPHA = 0.05  # adjusted p-values below it decide
@@ -212,46 +212,3 @@ class Budget(Frozen):
     kind: Literal["time", "flops", "tokens"]
     amount: float = Field(gt=0)
     step_seconds: dict[str, float] = Field(description="measured beforehand, by setting and arm; of a time alone")
-
-
-class ComparisonRecord(Frozen):
-    """Runs side by side, and what follows from them."""
-
-    schema_: Literal["crosslayer/comparison/1"] = Field(
-        "crosslayer/comparison/1", validation_alias="schema", serialization_alias="schema"
-    )
-    command: str | None = typed_command()
-    name: str
-    baseline: str
-    smooth: int | None = Field(ge=1, description="steps; None: a twentieth of each run")
-    budget: Budget | None
-    settings: tuple[Setting, ...] = Field(min_length=1)
-    extends: tuple[tuple[int, ...], ...] = Field((), description="seeds of the pages that were seen before this one")
-    arms: tuple[Arm, ...] = Field(min_length=1)
-    domains: tuple[str, ...] = Field(min_length=1)
-    runs: tuple[ComparedRun, ...] = Field(min_length=1)
-    stopped: dict[str, str] = Field(description="runs that diverged, and how; they are left out")
-    outcomes: tuple[Outcome, ...]
-    laws: tuple[Law, ...]
-    no_laws: str | None = Field(description="why there is no power law")
-    trends: tuple[LengthTrend, ...]
-    environment: Environment
-
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        settings, arms = {setting.label for setting in self.settings}, {arm.label for arm in self.arms}
-        parts = [(part.setting, part.arm) for part in (*self.runs, *self.outcomes)]
-        named = {arm for _, arm in parts} | {self.baseline} | {part.arm for part in (*self.laws, *self.trends)}
-        if not {setting for setting, _ in parts} <= settings or not named <= arms:
-            raise ValueError("a run or a result is of a setting or an arm that the record does not list")
-        return self
-
-    @property
-    def ordered(self) -> list[str]:
-        """Labels of the arms, the baseline first."""
-        return [self.baseline, *(arm.label for arm in self.arms if arm.label != self.baseline)]
-
-    def of(self, setting: str, arm: str) -> list[ComparedRun]:
-        """Return the runs of an arm in a setting, in the order of their seeds."""
-        runs = [run for run in self.runs if run.setting == setting and run.arm == arm]
-        return sorted(runs, key=lambda run: run.seed)

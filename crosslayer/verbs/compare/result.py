@@ -1,18 +1,64 @@
 """The result of a comparison."""
 
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
-from crosslayer.output.page import Page
+from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
-from crosslayer.verbs.compare.page import layout
-from crosslayer.verbs.compare.record import ComparisonRecord, Outcome
-from crosslayer.verbs.compare.words import sentences
+from crosslayer.verbs.compare.record import (
+    Arm,
+    Budget,
+    ComparedRun,
+    Law,
+    LengthTrend,
+    Outcome,
+    Setting,
+)
 
 
-class Comparison(ComparisonRecord, Result):
+class Comparison(Result):
     """What `crosslayer.compare` returns. Shapes: A outcomes (an arm beside the baseline in a setting), D domains."""
+
+    schema_: Literal["crosslayer/comparison/1"] = Field(
+        "crosslayer/comparison/1", validation_alias="schema", serialization_alias="schema"
+    )
+    command: str | None = typed_command()
+    name: str
+    baseline: str
+    smooth: int | None = Field(ge=1, description="steps; None: a twentieth of each run")
+    budget: Budget | None
+    settings: tuple[Setting, ...] = Field(min_length=1)
+    extends: tuple[tuple[int, ...], ...] = Field((), description="seeds of the pages that were seen before this one")
+    arms: tuple[Arm, ...] = Field(min_length=1)
+    domains: tuple[str, ...] = Field(min_length=1)
+    runs: tuple[ComparedRun, ...] = Field(min_length=1)
+    stopped: dict[str, str] = Field(description="runs that diverged, and how; they are left out")
+    outcomes: tuple[Outcome, ...]
+    laws: tuple[Law, ...]
+    no_laws: str | None = Field(description="why there is no power law")
+    trends: tuple[LengthTrend, ...]
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        settings, arms = {setting.label for setting in self.settings}, {arm.label for arm in self.arms}
+        parts = [(part.setting, part.arm) for part in (*self.runs, *self.outcomes)]
+        named = {arm for _, arm in parts} | {self.baseline} | {part.arm for part in (*self.laws, *self.trends)}
+        if not {setting for setting, _ in parts} <= settings or not named <= arms:
+            raise ValueError("a run or a result is of a setting or an arm that the record does not list")
+        return self
+
+    @property
+    def ordered(self) -> list[str]:
+        """Labels of the arms, the baseline first."""
+        return [self.baseline, *(arm.label for arm in self.arms if arm.label != self.baseline)]
+
+    def of(self, setting: str, arm: str) -> list[ComparedRun]:
+        """Return the runs of an arm in a setting, in the order of their seeds."""
+        runs = [run for run in self.runs if run.setting == setting and run.arm == arm]
+        return sorted(runs, key=lambda run: run.seed)
 
     @property
     def differences(self) -> np.ndarray:
@@ -35,14 +81,6 @@ class Comparison(ComparisonRecord, Result):
         """The same difference in each domain, (A, D); NaN without a pair."""
         rows = [[result.domains.get(name) for name in self.domains] for result in self.outcomes]
         return np.array([[np.nan if part is None else part.mean for part in row] for row in rows])
-
-    def layout(self) -> Page:
-        """Return the parts of the page."""
-        return layout(self)
-
-    def sentences(self) -> list[str]:
-        """Return what was found, in sentences."""
-        return sentences(self)
 
     def headline(self) -> dict[str, Any]:
         """Return the baseline, and of each arm in each setting the difference, its interval and the verdict."""

@@ -220,7 +220,6 @@ class _Job:
         return placed, state.model_copy(update={"stopped": stopped})
 
     def _forget(self, cell: Cell, state: State) -> State:
-        """Remove what a run left that diverged by another recipe."""
         place = self.folder / RUNS / cell.name
         if not (place / RECORD).is_file():
             shutil.rmtree(place, ignore_errors=True)
@@ -270,7 +269,6 @@ def _asked(budget: Budget | None) -> str:
 
 
 def _comparison(runs: Sorted, words: _Words, state: State | None = None) -> Comparison:
-    """Return what follows from runs."""
     if state is not None:
         runs = replace(runs, extends=state.before(runs.seeds))
     baseline = pick_baseline([arm.label for arm in runs.arms], words.baseline)

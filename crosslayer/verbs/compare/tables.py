@@ -4,7 +4,8 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from crosslayer.output.page import Table
-from crosslayer.verbs.compare.record import COSTS, ComparedRun, ComparisonRecord, Law, Outcome
+from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law, Outcome
+from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.compare.words import in_words, inside, percent, signed, span, with_values
 
 UNKNOWN = "–"
@@ -20,7 +21,7 @@ COLUMNS: tuple[tuple[str, Read, float, str], ...] = (  # what, how it is read, i
 )
 
 
-def finals(record: ComparisonRecord) -> list[Table]:
+def finals(record: Comparison) -> list[Table]:
     """Return the final losses, a table for each setting."""
     head = ["arm", "seeds", "loss", f"less {record.baseline}", "95 % interval", "p (Holm)", "lower or higher?"]
     tables: list[Table] = []
@@ -34,7 +35,7 @@ def finals(record: ComparisonRecord) -> list[Table]:
     return tables
 
 
-def matched(record: ComparisonRecord) -> list[Table]:
+def matched(record: Comparison) -> list[Table]:
     """Return what each arm costs, with its ratio to the baseline, a table for each setting."""
     tables: list[Table] = []
     dtypes = ", ".join(sorted({run.dtype for run in record.runs}))
@@ -49,7 +50,7 @@ def matched(record: ComparisonRecord) -> list[Table]:
     return tables
 
 
-def domains(record: ComparisonRecord) -> list[Table]:
+def domains(record: Comparison) -> list[Table]:
     """Return the differences by domain, a table for each setting."""
     tables: list[Table] = []
     for setting in record.settings:
@@ -67,7 +68,7 @@ def domains(record: ComparisonRecord) -> list[Table]:
     return tables
 
 
-def critical(record: ComparisonRecord) -> list[Table]:
+def critical(record: Comparison) -> list[Table]:
     """Return the critical points of the pairs; nothing where no arm is overtaken, or ahead and expected to be."""
     rows = []
     for result in record.outcomes:
@@ -88,7 +89,7 @@ def critical(record: ComparisonRecord) -> list[Table]:
     return [(f"Critical points: from where on the training loss of {record.baseline} is lower", head, rows)]
 
 
-def insides(record: ComparisonRecord) -> list[Table]:
+def insides(record: Comparison) -> list[Table]:
     """Return what was seen inside of the models at the end; nothing where the recipe asks for no looks."""
     rows = []
     for setting in record.settings:
@@ -101,7 +102,7 @@ def insides(record: ComparisonRecord) -> list[Table]:
     return [("Inside at the end, means over layers", [*head, "growth of the stream"], rows)] if rows else []
 
 
-def scaling(record: ComparisonRecord) -> list[Table]:
+def scaling(record: Comparison) -> list[Table]:
     """Return the power laws, a table for each group of settings."""
     head = ["arm", "L = A · C^−α", "α over seeds (95 %)", "α by scatter (95 %)", "C saved at the largest", "95 %"]
     tables: list[Table] = []

@@ -3,10 +3,11 @@
 from collections.abc import Collection, Sequence
 
 from crosslayer.verbs.compare.paired import FEWEST, Difference, Interval, Verdict
-from crosslayer.verbs.compare.record import COSTS, RELEVANT, ComparedRun, ComparisonRecord, Law, LengthTrend, Outcome
+from crosslayer.verbs.compare.record import COSTS, RELEVANT, ComparedRun, Law, LengthTrend, Outcome
+from crosslayer.verbs.compare.result import Comparison
 
 
-def sentences(record: ComparisonRecord) -> list[str]:
+def sentences(record: Comparison) -> list[str]:
     """Return what the runs show."""
     lines = [
         *_budget_words(record),
@@ -54,7 +55,7 @@ def in_words(result: Outcome) -> str:
     return "undecided" if result.final.verdict == "undecided" else f"{result.final.verdict} only if taken alone"
 
 
-def _budget_words(record: ComparisonRecord) -> list[str]:
+def _budget_words(record: Comparison) -> list[str]:
     budget = record.budget
     if budget is None:
         return []
@@ -82,7 +83,7 @@ def _range(values: Collection[float], form: str) -> str:
     return " to ".join(ends)
 
 
-def _setting_words(record: ComparisonRecord, setting: str) -> list[str]:
+def _setting_words(record: Comparison, setting: str) -> list[str]:
     results = [result for result in record.outcomes if result.setting == setting]
     results.sort(key=lambda result: result.loss)
     place = f"{setting}: " if setting else ""
@@ -127,7 +128,7 @@ def _listed(results: Sequence[Outcome]) -> str:
     return "; ".join(f"{result.arm} {with_values(result.final)}" for result in results if result.final)
 
 
-def _extended_words(record: ComparisonRecord) -> list[str]:
+def _extended_words(record: Comparison) -> list[str]:
     """Say that seeds were added after a page was seen, and what that asks of this one."""
     if not record.extends:
         return []
@@ -141,7 +142,7 @@ def _extended_words(record: ComparisonRecord) -> list[str]:
     ]
 
 
-def _many_words(record: ComparisonRecord) -> list[str]:
+def _many_words(record: Comparison) -> list[str]:
     count = sum(result.adjusted is not None for result in record.outcomes)
     if count < 2:
         return []
@@ -151,7 +152,7 @@ def _many_words(record: ComparisonRecord) -> list[str]:
     ]
 
 
-def _critical_words(record: ComparisonRecord) -> list[str]:
+def _critical_words(record: Comparison) -> list[str]:
     lines = []
     for result in record.outcomes:
         if result.overtaken and result.critical is not None:
@@ -165,7 +166,7 @@ def _critical_words(record: ComparisonRecord) -> list[str]:
     return lines
 
 
-def _law_words(law: Law, record: ComparisonRecord) -> list[str]:
+def _law_words(law: Law, record: Comparison) -> list[str]:
     place, baseline = f"{law.where}: " if law.where else "", record.baseline
     sides = [part for part in record.laws if part.where == law.where and part.arm in (baseline, law.arm)]
     rising = [part.arm for part in sides if part.exponent <= 0]
@@ -203,7 +204,7 @@ def _trend_words(trend: LengthTrend, baseline: str) -> str:
     )
 
 
-def _inside_words(record: ComparisonRecord) -> list[str]:
+def _inside_words(record: Comparison) -> list[str]:
     """Return the ends of what was seen inside, over the arms of each setting."""
     lines = []
     for setting in record.settings:
@@ -243,7 +244,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _missing_words(record: ComparisonRecord) -> list[str]:
+def _missing_words(record: Comparison) -> list[str]:
     lines = [f"Left out, since it stopped: {name}, {what}." for name, what in record.stopped.items()]
     for setting in record.settings:
         group = [result for result in record.outcomes if result.setting == setting.label and result.missing]

@@ -7,20 +7,15 @@ from dataclasses import replace
 
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel, by_position
 from crosslayer.output.record import Measure
-from crosslayer.verbs.diagnose.record import (
-    ByStream,
-    CrossLayer,
-    DepthWeights,
-    DiagnosisRecord,
-    PositionTable,
-)
+from crosslayer.verbs.diagnose.record import ByStream, CrossLayer, DepthWeights, PositionTable
+from crosslayer.verbs.diagnose.result import Diagnosis
 
 LAYER = "layer"
 FIRST, *OTHERS = COLORS  # the first color is the first token's on the whole page
 SHARE, COSINE = (0.0, 1.0), (-1.0, 1.0)  # what is possible
 
 
-def panels(record: DiagnosisRecord) -> list[Panel]:
+def panels(record: Diagnosis) -> list[Panel]:
     """Return all figures of the page, in order."""
     averaged, without_first, by_head = _similarities(record)
     figures = [
@@ -56,7 +51,7 @@ def _by_layer(measure: Measure, name: str = "", color: str | None = None) -> Lin
     return Line(name, _numbers(measure.mean), measure.mean, low, high, color)
 
 
-def _each(record: DiagnosisRecord, name: str, mean: Line) -> list[Line]:
+def _each(record: Diagnosis, name: str, mean: Line) -> list[Line]:
     """Return the line of the mean of the residual streams, and behind it that of each, where there are several."""
     single = None if record.by_stream is None else dict(record.by_stream)[name]
     if single is None:
@@ -68,7 +63,6 @@ def _each(record: DiagnosisRecord, name: str, mean: Line) -> list[Line]:
 
 
 def _band(ci95: list[list[float]] | None) -> tuple[list[float] | None, list[float] | None]:
-    """Return the lower and the upper ends of intervals."""
     if ci95 is None:
         return None, None
     return [low for low, _ in ci95], [high for _, high in ci95]
@@ -89,7 +83,7 @@ def highest(measure: Measure) -> tuple[int, float]:
     return max(_known(measure), key=lambda pair: pair[1])
 
 
-def _positions(record: DiagnosisRecord) -> Panel:
+def _positions(record: Diagnosis) -> Panel:
     bins = record.importance_by_position
     z = []
     for row in bins.mean:
@@ -104,7 +98,7 @@ def _positions(record: DiagnosisRecord) -> Panel:
     return Panel("importance_by_position", title, sentence, axis, LAYER, wide=True, **drawn)
 
 
-def _sink_share(record: DiagnosisRecord) -> Panel:
+def _sink_share(record: Diagnosis) -> Panel:
     share, rate = record.measures.first_token_share, record.measures.sink_rate
     layer, top = highest(share)
     sentence = (
@@ -116,7 +110,7 @@ def _sink_share(record: DiagnosisRecord) -> Panel:
     return Panel("first_token_share", "Attention on the first token", sentence, LAYER, "share", lines, bounds=SHARE)
 
 
-def _peaks(record: DiagnosisRecord) -> Panel:
+def _peaks(record: Diagnosis) -> Panel:
     ratio = record.measures.hidden_norm_ratio
     layer, top = highest(ratio)
     sentence = (
@@ -141,7 +135,7 @@ def _ratio(key: str, title: str, sentence: str, lines: list[Line]) -> Panel:
     return Panel(key, title, sentence, LAYER, axis, lines, log_y=True, bounds=(0, math.inf))
 
 
-def _similarities(record: DiagnosisRecord) -> list[Panel]:
+def _similarities(record: Diagnosis) -> list[Panel]:
     return [
         _similarity(
             "map_similarity",
@@ -173,7 +167,7 @@ def _similarity(key: str, title: str, sentence: str, cosines: Measure) -> Panel:
     return Panel(key, title, sentence, LAYER, LAYER, heat=heat)
 
 
-def _adjacent(record: DiagnosisRecord) -> Panel:
+def _adjacent(record: Diagnosis) -> Panel:
     lines = [
         _of_neighbours(record.measures.map_similarity, "head-averaged", OTHERS[0]),
         _of_neighbours(record.measures.map_similarity_without_first, "without first column", OTHERS[1]),
@@ -229,7 +223,7 @@ def _cross_layer(cosines: CrossLayer) -> Panel:
     )
 
 
-def _io(record: DiagnosisRecord) -> Panel:
+def _io(record: Diagnosis) -> Panel:
     lines = _drawable(
         _by_layer(record.measures.attention_io_similarity, "attention: cos(x, x + Attn(x))", OTHERS[0]),
         _by_layer(record.measures.layer_io_similarity, "layer: cos(x, layer(x))", OTHERS[1]),
@@ -242,8 +236,7 @@ def _io(record: DiagnosisRecord) -> Panel:
     return Panel("io_similarity", title, sentence, LAYER, "cosine", lines, bounds=COSINE)
 
 
-def _io_of_streams(record: DiagnosisRecord, single: ByStream) -> list[Panel]:
-    """Return what attention and whole layers change in each residual stream."""
+def _io_of_streams(record: Diagnosis, single: ByStream) -> list[Panel]:
     panels = []
     for name, what in (("attention_io_similarity", "attention"), ("layer_io_similarity", "whole layers")):
         if dict(single)[name] is not None:
@@ -255,11 +248,10 @@ def _io_of_streams(record: DiagnosisRecord, single: ByStream) -> list[Panel]:
 
 
 def _drawable(*lines: Line) -> list[Line]:
-    """Return the lines that have a point."""
     return [line for line in lines if any(height is not None for height in line.y)]
 
 
-def _concentration(record: DiagnosisRecord) -> Panel:
+def _concentration(record: Diagnosis) -> Panel:
     measure = record.measures.entropy
     layer, low = _lowest(measure)
     even = math.log(record.settings.length)
@@ -271,7 +263,7 @@ def _concentration(record: DiagnosisRecord) -> Panel:
     return Panel("entropy", "Concentration", sentence, LAYER, "entropy (nats)", lines, bounds=(0, even))
 
 
-def _top(record: DiagnosisRecord) -> Panel:
+def _top(record: Diagnosis) -> Panel:
     rows = record.measures.top_importance.mean
     z = [list(column) for column in zip(*rows, strict=True)]
     heat = Heat(_numbers(rows), [float(i + 1) for i in range(len(z))], z, "share of all attention, a′", SHARE)
@@ -282,7 +274,7 @@ def _top(record: DiagnosisRecord) -> Panel:
     return Panel("top_importance", "TOP-i importance", sentence, LAYER, "rank i", heat=heat)
 
 
-def _smoothing(record: DiagnosisRecord) -> Panel:
+def _smoothing(record: Diagnosis) -> Panel:
     measure = record.measures.token_similarity
     layer, top = highest(measure)
     sentence = (
@@ -293,7 +285,7 @@ def _smoothing(record: DiagnosisRecord) -> Panel:
     return Panel("token_similarity", "Over-smoothing", sentence, LAYER, "mean cosine", lines, bounds=COSINE)
 
 
-def _flatness(record: DiagnosisRecord) -> Panel:
+def _flatness(record: Diagnosis) -> Panel:
     lines = _drawable(
         _by_layer(record.measures.mlp_l1_l2, "first token", FIRST),
         _by_layer(record.measures.mlp_l1_l2_others, "median of the others", QUIET),
@@ -306,7 +298,7 @@ def _flatness(record: DiagnosisRecord) -> Panel:
     return Panel("mlp_l1_l2", "Flatness of the MLP's output", sentence, LAYER, "L1 / L2", lines, bounds=(1, flat))
 
 
-def _stream(record: DiagnosisRecord) -> Panel:
+def _stream(record: Diagnosis) -> Panel:
     measure = record.measures.stream_norm
     sentence = (
         "Mean norm of the hidden states that enter each layer. Pre-norm models grow with depth, so that later layers weigh "
@@ -317,7 +309,7 @@ def _stream(record: DiagnosisRecord) -> Panel:
     return Panel("stream_norm", title, sentence, LAYER, "mean L2 norm", lines, log_y=True, bounds=(0, math.inf))
 
 
-def _spectrum(record: DiagnosisRecord) -> Panel:
+def _spectrum(record: Diagnosis) -> Panel:
     rows, shown = record.measures.value_spectrum.mean, 64
     z = [[None if not v or not row[0] else math.log10(max(v / row[0], 1e-6)) for v in row[:shown]] for row in rows]
     heat = Heat([float(i + 1) for i in range(len(z[0]))], _numbers(z), z, "log₁₀ λₖ / λ₁", (-3.0, 0.0))

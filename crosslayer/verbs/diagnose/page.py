@@ -1,18 +1,27 @@
 """The head, cards and tables of a diagnosis, from its record alone."""
 
-from crosslayer.output.page import Table
+from crosslayer.output.page import Page, Table
 from crosslayer.output.words import measured_on
-from crosslayer.verbs.diagnose.figures import highest
-from crosslayer.verbs.diagnose.record import (
-    CacheCandidates,
-    DiagnosisRecord,
-    TopToken,
-)
+from crosslayer.verbs.diagnose.figures import highest, panels
+from crosslayer.verbs.diagnose.record import CacheCandidates, TopToken
+from crosslayer.verbs.diagnose.result import Diagnosis
 
 Card = tuple[str, str, str]  # title, figure, explanation
 
 
-def subtitle(record: DiagnosisRecord) -> str:
+def layout(record: Diagnosis) -> Page:
+    """Return the parts of the page."""
+    return Page(
+        title=f"Diagnosis of {record.settings.model}",
+        subtitle=subtitle(record),
+        cards=cards(record),
+        words=record.words,
+        panels=panels(record),
+        tables=tables(record),
+    )
+
+
+def subtitle(record: Diagnosis) -> str:
     """Return what was measured, on which text."""
     model, settings = record.model, record.settings
     text = measured_on(settings.sequences, settings.length, settings.text, settings.documents)
@@ -20,7 +29,7 @@ def subtitle(record: DiagnosisRecord) -> str:
     return f"{model.class_}, {model.parameters / 1e6:.1f} M parameters, {model.layers} layers{carried} · {text}"
 
 
-def cards(record: DiagnosisRecord) -> list[Card]:
+def cards(record: Diagnosis) -> list[Card]:
     """Return the headline cards."""
     sink, neighbours, cache = record.verdict.sink, record.verdict.neighbours, record.verdict.cache
     layer, peak = highest(record.measures.hidden_norm_ratio)
@@ -54,7 +63,7 @@ def _cache_cards(cache: CacheCandidates) -> list[Card]:
     return [("Candidate KV cache", figure, note)]
 
 
-def tables(record: DiagnosisRecord) -> list[Table]:
+def tables(record: Diagnosis) -> list[Table]:
     """Return the tables below the figures: top tokens, settings."""
     tokens = []
     for layer, entries in enumerate(record.top_tokens):

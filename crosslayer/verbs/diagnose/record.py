@@ -1,10 +1,8 @@
 """What `record.json` of a diagnosis holds: plain data whose keys are the attributes here."""
 
-from typing import Literal, Self
+from pydantic import Field
 
-from pydantic import Field, model_validator
-
-from crosslayer.output.record import Environment, Frozen, Measure, Options, PositionBins, typed_command
+from crosslayer.output.record import Frozen, Measure, Options, typed_command
 
 PAIRS = ("map_similarity", "map_similarity_without_first", "map_similarity_per_head")  # measures of two layers
 
@@ -204,41 +202,3 @@ class Verdict(Frozen):
     redundancy: Redundancy
     neighbours: Neighbours
     cache: CacheCandidates | None
-
-
-class DiagnosisRecord(Frozen):
-    """What `record.json` of a diagnosis holds; `schema_` is written as "schema"."""
-
-    schema_: Literal["crosslayer/diagnosis/2"] = Field(default="crosslayer/diagnosis/2", alias="schema")
-    model: ModelFacts
-    settings: Settings
-    measures: Measures
-    by_stream: ByStream | None = None
-    cross_layer: CrossLayer | None
-    depth_weights: DepthWeights | None = None
-    importance_by_position: PositionBins
-    top_tokens: list[list[TopToken]]
-    position_table: PositionTable | None
-    verdict: Verdict
-    words: list[str] = Field(description="the verdict in sentences")
-    seconds: float
-    environment: Environment
-
-    @model_validator(mode="after")
-    def _check_shapes(self) -> Self:
-        """Refuse measures that are not of the model's layers."""
-        layers = self.model.layers
-        measures = list(self.measures) + (list(self.cross_layer) if self.cross_layer is not None else [])
-        single = list(self.by_stream) if self.by_stream is not None else []
-        for name, measure in [*measures, *((name, measure) for name, measure in single if measure is not None)]:
-            mean, interval = measure.array, measure.interval
-            if mean.shape[0] != layers or (name in PAIRS and mean.shape != (layers, layers)):
-                raise ValueError(f"{name} has the shape {mean.shape}, and the model has {layers} layers")
-            if interval is not None and interval.shape != (*mean.shape, 2):
-                raise ValueError(f"{name} has the shape {mean.shape}, and its interval {interval.shape}")
-        for name, measure in single:
-            if measure is not None and measure.array.shape != (layers, self.model.streams):
-                raise ValueError(
-                    f"{name} has the shape {measure.array.shape}; the model has {self.model.streams} streams"
-                )
-        return self

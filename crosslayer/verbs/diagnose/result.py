@@ -1,23 +1,67 @@
 """The result of a diagnosis: its record with the arrays, and its page."""
 
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
-from crosslayer.output.page import Page
+from crosslayer.output.record import Environment, PositionBins
 from crosslayer.output.result import Result
-from crosslayer.verbs.diagnose.figures import panels
-from crosslayer.verbs.diagnose.page import cards, subtitle, tables
-from crosslayer.verbs.diagnose.record import DiagnosisRecord
+from crosslayer.verbs.diagnose.record import (
+    PAIRS,
+    ByStream,
+    CrossLayer,
+    DepthWeights,
+    Measures,
+    ModelFacts,
+    PositionTable,
+    Settings,
+    TopToken,
+    Verdict,
+)
 
 
-class Diagnosis(DiagnosisRecord, Result):
+class Diagnosis(Result):
     """What `diagnose` measured of a model, and what that means (`verdict`, and `words` in sentences).
 
     Arrays are means over sequences in float64, with L layers of the stack, NaN where a layer has no such sublayer. The
     interval of any of them is beside it in `measures`: `diagnosis.measures.entropy.interval`, (L, 2), None for a single
     sequence. Layers and positions count from 0. docs/MEASURES.md has each measure's definition and source.
     """
+
+    schema_: Literal["crosslayer/diagnosis/2"] = Field(default="crosslayer/diagnosis/2", alias="schema")
+    model: ModelFacts
+    settings: Settings
+    measures: Measures
+    by_stream: ByStream | None = None
+    cross_layer: CrossLayer | None
+    depth_weights: DepthWeights | None = None
+    importance_by_position: PositionBins
+    top_tokens: list[list[TopToken]]
+    position_table: PositionTable | None
+    verdict: Verdict
+    words: list[str] = Field(description="the verdict in sentences")
+    seconds: float
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> Self:
+        """Refuse measures that are not of the model's layers."""
+        layers = self.model.layers
+        measures = list(self.measures) + (list(self.cross_layer) if self.cross_layer is not None else [])
+        single = list(self.by_stream) if self.by_stream is not None else []
+        for name, measure in [*measures, *((name, measure) for name, measure in single if measure is not None)]:
+            mean, interval = measure.array, measure.interval
+            if mean.shape[0] != layers or (name in PAIRS and mean.shape != (layers, layers)):
+                raise ValueError(f"{name} has the shape {mean.shape}, and the model has {layers} layers")
+            if interval is not None and interval.shape != (*mean.shape, 2):
+                raise ValueError(f"{name} has the shape {mean.shape}, and its interval {interval.shape}")
+        for name, measure in single:
+            if measure is not None and measure.array.shape != (layers, self.model.streams):
+                raise ValueError(
+                    f"{name} has the shape {measure.array.shape}; the model has {self.model.streams} streams"
+                )
+        return self
 
     @property
     def first_token_share(self) -> np.ndarray:
@@ -98,17 +142,6 @@ class Diagnosis(DiagnosisRecord, Result):
     def stream_norm(self) -> np.ndarray:
         """Mean L2 norm of the hidden states that enter a layer, (L,)."""
         return self.measures.stream_norm.array
-
-    def layout(self) -> Page:
-        """Return the parts of the page."""
-        return Page(
-            title=f"Diagnosis of {self.settings.model}",
-            subtitle=subtitle(self),
-            cards=cards(self),
-            words=self.words,
-            panels=panels(self),
-            tables=tables(self),
-        )
 
     def sentences(self) -> list[str]:
         """Return the verdict in sentences."""

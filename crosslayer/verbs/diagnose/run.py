@@ -144,7 +144,6 @@ def _depth_weights(measured: Sequence[SequenceMeasures]) -> DepthWeights | None:
 
 
 def _averages(by_sequence: Sequence[dict[str, np.ndarray]]) -> dict[str, Measure]:
-    """Return mean and interval of each measure over the sequences."""
     names = by_sequence[0].keys()
     return {name: measure(np.stack([measures[name] for measures in by_sequence])) for name in names}
 

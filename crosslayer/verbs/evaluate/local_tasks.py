@@ -104,7 +104,6 @@ def write_local_tasks(data: str | Path, out: str | Path, force: bool = False) ->
 
 
 def _files(source: Path, stems: tuple[str, ...]) -> dict[str, str]:
-    """Return the files of a set by split."""
     found = {}
     for stem in stems:
         pattern = re.compile(rf"^{re.escape(stem)}\.({'|'.join(SPLITS)})\d*\.jsonl(\.gz)?$")

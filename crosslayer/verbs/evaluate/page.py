@@ -6,7 +6,8 @@ from crosslayer.output.panel import Panel
 from crosslayer.verbs.bench.units import size
 from crosslayer.verbs.evaluate.groups import LOCAL
 from crosslayer.verbs.evaluate.paired import Interval
-from crosslayer.verbs.evaluate.record import EvaluationRecord, GroupRow, ModelFacts, Row
+from crosslayer.verbs.evaluate.record import GroupRow, ModelFacts, Row
+from crosslayer.verbs.evaluate.result import Evaluation
 from crosslayer.verbs.evaluate.words import UNKNOWN, difference, score, score_of, sentences, signed, times_of, title
 
 KINDS = {"better": "pass", "worse": "fail", "no difference seen": "skip"}
@@ -16,7 +17,7 @@ LONGEST = 16  # characters of a name in a figure
 Drawn = tuple[str, float, float | None, float | None]  # name, estimate, ends of its interval
 
 
-def layout(record: EvaluationRecord) -> Page:
+def layout(record: Evaluation) -> Page:
     """Return the parts of the page."""
     candidate, baseline = record.models.candidate, record.models.baseline
     beside = "" if baseline is None else f" beside {baseline.name}"
@@ -31,7 +32,7 @@ def layout(record: EvaluationRecord) -> Page:
     )
 
 
-def tables(record: EvaluationRecord) -> list[Table]:
+def tables(record: Evaluation) -> list[Table]:
     """Return the table of groups, if there are any, and that of tasks."""
     if record.models.baseline is None:
         rows = [
@@ -50,7 +51,7 @@ def tables(record: EvaluationRecord) -> list[Table]:
     return [*found, (f"Tasks: {unit}", HEAD, [_cells(row) for row in record.rows])]
 
 
-def _together(record: EvaluationRecord) -> Table:
+def _together(record: Evaluation) -> Table:
     """Return cache, times and the first scores in a table."""
     cost, rows = record.cost, (record.groups or record.rows)[:4]
     assert cost is not None
@@ -72,7 +73,7 @@ def _score_on(side: str, row: Row | GroupRow) -> str:
     return UNKNOWN if value is None else score(value, "share")  # type: ignore[arg-type]
 
 
-def _subtitle(record: EvaluationRecord) -> str:
+def _subtitle(record: Evaluation) -> str:
     settings, model, threads = record.settings, record.models.candidate, record.environment.machine.threads
     shots = "as tasks have them" if settings.num_fewshot is None else str(settings.num_fewshot)
     asked = "all items" if settings.limit is None else f"the first {settings.limit} items"
@@ -82,7 +83,7 @@ def _subtitle(record: EvaluationRecord) -> str:
     )
 
 
-def _cards(record: EvaluationRecord) -> list[tuple[str, str, str]]:
+def _cards(record: Evaluation) -> list[tuple[str, str, str]]:
     """Return large figures of the groups, or where there are none of the first tasks."""
     cards = []
     for row in (record.groups or record.rows)[:4]:
@@ -93,7 +94,7 @@ def _cards(record: EvaluationRecord) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _panels(record: EvaluationRecord) -> list[Panel]:
+def _panels(record: Evaluation) -> list[Panel]:
     """Return a forest of differences in points, and one of ratios of perplexities."""
     panels = []
     points: list[Drawn] = []
@@ -171,7 +172,7 @@ def _metric(row: Row) -> str:
     return row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
 
 
-def _made_with(record: EvaluationRecord) -> Table:
+def _made_with(record: Evaluation) -> Table:
     """Return the table of models, command and versions."""
     rows = [] if record.command is None else [["command", record.command]]
     for side, facts in (("candidate", record.models.candidate), ("baseline", record.models.baseline)):

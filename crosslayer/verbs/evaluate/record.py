@@ -5,8 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from crosslayer.eviction.eviction import parse_eviction
-from crosslayer.output.record import Environment, Frozen, Options, Seed, typed_command
-from crosslayer.verbs.evaluate.cost import Cost
+from crosslayer.output.record import Frozen, Options, Seed
 from crosslayer.verbs.evaluate.paired import Paired
 
 
@@ -99,26 +98,3 @@ class GroupRow(Frozen):
     candidate: float
     baseline: float | None
     paired: Paired | None
-
-
-class EvaluationRecord(Frozen):
-    """What `record.json` of an evaluation holds."""
-
-    schema_: Literal["crosslayer/eval/1"] = Field(default="crosslayer/eval/1", alias="schema")
-    models: Models
-    settings: Settings
-    command: str | None = typed_command()
-    rows: tuple[Row, ...] = Field(min_length=1)
-    groups: tuple[GroupRow, ...]
-    cost: Cost | None = Field(default=None, description="None where it was not asked for")
-    lm_eval: str = Field(description="its version")
-    environment: Environment
-
-    @model_validator(mode="after")
-    def _check_sides(self) -> Self:
-        """Refuse rows with another number of sides than there are models."""
-        alone = self.models.baseline is None
-        for row in (*self.rows, *self.groups):
-            if (row.baseline is None) != alone or row.paired is not None and alone:
-                raise ValueError(f"{row.metric} has a baseline, or lacks it, unlike the record")
-        return self

@@ -3,27 +3,45 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr, model_validator
 
-from crosslayer.output.page import Page
+from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
-from crosslayer.verbs.evaluate.page import layout, tables
-from crosslayer.verbs.evaluate.record import EvaluationRecord, GroupRow, Row
-from crosslayer.verbs.evaluate.words import sentences
+from crosslayer.verbs.evaluate.cost import Cost
+from crosslayer.verbs.evaluate.record import GroupRow, Models, Row, Settings
 
 HARNESS = "lm_eval"  # the folder of what lm-eval returned
 
 
-class Evaluation(EvaluationRecord, Result):
+class Evaluation(Result):
     """What `crosslayer.evaluate` returns: a row for each of N metrics of tasks, typed, as arrays, and as a page.
 
     Its fields are what `record.json` holds, and two evaluations compare by them. `save` also writes what lm-eval
     returned, unchanged, of an evaluation that was not loaded from a folder.
     """
+
+    schema_: Literal["crosslayer/eval/1"] = Field(default="crosslayer/eval/1", alias="schema")
+    models: Models
+    settings: Settings
+    command: str | None = typed_command()
+    rows: tuple[Row, ...] = Field(min_length=1)
+    groups: tuple[GroupRow, ...]
+    cost: Cost | None = Field(default=None, description="None where it was not asked for")
+    lm_eval: str = Field(description="its version")
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _check_sides(self) -> Self:
+        """Refuse rows with another number of sides than there are models."""
+        alone = self.models.baseline is None
+        for row in (*self.rows, *self.groups):
+            if (row.baseline is None) != alone or row.paired is not None and alone:
+                raise ValueError(f"{row.metric} has a baseline, or lacks it, unlike the record")
+        return self
 
     _results: dict[str, Mapping[str, Any]] = PrivateAttr(default_factory=dict)  # by side
 
@@ -58,17 +76,9 @@ class Evaluation(EvaluationRecord, Result):
         none = (np.nan, np.nan)
         return np.array([none if row.paired is None else row.paired.interval or none for row in self.rows])
 
-    def layout(self) -> Page:
-        """Return the parts of the page."""
-        return layout(self)
-
-    def sentences(self) -> list[str]:
-        """Return what was found, in sentences."""
-        return sentences(self)
-
     def tables(self) -> list[Table]:
         """Return the scores, and beside a baseline the differences."""
-        return tables(self)
+        return self.sibling("page").tables(self)
 
     def headline(self) -> dict[str, Any]:
         """Return the names of the models, and scores with differences, rounded, of rows and groups."""

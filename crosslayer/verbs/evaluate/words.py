@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from crosslayer.eviction.eviction import parse_eviction
 from crosslayer.verbs.bench.record import Comparison
 from crosslayer.verbs.evaluate.paired import Paired
-from crosslayer.verbs.evaluate.record import EvaluationRecord, GroupRow, Row, Score
+from crosslayer.verbs.evaluate.record import GroupRow, Row, Score
+from crosslayer.verbs.evaluate.result import Evaluation
 
 MINUS = "−"
 UNKNOWN = "–"
 NAMED = 6  # rows that a sentence names
 
 
-def sentences(record: EvaluationRecord) -> list[str]:
+def sentences(record: Evaluation) -> list[str]:
     """Return what was seen, groups first."""
     if record.models.baseline is None:
         first = "Scores of one model, with lm-eval's standard errors; with a baseline, differences are paired by item."
@@ -59,7 +60,7 @@ def signed(value: float, digits: int) -> str:
     return f"{value:+.{digits}f}".replace("-", MINUS)
 
 
-def _eviction_words(record: EvaluationRecord) -> list[str]:
+def _eviction_words(record: Evaluation) -> list[str]:
     asked, candidate = record.settings.evict, record.models.candidate
     if asked is None:
         return []
@@ -71,7 +72,7 @@ def _eviction_words(record: EvaluationRecord) -> list[str]:
     return [f"{first} Of {candidate.reduced:,} of {candidate.requests:,} requests tokens went before the end."]
 
 
-def _cost_words(record: EvaluationRecord) -> list[str]:
+def _cost_words(record: Evaluation) -> list[str]:
     cost = record.cost
     if cost is None:
         return []
@@ -122,7 +123,7 @@ def _row_words(rows: Sequence[Row]) -> list[str]:
     return words
 
 
-def _sample_words(record: EvaluationRecord) -> list[str]:
+def _sample_words(record: Evaluation) -> list[str]:
     limit, asked = record.settings.limit, record.settings.num_fewshot
     words = [] if limit is None else [f"Only the first {limit} items of each task were asked."]
     for side in (record.models.candidate, record.models.baseline):
@@ -135,7 +136,7 @@ def _sample_words(record: EvaluationRecord) -> list[str]:
     return words
 
 
-def _chance_words(record: EvaluationRecord) -> list[str]:
+def _chance_words(record: Evaluation) -> list[str]:
     count = sum(row.paired is not None for row in record.rows)
     if count < 2:
         return []

@@ -109,5 +109,4 @@ def renumbered(weights: Mapping[str, Tensor], layers: list[Left]) -> dict[str, T
 
 
 def _is_beside(config: CrossLayerConfig, layer: int) -> bool:
-    """Return whether a layer has both attention and a W_c."""
     return config.wiring.compensation[layer] is not None and config.plan.attends(layer)

@@ -105,7 +105,6 @@ class Judge:
         return measured
 
     def _measured(self, model: PreTrainedModel, losses: Losses) -> Measurement:
-        """Return what is measured of a model whose losses are known."""
         return Measurement(losses, self._held_out(model), look_up(model, self.tokenizer, progress=self.meter))
 
     def _load(self, folder: Path) -> PreTrainedModel:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import QUIET, Line, Panel, same_scale
 from crosslayer.verbs.heal.early_stop import averages
-from crosslayer.verbs.heal.record import Arm, RecoveryRecord, Standing, State
+from crosslayer.verbs.heal.record import Arm, Standing, State
+from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.words import (
     LOSSES,
     as_the_last_stage,
@@ -24,7 +25,7 @@ from crosslayer.verbs.retrofit.words import kl, ratio
 SMOOTHING = 0.95
 
 
-def layout(record: RecoveryRecord) -> Page:
+def layout(record: Recovery) -> Page:
     """Return the parts of the page."""
     count = len(record.arms)
     return Page(
@@ -44,7 +45,7 @@ def layout(record: RecoveryRecord) -> Page:
     )
 
 
-def _cards(record: RecoveryRecord) -> list[tuple[str, str, str]]:
+def _cards(record: Recovery) -> list[tuple[str, str, str]]:
     """Return the best retrofit at the end, on the first domain."""
     best = min(record.arms, key=lambda arm: arm.states[-1].domains[0].damage.kl)
     before, after = best.states[0].domains[0], best.states[-1].domains[0]
@@ -60,7 +61,7 @@ def _cards(record: RecoveryRecord) -> list[tuple[str, str, str]]:
     ]
 
 
-def _overview(record: RecoveryRecord) -> Table:
+def _overview(record: Recovery) -> Table:
     """Return every state on all windows, and on the first domain."""
     first = record.arms[0].states[0].domains[0].name
     head = [
@@ -87,7 +88,7 @@ def _overview(record: RecoveryRecord) -> Table:
     return "Stage by stage (against the original as it was; 95 % intervals)", head, rows
 
 
-def _order(record: RecoveryRecord) -> Table:
+def _order(record: Recovery) -> Table:
     """Return the retrofits at the end, from the lowest KL to the highest, a column for each domain."""
     head = ["place", *record.order]
     rows = [
@@ -97,8 +98,7 @@ def _order(record: RecoveryRecord) -> Table:
     return "By KL at the end (what each has over the one before it, paired by window)", head, rows
 
 
-def _domain(record: RecoveryRecord, place: int) -> Table:
-    """Return every state on a domain."""
+def _domain(record: Recovery, place: int) -> Table:
     named = record.arms[0].states[0].domains[place]
     head = [
         "state",
@@ -128,7 +128,7 @@ def _figures(domain: Standing, number: int) -> list[str]:
     ]
 
 
-def _states(record: RecoveryRecord) -> Iterator[tuple[str, int, State]]:
+def _states(record: Recovery) -> Iterator[tuple[str, int, State]]:
     """Yield every state with its model's name and its number, the trained original's last."""
     for arm in record.arms:
         for number, state in enumerate(arm.states):
@@ -138,7 +138,7 @@ def _states(record: RecoveryRecord) -> Iterator[tuple[str, int, State]]:
             yield record.original, 0, state
 
 
-def _courses(record: RecoveryRecord) -> list[Panel]:
+def _courses(record: Recovery) -> list[Panel]:
     """Return the KL by stage, of the first domain that nothing saw and of the first that was seen."""
     domains = record.arms[0].states[0].domains
     places = [next((place for place, d in enumerate(domains) if d.seen == seen), None) for seen in (False, True)]
@@ -169,8 +169,7 @@ def _course(arm: Arm, place: int) -> Line:
     return Line(arm.name, numbers, [damage.kl for damage in measured], low, high)
 
 
-def _losses(record: RecoveryRecord) -> list[Panel]:
-    """Return the training losses of every stage that trained anything."""
+def _losses(record: Recovery) -> list[Panel]:
     panels = []
     for number in range(1, len(record.arms[0].states)):
         lines = []
@@ -194,8 +193,7 @@ def _curve(name: str, state: State, color: str | None = None) -> Line:
     return Line(name, [float(step) for step in curve.steps], averages(curve.losses, SMOOTHING), color=color)
 
 
-def _stages(record: RecoveryRecord) -> Table:
-    """Return how each stage went."""
+def _stages(record: Recovery) -> Table:
     head = ["retrofit", "state", "trained", "steps", "tokens", "minutes", "loss, first", "loss, last"]
     rows = []
     for name, _, state in _states(record):
@@ -218,7 +216,7 @@ def _stages(record: RecoveryRecord) -> Table:
     return "Training (losses as in the figures)", head, rows
 
 
-def _tokens(record: RecoveryRecord) -> Table:
+def _tokens(record: Recovery) -> Table:
     """Return how many tokens each model read; the trained original those of the last stage alone."""
     stages = [state.name for state in record.arms[0].states[1:]]
     counts = [(arm.name, tokens_read(arm)) for arm in record.arms]
@@ -229,7 +227,7 @@ def _tokens(record: RecoveryRecord) -> Table:
     return "Tokens read", ["model", *stages, "in all"], rows
 
 
-def _held_out(record: RecoveryRecord) -> Table:
+def _held_out(record: Recovery) -> Table:
     """Return the losses of what is held out of the text that was trained on."""
     domains = list(record.untrained_original.held_out)
     rows = [

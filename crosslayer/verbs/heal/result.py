@@ -1,17 +1,58 @@
 """The result of a recovery."""
 
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
-from crosslayer.output.page import Page
+from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
-from crosslayer.verbs.heal import page, words
-from crosslayer.verbs.heal.record import RecoveryRecord, Standing
+from crosslayer.verbs.heal.record import SCHEMA, Arm, Place, Standing, State
 
 
-class Recovery(RecoveryRecord, Result):
+class Recovery(Result):
     """What `crosslayer.heal` returns. Shapes: A retrofits, S states (before, and after each stage), D domains."""
+
+    schema_: Literal["crosslayer/recovery/2"] = Field(default=SCHEMA, alias="schema")
+    command: str | None = typed_command()
+    name: str
+    original: str
+    recipe: dict[str, Any] = Field(description="as it was, with every default")
+    objective: Literal["text", "response", "distill"]
+    reference: Literal["trained original", "original"]
+    arms: tuple[Arm, ...] = Field(min_length=1)
+    order: dict[str, tuple[Place, ...]] = Field(description="of the retrofits at the end, lowest KL first, by domain")
+    untrained_original: State
+    trained_original: State | None = Field(description="trained as the last stage says, to its last step")
+    original_stopped: str | None = Field(
+        default=None, description="why there is no trained original, where it diverged"
+    )
+    left_out: dict[str, int] = Field(description="instructions that are longer than a row, by domain")
+    overlapping: tuple[str, ...] = Field(
+        default=(),
+        description="domains that were trained on and fitted to: their windows may hold text that W_c was fitted to",
+    )
+    windows: int
+    length: int
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> Self:
+        """Refuse states that are not of the same domains, or arms that do not have the same stages."""
+        states = [state for arm in self.arms for state in arm.states]
+        states += [state for state in (self.untrained_original, self.trained_original) if state is not None]
+        if len({tuple(domain.name for domain in state.domains) for state in states}) != 1:
+            raise ValueError("states are of different domains")
+        if len({len(arm.states) for arm in self.arms}) != 1:
+            raise ValueError("retrofits have different numbers of stages")
+        names = sorted(arm.name for arm in self.arms)
+        if any(sorted(place.arm for place in places) != names for places in self.order.values()):
+            raise ValueError("an order is not of these retrofits")
+        if list(self.order) != [domain.name for domain in self.untrained_original.domains]:
+            raise ValueError("the orders are of other domains than the states")
+        if (self.reference == "trained original") != (self.trained_original is not None):
+            raise ValueError("the reference is missing, or not the one that was trained")
+        return self
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -37,14 +78,6 @@ class Recovery(RecoveryRecord, Result):
     def closed(self) -> np.ndarray:
         """Share of the gap to the reference that is closed, (A, S, D); NaN where there was none."""
         return self._of_each(lambda domain: np.nan if domain.closed is None else domain.closed.value)
-
-    def sentences(self) -> list[str]:
-        """Return the result in sentences."""
-        return words.sentences(self)
-
-    def layout(self) -> Page:
-        """Return the parts of the page."""
-        return page.layout(self)
 
     def headline(self) -> dict[str, Any]:
         """Return, for each retrofit, the KL on the first domain before and after every stage."""

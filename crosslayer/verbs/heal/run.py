@@ -151,7 +151,6 @@ class _Job:
 
     @property
     def _original(self) -> Path:
-        """The folder of the original."""
         return self.folder / "original"
 
     def _before(self, retrofit: Retrofit) -> Path:
@@ -162,7 +161,6 @@ class _Job:
         return self.folder / retrofit.name / f"stage-{number}"
 
     def _entered(self, retrofit: Retrofit, number: int) -> Path:
-        """Return the folder of the model that a stage begins with."""
         for earlier in range(number - 1, 0, -1):
             if isinstance(self.runs[self._stage(retrofit, earlier)], StageRun):
                 return self._stage(retrofit, earlier) / MODEL

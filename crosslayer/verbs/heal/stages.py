@@ -98,7 +98,6 @@ class Stage:
         return {**LOGGED, **self.recipe.train, **self.part.train}
 
     def _sequences(self) -> int:
-        """Return how many rows a step reads."""
         settings = self._settings()
         return settings.get("per_device_train_batch_size", 8) * settings.get("gradient_accumulation_steps", 1)
 

@@ -136,7 +136,6 @@ def _options(retrofits: Sequence[Retrofit], name: str) -> list[Any]:
 
 
 def _shared(retrofits: Sequence[Retrofit], what: str, values: Sequence[Any], key: str | None = None) -> Any:
-    """Return what all receipts say."""
     for retrofit, value in zip(retrofits, values, strict=True):
         if value != values[0]:
             way = "heal them one by one" if key is None else f"say {key}, or heal them one by one"

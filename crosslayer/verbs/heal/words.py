@@ -2,7 +2,8 @@
 
 from statistics import fmean
 
-from crosslayer.verbs.heal.record import Arm, Estimate, Place, RecoveryRecord, Standing, State
+from crosslayer.verbs.heal.record import Arm, Estimate, Place, Standing, State
+from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.needles.lookup import count_found, lookup_words
 from crosslayer.verbs.retrofit.words import with_interval
 
@@ -14,7 +15,7 @@ LOSSES = {
 PARAMETERS = {"compensation": "W_c alone", "all": "all parameters", "lora": "adapters of low rank, merged"}
 
 
-def sentences(record: RecoveryRecord) -> list[str]:
+def sentences(record: Recovery) -> list[str]:
     """Return what each retrofit was and became, and what that rests on."""
     said = [_arm(record, arm) for arm in record.arms]
     if len(record.arms) > 1:
@@ -35,7 +36,7 @@ def percent(figure: Estimate | None) -> str:
     return f"{figure.value:.0%} ({low:.0%} to {high:.0%})"
 
 
-def kind_of(record: RecoveryRecord, domain: Standing) -> str:
+def kind_of(record: Recovery, domain: Standing) -> str:
     """Return whether a domain was seen; "seen: fitted" where its very windows may hold text that was fitted to."""
     if domain.name in record.overlapping:
         return "seen: fitted"
@@ -54,7 +55,7 @@ def stage_words(state: State) -> str:
     return f"{state.name}: {PARAMETERS[state.run.parameters]}, {state.run.steps:,} steps{early}"
 
 
-def _arm(record: RecoveryRecord, arm: Arm) -> str:
+def _arm(record: Recovery, arm: Arm) -> str:
     before, after = arm.states[0].domains[0], arm.states[-1].domains[0]
     kls = " → ".join(with_interval(state.domains[0].damage.kl, state.domains[0].damage.kl_ci95) for state in arm.states)
     kind = kind_of(record, before)
@@ -66,8 +67,7 @@ def _arm(record: RecoveryRecord, arm: Arm) -> str:
     )
 
 
-def _needles(record: RecoveryRecord, arm: Arm) -> str:
-    """Say how many hidden numbers are found stage by stage."""
+def _needles(record: Recovery, arm: Arm) -> str:
     if not arm.states[-1].needles:
         return ""
     earlier = ", then ".join(found_of(state) for state in arm.states[:-1])
@@ -82,7 +82,7 @@ def found_of(state: State) -> str:
     return f"{count_found(state.needles)} of {asked}" if asked else "–"
 
 
-def _gap(record: RecoveryRecord, after: Standing) -> str:
+def _gap(record: Recovery, after: Standing) -> str:
     if after.closed is None:
         return f"Before training its loss was not seen above the {record.reference}'s: there is no gap to close."
     ratio = estimate(after.to_reference)
@@ -92,7 +92,7 @@ def _gap(record: RecoveryRecord, after: Standing) -> str:
     )
 
 
-def _order(record: RecoveryRecord) -> str:
+def _order(record: Recovery) -> str:
     """Say the retrofits from the lowest KL to the highest, on the first domain at the end."""
     domain, places = next(iter(record.order.items()))
     listed = "; ".join(f"{place.arm} {place_words(place)}" for place in places)
@@ -110,21 +110,20 @@ def place_words(place: Place) -> str:
     return f"{place.kl:.3f}, {place.over_previous.value:+.3f} ({low:+.3f} to {high:+.3f})".replace("-", "−")
 
 
-def _stops(record: RecoveryRecord) -> list[str]:
+def _stops(record: Recovery) -> list[str]:
     """Say which models stopped; their figures from then on are those of the state before."""
     stops = [(f"{arm.name}, {state.name}", state.stopped) for arm in record.arms for state in arm.states]
     stops.append((f"{record.original}, which was to be trained as well", record.original_stopped))
     return [f"Stopped: {place}: {why}." for place, why in stops if why is not None]
 
 
-def as_the_last_stage(record: RecoveryRecord) -> str:
+def as_the_last_stage(record: Recovery) -> str:
     """Return how the original was trained."""
     assert record.trained_original is not None and record.trained_original.run is not None
     return f"trained as the last stage, {record.trained_original.run.tokens:,} tokens"
 
 
-def _baseline(record: RecoveryRecord) -> list[str]:
-    """Say how much text each model read."""
+def _baseline(record: Recovery) -> list[str]:
     if record.trained_original is None:
         return []
     read = ", ".join(f"{arm.name} {sum(tokens_read(arm)):,}" for arm in record.arms)
@@ -139,7 +138,7 @@ def tokens_read(arm: Arm) -> list[int]:
     return [0 if state.run is None else state.run.tokens for state in arm.states[1:]]
 
 
-def _held_out(record: RecoveryRecord) -> str:
+def _held_out(record: Recovery) -> str:
     """Say the loss of what is held out of the text to train on, of every state, mean over its domains."""
     models = [(arm.name, arm.states) for arm in record.arms]
     states = (record.untrained_original, record.trained_original)
@@ -150,7 +149,7 @@ def _held_out(record: RecoveryRecord) -> str:
     return f"{kind} held out of the training, loss stage by stage, mean over its domains: {listed}."
 
 
-def _rests_on(record: RecoveryRecord) -> str:
+def _rests_on(record: Recovery) -> str:
     domains = record.arms[0].states[0].domains
     seen = ", ".join(domain.name for domain in domains if domain.seen) or "none"
     return (

@@ -73,7 +73,6 @@ class Waiver(Intervention):
         stack.enter_context(intercepted(model, handler))
 
     def _isolate(self, call: AttentionCall, running: Running) -> AttentionCall:
-        """Leave each position nothing but itself."""
         batch, _, new, _ = call.query.shape
         tokens = {position: running.new_tokens(self, position, batch, new) for position in self.positions}
         if not any(tokens.values()):
@@ -204,7 +203,6 @@ class TokenSwap(Intervention):
         stack.callback(model.get_input_embeddings().register_forward_pre_hook(swap).remove)
 
     def _id(self, model: PreTrainedModel) -> int:
-        """Return the id of the new token."""
         config = model.config.get_text_config()
         token: Any = self.token
         if token == "random":

@@ -6,8 +6,9 @@ from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, by_position, same_scale
 from crosslayer.output.record import PositionBins
 from crosslayer.output.words import measured_on, ranges
-from crosslayer.verbs.intervene.record import Change, EffectRecord, LayerMeasure, Place
-from crosslayer.verbs.intervene.sentences import describe, mean_of, probes, sentences, top_of
+from crosslayer.verbs.intervene.record import Change, LayerMeasure, Place
+from crosslayer.verbs.intervene.result import Effect
+from crosslayer.verbs.intervene.words import describe, mean_of, probes, sentences, top_of
 
 LAYER = "layer"
 SHARE = "attention received"
@@ -15,7 +16,7 @@ LINES = 4  # of a figure
 FAINTEST = 1e-4  # share of attention, at which the color scale begins
 
 
-def layout(record: EffectRecord) -> Page:
+def layout(record: Effect) -> Page:
     """Return the parts of the page."""
     settings = record.settings
     text = measured_on(settings.sequences, settings.length, settings.text, settings.documents)
@@ -29,7 +30,7 @@ def layout(record: EffectRecord) -> Page:
     )
 
 
-def cards(record: EffectRecord) -> list[tuple[str, str, str]]:
+def cards(record: Effect) -> list[tuple[str, str, str]]:
     """Return the headline cards: title, figure, explanation."""
     main = record.places[0]
     peak = main.hidden_norm_ratio
@@ -48,7 +49,7 @@ def cards(record: EffectRecord) -> list[tuple[str, str, str]]:
     return cards
 
 
-def first_token(record: EffectRecord) -> Place | None:
+def first_token(record: Effect) -> Place | None:
     """Return what was measured at the first token, None where it is itself intervened on."""
     return next((place for place in record.places if place.role == "first token"), None)
 
@@ -59,7 +60,7 @@ def _shares(place: Place) -> str:
     return f"{mean_of(change.before.mean):.1%} → {mean_of(change.after.mean):.1%}"
 
 
-def panels(record: EffectRecord) -> list[Panel]:
+def panels(record: Effect) -> list[Panel]:
     """Return all figures of the page, in order."""
     sides = record.attention_by_position
     heats = [_heat(record, "before", sides.before), _heat(record, "after", sides.after)]
@@ -68,7 +69,7 @@ def panels(record: EffectRecord) -> list[Panel]:
     return [*heats, *shares[: len(received)], *_state_panels(record), *shares[len(received) :]]
 
 
-def _received_panels(record: EffectRecord) -> list[Panel]:
+def _received_panels(record: Effect) -> list[Panel]:
     """Return the attention that the position receives, and the first token beside it."""
     main, first = record.places[0], first_token(record)
     at, rows = f"position {main.position}", "later tokens" if record.model.causal else "the other tokens"
@@ -80,7 +81,7 @@ def _received_panels(record: EffectRecord) -> list[Panel]:
     return panels
 
 
-def _state_panels(record: EffectRecord) -> list[Panel]:
+def _state_panels(record: Effect) -> list[Panel]:
     """Return the norms of the position's states, and the shape of what the MLP adds to it."""
     main = record.places[0]
     at, ratio, norm = f"position {main.position}", "norm ÷ median of the others", (0.0, math.inf)
@@ -95,8 +96,7 @@ def _state_panels(record: EffectRecord) -> list[Panel]:
     return panels
 
 
-def _scan_panels(record: EffectRecord) -> list[Panel]:
-    """Return what the intervention does in some layers only."""
+def _scan_panels(record: Effect) -> list[Panel]:
     lines = []
     for i, trial in enumerate(record.scan):
         name = f"in layers {ranges(trial.layers)}" if trial.layers else "in no layer"
@@ -105,8 +105,7 @@ def _scan_panels(record: EffectRecord) -> list[Panel]:
     return _divided("scan", "In which layers it matters", words, lines)
 
 
-def _control_panels(record: EffectRecord) -> list[Panel]:
-    """Return what the controls do."""
+def _control_panels(record: Effect) -> list[Panel]:
     lines, names = [], []
     for i, control in enumerate(record.controls):
         name, color = f"control {i + 1}", COLORS[i % len(COLORS)]
@@ -137,13 +136,11 @@ def _sides(key: str, title: str, words: str, axis: str, change: Change, bounds: 
 
 
 def _line(name: str, measure: LayerMeasure, color: str) -> Line:
-    """Return the means of a measure by layer with their band."""
     low, high = (None if measure.ci95 is None else [pair[end] for pair in measure.ci95] for end in (0, 1))
     return Line(name, _layers(measure), measure.mean, low, high, color)
 
 
 def _mean_line(name: str, measure: LayerMeasure, color: str, dashed: bool = False) -> Line:
-    """Return the means of a measure by layer."""
     return Line(name, _layers(measure), measure.mean, color=color, dashed=dashed)
 
 
@@ -151,8 +148,7 @@ def _layers(measure: LayerMeasure) -> list[float]:
     return [float(layer) for layer in range(len(measure.mean))]
 
 
-def _heat(record: EffectRecord, side: str, bins: PositionBins) -> Panel:
-    """Return the attention that every position receives in every layer."""
+def _heat(record: Effect, side: str, bins: PositionBins) -> Panel:
     z = []
     for row in bins.mean:
         z.append([None if share is None else math.log10(max(share, FAINTEST)) for share in row])
@@ -166,7 +162,7 @@ def _heat(record: EffectRecord, side: str, bins: PositionBins) -> Panel:
     return Panel(f"attention_{side}", title, words, axis, LAYER, wide=True, **drawn)
 
 
-def tables(record: EffectRecord) -> list[Table]:
+def tables(record: Effect) -> list[Table]:
     """Return the table of settings and versions."""
     rows = {**record.model.model_dump(by_alias=True), **record.settings.model_dump(exclude={"model"})}
     rows |= {f"{package} version": version for package, version in record.environment.versions.items()}

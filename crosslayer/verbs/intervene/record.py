@@ -3,12 +3,12 @@
 Shapes: L layers. A measure by layer holds None where a layer has no such sublayer.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from crosslayer.output.record import Environment, Frozen, Measure, PositionBins, typed_command
+from crosslayer.output.record import Frozen, Measure, PositionBins, typed_command
 from crosslayer.verbs.intervene.kinds import Entry
 
 SCHEMA = "crosslayer/intervention/2"
@@ -132,30 +132,3 @@ class Settings(Frozen):
     probes: int = Field(ge=1, description="sequences of scan and controls, the first of all")
     seed: int
     command: str | None = typed_command()
-
-
-class EffectRecord(Frozen):
-    """What `record.json` of an intervention holds; `places` begins with the first position intervened on."""
-
-    schema_: Literal["crosslayer/intervention/2"] = Field(default=SCHEMA, alias="schema")
-    model: ModelFacts
-    settings: Settings
-    interventions: list[Entry] = Field(min_length=1)
-    places: list[Place] = Field(min_length=1)
-    attention_by_position: AttentionByPosition
-    scan: list[Trial]
-    controls: list[Control]
-    seconds: float
-    environment: Environment
-
-    @model_validator(mode="after")
-    def _check_layers(self) -> Self:
-        """Refuse measures that do not have an entry for each layer."""
-        readings = [*self.scan, *(side for control in self.controls for side in (control.before, control.after))]
-        measures = [measure for reading in readings for measure in reading.measures]
-        for place in self.places:
-            measures += [side for change in place.changes for side in (change.before, change.after, change.difference)]
-        for measure in measures:
-            if {len(measure.mean), len(measure.ci95 or measure.mean)} != {self.model.layers}:
-                raise ValueError(f"a measure has {len(measure.mean)} entries; the model has {self.model.layers} layers")
-        return self

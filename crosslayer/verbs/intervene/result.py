@@ -1,17 +1,17 @@
 """The result of an intervention."""
 
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
-from crosslayer.output.page import Page
+from crosslayer.output.record import Environment
 from crosslayer.output.result import Result
-from crosslayer.verbs.intervene.page import layout
-from crosslayer.verbs.intervene.record import EffectRecord, Place
-from crosslayer.verbs.intervene.sentences import headline, sentences
+from crosslayer.verbs.intervene.kinds import Entry
+from crosslayer.verbs.intervene.record import SCHEMA, AttentionByPosition, Control, ModelFacts, Place, Settings, Trial
 
 
-class Effect(EffectRecord, Result):
+class Effect(Result):
     """What `crosslayer.intervene` returns: everything that was measured before and under interventions, with its page.
 
     Arrays are means over sequences in float64, at the main position: the first position of the first intervention. What
@@ -19,6 +19,29 @@ class Effect(EffectRecord, Result):
 
     Shapes: L layers; 2 stands for before and under the interventions.
     """
+
+    schema_: Literal["crosslayer/intervention/2"] = Field(default=SCHEMA, alias="schema")
+    model: ModelFacts
+    settings: Settings
+    interventions: list[Entry] = Field(min_length=1)
+    places: list[Place] = Field(min_length=1)
+    attention_by_position: AttentionByPosition
+    scan: list[Trial]
+    controls: list[Control]
+    seconds: float
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        """Refuse measures that do not have an entry for each layer."""
+        readings = [*self.scan, *(side for control in self.controls for side in (control.before, control.after))]
+        measures = [measure for reading in readings for measure in reading.measures]
+        for place in self.places:
+            measures += [side for change in place.changes for side in (change.before, change.after, change.difference)]
+        for measure in measures:
+            if {len(measure.mean), len(measure.ci95 or measure.mean)} != {self.model.layers}:
+                raise ValueError(f"a measure has {len(measure.mean)} entries; the model has {self.model.layers} layers")
+        return self
 
     @property
     def main(self) -> Place:
@@ -75,14 +98,6 @@ class Effect(EffectRecord, Result):
                  for control in self.controls]  # fmt: skip
         return np.array(sides, dtype=float).reshape(-1, 2, self.model.layers)
 
-    def sentences(self) -> list[str]:
-        """Return what was measured, in sentences."""
-        return sentences(self)
-
-    def layout(self) -> Page:
-        """Return the parts of the page."""
-        return layout(self)
-
     def headline(self) -> dict[str, Any]:
         """Return the figures of the main position: over all layers, before and after, and the loss behind it."""
-        return headline(self)
+        return self.sibling("words").headline(self)

@@ -120,7 +120,6 @@ class _Samples(NamedTuple):
 
 
 def _measured(model: PreTrainedModel, ids: Tensor, request: Request, settings: Settings, meter: Meter) -> Effect:
-    """Run everything that is asked for and put the result together."""
     started = time.perf_counter()
     check_ids(model, ids)
     experiment = _planned(model, request)
@@ -187,7 +186,6 @@ def _trials(model: PreTrainedModel, experiment: _Experiment, samples: _Samples, 
 
 
 def _controls(experiment: _Experiment, samples: _Samples, probes: int) -> list[Control]:
-    """Return what each control does to its own position."""
     watched = [*experiment.roles]
     controls = []
     for control, sample in zip(experiment.controls, samples.controls, strict=True):

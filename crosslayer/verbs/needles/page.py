@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 from crosslayer.output.page import Cell, Mark, Page, Table
 from crosslayer.output.panel import Heat, Panel
-from crosslayer.verbs.needles.record import NeedlesRecord, Question, Score, Side
+from crosslayer.verbs.needles.record import Question, Score, Side
+from crosslayer.verbs.needles.result import Needles
 from crosslayer.verbs.needles.text import SOURCE
 from crosslayer.verbs.needles.words import interval_of, keys_of, percent, points, sentences
 
 SHOWN = 12  # answers on the page; the record has all
 
 
-def layout(record: NeedlesRecord) -> Page:
+def layout(record: Needles) -> Page:
     """Return the parts of the page."""
     beside = "" if record.baseline is None else f" beside {record.baseline.name}"
     return Page(
@@ -25,7 +26,7 @@ def layout(record: NeedlesRecord) -> Page:
     )
 
 
-def cards(record: NeedlesRecord) -> list[tuple[str, str, str]]:
+def cards(record: Needles) -> list[tuple[str, str, str]]:
     """Return the score at each length, and the baseline's below it."""
     shown = []
     for place, score in enumerate(record.candidate.by_length):
@@ -37,13 +38,13 @@ def cards(record: NeedlesRecord) -> list[tuple[str, str, str]]:
     return shown
 
 
-def panels(record: NeedlesRecord) -> list[Panel]:
+def panels(record: Needles) -> list[Panel]:
     """Return a map of scores for the candidate and for the baseline."""
     drawn = [_map("candidate", record.candidate, record)]
     return drawn if record.baseline is None else [*drawn, _map("baseline", record.baseline, record)]
 
 
-def overview(record: NeedlesRecord) -> Table:
+def overview(record: Needles) -> Table:
     """Return the score of each model by length, with the difference of both."""
     head = ["length", "model", "score", "95% interval", "found", "another key's", "difference to the baseline"]
     rows: list[list[Cell]] = []
@@ -58,7 +59,7 @@ def overview(record: NeedlesRecord) -> Table:
     return "By length", head, rows
 
 
-def cells(record: NeedlesRecord) -> Table:
+def cells(record: Needles) -> Table:
     """Return the score of each model by length and depth."""
     rows: list[list[Cell]] = []
     for place, score in enumerate(record.candidate.cells):
@@ -77,7 +78,7 @@ def scores(side: Side, depths: Sequence[int]) -> Table:
     return side.name, ["length", *(f"depth {depth}%" for depth in depths), "all"], rows
 
 
-def examples(record: NeedlesRecord) -> Table:
+def examples(record: Needles) -> Table:
     """Return the first answers, one for each length and depth."""
     rows: list[list[Cell]] = []
     for place, question in enumerate(record.questions):
@@ -94,7 +95,7 @@ def _example(question: Question, side: Side, answer: str) -> list[Cell]:
     return [f"{question.length:,}", f"{question.depth}%", side.name, question.key, right, answer.strip()]
 
 
-def _map(key: str, side: Side, record: NeedlesRecord) -> Panel:
+def _map(key: str, side: Side, record: Needles) -> Panel:
     """Return the map of a side's scores, in per cent: a row for each length, a column for each depth."""
     lengths, depths = record.settings.lengths, record.settings.depths
     rows = [side.cells[start : start + len(depths)] for start in range(0, len(side.cells), len(depths))]
@@ -140,7 +141,7 @@ def _cells(score: Score) -> list[Cell]:
     return [percent(score.share), interval_of(score), f"{score.found} of {score.n}", f"{score.other} of {score.n}"]
 
 
-def _subtitle(record: NeedlesRecord) -> str:
+def _subtitle(record: Needles) -> str:
     settings = record.settings
     return (
         f"needle in a haystack (RULER, arXiv 2404.06654): the number of {keys_of(settings.keys)}, in {SOURCE} · seed "
@@ -148,7 +149,7 @@ def _subtitle(record: NeedlesRecord) -> str:
     )
 
 
-def _made_with(record: NeedlesRecord) -> Table:
+def _made_with(record: Needles) -> Table:
     settings = {} if record.command is None else {"command": record.command}
     settings |= {name: str(value) for name, value in record.settings.model_dump().items()}
     settings |= {name: str(value) for name, value in record.environment.versions.items()}

@@ -1,12 +1,11 @@
 """What `record.json` of a search for needles holds: every sample's figures, every answer, and the scores."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from crosslayer.output.record import Environment, Frozen, typed_command
+from crosslayer.output.record import Frozen
 from crosslayer.verbs.evaluate.paired import LEVEL, mcnemar
-from crosslayer.verbs.needles.options import NeedleOptions
 
 
 class Question(Frozen):
@@ -72,42 +71,3 @@ class Difference(Frozen):
         if self.interval[0] <= 0 <= self.interval[1] or mcnemar(self.gained, self.lost) >= 1 - LEVEL:
             return "undecided"
         return "lower" if self.interval[1] < 0 else "higher"
-
-
-class NeedlesRecord(Frozen):
-    """What `record.json` of a search for needles holds."""
-
-    schema_: Literal["crosslayer/needles/1"] = Field(default="crosslayer/needles/1", alias="schema")
-    command: str | None = typed_command()
-    settings: NeedleOptions
-    questions: tuple[Question, ...]
-    candidate: Side
-    baseline: Side | None
-    differences: tuple[Difference, ...] = Field(description="by length; empty without a baseline")
-    seconds: float
-    environment: Environment
-
-    @property
-    def sides(self) -> tuple[Side, ...]:
-        """The candidate and, where there is one, the baseline."""
-        return (self.candidate,) if self.baseline is None else (self.candidate, self.baseline)
-
-    @model_validator(mode="after")
-    def _check_grid(self) -> Self:
-        """Refuse questions, answers and scores that are not those of the settings."""
-        lengths, depths = self.settings.lengths, self.settings.depths
-        cells = [(length, depth) for length in lengths for depth in depths]
-        places = [(*cell, index) for cell in cells for index in range(self.settings.samples)]
-        if [(question.length, question.depth, question.index) for question in self.questions] != places:
-            raise ValueError("the questions are not those of the lengths, depths and samples")
-        for side in self.sides:
-            if len(side.answers) != len(places):
-                raise ValueError(f"{len(side.answers)} answers to {len(places)} questions")
-            if [(score.length, score.depth) for score in side.cells] != cells:
-                raise ValueError("the scores are not those of the lengths and depths")
-            if [(score.length, score.depth) for score in side.by_length] != [(length, None) for length in lengths]:
-                raise ValueError("the scores by length are not those of the lengths")
-        compared = [] if self.baseline is None else [*lengths]
-        if [difference.length for difference in self.differences] != compared:
-            raise ValueError("the differences are not those of the lengths")
-        return self

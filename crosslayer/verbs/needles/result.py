@@ -1,22 +1,57 @@
 """The result of a search for needles."""
 
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
-from crosslayer.output.page import Page
+from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
-from crosslayer.verbs.needles.page import layout, scores
-from crosslayer.verbs.needles.record import NeedlesRecord, Side
-from crosslayer.verbs.needles.words import sentences
+from crosslayer.verbs.needles.options import NeedleOptions
+from crosslayer.verbs.needles.record import Difference, Question, Side
 
 
-class Needles(NeedlesRecord, Result):
+class Needles(Result):
     """What `crosslayer.needles` returns: scores of S sides by N lengths and D depths, typed, as arrays, as a page.
 
     The axis of sides is the candidate and, where there is one, the baseline.
     """
+
+    schema_: Literal["crosslayer/needles/1"] = Field(default="crosslayer/needles/1", alias="schema")
+    command: str | None = typed_command()
+    settings: NeedleOptions
+    questions: tuple[Question, ...]
+    candidate: Side
+    baseline: Side | None
+    differences: tuple[Difference, ...] = Field(description="by length; empty without a baseline")
+    seconds: float
+    environment: Environment
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """The candidate and, where there is one, the baseline."""
+        return (self.candidate,) if self.baseline is None else (self.candidate, self.baseline)
+
+    @model_validator(mode="after")
+    def _check_grid(self) -> Self:
+        """Refuse questions, answers and scores that are not those of the settings."""
+        lengths, depths = self.settings.lengths, self.settings.depths
+        cells = [(length, depth) for length in lengths for depth in depths]
+        places = [(*cell, index) for cell in cells for index in range(self.settings.samples)]
+        if [(question.length, question.depth, question.index) for question in self.questions] != places:
+            raise ValueError("the questions are not those of the lengths, depths and samples")
+        for side in self.sides:
+            if len(side.answers) != len(places):
+                raise ValueError(f"{len(side.answers)} answers to {len(places)} questions")
+            if [(score.length, score.depth) for score in side.cells] != cells:
+                raise ValueError("the scores are not those of the lengths and depths")
+            if [(score.length, score.depth) for score in side.by_length] != [(length, None) for length in lengths]:
+                raise ValueError("the scores by length are not those of the lengths")
+        compared = [] if self.baseline is None else [*lengths]
+        if [difference.length for difference in self.differences] != compared:
+            raise ValueError("the differences are not those of the lengths")
+        return self
 
     @property
     def scores(self) -> np.ndarray:
@@ -35,17 +70,9 @@ class Needles(NeedlesRecord, Result):
         """The same share over all depths, (S, N)."""
         return np.array([[score.share for score in side.by_length] for side in self.sides])
 
-    def layout(self) -> Page:
-        """Return the parts of the page."""
-        return layout(self)
-
-    def sentences(self) -> list[str]:
-        """Return what was found, in sentences."""
-        return sentences(self)
-
     def tables(self) -> list[Table]:
         """Return the scores of each side: a row for each length, a column for each depth."""
-        return [scores(side, self.settings.depths) for side in self.sides]
+        return [self.sibling("page").scores(side, self.settings.depths) for side in self.sides]
 
     def headline(self) -> dict[str, Any]:
         """Return names, the number of keys, and scores and differences by length."""

@@ -147,7 +147,6 @@ def _questions(side: Ready, options: NeedleOptions, progress: Meter) -> list[Sam
 
 
 def _batches(options: NeedleOptions) -> int:
-    """Return how many batches the samples of a length make."""
     return -(-len(options.depths) * options.samples // options.batch)
 
 
@@ -207,7 +206,6 @@ def _score(questions: Sequence[Sample], responses: Sequence[str], length: int, d
 
 
 def _differences(questions: Sequence[Sample], sides: Sequence[Side], options: NeedleOptions) -> Iterator[Difference]:
-    """Yield the difference of candidate and baseline at each length."""
     candidate, baseline = (
         [is_found(text, sample.value) for sample, text in zip(questions, side.answers, strict=True)] for side in sides
     )

@@ -103,5 +103,4 @@ def newcombe(both: int, gained: int, lost: int, neither: int) -> Interval:
 
 
 def _combined(one: float, other: float, correlation: float) -> float:
-    """Return the length of the difference of two correlated deviations."""
     return math.sqrt(max(0.0, one**2 - 2 * correlation * one * other + other**2))

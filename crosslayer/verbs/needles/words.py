@@ -1,12 +1,13 @@
 """What a search for needles shows, in sentences."""
 
 from crosslayer.eviction.eviction import parse_eviction
-from crosslayer.verbs.needles.record import Difference, NeedlesRecord, Score, Side
+from crosslayer.verbs.needles.record import Difference, Score, Side
+from crosslayer.verbs.needles.result import Needles
 
 LOW = 0.05  # a score of a baseline that leaves nothing to lose
 
 
-def sentences(record: NeedlesRecord) -> list[str]:
+def sentences(record: Needles) -> list[str]:
     """Return the scores of each side by length, the differences, and what neither can show."""
     said = [_of_side(side, record) for side in record.sides]
     if record.baseline is not None:
@@ -44,7 +45,7 @@ def points(difference: Difference) -> str:
     return f"{_signed(difference.mean)} points ({_signed(low)} to {_signed(high)})"
 
 
-def _of_side(side: Side, record: NeedlesRecord) -> str:
+def _of_side(side: Side, record: Needles) -> str:
     shares = [f"{percent(score.share)} ({interval_of(score)}) at {score.length:,}" for score in side.by_length]
     other, asked = sum(score.other for score in side.by_length), sum(score.n for score in side.by_length)
     stray = f"; {percent(other / asked)} of all its answers hold another key's instead" * (record.settings.keys > 1)
@@ -52,7 +53,7 @@ def _of_side(side: Side, record: NeedlesRecord) -> str:
     return f"{name} finds the number of {keys_of(record.settings.keys)}: {', '.join(shares)} tokens{stray}."
 
 
-def _of_method(record: NeedlesRecord) -> str:
+def _of_method(record: Needles) -> str:
     settings, newcombe = (
         record.settings,
         "" if record.baseline is None else "; of differences Newcombe's, for pairs, beside McNemar's test",

@@ -13,7 +13,6 @@ from crosslayer.output.card import PLACE
 from crosslayer.output.manifest import NAME, check_files, manifest_text, read_manifest
 from crosslayer.output.result import load_as
 from crosslayer.verbs.retrofit.card import model_card
-from crosslayer.verbs.retrofit.record import RetrofitRecord
 from crosslayer.verbs.retrofit.result import Receipt
 from crosslayer.verbs.serve.engine import TOKENIZERS
 
@@ -47,7 +46,7 @@ def own_texts(folder: Path, repo: str) -> dict[str, str]:
     return texts
 
 
-def eval_entries(record: RetrofitRecord) -> list[EvalResultEntry]:
+def eval_entries(record: Receipt) -> list[EvalResultEntry]:
     """Return an evaluation result for each domain that is a dataset of the hub; no other text has a name there."""
     entries = []
     for domain in record.damage.domains:

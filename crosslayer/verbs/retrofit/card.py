@@ -5,17 +5,16 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from crosslayer.output.card import card, common_facts, use
-from crosslayer.verbs.retrofit.record import RetrofitRecord
+from crosslayer.verbs.retrofit.result import Receipt
 from crosslayer.verbs.retrofit.words import kl, ratio, sentences
 
-OURS = "CrossLayerForCausalLM"  # all other classes open without this package
 LIMITS = """- The figures hold for the text they were measured on; other text, tasks and lengths can suffer more.
 - Storing less is not reading less: a layer that borrows keys or values reads its lender's at every step.
 - `crosslayer verify FOLDER` checks the files, the plan and that cached, padded and compiled runs agree.
 - The licence is that of the original model."""
 
 
-def model_card(record: RetrofitRecord, tokenizer: bool = True) -> str:
+def model_card(record: Receipt, tokenizer: bool = True) -> str:
     """Return the card as Markdown; `tokenizer`: whether there is one beside the model."""
     versions = ", ".join(f"{name} {version}" for name, version in record.environment.versions.items() if version)
     body = [
@@ -36,11 +35,11 @@ def model_card(record: RetrofitRecord, tokenizer: bool = True) -> str:
     return card(_facts(record), "\n\n".join(body) + "\n")
 
 
-def _form(record: RetrofitRecord) -> str:
-    return "crosslayer" if record.architecture.retrofit_class == OURS else "hf"
+def _form(record: Receipt) -> str:
+    return "crosslayer" if record.architecture.is_ours else "hf"
 
 
-def _facts(record: RetrofitRecord) -> dict[str, Any]:
+def _facts(record: Receipt) -> dict[str, Any]:
     """Return what the hub reads of a card: among it the perplexity on each domain, as `model-index`."""
     name = record.architecture.name
     results = [
@@ -60,8 +59,7 @@ def _facts(record: RetrofitRecord) -> dict[str, Any]:
     return {**common_facts(_form(record)), **record.architecture.origin, "tags": tags, **index}
 
 
-def _costs(record: RetrofitRecord) -> str:
-    """Return the table of the damage by domain."""
+def _costs(record: Receipt) -> str:
     rows = [
         "| text | fitted to | perplexity before | after | ratio (95 %) | KL to the original, nats a token (95 %) |",
         "|---|---|---|---|---|---|",
@@ -73,7 +71,7 @@ def _costs(record: RetrofitRecord) -> str:
     return "\n".join(rows)
 
 
-def _how(record: RetrofitRecord) -> str:
+def _how(record: Receipt) -> str:
     """Return the command line, or the call from Python."""
     if record.command is not None:
         return f"```sh\n{record.command}\n```"

@@ -99,7 +99,6 @@ class Automatic:
             return dissimilar_groups(self.model, ids, plan_of, self.count, self.request.options.threshold, bar.step)
 
     def _single(self, ids: Tensor) -> list[int]:
-        """Return layers of which something goes."""
         taken = self._what_goes()
         if taken not in RANKED:
             raise ValueError("`layers` auto ranks attention and whole layers; name the layers whose MLP goes")
@@ -129,14 +128,12 @@ class Automatic:
         return "attention" if plan.mlps[0] is not None else "layer"
 
     def _plan(self, layers: list[int]) -> DepthPlan:
-        """Return the plan with the method on single layers."""
         if not layers:
             return DepthPlan.identity(self.layers)
         method = self.kind.from_groups([[layer] for layer in layers], self.layers, None, self.request.part)
         return merge_plans([method], self.layers)
 
     def _least_turning(self, ids: Tensor, taken: str) -> list[int]:
-        """Return the layers whose input and output are most similar."""
         diagnosis = diagnose(self.model, ids, progress=self.progress)
         layers, attention = diagnosis.layer_io_similarity, diagnosis.attention_io_similarity
         similarity = attention if taken == "attention" else layers  # (L,)

@@ -58,6 +58,5 @@ def difference(losses: Losses, other: Losses, seed: int = 0) -> tuple[float, Int
 
 
 def _gain(after: Losses, without: Losses, seed: int) -> Gain:
-    """Return what W_c changes."""
     gap, interval = difference(after, without, seed)
     return Gain(without=damage(without, seed), kl=gap, kl_ci95=interval)

@@ -99,7 +99,6 @@ def is_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> bool:
 
 
 def _held_out(sizes: Sequence[int], fit: str) -> int:
-    """Return the most sequences that are held out at a time."""
     parts, held = folds(sizes)
     return max(parts.count(part) for part in held) if fit in CHOSEN else 0
 
@@ -220,7 +219,6 @@ class Moments:
         return torch.linalg.qr(drawn).Q.to(self.cross)
 
     def _error(self, weight: Tensor, parts: list[int]) -> float:
-        """Return ‖E − X W‖² of the given parts."""
         return float(self.energy[parts].sum()) + _explained(weight, self.gram[parts].sum(0), self.cross[parts].sum(0))
 
     def report(self, layer: int, weight: Tensor, **chosen: float | None) -> Fit:
@@ -286,7 +284,6 @@ class _System:
         return torch.cat([weight, (self.offset - self.center @ weight)[None]]) if self.bias else weight
 
     def _of_one(self, penalty: float) -> Tensor:
-        """Leave directions of no weight alone."""
         penalized = torch.where(self.values > 0, self.values + penalty * self.scale, 1)
         inverse = torch.where(self.values > 0, 1 / penalized, 0)
         return self.vectors @ (inverse[:, None] * (self.vectors.T @ self.cross))  # (I, C)

@@ -6,7 +6,8 @@ from crosslayer.core.plan import STATES
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
 from crosslayer.verbs.needles.lookup import count_found
-from crosslayer.verbs.retrofit.record import CurvePoint, DomainDamage, FixedBlocks, RetrofitRecord
+from crosslayer.verbs.retrofit.record import CurvePoint, DomainDamage, FixedBlocks
+from crosslayer.verbs.retrofit.result import Receipt
 from crosslayer.verbs.retrofit.words import kl, ratio, sentences
 
 NAMES_SHOWN = 6  # of weights
@@ -18,7 +19,7 @@ FIT_LINES = (  # of the figure of what is fitted: name, field of a fit, color, d
 )
 
 
-def layout(record: RetrofitRecord) -> Page:
+def layout(record: Receipt) -> Page:
     """Return the parts of the page."""
     model, options = record.architecture, record.options
     classes = f"{model.source_class} → {model.retrofit_class}"
@@ -33,7 +34,7 @@ def layout(record: RetrofitRecord) -> Page:
     )
 
 
-def cards(record: RetrofitRecord) -> list[tuple[str, str, str]]:
+def cards(record: Receipt) -> list[tuple[str, str, str]]:
     """Return the headline cards: title, figure, explanation."""
     worst, fitted = record.damage.domains[0], record.calibration.windows
     low, high = worst.ratio_ci95
@@ -55,7 +56,7 @@ def cards(record: RetrofitRecord) -> list[tuple[str, str, str]]:
     ]
 
 
-def panels(record: RetrofitRecord) -> list[Panel]:
+def panels(record: Receipt) -> list[Panel]:
     """Return the figures: error by layer where W_c was fitted, and the trade-off curve where layers were searched."""
     drawn = []
     if record.calibration.layers:
@@ -66,7 +67,7 @@ def panels(record: RetrofitRecord) -> list[Panel]:
     return drawn
 
 
-def _fits(record: RetrofitRecord) -> Panel:
+def _fits(record: Receipt) -> Panel:
     fits = [vars(fit) for fit in record.calibration.layers]
     layers = [float(fit["layer"]) for fit in fits]
     lines = [
@@ -105,7 +106,7 @@ def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
     )
 
 
-def tables(record: RetrofitRecord) -> list[Table]:
+def tables(record: Receipt) -> list[Table]:
     """Return the tables: damage by domain, what became of the weights, who reads from whom, and how it was done."""
     return [_by_domain(record.damage.domains), _weights(record), _plan(record), _settings(record)]
 
@@ -130,7 +131,7 @@ def _by_domain(domains: list[DomainDamage]) -> Table:
     return ("Damage by domain", heads, rows)
 
 
-def _weights(record: RetrofitRecord) -> Table:
+def _weights(record: Receipt) -> Table:
     weights = record.weights
     rows = []
     for title, names in (
@@ -144,7 +145,7 @@ def _weights(record: RetrofitRecord) -> Table:
     return ("Weights", ["", "count", "names"], rows)
 
 
-def _plan(record: RetrofitRecord) -> Table:
+def _plan(record: Receipt) -> Table:
     rows = []
     for layer in changed_layers(record):
         rows.append([str(layer), *(record.plan.words(state, layer) for state in (*STATES, "mlps"))])
@@ -152,14 +153,14 @@ def _plan(record: RetrofitRecord) -> Table:
     return (title, ["layer", "queries", "keys", "values", "MLP"], rows)
 
 
-def changed_layers(record: RetrofitRecord) -> list[int]:
+def changed_layers(record: Receipt) -> list[int]:
     """Return the layers that do not own everything."""
     plan = record.plan
     vectors = [plan.sources(state) for state in (*STATES, "mlps")]
     return [layer for layer in range(plan.layers) if any(vector[layer] != layer for vector in vectors)]
 
 
-def _settings(record: RetrofitRecord) -> Table:
+def _settings(record: Receipt) -> Table:
     """Return the options that were asked for, texts, seconds and versions."""
     rows = [[name, str(value)] for name, value in record.options.model_dump().items() if value is not None]
     rows += [["text", ", ".join(record.texts.judged)], ["fitted to", ", ".join(record.texts.fitted) or "nothing"]]

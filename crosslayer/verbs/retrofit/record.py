@@ -1,15 +1,11 @@
 """What `record.json` of a retrofit holds."""
 
-from typing import Any, Literal, Self
+from pydantic import Field
 
-from pydantic import Field, model_validator
-
-from crosslayer.core.plan import DepthPlan
-from crosslayer.output.record import Environment, Frozen, typed_command
+from crosslayer.output.record import Frozen
 from crosslayer.verbs.needles.lookup import Lookup
 from crosslayer.verbs.retrofit.bootstrap import Interval
 from crosslayer.verbs.retrofit.moments import Fit
-from crosslayer.verbs.retrofit.options import RetrofitOptions
 
 SCHEMA = "crosslayer/retrofit/3"
 
@@ -27,6 +23,11 @@ class Architecture(Frozen):
     parameters_before: int
     parameters_after: int
     dtype: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the retrofit is of our class; all others open without this package."""
+        return self.retrofit_class == "CrossLayerForCausalLM"
 
 
 class CurvePoint(Frozen):
@@ -152,41 +153,3 @@ class Seconds(Frozen):
     rewire: float = Field(description="conversion and calibration")
     damage: float = Field(description="losses on text, and hidden numbers")
     all: float
-
-
-class RetrofitRecord(Frozen):
-    """What `record.json` of a retrofit holds."""
-
-    schema_: Literal["crosslayer/retrofit/3"] = Field(default=SCHEMA, alias="schema")
-    architecture: Architecture
-    methods: list[dict[str, Any]] = Field(description="name and options of each method, as a config has them")
-    title: str = Field(description="the methods with the options that were set, in words")
-    plan: DepthPlan
-    choice: Choice
-    weights: Weights
-    calibration: Calibration
-    cache: CacheRecord
-    damage: Domains
-    needles: Needles | None = Field(
-        default=None, description="None where none were asked for, or the model's positions or tokens do not allow it"
-    )
-    options: RetrofitOptions = Field(description="what was asked for")
-    texts: TextsRecord
-    command: str | None = typed_command()
-    seconds: Seconds
-    environment: Environment
-
-    @model_validator(mode="after")
-    def _check_layers(self) -> Self:
-        """Refuse methods without a name, and what is not of the original's layers."""
-        layers = self.architecture.layers
-        if not all(isinstance(method.get("name"), str) for method in self.methods):
-            raise ValueError("a method has no name")
-        if self.plan.layers != layers:
-            raise ValueError(f"the plan has {self.plan.layers} layers, and the original {layers}")
-        outside = [fit.layer for fit in self.calibration.layers if not 0 <= fit.layer < layers]
-        if outside:
-            raise ValueError(f"layer {outside[0]} is compensated, and the original has {layers} layers")
-        if self.choice.search is not None and len(self.choice.search.kinds) != layers:
-            raise ValueError(f"the search names {len(self.choice.search.kinds)} layers, and the original has {layers}")
-        return self

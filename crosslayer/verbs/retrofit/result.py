@@ -2,21 +2,32 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import quiet_transformers
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
-from crosslayer.output.page import Page
+from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.verbs.needles.lookup import count_found
-from crosslayer.verbs.retrofit import page, words
-from crosslayer.verbs.retrofit.card import OURS, model_card
-from crosslayer.verbs.retrofit.record import RetrofitRecord
+from crosslayer.verbs.retrofit.options import RetrofitOptions
+from crosslayer.verbs.retrofit.record import (
+    SCHEMA,
+    Architecture,
+    CacheRecord,
+    Calibration,
+    Choice,
+    Domains,
+    Needles,
+    Seconds,
+    TextsRecord,
+    Weights,
+)
 
 SHIM_FILE = "modeling_shim.py"
 SHIM = '''"""Lets `trust_remote_code=True` find the installed package: pip install crosslayer."""
@@ -33,13 +44,47 @@ class CrossLayerForCausalLM(crosslayer.CrossLayerForCausalLM):
 '''
 
 
-class Receipt(RetrofitRecord, Result):
+class Receipt(Result):
     """What a retrofit is, saves and costs; its fields are what `record.json` holds, and two receipts compare by them.
 
     The model and its tokenizer are in no record: a receipt that was read from a folder knows neither.
 
     Shapes: D domains, the worst that nothing was fitted to first; L layers of the original.
     """
+
+    schema_: Literal["crosslayer/retrofit/3"] = Field(default=SCHEMA, alias="schema")
+    architecture: Architecture
+    methods: list[dict[str, Any]] = Field(description="name and options of each method, as a config has them")
+    title: str = Field(description="the methods with the options that were set, in words")
+    plan: DepthPlan
+    choice: Choice
+    weights: Weights
+    calibration: Calibration
+    cache: CacheRecord
+    damage: Domains
+    needles: Needles | None = Field(
+        default=None, description="None where none were asked for, or the model's positions or tokens do not allow it"
+    )
+    options: RetrofitOptions = Field(description="what was asked for")
+    texts: TextsRecord
+    command: str | None = typed_command()
+    seconds: Seconds
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        """Refuse methods without a name, and what is not of the original's layers."""
+        layers = self.architecture.layers
+        if not all(isinstance(method.get("name"), str) for method in self.methods):
+            raise ValueError("a method has no name")
+        if self.plan.layers != layers:
+            raise ValueError(f"the plan has {self.plan.layers} layers, and the original {layers}")
+        outside = [fit.layer for fit in self.calibration.layers if not 0 <= fit.layer < layers]
+        if outside:
+            raise ValueError(f"layer {outside[0]} is compensated, and the original has {layers} layers")
+        if self.choice.search is not None and len(self.choice.search.kinds) != layers:
+            raise ValueError(f"the search names {len(self.choice.search.kinds)} layers, and the original has {layers}")
+        return self
 
     _model: PreTrainedModel | None = PrivateAttr(None)
     _tokenizer: PreTrainedTokenizerBase | None = PrivateAttr(None)
@@ -76,7 +121,7 @@ class Receipt(RetrofitRecord, Result):
     @property
     def takes_shim(self) -> bool:
         """Whether the model is of a class of ours, which a shim lets other tools find."""
-        return self.architecture.retrofit_class == OURS
+        return self.architecture.is_ours
 
     @property
     def kv_share(self) -> float:
@@ -135,20 +180,12 @@ class Receipt(RetrofitRecord, Result):
             shares[fit.layer] = np.nan if fit.left_out is None else 1 - fit.left_out**2
         return shares
 
-    def sentences(self) -> list[str]:
-        """Return the receipt in sentences."""
-        return words.sentences(self)
-
-    def layout(self) -> Page:
-        """Return the parts of the page."""
-        return page.layout(self)
-
     def headline(self) -> dict[str, Any]:
         """Return the few figures that the last line of the command line holds."""
         worst = self.damage.domains[0]
         return {
             "method": "+".join(entry["name"] for entry in self.methods),
-            "layers": page.changed_layers(self),
+            "layers": self.sibling("page").changed_layers(self),
             "kv_share": round(self.cache.share, 6),
             "worst_domain": worst.name,
             "seen": worst.seen,
@@ -187,7 +224,8 @@ class Receipt(RetrofitRecord, Result):
             if remote_code_shim:
                 _add_shim(partial)
             self._write(partial)
-            (partial / "README.md").write_text(model_card(self, self._tokenizer is not None), encoding="utf-8")
+            card = self.sibling("card").model_card(self, self._tokenizer is not None)
+            (partial / "README.md").write_text(card, encoding="utf-8")
             write_manifest(partial, model)  # of all that lies there
         return target / "report.html"
 

@@ -193,7 +193,6 @@ class Job:
         return receipt.of_model(rewired.model, self.tokenizer)
 
     def _windows(self) -> dict[str, Windows]:
-        """Cut the windows of every purpose."""
         with self.progress("cutting the text into tokens", 0):
             windows = self.texts.windows(self.tokenizer, self.request)
         for part in windows.values():
@@ -225,7 +224,6 @@ class Job:
         return by_domain(measured["after"], measured.get("without"), seen, self.request.options.seed)
 
     def _needles(self, rewired: Rewired) -> Needles | None:
-        """Ask both models for numbers hidden in long texts."""
         seed = self.request.options.seed
         retrofit = look_up(rewired.model, self.tokenizer, seed, self.progress)
         if not retrofit:

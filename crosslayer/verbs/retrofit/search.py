@@ -89,7 +89,6 @@ class Search:
         return {move: self._cost(wires, move, 0.0) for move in moves if move[1] % step == 0}
 
     def _moves(self, wires: Wires) -> list[Move]:
-        """Return the moves that are possible and save something."""
         moves = []
         for layer, shape in enumerate(self.shapes):
             if wires.kinds[layer] is not None or shape is None:

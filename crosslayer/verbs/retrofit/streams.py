@@ -124,7 +124,6 @@ class Streams:
 
 
 def _lent(carry: Carry) -> Carry:
-    """Return what the layers so far lend to later ones."""
     return {name: state for name, state in carry.items() if name != "read"}
 
 

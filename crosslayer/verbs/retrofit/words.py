@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from crosslayer.verbs.needles.lookup import lookup_words
 from crosslayer.verbs.retrofit.bootstrap import Interval
 from crosslayer.verbs.retrofit.moments import REFITTED
-from crosslayer.verbs.retrofit.record import Damage, DomainDamage, FixedBlocks, Gain, RetrofitRecord
+from crosslayer.verbs.retrofit.record import Damage, DomainDamage, FixedBlocks, Gain
+from crosslayer.verbs.retrofit.result import Receipt
 
 
-def sentences(record: RetrofitRecord) -> list[str]:
+def sentences(record: Receipt) -> list[str]:
     """Return what the retrofit is, what it costs and what that rests on."""
     fixed = record.choice.search.fixed if record.choice.search is not None else []
     return [
@@ -35,7 +36,7 @@ def kl(damage: Damage, digits: int = 3) -> str:
     return with_interval(damage.kl, damage.kl_ci95, digits)
 
 
-def _savings(record: RetrofitRecord) -> str:
+def _savings(record: Receipt) -> str:
     cache, model = record.cache, record.architecture
     return (
         f"{record.title}: the KV cache allocates {cache.share:.2%} of the original's "
@@ -45,7 +46,7 @@ def _savings(record: RetrofitRecord) -> str:
     )
 
 
-def _damage(record: RetrofitRecord) -> list[str]:
+def _damage(record: Receipt) -> list[str]:
     """Say the worst domain, all domains, whether W_c helps, and what the figures rest on."""
     domains = record.damage.domains
     worst = domains[0]
@@ -104,7 +105,7 @@ def gain_sentence(gains: Sequence[tuple[DomainDamage, Gain]], fit: str) -> str:
     return f"Against the same wiring without it, {fitted} {'; '.join(said)}."
 
 
-def _search(record: RetrofitRecord, blocks: FixedBlocks) -> str:
+def _search(record: Receipt, blocks: FixedBlocks) -> str:
     """Say whether the search's wiring is better than fixed blocks."""
     low, high = blocks.search_minus_fixed_ci95
     verdict = "better than" if high < 0 else "worse than" if low > 0 else "not told apart from"

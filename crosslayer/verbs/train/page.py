@@ -2,12 +2,12 @@
 
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import Line, Panel
-from crosslayer.verbs.train.record import TrainingRecord
+from crosslayer.verbs.train.result import TrainingRun
 
 LINES = 6  # of a figure with a line for each look
 
 
-def layout(record: TrainingRecord) -> Page:
+def layout(record: TrainingRun) -> Page:
     """Return the parts of the page."""
     return Page(
         title=f"Training of {record.name}",
@@ -23,7 +23,7 @@ def layout(record: TrainingRecord) -> Page:
     )
 
 
-def sentences(record: TrainingRecord) -> list[str]:
+def sentences(record: TrainingRun) -> list[str]:
     """Return how the run went."""
     last = record.validation[-1].losses
     ends = ", ".join(f"{name} {loss:.4f}" for name, loss in last.items())
@@ -40,12 +40,11 @@ def sentences(record: TrainingRecord) -> list[str]:
     return words
 
 
-def _flops(record: TrainingRecord) -> float:
-    """Return FLOPs a second."""
+def _flops(record: TrainingRun) -> float:
     return record.tokens * record.model.flops_per_token / record.seconds if record.seconds else 0.0
 
 
-def _subtitle(record: TrainingRecord) -> str:
+def _subtitle(record: TrainingRun) -> str:
     names = "+".join(str(entry["name"]) for entry in record.model.methods) or "no method"
     return (
         f"{names} · {record.model.parameters:,} parameters · {record.tokens:,} tokens in {record.steps:,} steps · "
@@ -53,7 +52,7 @@ def _subtitle(record: TrainingRecord) -> str:
     )
 
 
-def _cards(record: TrainingRecord) -> list[tuple[str, str, str]]:
+def _cards(record: TrainingRun) -> list[tuple[str, str, str]]:
     last = record.validation[-1].losses
     worst = max(last, key=lambda name: last[name])
     minutes = record.seconds / 60
@@ -64,7 +63,7 @@ def _cards(record: TrainingRecord) -> list[tuple[str, str, str]]:
     ]
 
 
-def _training(record: TrainingRecord) -> Panel | None:
+def _training(record: TrainingRun) -> Panel | None:
     curve = record.curve
     if len(curve.steps) < 2:
         return None
@@ -73,7 +72,7 @@ def _training(record: TrainingRecord) -> Panel | None:
     return Panel("training_loss", "Training loss", words, "step", "nats a token", [line])
 
 
-def _validation(record: TrainingRecord) -> Panel | None:
+def _validation(record: TrainingRun) -> Panel | None:
     if len(record.validation) < 2:
         return None
     x = [float(entry.step) for entry in record.validation]
@@ -84,7 +83,7 @@ def _validation(record: TrainingRecord) -> Panel | None:
     return Panel("validation_loss", "Validation loss", words, "step", "nats a token", lines)
 
 
-def _norms(record: TrainingRecord) -> Panel | None:
+def _norms(record: TrainingRun) -> Panel | None:
     curve = record.curve
     if len(curve.steps) < 2:
         return None
@@ -94,7 +93,7 @@ def _norms(record: TrainingRecord) -> Panel | None:
     return Panel("gradient_norm", "Norm of the gradient", words, "step", "norm", lines, log_y=True)
 
 
-def _looks(record: TrainingRecord) -> list[Panel]:
+def _looks(record: TrainingRun) -> list[Panel]:
     """Return how sinks and the stream changed, each line a step."""
     if not record.looks:
         return []
@@ -112,7 +111,7 @@ def _looks(record: TrainingRecord) -> list[Panel]:
     ]
 
 
-def _domains(record: TrainingRecord) -> Table:
+def _domains(record: TrainingRun) -> Table:
     head = ["domain", "share", "tokens", "documents", "passes", "validation tokens", "validation loss"]
     rows = [
         [
@@ -129,7 +128,7 @@ def _domains(record: TrainingRecord) -> Table:
     return "Text", head, rows
 
 
-def _facts(record: TrainingRecord) -> Table:
+def _facts(record: TrainingRun) -> Table:
     model, machine = record.model, record.environment.machine
     rows = [
         ["class", model.class_],

@@ -172,7 +172,6 @@ def _check_model(recipe: Recipe) -> None:
 
 
 def _line(error: ValidationError, draft: Draft) -> str:
-    """Return the first error of several in a line."""
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
     keys = (*first["loc"], *(cause.keys if isinstance(cause, Misplaced) else ()))

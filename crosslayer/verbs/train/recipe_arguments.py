@@ -130,7 +130,6 @@ def _is_choice(kind: Any) -> bool:
 
 
 def _words(kind: Any) -> str:
-    """Return how users call a type."""
     if kind is NoneType:
         return "null"
     if _is_choice(kind):

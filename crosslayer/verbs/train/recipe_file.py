@@ -139,7 +139,6 @@ def _step(parent: Any, keys: Keys, word: str, setting: str) -> str | int:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """Return what stands in a file."""
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(f"recipe {str(path)!r} {kind}; {_nearest_file(path)}")

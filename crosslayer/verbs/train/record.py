@@ -1,11 +1,11 @@
 """What `record.json` of a training run holds: losses in nats a token, times in seconds."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from crosslayer.output.record import Environment, Frozen, typed_command
+from crosslayer.output.record import Frozen
 
 
 class TrainedModel(Frozen):
@@ -97,37 +97,4 @@ class Look(Frozen):
     def _check_lengths(self) -> Self:
         if len({len(layers) for name, layers in vars(self).items() if name != "step"}) > 1:
             raise ValueError("the measures of a look are of different numbers of layers")
-        return self
-
-
-class TrainingRecord(Frozen):
-    """A run from its first step to its last."""
-
-    schema_: Literal["crosslayer/training/2"] = Field(
-        "crosslayer/training/2", validation_alias="schema", serialization_alias="schema"
-    )
-    command: str | None = typed_command()
-    name: str
-    seed: int
-    recipe: dict[str, Any] = Field(description="as it was, with every default")
-    model: TrainedModel
-    domains: tuple[TrainedDomain, ...] = Field(min_length=1)
-    curve: Curve
-    validation: tuple[Validation, ...] = Field(min_length=1)
-    windows: dict[str, list[float]] = Field(description="last validation loss of every window, by domain")
-    looks: tuple[Look, ...] = ()
-    steps: int = Field(ge=1)
-    tokens: int = Field(ge=1)
-    seconds: float = Field(ge=0, description="of training steps alone, over all its parts where it was resumed")
-    peak_bytes: int | None = Field(
-        description="memory that the first process took at its peak; None where it is unknown"
-    )
-    matrix_flops: float = Field(gt=0, description="a second, of a large product of matrices, as this machine does it")
-    environment: Environment
-
-    @model_validator(mode="after")
-    def _check_domains(self) -> Self:
-        names = {domain.name for domain in self.domains}
-        if any(set(entry.losses) != names for entry in self.validation) or set(self.windows) != names:
-            raise ValueError("validation losses are not of the run's domains")
         return self

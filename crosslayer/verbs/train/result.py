@@ -1,17 +1,46 @@
 """The result of a training run."""
 
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
-from crosslayer.output.page import Page
+from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
-from crosslayer.verbs.train.page import layout, sentences
-from crosslayer.verbs.train.record import TrainingRecord
+from crosslayer.verbs.train.record import Curve, Look, TrainedDomain, TrainedModel, Validation
 
 
-class TrainingRun(TrainingRecord, Result):
+class TrainingRun(Result):
     """What `crosslayer.train` returns. Shapes: N logged entries, M evaluations, D domains in the recipe's order."""
+
+    schema_: Literal["crosslayer/training/2"] = Field(
+        "crosslayer/training/2", validation_alias="schema", serialization_alias="schema"
+    )
+    command: str | None = typed_command()
+    name: str
+    seed: int
+    recipe: dict[str, Any] = Field(description="as it was, with every default")
+    model: TrainedModel
+    domains: tuple[TrainedDomain, ...] = Field(min_length=1)
+    curve: Curve
+    validation: tuple[Validation, ...] = Field(min_length=1)
+    windows: dict[str, list[float]] = Field(description="last validation loss of every window, by domain")
+    looks: tuple[Look, ...] = ()
+    steps: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    seconds: float = Field(ge=0, description="of training steps alone, over all its parts where it was resumed")
+    peak_bytes: int | None = Field(
+        description="memory that the first process took at its peak; None where it is unknown"
+    )
+    matrix_flops: float = Field(gt=0, description="a second, of a large product of matrices, as this machine does it")
+    environment: Environment
+
+    @model_validator(mode="after")
+    def _check_domains(self) -> Self:
+        names = {domain.name for domain in self.domains}
+        if any(set(entry.losses) != names for entry in self.validation) or set(self.windows) != names:
+            raise ValueError("validation losses are not of the run's domains")
+        return self
 
     @property
     def logged_steps(self) -> np.ndarray:
@@ -39,13 +68,9 @@ class TrainingRun(TrainingRecord, Result):
         last = self.validation[-1].losses
         return sum(domain.share * last[domain.name] for domain in self.domains)
 
-    def layout(self) -> Page:
-        """Return the parts of the page."""
-        return layout(self)
-
     def sentences(self) -> list[str]:
         """Return what was found, in sentences."""
-        return sentences(self)
+        return self.sibling("page").sentences(self)
 
     def headline(self) -> dict[str, Any]:
         """Return name, seed, tokens, and the validation losses at the end."""

@@ -221,7 +221,6 @@ def _matrix_flops(arguments: TrainingArguments) -> float:
 
 
 def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Return the model with its first weights."""
     if recipe.model.start is not None:
         model, _ = load_model(recipe.model.start, dtype=torch.float32)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # type: ignore[operator, union-attr]
@@ -236,7 +235,6 @@ def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrain
 
 
 def _config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> CrossLayerConfig:
-    """Return the config of a new model."""
     return config_of_recipe(
         recipe,
         len(tokenizer),
@@ -263,7 +261,6 @@ def _validation_losses(history: list[dict[str, Any]], names: Sequence[str]) -> d
 
 
 def _evaluated(history: list[dict[str, Any]], step: int) -> bool:
-    """Return whether the validation loss was measured after a step."""
     return any(entry["step"] == step and any(key.startswith("eval_") for key in entry) for entry in history)
 
 

@@ -396,5 +396,4 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _over_tokens(windows: EvalPrediction) -> dict[str, float]:
-    """Return the mean loss over all tokens that are predicted."""
     return {"loss": float(np.sum(windows.predictions, dtype=np.float64) / np.sum(windows.label_ids))}

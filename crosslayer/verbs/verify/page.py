@@ -1,13 +1,14 @@
 """The page of a verification, from its record alone: what was checked, how far off it was, and what was skipped."""
 
 from crosslayer.output.page import Mark, Page, Table
-from crosslayer.verbs.verify.record import Check, VerificationRecord
+from crosslayer.verbs.verify.record import Check
+from crosslayer.verbs.verify.result import Verification
 
 UNITS = "Differences are in standard deviations of the logits: the largest; below float32 the root mean square."
 KINDS = {"PASS": "pass", "FAIL": "fail", "NOT APPLICABLE": "skip"}
 
 
-def layout(record: VerificationRecord) -> Page:
+def layout(record: Verification) -> Page:
     """Return the parts of the page."""
     versions = record.environment.versions
     packages = ", ".join(f"{package} {versions.get(package)}" for package in ("torch", "transformers"))
@@ -16,25 +17,25 @@ def layout(record: VerificationRecord) -> Page:
         title=f"Verification of {record.model}",
         subtitle=" · ".join([*command, f"{record.seconds:.0f} s", packages]),
         cards=cards(record),
-        words=words(record),
+        words=sentences(record),
         panels=[],
         tables=[*tables(record), _made_with(record)],
     )
 
 
-def words(record: VerificationRecord) -> list[str]:
+def sentences(record: Verification) -> list[str]:
     """Return the outcome, the failures first."""
-    sentences = [f"{_title(check)} failed: {check.reason or _distance(check)}." for check in record.failed]
+    said = [f"{_title(check)} failed: {check.reason or _distance(check)}." for check in record.failed]
     if record.applicable and record.passed:
-        sentences.append(f"All {len(record.applicable)} checks that apply passed.")
+        said.append(f"All {len(record.applicable)} checks that apply passed.")
     skipped = len(record.skipped)
     if skipped:
         subject = f"{skipped} checks do" if skipped > 1 else "One check does"
-        sentences.append(f"{subject} not apply, and nothing was verified by them; the second table says why.")
-    return [*sentences, UNITS]
+        said.append(f"{subject} not apply, and nothing was verified by them; the second table says why.")
+    return [*said, UNITS]
 
 
-def cards(record: VerificationRecord) -> list[tuple[str, str, str]]:
+def cards(record: Verification) -> list[tuple[str, str, str]]:
     """Return the counts, and the check that came closest to its tolerance."""
     applicable, failed = len(record.applicable), len(record.failed)
     shown = [
@@ -51,7 +52,7 @@ def cards(record: VerificationRecord) -> list[tuple[str, str, str]]:
     return shown
 
 
-def tables(record: VerificationRecord) -> list[Table]:
+def tables(record: Verification) -> list[Table]:
     """Return the checks that ran, and what was skipped and why."""
     shown: list[Table] = []
     if record.applicable:
@@ -63,7 +64,7 @@ def tables(record: VerificationRecord) -> list[Table]:
     return shown
 
 
-def _made_with(record: VerificationRecord) -> Table:
+def _made_with(record: Verification) -> Table:
     settings = {**record.environment.versions, **record.environment.machine.model_dump()}
     if record.command is not None:
         settings = {"command": record.command, **settings}

@@ -1,33 +1,57 @@
 """The result of a verification."""
 
-from typing import Any
+from typing import Any, Literal
 
-from crosslayer.output.page import Page
+from pydantic import Field
+
+from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
-from crosslayer.verbs.verify.page import layout, tables, words
-from crosslayer.verbs.verify.record import VerificationRecord
+from crosslayer.verbs.verify.record import FAIL, NOT_APPLICABLE, Check
 
 
-class Verification(VerificationRecord, Result):
+class Verification(Result):
     """What `crosslayer.verify` returns: a row for each check, typed, with its page."""
+
+    schema_: Literal["crosslayer/verify/2"] = Field(default="crosslayer/verify/2", alias="schema")
+    model: str = Field(description="name of the model without folders above it, or its class")
+    command: str | None = typed_command()
+    checks: tuple[Check, ...]
+    seconds: float
+    environment: Environment
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return not self.failed
+
+    @property
+    def applicable(self) -> tuple[Check, ...]:
+        """The checks that ran."""
+        return tuple(check for check in self.checks if check.status != NOT_APPLICABLE)
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that ran and failed."""
+        return tuple(check for check in self.checks if check.status == FAIL)
+
+    @property
+    def skipped(self) -> tuple[Check, ...]:
+        """The checks that do not apply; each says why."""
+        return tuple(check for check in self.checks if check.status == NOT_APPLICABLE)
 
     @property
     def exit_status(self) -> int:  # type: ignore[override]
         """1 where a check failed, of the command line."""
         return 0 if self.passed else 1
 
-    def layout(self) -> Page:
-        """Return the parts of the page."""
-        return layout(self)
+    def tables(self) -> list[Table]:
+        """Return the checks that ran, and what was skipped and why."""
+        return self.sibling("page").tables(self)
 
     def sentences(self) -> list[str]:
         """Return what was found, in sentences."""
-        return words(self)
-
-    def tables(self) -> list[Table]:
-        """Return the checks that ran, and what was skipped and why."""
-        return tables(self)
+        return self.sibling("page").sentences(self)
 
     def headline(self) -> dict[str, Any]:
         """Return the model's name, how many checks passed, failed or do not apply, and the seconds."""

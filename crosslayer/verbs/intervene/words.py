@@ -6,7 +6,8 @@ from typing import Any
 
 from crosslayer.output.words import ranges
 from crosslayer.verbs.intervene.kinds import Kind, to_entry
-from crosslayer.verbs.intervene.record import Change, Control, EffectRecord, LayerMeasure, LossChange, Place, Trial
+from crosslayer.verbs.intervene.record import Change, Control, LayerMeasure, LossChange, Place, Trial
+from crosslayer.verbs.intervene.result import Effect
 
 
 def describe(interventions: Sequence[Kind]) -> str:
@@ -27,7 +28,7 @@ def _options(intervention: Kind) -> str:
     return ", ".join(shown)
 
 
-def sentences(record: EffectRecord) -> list[str]:
+def sentences(record: Effect) -> list[str]:
     """Return what was measured, in sentences."""
     main, *others = record.places
     rows = "later tokens'" if record.model.causal else "the other tokens'"
@@ -47,7 +48,7 @@ def sentences(record: EffectRecord) -> list[str]:
     return lines + [_control(control, probes(record)) for control in record.controls]
 
 
-def probes(record: EffectRecord) -> str:
+def probes(record: Effect) -> str:
     """Return in brackets how many sequences scan and controls ran on, nothing where it is all of them."""
     count = record.settings.probes
     return f" ({count} sequence{'s' if count > 1 else ''})" if count < record.settings.sequences else ""
@@ -104,7 +105,7 @@ def _control(control: Control, probes: str) -> str:
     )
 
 
-def headline(record: EffectRecord) -> dict[str, Any]:
+def headline(record: Effect) -> dict[str, Any]:
     """Return the figures that the last line of the output holds."""
     main = record.places[0]
     loss = main.loss_behind

@@ -21,7 +21,7 @@ from crosslayer import load_model
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.environment import environment
 from crosslayer.eviction.running import evicting
-from crosslayer.verbs.bench.intervals import coverage, paired_ratio
+from crosslayer.stats.ratios import coverage, paired_ratio
 
 
 def random_states(model, batch, tokens):

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
-from crosslayer.verbs.bench.intervals import paired_ratio
+from crosslayer.stats.ratios import paired_ratio
 from crosslayer.verbs.train.arguments import Schedule, training_arguments
 from crosslayer.verbs.train.initialise import initialise
 from crosslayer.verbs.train.trainer import CrossLayerTrainer

@@ -5,13 +5,12 @@ from typing import Generic, Literal, TypeVar
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from crosslayer.output.record import Frozen
+from crosslayer.stats.ratios import Verdict
 from crosslayer.verbs.bench.prediction import Operators, Prediction, Rates
 
-CLEAR = 0.9  # the coverage from which an interval of a bench decides: 5 pairs
 Side = Literal["candidate", "baseline"]
 SIDES: tuple[Side, Side] = ("candidate", "baseline")
 MEASURES = ("ttft", "tpot_dynamic", "tpot_static")
-Verdict = Literal["faster", "slower", "undecided"]
 Part = TypeVar("Part")
 
 

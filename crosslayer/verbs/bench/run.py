@@ -20,8 +20,8 @@ from crosslayer.models.load import public_name, ready_model
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 from crosslayer.probe.intercept import evaluating
+from crosslayer.stats.ratios import coverage
 from crosslayer.verbs.bench.costs import Structure, structure
-from crosslayer.verbs.bench.intervals import coverage
 from crosslayer.verbs.bench.prediction import Load
 from crosslayer.verbs.bench.record import SIDES, Both, ModelFacts, Row, Side, Skip
 from crosslayer.verbs.bench.result import Benchmark

@@ -15,7 +15,7 @@ from crosslayer.core.methods import allowed_modules
 from crosslayer.environment import environment
 from crosslayer.output.progress import Meter
 from crosslayer.output.record import Environment
-from crosslayer.verbs.bench.intervals import coverage
+from crosslayer.stats.ratios import coverage
 from crosslayer.verbs.bench.record import SIDES, Both, Side
 from crosslayer.verbs.bench.serving_record import ServedModel, ServingRow, ServingSettings
 from crosslayer.verbs.bench.serving_result import ServingBenchmark

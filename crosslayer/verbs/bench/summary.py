@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from crosslayer.stats.ratios import paired_ratio, verdict
 from crosslayer.verbs.bench.costs import Structure
-from crosslayer.verbs.bench.intervals import paired_ratio, verdict
 from crosslayer.verbs.bench.prediction import Load, Operators, Predictions, Rates, predict
 from crosslayer.verbs.bench.record import (
     MEASURES,

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from crosslayer.eviction.eviction import parse_eviction
-from crosslayer.verbs.bench.record import CLEAR, MEASURES, Note, Row, Skip
+from crosslayer.stats.ratios import CLEAR
+from crosslayer.verbs.bench.record import MEASURES, Note, Row, Skip
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.units import percent, span
 

@@ -7,7 +7,7 @@ Shapes: S seeds, N logged steps.
 import numpy as np
 from scipy import stats
 
-from crosslayer.verbs.compare.paired import FEWEST, t_quantile
+from crosslayer.stats.means import FEWEST, t_quantile
 
 SHARE = 20  # a curve is smoothed over its 20th part, unless it is said otherwise
 FARTHEST = 10  # times the length of a run, beyond which nothing is expected

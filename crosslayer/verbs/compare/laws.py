@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from crosslayer.stats.means import Interval, t_interval
 from crosslayer.verbs.compare.outcomes import Outcome
-from crosslayer.verbs.compare.paired import Interval, t_interval
 from crosslayer.verbs.compare.read import Sorted, setting_of
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Cost, Law, LengthTrend, Setting
 from crosslayer.verbs.compare.scaling import PowerLaw, fit_power_law, relative_cost

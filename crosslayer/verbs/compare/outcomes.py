@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from crosslayer.stats.means import extended, holm, paired_difference, seeds_needed, t_interval
 from crosslayer.verbs.compare.curves import band, critical_point, entries_of, expected_critical_point, relative_curve
-from crosslayer.verbs.compare.paired import extended, holm, paired_difference, seeds_needed, t_interval
 from crosslayer.verbs.compare.read import Sorted
 from crosslayer.verbs.compare.record import RELEVANT, ComparedRun, CriticalPoints, Outcome, RelativeCurve
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from crosslayer.output.record import Frozen, Machine
-from crosslayer.verbs.compare.paired import Difference, Interval, Verdict
+from crosslayer.stats.means import Difference, Interval, Verdict
 
 ALPHA = 0.05  # adjusted p-values below it decide
 SHORTEST = 2  # logged entries of a stretch: a single point says little

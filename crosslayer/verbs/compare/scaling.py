@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from crosslayer.verbs.compare.paired import FEWEST, Interval, t_quantile
+from crosslayer.stats.means import FEWEST, Interval, t_quantile
 
 FARTHEST = 1000  # times a cost at which a law says anything
 

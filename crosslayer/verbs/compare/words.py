@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from crosslayer.verbs.compare.paired import FEWEST, Difference, Interval, Verdict
+from crosslayer.stats.means import FEWEST, Difference, Interval, Verdict
 from crosslayer.verbs.compare.record import COSTS, RELEVANT, ComparedRun, Law, LengthTrend, Outcome
 from crosslayer.verbs.compare.result import Comparison
 

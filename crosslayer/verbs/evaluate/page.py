@@ -3,9 +3,9 @@
 from crosslayer.output.dots import Dots
 from crosslayer.output.page import Mark, Page, Table
 from crosslayer.output.panel import Panel
+from crosslayer.stats import Interval
 from crosslayer.verbs.bench.units import size
 from crosslayer.verbs.evaluate.groups import LOCAL
-from crosslayer.verbs.evaluate.paired import Interval
 from crosslayer.verbs.evaluate.record import GroupRow, ModelFacts, Row
 from crosslayer.verbs.evaluate.result import Evaluation
 from crosslayer.verbs.evaluate.words import UNKNOWN, difference, score, score_of, sentences, signed, times_of, title

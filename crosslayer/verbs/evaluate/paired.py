@@ -6,15 +6,9 @@ x and y are the items of the candidate and of the baseline; w is 1 but for perpl
 weights this is the paired t interval of a mean. It is taken rather than a bootstrap since it is the same at every call,
 needs no draws, and agrees with one for the hundreds of items that tasks have.
 
-Of items that are right or wrong, b only for the candidate and c only for the baseline, it would be of no width where
-none differ. There it is Agresti and Min's, which adds half an item to each cell of the table:
+Of items that are right or wrong `crosslayer.stats.shares` has it.
 
-    (b − c) / (n + 2) ± z(0.975) · √(b + c + 1 − (b − c)² / (n + 2)) / (n + 2)
-
-and a difference is only seen if McNemar's exact test sees it too.
-
-Shapes: n items, T tasks. Sources: McNemar (1947); Agresti and Min (2005), 10.1002/sim.1781; Connor (1987) for the
-number of items.
+Shapes: n items, T tasks. Source of the number of items: Connor (1987).
 """
 
 import math
@@ -26,14 +20,13 @@ from pydantic import Field
 from scipy import stats
 
 from crosslayer.output.record import Frozen
+from crosslayer.stats import NORMAL, Interval
+from crosslayer.stats.means import t_quantile
+from crosslayer.stats.shares import Verdict, is_seen, mcnemar, share_difference, share_error, verdict_of
 
-LEVEL, POWER = 0.95, 0.8
+POWER = 0.8
 POINT = 0.01  # the difference for which items are counted: a point of a share, 1 % of a perplexity
-NORMAL = float(stats.norm.ppf((1 + LEVEL) / 2))
 FEWEST = 3  # items that give an interval of a mean
-
-Interval = tuple[float, float]
-Verdict = Literal["better", "worse", "no difference seen"]
 
 
 class Discordant(Frozen):
@@ -59,16 +52,14 @@ def compare_shares(candidate: np.ndarray, baseline: np.ndarray, higher_is_better
     """Return the paired difference of shares of items (n,) that are 0 or 1."""
     only = int(((candidate == 1) & (baseline == 0)).sum()), int(((candidate == 0) & (baseline == 1)).sum())
     count, p = len(candidate), mcnemar(*only)
-    half, middle = NORMAL * _share_error(*only, count), (only[0] - only[1]) / (count + 2)
-    interval = (max(-1.0, middle - half), min(1.0, middle + half))
-    seen = interval if p < 1 - LEVEL else None
+    interval = share_difference(*only, count)
     return Paired(
         form="difference",
         estimate=(only[0] - only[1]) / count,
         interval=interval,
         p=p,
         discordant=Discordant(candidate=only[0], baseline=only[1]),
-        verdict=_verdict(seen, higher_is_better),
+        verdict=verdict_of(interval if is_seen(interval, p) else None, higher_is_better),
         items_for_a_point=items_for_shares(sum(only) / len(candidate)),
     )
 
@@ -84,7 +75,7 @@ def compare_means(
         estimate=estimate,
         interval=interval,
         p=_p_value(estimate, error, len(candidate)),
-        verdict=_verdict(interval, higher_is_better),
+        verdict=verdict_of(interval, higher_is_better),
         items_for_a_point=None,
     )
 
@@ -99,7 +90,7 @@ def compare_perplexities(candidate: np.ndarray, baseline: np.ndarray, weights: n
         estimate=math.exp(estimate),
         interval=None if interval is None else (math.exp(interval[0]), math.exp(interval[1])),
         p=_p_value(estimate, error, len(candidate)),
-        verdict=_verdict(interval, higher_is_better=False),
+        verdict=verdict_of(interval, higher_is_better=False),
         items_for_a_point=needed,
     )
 
@@ -110,7 +101,7 @@ def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Pa
     Tasks are independent, so their variances, each as above, add up.
     """
     shares = weights / weights.sum()
-    errors = np.array([_share_error(int((d > 0).sum()), int((d < 0).sum()), len(d)) for d in differences])
+    errors = np.array([share_error(int((d > 0).sum()), int((d < 0).sum()), len(d)) for d in differences])
     estimate = float(shares @ np.array([values.mean() for values in differences]))
     error = float(np.sqrt(((shares * errors) ** 2).sum()))
     interval = (max(-1.0, estimate - NORMAL * error), min(1.0, estimate + NORMAL * error))
@@ -119,15 +110,9 @@ def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Pa
         estimate=estimate,
         interval=interval,
         p=float(2 * stats.norm.sf(abs(estimate) / error)),
-        verdict=_verdict(interval, higher_is_better=True),
+        verdict=verdict_of(interval, higher_is_better=True),
         items_for_a_point=None,
     )
-
-
-def mcnemar(candidate: int, baseline: int) -> float:
-    """Return the two-sided p-value of McNemar's exact test, from the items that only one of both has right."""
-    count = candidate + baseline
-    return 1.0 if not count else float(stats.binomtest(candidate, count).pvalue)
 
 
 def items_for_shares(discordance: float) -> int:
@@ -148,12 +133,6 @@ def _items(spread: float, difference: float) -> int | None:
     return max(FEWEST, math.ceil((quantiles * spread / difference) ** 2))
 
 
-def _share_error(candidate: int, baseline: int, count: int) -> float:
-    """Return the standard error of a difference of shares, from the items that only one of both has right."""
-    total = count + 2
-    return math.sqrt(candidate + baseline + 1 - (candidate - baseline) ** 2 / total) / total
-
-
 def _weighted(differences: np.ndarray, weights: np.ndarray) -> tuple[float, float | None]:
     """Return Σ d / Σ w of n items and its standard error; None below `FEWEST`."""
     count, estimate = len(differences), float(differences.sum() / weights.sum())
@@ -166,7 +145,7 @@ def _weighted(differences: np.ndarray, weights: np.ndarray) -> tuple[float, floa
 def _interval(estimate: float, error: float | None, count: int) -> Interval | None:
     if error is None:
         return None
-    half = error * float(stats.t.ppf((1 + LEVEL) / 2, count - 1))
+    half = error * t_quantile(count - 1)
     return estimate - half, estimate + half
 
 
@@ -176,9 +155,3 @@ def _p_value(estimate: float, error: float | None, count: int) -> float | None:
     if not error:
         return 0.0 if estimate else 1.0
     return float(2 * stats.t.sf(abs(estimate) / error, count - 1))
-
-
-def _verdict(interval: Interval | None, higher_is_better: bool) -> Verdict:
-    if interval is None or interval[0] <= 0 <= interval[1]:
-        return "no difference seen"
-    return "better" if (interval[0] > 0) == higher_is_better else "worse"

@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from crosslayer.output.record import Frozen
+from crosslayer.stats import Interval
 from crosslayer.verbs.needles.lookup import Lookup
-from crosslayer.verbs.retrofit.bootstrap import Interval
 from crosslayer.verbs.retrofit.record import Damage
 from crosslayer.verbs.train.record import Curve
 

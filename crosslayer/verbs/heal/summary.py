@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from crosslayer.stats.bootstrap import Bootstrap, percentiles
 from crosslayer.verbs.heal.record import Estimate, Place, Standing
-from crosslayer.verbs.retrofit.bootstrap import Bootstrap, percentiles
 from crosslayer.verbs.retrofit.damage import damage
 from crosslayer.verbs.retrofit.losses import Losses
 

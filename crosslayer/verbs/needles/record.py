@@ -1,11 +1,9 @@
 """What `record.json` of a search for needles holds: every sample's figures, every answer, and the scores."""
 
-from typing import Literal
-
 from pydantic import Field
 
 from crosslayer.output.record import Frozen
-from crosslayer.verbs.evaluate.paired import LEVEL, mcnemar
+from crosslayer.stats.shares import Verdict, is_seen, mcnemar, verdict_of
 
 
 class Question(Frozen):
@@ -58,7 +56,7 @@ class Difference(Frozen):
     n: int = Field(ge=1)
     gained: int = Field(ge=0)
     lost: int = Field(ge=0)
-    interval: tuple[float, float] = Field(description="Newcombe's 95 % interval for paired shares")
+    interval: tuple[float, float] = Field(description="95 %, for pairs (Agresti and Min)")
 
     @property
     def mean(self) -> float:
@@ -66,8 +64,7 @@ class Difference(Frozen):
         return (self.gained - self.lost) / self.n
 
     @property
-    def verdict(self) -> Literal["lower", "higher", "undecided"]:
-        """Whether the score is lower or higher: by an interval without 0 and McNemar's exact test, as `eval` has it."""
-        if self.interval[0] <= 0 <= self.interval[1] or mcnemar(self.gained, self.lost) >= 1 - LEVEL:
-            return "undecided"
-        return "lower" if self.interval[1] < 0 else "higher"
+    def verdict(self) -> Verdict:
+        """Whether the candidate finds more or fewer numbers."""
+        seen = is_seen(self.interval, mcnemar(self.gained, self.lost))
+        return verdict_of(self.interval if seen else None)

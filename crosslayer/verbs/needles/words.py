@@ -48,26 +48,27 @@ def points(difference: Difference) -> str:
 def _of_side(side: Side, record: Needles) -> str:
     shares = [f"{percent(score.share)} ({interval_of(score)}) at {score.length:,}" for score in side.by_length]
     other, asked = sum(score.other for score in side.by_length), sum(score.n for score in side.by_length)
-    stray = f"; {percent(other / asked)} of all its answers hold another key's instead" * (record.settings.keys > 1)
+    stray = ""
+    if record.settings.keys > 1:
+        stray = f"; {percent(other / asked)} of all its answers hold another key's instead"
     name = f"The baseline, {side.name}," if side is record.baseline else side.name
     return f"{name} finds the number of {keys_of(record.settings.keys)}: {', '.join(shares)} tokens{stray}."
 
 
 def _of_method(record: Needles) -> str:
-    settings, newcombe = (
-        record.settings,
-        "" if record.baseline is None else "; of differences Newcombe's, for pairs, beside McNemar's test",
-    )
+    settings, paired = record.settings, ""
+    if record.baseline is not None:
+        paired = "; of differences Agresti and Min's, for pairs, beside McNemar's test"
     return (
         f"A score is the share of greedy answers of up to {settings.new_tokens} tokens that hold the number; "
         f"{len(settings.depths) * settings.samples} samples a length, {settings.samples} at each of "
-        f"{len(settings.depths)} depths. Intervals of 95% over samples: of scores Wilson's{newcombe}."
+        f"{len(settings.depths)} depths. Intervals of 95% over samples: of scores Wilson's{paired}."
     )
 
 
 def _of_difference(difference: Difference) -> str:
     verdict = difference.verdict
-    words = "undecided" if verdict == "undecided" else f"{verdict} than the baseline's"
+    words = verdict if verdict == "no difference seen" else f"{verdict} than the baseline's"
     return (
         f"At {difference.length:,} tokens the score differs by {points(difference)}: {words}; {difference.gained} of "
         f"{difference.n} found by the candidate alone, {difference.lost} by the baseline alone."

@@ -5,7 +5,7 @@ ratio = exp(mean(nll_after − nll_before))
 
 import numpy as np
 
-from crosslayer.verbs.retrofit.bootstrap import Bootstrap, Interval, percentiles
+from crosslayer.stats.bootstrap import Bootstrap, Interval, percentiles
 from crosslayer.verbs.retrofit.losses import Losses
 from crosslayer.verbs.retrofit.record import Damage, DomainDamage, Domains, Gain
 

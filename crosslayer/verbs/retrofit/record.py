@@ -3,8 +3,8 @@
 from pydantic import Field
 
 from crosslayer.output.record import Frozen
+from crosslayer.stats import Interval
 from crosslayer.verbs.needles.lookup import Lookup
-from crosslayer.verbs.retrofit.bootstrap import Interval
 from crosslayer.verbs.retrofit.moments import Fit
 
 SCHEMA = "crosslayer/retrofit/3"

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from crosslayer.stats import Interval
 from crosslayer.verbs.needles.lookup import lookup_words
-from crosslayer.verbs.retrofit.bootstrap import Interval
 from crosslayer.verbs.retrofit.moments import REFITTED
 from crosslayer.verbs.retrofit.record import Damage, DomainDamage, FixedBlocks, Gain
 from crosslayer.verbs.retrofit.result import Receipt

@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 from crosslayer.cli.printing import print_table
+from crosslayer.stats.ratios import coverage
 from crosslayer.testing import build, config_of
-from crosslayer.verbs.bench.intervals import coverage
 from crosslayer.verbs.bench.record import MEASURES
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.tables import figures

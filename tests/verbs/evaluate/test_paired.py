@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from crosslayer.stats.shares import mcnemar
 from crosslayer.verbs.evaluate import paired
 from crosslayer.verbs.evaluate.items import check_same, items_of
 
@@ -54,7 +55,7 @@ def test_mcnemar_is_a_fair_coin_counted_out(ours, theirs):
     count = ours + theirs
     heads = [sum(toss) for toss in itertools.product((0, 1), repeat=count)]
     extreme = sum(abs(head - count / 2) >= abs(ours - count / 2) - 1e-9 for head in heads)
-    assert paired.mcnemar(ours, theirs) == pytest.approx(extreme / 2**count)
+    assert mcnemar(ours, theirs) == pytest.approx(extreme / 2**count)
 
 
 def test_three_items_all_one_way_are_no_win():

@@ -22,7 +22,7 @@ def test_an_oracle_finds_forty_and_random_weights_none():
     assert all(lookup.found == (True,) * 10 for lookup in right) and count_found(wrong) == 0
     compared = lookup_difference(wrong, right)
     assert (compared.gained, compared.lost, compared.n) == (0, 10 * len(lengths), 10 * len(lengths))
-    assert compared.verdict == "lower"
+    assert compared.verdict == "worse"
     said = lookup_words(right, right)
     assert f"Of {compared.n} numbers" in said and f"it finds {compared.n} (" in said
 

@@ -32,7 +32,7 @@ def test_an_oracle_finds_all_and_random_weights_nothing(compared):
     assert compared.scores_by_length.tolist() == [[0, 0], [1, 1]]
     for difference in compared.differences:
         assert (difference.gained, difference.lost, difference.n, difference.mean) == (0, 9, 9, -1)
-        assert difference.verdict == "lower"
+        assert difference.verdict == "worse"
     assert all(
         question.value in answer for question, answer in zip(compared.questions, compared.baseline.answers, strict=True)
     )

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from crosslayer.verbs.compare.paired import paired_difference
-from crosslayer.verbs.needles.score import difference, newcombe, score, string_match, wilson
+from crosslayer.stats.means import paired_difference
+from crosslayer.stats.shares import share_difference, wilson
+from crosslayer.verbs.needles.score import difference, score, string_match
 
 Z = 1.959963984540054
 
@@ -33,11 +34,11 @@ def test_a_score_counts_strays_without_what_is_found():
 def test_the_difference_of_pairs():
     candidate, baseline = [True, True, False, False, False], [True, False, True, True, False]
     both = difference(512, candidate, baseline)
-    assert (both.gained, both.lost, both.mean) == (1, 2, pytest.approx(-0.2)) and both.verdict == "undecided"
+    assert (both.gained, both.lost, both.mean) == (1, 2, pytest.approx(-0.2)) and both.verdict == "no difference seen"
     mirrored = difference(512, baseline, candidate)
     assert mirrored.interval == pytest.approx((-both.interval[1], -both.interval[0]))
     worse = difference(512, [False] * 40, [True] * 40)
-    assert worse.verdict == "lower" and worse.mean == -1 == pytest.approx(worse.interval[0])
+    assert worse.verdict == "worse" and worse.mean == -1 == pytest.approx(worse.interval[0])
     with pytest.raises(ValueError, match="shorter"):
         difference(512, [True], [])
     with pytest.raises(ValueError, match="^pairs need at least one sample"):
@@ -45,8 +46,8 @@ def test_the_difference_of_pairs():
 
 
 def test_pairs_that_never_differ_have_an_interval_all_the_same():
-    low, high = newcombe(0, 0, 0, 50)
-    assert low == -high and 0.05 < high < 0.11
+    low, high = share_difference(0, 0, 50)
+    assert low == -high and 0.03 < high < 0.04
     assert paired_difference([0.0] * 50, [0.0] * 50).interval == (0, 0)  # which Student's t would take for certain
 
 
@@ -66,6 +67,6 @@ def test_the_interval_covers_what_it_should(shares):
     draws = np.random.default_rng(1).multinomial(50, [*shares, 1 - sum(shares)], size=2000)
     truth, covered = shares[1] - shares[2], 0
     for counts, times in zip(*np.unique(draws, axis=0, return_counts=True), strict=True):
-        low, high = newcombe(*counts.tolist())
+        low, high = share_difference(int(counts[1]), int(counts[2]), 50)
         covered += int(times) * (low <= truth <= high)
     assert 0.93 < covered / 2000 < 0.995

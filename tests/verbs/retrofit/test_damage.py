@@ -9,7 +9,7 @@ from scipy import stats
 
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.probe.what_if import what_if
-from crosslayer.verbs.retrofit.bootstrap import Bootstrap
+from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.verbs.retrofit.damage import by_domain, damage, difference
 from crosslayer.verbs.retrofit.losses import Losses, logits_of, logits_without, losses
 from crosslayer.verbs.retrofit.record import Damage, DomainDamage, Gain

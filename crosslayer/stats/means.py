@@ -16,12 +16,11 @@ from pydantic import Field
 from scipy import stats
 
 from crosslayer.output.record import Frozen
+from crosslayer.stats import LEVEL, NORMAL, Interval
 
-LEVEL = 0.95
 FEWEST = 3  # pairs that give an interval: of two, one degree of freedom makes it twelve times the standard error
 MOST = 100_000  # seeds that are still counted
 
-Interval = tuple[float, float]
 Verdict = Literal["lower", "higher", "undecided"]
 
 
@@ -116,7 +115,7 @@ def seeds_needed(values: Sequence[float], difference: float) -> int | None:
     if len(values) < 2 or difference == 0:
         return None
     spread = float(np.std(values, ddof=1))
-    count = max(FEWEST, math.ceil((stats.norm.ppf((1 + LEVEL) / 2) * spread / difference) ** 2))  # t is wider
+    count = max(FEWEST, math.ceil((NORMAL * spread / difference) ** 2))  # t is wider
     while count <= MOST:
         if t_quantile(count - 1) * spread / math.sqrt(count) < abs(difference):
             return count

@@ -1,13 +1,16 @@
 """Ratios of paired times: the median with an interval whose coverage is known, and what may be said of it."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from scipy.stats import binom
 
-from crosslayer.verbs.bench.record import CLEAR, Verdict
+from crosslayer.stats import LEVEL
 
-COVERAGE = 0.95  # of an interval, where there are enough pairs
+Verdict = Literal["faster", "slower", "undecided"]
+
+CLEAR = 0.9  # the coverage from which an interval decides: 5 pairs
 FEWEST = 3  # pairs that give an interval
 
 
@@ -39,5 +42,5 @@ def verdict(interval: Sequence[float] | None, pairs: int) -> Verdict:
 
 
 def _rank(pairs: int) -> int:
-    """Return the largest k whose interval covers `COVERAGE`, 1 where none does."""
-    return max(1, int(binom.ppf((1 - COVERAGE) / 2, pairs, 0.5)))
+    """Return the largest k whose interval covers `LEVEL`, 1 where none does."""
+    return max(1, int(binom.ppf((1 - LEVEL) / 2, pairs, 0.5)))

@@ -9,10 +9,10 @@ by Student's t over the normal quantile, since a domain may have 16 windows only
 import numpy as np
 from scipy import stats
 
+from crosslayer.stats import LEVEL, NORMAL, Interval
+
 DRAWS = 4000
 STRATUM = 8  # windows, below which a document is no stratum of its own
-LEVEL = 0.95
-Interval = tuple[float, float]  # low, high
 
 
 class Bootstrap:
@@ -31,7 +31,7 @@ class Bootstrap:
             drawn = generator.multinomial(count - 1, np.full(count, 1 / count), size=DRAWS)  # (DRAWS, count)
             weights[:, rows] = drawn * (count / (count - 1) / windows)
         freedom = windows - len(self.strata)
-        spread = stats.t.ppf((1 + LEVEL) / 2, freedom) / stats.norm.ppf((1 + LEVEL) / 2)
+        spread = stats.t.ppf((1 + LEVEL) / 2, freedom) / NORMAL
         self.weights = (1 + spread * (weights * windows - 1)) / windows  # (DRAWS, N)
 
     def means(self, values: np.ndarray) -> np.ndarray:

@@ -1,0 +1,8 @@
+"""Intervals and tests, each once, with its source: of shares, means, ratios of times, and windows of text."""
+
+from scipy import stats
+
+LEVEL = 0.95  # how often an interval holds the truth
+NORMAL = float(stats.norm.ppf((1 + LEVEL) / 2))  # standard errors to either side, by the normal law
+
+Interval = tuple[float, float]  # low, high

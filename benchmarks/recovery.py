@@ -4,6 +4,9 @@
     python benchmarks/recovery.py judge smollm2 fit:18432=small distillation:200704=healed/small/model …
     python benchmarks/recovery.py draw                               # docs/figures/recovery.svg from the results
 
+Fits to more text are `crosslayer retrofit smollm2 --method JSON --calibration 393 --length 256 --calibration-text …`
+with {"name": "drop", "attention": […], "compensation": "attention"} and a file each of novels, web pages and PEPs.
+
 `judge` takes WAY:TOKENS=FOLDER, or WAY:TOKENS:SECONDS=FOLDER, and keeps the loss of each window, so that what is judged
 later is paired with it. Windows are 16 of each embedded domain that nothing is fitted to, of 256 tokens: those by which
 `crosslayer retrofit --windows 96 --length 256` judges.

@@ -5,7 +5,6 @@ become MathML, which browsers draw without a script. A link or an anchor that le
 anything that a page would fetch from another host.
 """
 
-import ast
 import html
 import os
 import re
@@ -69,15 +68,11 @@ def moved(link: str, page: Path, places: dict) -> str:
 
 def api() -> dict[str, str]:
     """Return the pages of the API: every public name, whose docstring mkdocstrings puts there."""
-    tree = ast.parse((ROOT / "crosslayer" / "__init__.py").read_text(encoding="utf-8"))
-    (public,) = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
+    stub = (ROOT / "crosslayer" / "__init__.pyi").read_text(encoding="utf-8")
+    public = re.findall(r"(?m)^from \S+ import (\w+) as", stub)
     pages = {"calls": "# Calls\n\nEvery verb, and what goes with it, as `crosslayer.NAME`.\n"}
     pages["types"] = "# Types\n\nResults, and what calls take, as `crosslayer.NAME`.\n"
-    for name in public:
+    for name in sorted(public):
         pages["types" if name[0].isupper() else "calls"] += f"\n::: crosslayer.{name}\n"
     return pages
 

@@ -176,7 +176,7 @@ def _axis(title: str, log: bool, values: Sequence[float], ticks: dict[float, str
         return {**axis, "tickmode": "array", "tickvals": [*ticks], "ticktext": [*ticks.values()]}
     if log:
         places = _log_ticks(*_reach([v for v in values if v > 0]))
-        return {**axis, "tickmode": "array", "tickvals": places, "ticktext": [f"{place:,g}" for place in places]}
+        return {**axis, "tickmode": "array", "tickvals": places, "ticktext": [*map(_written, places)]}
     step = _whole_step(values)
     return axis if step is None else {**axis, "tickmode": "linear", "tick0": 0, "dtick": step, "tickformat": "d"}
 
@@ -247,6 +247,11 @@ def _log_ticks(low: float, high: float) -> list[float]:
     digits = (1,) if math.log10(high / low) > 2.5 else (1, 2, 5)
     places = [digit * 10.0**power for power in powers for digit in digits if low <= digit * 10.0**power <= high]
     return places if len(places) > 1 else [float(f"{low * (high / low) ** part:.3g}") for part in (0.1, 0.5, 0.9)]
+
+
+def _written(place: float) -> str:
+    """Write a tick of a logarithmic axis: 0.001, 20, 1,000,000."""
+    return f"{place:,.0f}" if place >= 1000 else f"{place:g}"
 
 
 def _curve(line: Line) -> dict[str, Any]:
@@ -379,7 +384,7 @@ def _draw_axes(axes: Any, panel: Panel) -> None:
         if log:
             (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log")
             axis.set_major_locator(FixedLocator(_log_ticks(*_reach([value for value in values if value > 0]))))
-            axis.set_major_formatter(FuncFormatter(lambda place, _: f"{place:,g}"))
+            axis.set_major_formatter(FuncFormatter(lambda place, _: _written(place)))
             axis.set_minor_locator(NullLocator())
         elif (step := _whole_step(values)) is not None:
             axis.set_major_locator(MultipleLocator(step))

@@ -199,7 +199,7 @@ CASES = [
     ("bench {kit}/model --baseline {kit}/model --repeats 0", "--repeats is 0; it must be at least 1"),
     ("bench {kit}/model --baseline {kit}/model --attention flex", "attention 'flex' is not measured"),
     ("bench {kit}/model --baseline {kit}/model --contexts 65", "context 65 is above the 64 positions"),
-    ("bench {kit}/bert --baseline {kit}/model", "is an encoder; bench measures causal"),
+    ("bench {kit}/bert --baseline {kit}/model", "bench needs a causal LM; bert is none"),
     ("bench {kit}/model --baseline {kit}/nothing", "does not exist"),
     # verify
     ("verify {kit}/nothing", "does not exist"),

@@ -8,7 +8,6 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,7 +15,8 @@ from transformers import PreTrainedModel
 
 from crosslayer.environment import environment, quiet_transformers
 from crosslayer.eviction.running import NewCache, evicting_if
-from crosslayer.models.load import public_name, ready_model
+from crosslayer.models.load import public_name
+from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 from crosslayer.probe.intercept import evaluating
@@ -31,7 +31,6 @@ from crosslayer.verbs.bench.serving import bench_vllm
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
 from crosslayer.verbs.bench.settings import Settings
 
-Named = PreTrainedModel | str | Path
 LEARNED = 8  # a table of learned positions has up to so many rows more than positions
 
 
@@ -108,7 +107,9 @@ def in_turns(
     """Measure two models here, in this process, in turns."""
     if settings.evict is not None and model is baseline and isinstance(model, PreTrainedModel):
         raise ValueError("with an eviction candidate and baseline run in turns; load the baseline by itself")
-    models = _loaded({"candidate": model, "baseline": baseline}, settings, dtype, device, progress)
+    ready = pair("bench", model, baseline, dtype=dtype, device=device, needs_tokenizer=False, meter=progress)
+    models: dict[Side, PreTrainedModel] = {side: one.model for side, one in zip(SIDES, ready, strict=True)}
+    check(models, settings)
     started = time.perf_counter()
     with torch.no_grad(), quiet_transformers(), _ready(models, settings):
         structures, reason = _structures(models)
@@ -147,8 +148,6 @@ def check(models: Models, settings: Settings) -> None:
     """Refuse what cannot be measured, before anything runs; see `bench`."""
     for model in models.values():
         name, config = type(model).__name__, model.config.get_text_config()
-        if not model.can_generate():
-            raise ValueError(f"{name} is an encoder; bench measures causal language models, which keep a cache")
         limit, learned = config.max_position_embeddings, _has_learned_positions(model)
         longest = max(settings.contexts)
         needed = longest + settings.new_tokens if learned else longest  # rotary positions go on, learned ones end
@@ -165,31 +164,6 @@ def _has_learned_positions(model: PreTrainedModel) -> bool:
     limit, tokens = model.config.get_text_config().max_position_embeddings, model.get_input_embeddings()
     tables = [part for part in model.modules() if isinstance(part, nn.Embedding) and part is not tokens]
     return any(limit <= table.num_embeddings < limit + LEARNED for table in tables)
-
-
-def _loaded(
-    named: dict[Side, Named],
-    settings: Settings,
-    dtype: str | torch.dtype | None,
-    device: str | torch.device | None,
-    progress: Meter,
-) -> Models:
-    """Return both models, loaded where they are named, and each checked before the next."""
-    ready = [model for model in named.values() if isinstance(model, PreTrainedModel)]
-    if len(ready) == len(named) and (dtype is not None or device is not None):
-        raise ValueError("dtype and device are for models that are named; both are loaded already")
-    if ready:
-        dtype = ready[0].dtype if dtype is None else dtype
-        device = ready[0].device if device is None else device
-    models: dict[Side, PreTrainedModel] = {}
-    for side, model in named.items():
-        if isinstance(model, PreTrainedModel):
-            models[side] = model
-        else:
-            models[side] = ready_model(model, dtype=dtype, device=device, meter=progress).model
-        check({side: models[side]}, settings)
-    check(models, settings)
-    return models
 
 
 def _measured(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 from transformers import PreTrainedModel
@@ -29,17 +28,16 @@ class Cost(Frozen):
 
 
 def measure_cost(
-    candidate: PreTrainedModel | str | Path,
-    baseline: PreTrainedModel | str | Path,
+    candidate: PreTrainedModel,
+    baseline: PreTrainedModel,
     evict: str | None,
-    options: dict[str, Any],
     progress: Meter,
 ) -> Cost:
-    """Return what the candidate costs beside the baseline; `options` are those of `bench`."""
+    """Return what the candidate costs beside the baseline."""
     context = min(CONTEXT, *(_positions(side) - NEW_TOKENS for side in (candidate, baseline)))
     asked = {"contexts": (context,), "batches": (1,), "new_tokens": NEW_TOKENS, "repeats": PAIRS, "attention": "sdpa"}
     settings = Settings.model_validate({**asked, "evict": evict, "seed": 0})
-    benchmark = in_turns(candidate, baseline, settings, options.get("dtype"), options.get("device"), progress)
+    benchmark = in_turns(candidate, baseline, settings, None, None, progress)
     row = benchmark.rows[0]
     return Cost(
         context=context,

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.environment import environment
 from crosslayer.eviction.running import evicting_if
-from crosslayer.models.load import is_causal, load_config, model_source, public_name, ready_model
+from crosslayer.models.load import Ready
+from crosslayer.models.pair import Named, check_causal, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Environment
 from crosslayer.probe.intercept import evaluating
@@ -21,8 +22,6 @@ from crosslayer.verbs.evaluate.lm import language_model
 from crosslayer.verbs.evaluate.record import ModelFacts, Models, Settings
 from crosslayer.verbs.evaluate.result import Evaluation
 from crosslayer.verbs.evaluate.templates import sandboxed
-
-Named = PreTrainedModel | str | Path
 
 
 def evaluate(
@@ -51,7 +50,7 @@ def evaluate(
         model: the candidate: hub name, local folder, or smollm2 (embedded). In Python also a loaded model.
         tokenizer: in Python, of models that are loaded.
         tasks: tasks of lm-eval with commas between, or groups of them as papers have them (docs/verbs/evaluate.md).
-        baseline: a model to compare with, item by item; default none.
+        baseline: a model to compare with, item by item; default none. In Python a loaded one has the tokenizer of `model`.
         include_path: folder of task files of your own; their templates run in a sandbox, for at most 10 s each.
         limit: the first items of each task; default all.
         num_fewshot: examples before each item; default as the task has it.
@@ -77,88 +76,33 @@ def evaluate(
     if cost and model is baseline and isinstance(model, PreTrainedModel):
         raise ValueError("a cost is of two models that run in turns; load the baseline by itself")
     sides = [model] if baseline is None else [model, baseline]
-    _check_names(sides)
+    check_causal("evaluate", sides)
     if cost:
         check_positions(sides)
     with harness.quiet(), sandboxed():
         with progress("reading tasks", 0):
             tasks_by_name = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
             loaded_tasks = tasks_by_name.load()
-        options = _candidate_options(model, baseline, tokenizer, dtype, device)
+        ready = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device, meter=progress)
+        evicts = (evict, None)  # the baseline keeps all
         scored = {
-            "candidate": _score(model, options, tasks_by_name, loaded_tasks, settings, evict, allow_code, progress)
+            name: _score(side, tasks_by_name, loaded_tasks, settings, evicted, allow_code, progress)
+            for name, side, evicted in zip(("candidate", "baseline"), ready, evicts, strict=False)
         }
-        if baseline is not None:
-            options = _baseline_options(baseline, tokenizer, scored["candidate"])
-            scored["baseline"] = _score(
-                baseline, options, tasks_by_name, loaded_tasks, settings, None, allow_code, progress
-            )
-    measured = None
-    if cost and baseline is not None:
-        is_loaded = isinstance(model, PreTrainedModel) or isinstance(baseline, PreTrainedModel)
-        alike = {} if is_loaded else {"dtype": scored["candidate"].facts.dtype, "device": scored["candidate"].device}
-        measured = measure_cost(model, baseline, evict, alike, progress)
+    measured = measure_cost(ready[0].model, ready[1].model, evict, progress) if cost else None
     return _summed_up(scored, tasks_by_name, settings, version).model_copy(update={"cost": measured})
-
-
-def _check_names(sides: Sequence[Named]) -> None:
-    """Refuse models that are no causal LMs, or not there, before the first is evaluated."""
-    for named in sides:
-        if isinstance(named, PreTrainedModel):
-            _check_kind(named)
-            continue
-        model_source(str(named))
-        config = load_config(str(named))
-        if config.is_encoder_decoder or not is_causal(config):
-            raise ValueError(f"eval needs a causal LM; {public_name(named)} is none")
-
-
-def _check_kind(model: PreTrainedModel) -> None:
-    if not model.can_generate() or model.config.is_encoder_decoder:
-        raise ValueError(f"eval needs a causal LM; {type(model).__name__} is none")
-
-
-def _candidate_options(
-    model: Named,
-    baseline: Named | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    dtype: str | torch.dtype | None,
-    device: str | torch.device | None,
-) -> dict[str, Any]:
-    """Return what `ready_model` takes with the candidate, which refuses what is of no use.
-
-    Raises:
-        ValueError: a side is loaded, and there is no tokenizer.
-
-    """
-    loaded, baseline_loaded = isinstance(model, PreTrainedModel), isinstance(baseline, PreTrainedModel)
-    if (loaded or baseline_loaded) and tokenizer is None:
-        raise ValueError("a model that is loaded needs tokenizer=…, its own")
-    of_baseline = baseline_loaded and not loaded
-    return {"tokenizer": None if of_baseline else tokenizer, "dtype": dtype, "device": device}
-
-
-def _baseline_options(
-    baseline: Named, tokenizer: PreTrainedTokenizerBase | None, candidate: "_Scored"
-) -> dict[str, Any]:
-    """Return what `ready_model` takes with the baseline: a tokenizer, or the candidate's type and device."""
-    if isinstance(baseline, PreTrainedModel):
-        return {"tokenizer": tokenizer}
-    return {"dtype": candidate.facts.dtype, "device": candidate.device}
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """A side: what it is, where it ran, and what lm-eval returned."""
+    """A side: what it is, and what lm-eval returned."""
 
     facts: ModelFacts
-    device: torch.device
     results: dict[str, Any]
 
 
 def _score(
-    named: Named,
-    options: dict[str, Any],
+    side: Ready,
     tasks_by_name: harness.Tasks,
     loaded_tasks: list[Any],
     settings: Settings,
@@ -166,11 +110,9 @@ def _score(
     allow_code: bool,
     progress: Meter,
 ) -> _Scored:
-    """Load a model, if it is named, evaluate it, and let it go."""
-    ready = ready_model(named, **options, meter=progress)
-    model, tokenizer = ready.model, ready.tokenizer
-    assert tokenizer is not None  # one that is named brings its own
-    _check_kind(model)
+    """Evaluate a model."""
+    model, tokenizer = side.model, side.tokenizer
+    assert tokenizer is not None
     started = time.perf_counter()
     with evaluating(model), evicting_if(model, evict) as new_cache:
         lm = language_model(model, tokenizer, settings.batch, progress, evict, new_cache)
@@ -184,7 +126,7 @@ def _score(
             allow_code=allow_code,
         )
     facts = ModelFacts(
-        name=ready.name,
+        name=side.name,
         class_=type(model).__name__,
         parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
@@ -194,7 +136,7 @@ def _score(
         shortened=lm.shortened,
         reduced=None if evict is None else lm.reduced,
     )
-    return _Scored(facts, model.device, results)
+    return _Scored(facts, results)
 
 
 def _summed_up(

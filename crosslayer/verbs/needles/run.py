@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from crosslayer.environment import environment, quiet_transformers
 from crosslayer.eviction.running import NewCache, evicting_if
-from crosslayer.models.load import Ready, ready_model
+from crosslayer.models.load import Ready
+from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import Meter, Silent, Steps
 from crosslayer.output.record import Environment
 from crosslayer.probe.intercept import evaluating
@@ -20,8 +20,6 @@ from crosslayer.verbs.needles.record import Difference, Question, Score, Side
 from crosslayer.verbs.needles.result import Needles
 from crosslayer.verbs.needles.sample import Sample, Samples, prompt_ids
 from crosslayer.verbs.needles.score import difference, is_found, score
-
-Named = PreTrainedModel | str | Path
 
 
 def needles(
@@ -78,7 +76,7 @@ def needles(
         evict=evict,
         seed=seed,
     )
-    ready = _ready(model, tokenizer, baseline, dtype, device, progress)
+    ready = pair("needles", model, baseline, tokenizer, dtype=dtype, device=device, meter=progress)
     for side in ready:
         _check(side, max(options.lengths))
     started = time.monotonic()
@@ -103,31 +101,8 @@ def needles(
     )
 
 
-def _ready(
-    model: Named,
-    tokenizer: PreTrainedTokenizerBase | None,
-    baseline: Named | None,
-    dtype: str | torch.dtype | None,
-    device: str | torch.device | None,
-    meter: Meter,
-) -> list[Ready]:
-    """Return the candidate and, where it is wanted, the baseline, loaded where they are named."""
-    first = ready_model(model, tokenizer, dtype=dtype, device=device, meter=meter)
-    if first.tokenizer is None:
-        raise ValueError("a model that is loaded needs tokenizer=…, its own")
-    if baseline is None:
-        return [first]
-    if isinstance(baseline, PreTrainedModel):
-        return [first, ready_model(baseline, first.tokenizer)]
-    dtype = first.model.dtype if dtype is None else dtype
-    device = first.model.device if device is None else device
-    return [first, ready_model(baseline, dtype=dtype, device=device, meter=meter)]
-
-
 def _check(side: Ready, longest: int) -> None:
-    """Refuse a model that does not generate, or that has too few positions."""
-    if not side.model.can_generate() or side.model.config.is_encoder_decoder:
-        raise ValueError(f"needles needs a causal LM; {type(side.model).__name__} is none")
+    """Refuse a model that has too few positions."""
     if longest > positions(side.model):
         raise ValueError(f"length {longest} is above the {positions(side.model)} positions of {side.name}")
 

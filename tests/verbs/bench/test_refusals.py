@@ -36,7 +36,7 @@ def test_a_context_that_is_named_twice_is_measured_once():
 
 
 def test_models_that_are_refused():
-    with pytest.raises(ValueError, match="BertModel is an encoder"):
+    with pytest.raises(ValueError, match="bench needs a causal LM"):
         short(tiny("llama"), tiny("bert"), 12)
     with pytest.raises(ValueError, match="context 65 is above the 64 positions of LlamaForCausalLM"):
         short(tiny("llama"), tiny("llama"), 65)
@@ -56,7 +56,7 @@ def test_learned_positions_end_and_rotary_positions_go_on():
         (["--contexts", ""], "--contexts is ''"),
         (["--new-tokens", "0"], "--new-tokens is 0; it must be at least 1"),
         (["--attention", "flash"], "attention 'flash' is not measured"),
-        (["--contexts", "4"], "BertModel is an encoder"),
+        (["--contexts", "4"], "bench needs a causal LM"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(monkeypatch, capsys, words, message):

@@ -96,5 +96,5 @@ def test_a_model_by_name_is_loaded_as_the_other_one_is(tmp_path):
     assert [side.name for side in benchmark.models.sides()] == ["model", "LlamaForCausalLM"]
     assert meter.works == [(f"loading {folder}", 0), ("benchmarking", 2)]
     assert short(folder, folder, 4, dtype="float64").models.baseline.dtype == "float64"
-    with pytest.raises(ValueError, match="dtype and device are for models that are named"):
+    with pytest.raises(ValueError, match="dtype and device are for a model that is named"):
         short(tiny("llama"), tiny("llama"), 4, dtype="float32")

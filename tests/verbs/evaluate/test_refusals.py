@@ -73,8 +73,8 @@ def test_an_encoder_is_refused_before_the_candidate_runs(monkeypatch, capsys, ta
     evaluations.own_tokenizer().save_pretrained(tmp_path / "bert")
     words = ["--tasks", "piqa_local", "--include-path", tasks]
     for models in ([tmp_path / "bert"], [pair[0], "--baseline", tmp_path / "bert"]):
-        assert line(monkeypatch, capsys, [*models, *words]) == "eval needs a causal LM; bert is none"
-    with pytest.raises(ValueError, match="eval needs a causal LM; BertModel is none"):
+        assert line(monkeypatch, capsys, [*models, *words]) == "evaluate needs a causal LM; bert is none"
+    with pytest.raises(ValueError, match="evaluate needs a causal LM; BertModel is none"):
         crosslayer.evaluate(encoder, evaluations.own_tokenizer(), tasks="piqa_local", include_path=tasks)
     with pytest.raises(ValueError, match="needs tokenizer=…"):
         crosslayer.evaluate(evaluations.model(), tasks="piqa_local", include_path=tasks)
@@ -163,7 +163,7 @@ def test_options_that_a_loaded_model_has_no_use_for(pair, tasks):
     with pytest.raises(ValueError, match="brings its own tokenizer"):
         crosslayer.evaluate(pair[0], tokenizer, **options)
     with pytest.raises(ValueError, match="needs tokenizer=…, its own"):
-        crosslayer.evaluate(pair[0], baseline=model, **options)
+        crosslayer.evaluate(model, baseline=model, **options)
     evaluation = crosslayer.evaluate(model.bfloat16(), tokenizer, baseline=pair[1], limit=2, **options)
     assert evaluation.models.baseline.dtype == "bfloat16" and tokenizer.pad_token_id == padding
     with pytest.raises(ValueError, match="a cost is measured over 16 new tokens; a model has 16 positions"):

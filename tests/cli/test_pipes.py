@@ -49,7 +49,12 @@ def closing(names, *words):
     return subprocess.run([*PROGRAM, *words], preexec_fn=close, text=True, **streams)
 
 
-@pytest.mark.parametrize("names", [["stderr"], ["stdout"], ["stdin", "stdout", "stderr"]], ids=" and ".join)
+ALL = ["stdin", "stdout", "stderr"]
+
+
+@pytest.mark.parametrize(
+    "names", [ALL, *(pytest.param([name], marks=pytest.mark.slow) for name in ALL[1:])], ids=" and ".join
+)
 def test_a_stream_that_is_closed_changes_nothing_else(names, tmp_path):
     place = tmp_path / "recipe.yaml"
     place.write_text("{}")

@@ -14,22 +14,21 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from crosslayer.environment import environment
-from crosslayer.output import folder
 from crosslayer.output.folder import check_target, exclusive, held, release_targets, whole_folder
 from crosslayer.verbs.verify.result import Verification
 from tests.cli.test_cli import run
 
-PROGRAM = f"""
+PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-sys.path.insert(0, {str(Path(folder.__file__).parent)!r})
-import folder
+sys.argv[0] = "crosslayer"  # as a command starts: without torch
+from crosslayer.output import folder
 out = Path(sys.argv[1])
 """
 
 
 def child(code, *words):
-    """Start a program that knows `folder` (the module alone: nothing heavy) and `out`, its first word."""
+    """Start a program that knows `folder` and `out`, its first word."""
     program = PROGRAM + textwrap.dedent(code)
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

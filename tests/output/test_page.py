@@ -141,7 +141,7 @@ def pages(tmp_path_factory):
     return {name: make(folder / name) for name, make in PAGES.items()}
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
 def test_nothing_is_cut_overlaps_or_needs_the_network(browser, pages, width):
     resize(browser, width)
     figures = {"diagnosed": 17, "intervened": 10, "benched": 4, "retrofitted": 2, "verified": 0}

@@ -89,6 +89,7 @@ def test_among_twelve_arms_that_are_all_alike_a_winner_is_seldom_called():
     assert alone > 180 and together < 40  # 230 and 25 are expected, with standard deviations of 11 and 5
 
 
+@pytest.mark.slow
 def test_adding_seeds_until_something_shows_makes_nothing_show():
     """From 3 to 12 seeds one at a time, unadjusted p-values call a winner in a sixth of comparisons without one."""
     values = np.random.default_rng(0).normal(size=(2000, 12))

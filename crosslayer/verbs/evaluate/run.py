@@ -50,7 +50,7 @@ def evaluate(
         model: the candidate: hub name, local folder, or smollm2 (embedded). In Python also a loaded model.
         tokenizer: in Python, of models that are loaded.
         tasks: tasks of lm-eval with commas between, or groups of them as papers have them (docs/verbs/evaluate.md).
-        baseline: a model to compare with, item by item; default none. In Python a loaded one has the tokenizer of `model`.
+        baseline: a model to compare with, item by item. In Python a loaded one has the tokenizer of `model`.
         include_path: folder of task files of your own; their templates run in a sandbox, for at most 10 s each.
         limit: the first items of each task; default all.
         num_fewshot: examples before each item; default as the task has it.

@@ -96,6 +96,7 @@ def test_a_grid_grows_and_pairs_are_complete_early(whole, recipe, monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_added_seeds_are_judged_more_strictly_and_the_page_says_so(whole, recipe, tmp_path, monkeypatch):
     """Three pairs give p = 0.04; five give 0.01, which counts ten times after the first page."""
     (vanilla, svformer) = (crosslayer.load_result(whole[1] / "runs" / f"{arm}-0") for arm in ("vanilla", "svformer"))
@@ -195,6 +196,7 @@ def test_a_run_that_diverges_is_left_out_and_stays_out(recipe, tmp_path, monkeyp
     assert len(calls) == 3 and again.stopped == result.stopped
 
 
+@pytest.mark.slow
 def test_a_baseline_that_diverges_is_said(recipe, tmp_path):
     """And with a learning rate that it survives, --resume trains it, in the folder where it had stopped."""
     options = {"out": tmp_path / "out", "recipe": recipe, "methods": METHODS, "seeds": 1}
@@ -227,6 +229,7 @@ def test_budgets_are_whole_steps(tmp_path):
     assert steps == {"slow": 20}  # of 6 · 100 FLOPs a token and 80 tokens
 
 
+@pytest.mark.slow
 def test_a_budget_of_flops(recipe, tmp_path):
     meter = Recorder()
     options = {"out": tmp_path / "flops", "recipe": recipe, "methods": "vanilla, cla", "progress": meter}

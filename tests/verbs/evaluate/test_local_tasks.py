@@ -34,6 +34,7 @@ def test_every_task_is_written_and_runs(tmp_path, pair):
     assert len(five["arguments"]) == 5 and five["target"] == "A"
 
 
+@pytest.mark.slow
 def test_the_script_says_what_it_wrote_and_what_is_wrong(tmp_path):
     data = evaluations.data(tmp_path / "data", items=3)
 

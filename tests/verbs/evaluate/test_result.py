@@ -124,7 +124,7 @@ def larger(evaluation):
     return crosslayer.Evaluation.from_record(record)
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
 def test_nothing_on_the_page_is_cut_or_overlaps(browser, evaluation, tmp_path, width):
     result = larger(evaluation)
     resize(browser, width)

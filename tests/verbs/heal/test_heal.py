@@ -187,6 +187,7 @@ def test_text_to_judge_on_is_not_trained_on(base, whole):
     assert not [text for text in texts if text in trained]
 
 
+@pytest.mark.slow
 def test_the_original_reads_the_same_rows_in_the_same_order(base, tmp_path, monkeypatch):
     read: dict[str, list] = {}
 
@@ -322,6 +323,7 @@ def test_a_retrofit_that_diverges_stops_alone(base, tmp_path, monkeypatch):
     assert again.arms == recovery.arms
 
 
+@pytest.mark.slow
 def test_without_a_trained_original_that_diverged_the_original_is_the_reference(base, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "CrossLayerTrainer", diverging("out/original"))
     recovery = crosslayer.heal(
@@ -338,6 +340,7 @@ def test_a_disk_fault_ends_it_all(base, tmp_path, monkeypatch):
     assert not (tmp_path / "out" / "without" / "stage-2" / "stopped.txt").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_last_step_of_a_stage_keeps_the_step(base, tmp_path, monkeypatch):
     recipe = recipe_in(tmp_path, stages=[{"parameters": "all", "schedule": {"steps": 3}}], baseline=False)
     options = {"original": str(base / "original")}
@@ -359,6 +362,7 @@ def test_ctrl_c_in_the_last_step_of_a_stage_keeps_the_step(base, tmp_path, monke
     assert not changed(*(tmp_path / name / "fitted" / "model" for name in ("whole", "out")))
 
 
+@pytest.mark.slow
 def test_adapters_are_resumed_bit_for_bit(base, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     stage = {"parameters": "lora", "lora": {"rank": 2}, "schedule": {"steps": 4}, "train": {"learning_rate": 1e-3}}
@@ -428,6 +432,7 @@ def test_the_command(base, tmp_path, capsys, monkeypatch):
     assert "exists; give another name, or --resume to go on with it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plain_model_of_ours_is_retrofitted_and_healed_as_it_is(base, tmp_path):
     """As `train` writes one without a method: all is as with the same weights in transformers' Llama."""
     stock, tokenizer = crosslayer.load_model(str(base / "original"))

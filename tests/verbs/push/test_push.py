@@ -174,6 +174,7 @@ def test_a_hub_that_is_away_is_one_line(small, monkeypatch, capsys):
     assert "error: the Hugging Face hub cannot be reached: " in capsys.readouterr().err.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_server_from_the_environment(small):
     with running_hub() as hub:
         environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}

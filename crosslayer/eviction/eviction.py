@@ -3,13 +3,12 @@
 In words: `h2o:0.4` evicts 40 % of what is cached, `h2o:512` keeps 512 tokens, `h2o:0.2@0-11,0.6@12-29` evicts by layer.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from crosslayer.eviction.policies import POLICIES, Policy
+from crosslayer.eviction.policies import Policy, policy
 
 BLOCK = 16  # tokens that are read between two evictions
 AMOUNT = re.compile(r"(?P<amount>\d+\.\d*|\.\d+|\d+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?", re.ASCII)
@@ -56,7 +55,7 @@ class Eviction:
         ValueError: no policy has that name.
 
     Attributes:
-        policy: its name: streaming, h2o, sinks or snapkv.
+        policy: its name: streaming, h2o, sinks or snapkv, or that of a module of your own.
         text: as it was asked for.
         everywhere: the amount of all layers; None where `by_layer` says it.
         by_layer: amounts of the first layers, in their order, None for those that keep all, as the others do.
@@ -69,15 +68,12 @@ class Eviction:
     by_layer: tuple[Amount | None, ...] = ()
 
     def __post_init__(self):
-        if self.policy not in POLICIES:
-            near = difflib.get_close_matches(self.policy, POLICIES, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(POLICIES)}"
-            raise ValueError(f"no eviction policy is called {self.policy!r}; {hint}")
+        policy(self.policy)
 
     @property
     def rule(self) -> Policy:
         """The policy itself."""
-        return POLICIES[self.policy]
+        return policy(self.policy)
 
     def amount(self, layer: int) -> Amount | None:
         """Return what a layer gives up; None where it keeps all."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from crosslayer.core.methods import hint, users_module
+
 SINKS = 4  # StreamingLLM's: the first tokens of a text
 SINK = 0.3  # of all attention from a token on: the share from which `diagnose` calls it a sink
 TOP = 2.0**22  # above every position and every sum of attention: the rank of what stays before all else
@@ -55,7 +57,7 @@ class Policy:
 
 def _streaming(cached: Cached) -> Tensor:
     """Rank the first tokens of the text above all, then the latest (StreamingLLM, arXiv 2309.17453)."""
-    return _protected(cached.positions, cached.positions < SINKS)
+    return protected(cached.positions, cached.positions < SINKS)
 
 
 def _h2o(cached: Cached) -> Tensor:
@@ -65,7 +67,7 @@ def _h2o(cached: Cached) -> Tensor:
     """
     assert cached.attention is not None
     latest = cached.positions >= cached.seen - cached.keep // 2
-    return _protected(cached.attention, latest)
+    return protected(cached.attention, latest)
 
 
 def _sinks(cached: Cached) -> Tensor:
@@ -76,7 +78,7 @@ def _sinks(cached: Cached) -> Tensor:
     """
     assert cached.attention is not None
     queries = (cached.seen - cached.positions) * cached.groups  # that could have looked at the token
-    return _protected(cached.positions, cached.attention / queries > SINK)
+    return protected(cached.positions, cached.attention / queries > SINK)
 
 
 def _snapkv(cached: Cached) -> Tensor:
@@ -88,10 +90,10 @@ def _snapkv(cached: Cached) -> Tensor:
     window = cached.positions >= cached.seen - WINDOW
     earlier = cached.attention.masked_fill(window, 0.0)
     smooth = F.avg_pool1d(earlier, KERNEL, stride=1, padding=KERNEL // 2)
-    return _protected(smooth, window)
+    return protected(smooth, window)
 
 
-def _protected(rank: Tensor, above: Tensor) -> Tensor:
+def protected(rank: Tensor, above: Tensor) -> Tensor:
     """Return a rank (B, H_kv, S) in which some tokens stand above all others, the earliest of them highest."""
     earliest = TOP + torch.arange(rank.shape[-1], 0, -1, device=rank.device, dtype=torch.float32)
     return torch.where(above, earliest, rank.to(torch.float32))
@@ -105,3 +107,21 @@ POLICIES = {
         _snapkv, "the end of the prompt, what it looks at, and all that follows", attention=True, window=WINDOW
     ),
 }
+
+
+def policy(name: str) -> Policy:
+    """Return a policy of this file, or the only one that a user's module defines, if it is imported or allowed.
+
+    Raises:
+        ValueError: there is none of that name, or the module does not define a single one.
+
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    module = users_module(f"eviction policy {name!r}", name)
+    if module is None:
+        raise ValueError(f"no eviction policy is called {name!r}; {hint(name, [*POLICIES])}")
+    own = [value for value in vars(module).values() if isinstance(value, Policy)]
+    if len(own) != 1:
+        raise ValueError(f"module {name!r} defines {len(own)} eviction policies; it must define exactly one `Policy`")
+    return own[0]

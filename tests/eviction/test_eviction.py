@@ -265,8 +265,8 @@ def test_sinks_are_kept_wherever_they_are():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ("h20:0.4", "did you mean h2o?"),
-        ("lru:0.4", "there are streaming, h2o, sinks, snapkv"),
+        ("h20:0.4", "did you mean 'h2o'?"),
+        ("lru:0.4", "known are streaming, h2o, sinks, snapkv"),
         ("h2o", "does not say how much"),
         ("h2o:1.0", "from 0 to below 1"),
         ("h2o:8", "at least 32 must stay"),
@@ -297,7 +297,7 @@ def test_models_without_full_attention_are_refused(family, words):
 
 
 def test_wrong_use_is_refused():
-    with pytest.raises(ValueError, match="did you mean snapkv"):
+    with pytest.raises(ValueError, match="did you mean 'snapkv'"):
         Eviction("snapvk", "from Python")
     model, ids = tiny("llama"), tokens(1, 20)
     with pytest.raises(ValueError, match="names layer 5; the last is 2"), evicting(model, "h2o:0.4@5"):

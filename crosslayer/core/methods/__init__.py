@@ -27,7 +27,7 @@ _allowed: set[str] = set()  # modules of users' own methods that a config may ha
 
 
 def allow_methods(*names: str) -> None:
-    """Let configs name methods of your own: each name allows a module and all that lies below it.
+    """Let configs and evictions name modules of your own: each name allows a module and all that lies below it.
 
     A config may come from anyone, and importing a module runs its code: a name in a config is imported only if it is
     allowed here. Modules that are imported already, and `Method` objects and classes, need no permission.
@@ -107,26 +107,43 @@ def method_class(name: str) -> type[Method]:
 
 
 def _own_module(name: str) -> ModuleType:
-    """Return a user's module if it is imported, or import it if it is allowed; nothing else is ever imported."""
+    """Return a user's module, or say what is known instead."""
+    module = users_module(f"method {name!r}", name)
+    if module is not None:
+        return module
+    raise ValueError(f"method {name!r} is not known; {hint(name, method_names())}")
+
+
+def users_module(what: str, name: str) -> ModuleType | None:
+    """Return a user's module if it is imported, or import it if it is allowed; nothing else is ever imported.
+
+    Raises:
+        ValueError: it is allowed and cannot be imported; the message begins with `what`.
+
+    """
     module = sys.modules.get(name)
     if isinstance(module, ModuleType):
         return module
-    if any(name == allowed or name.startswith(f"{allowed}.") for allowed in _allowed):
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            raise ValueError(
-                f"method {name!r}: its module cannot be imported ({error}); install it, or name its folder in "
-                "PYTHONPATH"
-            ) from error
-    close = difflib.get_close_matches(name, method_names(), 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(method_names())}."
+    if not any(name == allowed or name.startswith(f"{allowed}.") for allowed in _allowed):
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"{what}: its module cannot be imported ({error}); install it, or name its folder in PYTHONPATH"
+        ) from error
+
+
+def hint(name: str, known: Sequence[str]) -> str:
+    """Return what is said to a name that is not among those that are known, and is no module that may be imported."""
+    close = difflib.get_close_matches(name, known, 1)
+    said = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
     if _names_a_module(name):
-        hint += (
+        said += (
             " A module of your own counts once it is imported, or if it is allowed: by "
             f"crosslayer.allow_methods({name!r}), on the command line by --allow-methods {name}"
         )
-    raise ValueError(f"method {name!r} is not known; {hint}")
+    return said
 
 
 def _names_a_module(name: str) -> bool:

@@ -1,0 +1,60 @@
+"""A policy of a user's own: the module of the page, and what is said where it is none."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.core import methods
+from crosslayer.eviction.eviction import parse_eviction
+from crosslayer.testing.tiny import build, config_of, tokens
+from tests.cli.test_cli import run
+from tests.helpers.text import WORDS, tokenizer
+from tests.helpers.tiny import tiny
+
+PAGE = Path(__file__).parents[2] / "docs" / "EVICTION.md"
+
+
+@pytest.fixture
+def beginning(tmp_path, monkeypatch):
+    """The page's policy as a module on the path."""
+    (block,) = re.findall(r"```python\n(# beginning.py.*?)```", PAGE.read_text(), re.S)
+    (tmp_path / "beginning.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(methods, "_allowed", set())
+    yield tmp_path
+    sys.modules.pop("beginning", None)
+
+
+def test_it_keeps_what_it_ranks_highest(beginning):
+    with pytest.raises(ValueError, match="no eviction policy is called 'beginning'; .* --allow-methods beginning$"):
+        parse_eviction("beginning:32")
+    assert "beginning" not in sys.modules
+    crosslayer.allow_methods("beginning")
+    model, ids = build(config_of("cla")), tokens(1, 48)
+    with torch.no_grad(), crosslayer.evicting(model, "beginning:32") as new_cache:
+        cache = new_cache()
+        model(ids, past_key_values=cache)
+    kept = sorted(position for position in cache.groups[0].positions[0, 0].tolist() if position >= 0)
+    assert kept == list(range(16))  # and room for 16 more
+
+
+def test_the_command_line_takes_it(beginning, tmp_path, monkeypatch, capsys):
+    model = tmp_path / "model"
+    tiny("llama", dtype=torch.float32, vocab_size=len(WORDS)).save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    words = ["bench", model, "--baseline", model, "--contexts", 48, "--new-tokens", 2, "--repeats", 1]
+    assert run(monkeypatch, *words, "--evict", "beginning:0.5") == 2
+    assert "--allow-methods beginning" in capsys.readouterr().err
+    assert run(monkeypatch, *words, "--evict", "beginning:0.5", "--allow-methods", "beginning") == 0
+
+
+def test_a_module_without_a_policy_is_no_policy(beginning):
+    (beginning / "empty_policy.py").write_text("")
+    crosslayer.allow_methods("empty_policy")
+    with pytest.raises(ValueError, match="'empty_policy' defines 0 eviction policies; it must define exactly one"):
+        parse_eviction("empty_policy:0.5")
+    sys.modules.pop("empty_policy", None)

@@ -24,11 +24,11 @@ from crosslayer.verbs.heal.measure import Judge, Measurement
 from crosslayer.verbs.heal.models import save_healed
 from crosslayer.verbs.heal.parameters import check_parameters, compensations
 from crosslayer.verbs.heal.recipe import HealRecipe, embedded_source, load_heal_recipe
-from crosslayer.verbs.heal.record import Arm, StageRun, State
+from crosslayer.verbs.heal.record import Arm, State
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.retrofits import Retrofit, check_original, open_retrofits
 from crosslayer.verbs.heal.rows import RecoveryRows, read_rows
-from crosslayer.verbs.heal.stages import MODEL, Stage, Stopped, finished
+from crosslayer.verbs.heal.stages import MODEL, Outcome, Stage, finished
 from crosslayer.verbs.heal.summary import Summary, shown_order
 from crosslayer.verbs.heal.trainer import Teacher
 from crosslayer.verbs.heal.windows import Judging, judging
@@ -36,10 +36,6 @@ from crosslayer.verbs.heal.windows import Judging, judging
 RECIPE, HEALED = "recipe.yaml", "heal.json"
 BEFORE, LOSSES = "before.json", "losses.json"
 NO_COMPENSATION = "there is no W_c"
-
-
-class Skipped(str):
-    """Why a stage trained nothing."""
 
 
 def heal(
@@ -110,7 +106,7 @@ class _Job:
     judge: Judge
     judging: Judging
     progress: Meter
-    runs: dict[Path, StageRun | Skipped | Stopped] = field(default_factory=dict)  # of a stage's folder
+    runs: dict[Path, Outcome] = field(default_factory=dict)  # of a stage's folder
 
     @classmethod
     def ready(
@@ -162,7 +158,7 @@ class _Job:
 
     def _entered(self, retrofit: Retrofit, number: int) -> Path:
         for earlier in range(number - 1, 0, -1):
-            if isinstance(self.runs[self._stage(retrofit, earlier)], StageRun):
+            if self.runs[self._stage(retrofit, earlier)].run is not None:
                 return self._stage(retrofit, earlier) / MODEL
         return retrofit.folder
 
@@ -174,13 +170,13 @@ class _Job:
             self.runs[folder] = done
             return
         for earlier in range(1, number):
-            if isinstance(self.runs[self._stage(retrofit, earlier)], Stopped):
-                self.runs[folder] = Skipped(f"stage {earlier} stopped")
+            if self.runs[self._stage(retrofit, earlier)].stopped is not None:
+                self.runs[folder] = Outcome(skipped=f"stage {earlier} stopped")
                 return
         with self.progress(f"{retrofit.name}, stage {number} of {len(self.recipe.stages)}", 0):
             model, _ = load_model(str(self._entered(retrofit, number)), dtype=torch.float32)
         if part.parameters == "compensation" and not compensations(model):
-            self.runs[folder] = Skipped(NO_COMPENSATION)
+            self.runs[folder] = Outcome(skipped=NO_COMPENSATION)
             return
         teacher = None
         if self.recipe.objective.loss == "distill":
@@ -203,7 +199,7 @@ class _Job:
         folders = [self._stage(retrofit, number) for retrofit in self.retrofits]
         if number == len(self.recipe.stages) and self.recipe.trains_original:
             folders.append(self._original)
-        return {folder / LOSSES: folder / MODEL for folder in folders if isinstance(self.runs[folder], StageRun)}
+        return {folder / LOSSES: folder / MODEL for folder in folders if self.runs[folder].run is not None}
 
     def _finish(self, retrofit: Retrofit) -> None:
         """Put the healed model where it can be opened, unless it is there."""
@@ -220,7 +216,7 @@ class _Job:
         trained_on = {part.name for part in self.recipe.data.domains if embedded_source(part)}
         overlapping = sorted(seen & trained_on & judged)
         seen = frozenset((seen | trained_on) & judged)
-        trained, stopped = measured.get(self._original / LOSSES), self.runs.get(self._original)
+        trained, outcome = measured.get(self._original / LOSSES), self.runs.get(self._original)
         reference = before.before if trained is None else trained.losses.after
         order = shown_order([measured[self._before(retrofit)].losses for retrofit in self.retrofits], seen)
         summary = Summary(order, seen, reference, trained is not None, self.judging.seed)
@@ -234,7 +230,7 @@ class _Job:
             order=summary.order({retrofit.name: self._last(retrofit, measured).losses for retrofit in self.retrofits}),
             untrained_original=_state("before", measured[self._original / BEFORE], summary),
             trained_original=None if trained is None else self._trained_state(trained, summary),
-            original_stopped=str(stopped) if isinstance(stopped, Stopped) else None,
+            original_stopped=None if outcome is None else outcome.stopped,
             left_out=self.rows.left_out(),
             windows=len(before.before),
             length=self.judging.length,
@@ -248,9 +244,8 @@ class _Job:
         for number in range(1, len(self.recipe.stages) + 1):
             folder = self._stage(retrofit, number)
             how, now = self.runs[folder], measured.get(folder / LOSSES, earlier)
-            kind = {Skipped: "skipped", Stopped: "stopped", StageRun: "run"}[type(how)]
-            told = how if isinstance(how, StageRun) else str(how)
-            states.append(_state(f"stage {number}", now, summary, earlier, first).model_copy(update={kind: told}))
+            state = _state(f"stage {number}", now, summary, earlier, first)
+            states.append(state.model_copy(update=vars(how)))
             earlier = now
         receipt = retrofit.receipt
         return Arm(

@@ -40,8 +40,13 @@ STOPPED = "stopped.txt"
 LOGGED = {"logging_steps": 1}  # a stage is short, and its end may depend on every loss
 
 
-class Stopped(str):
-    """Why a stage ended for good before it was whole."""
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage went: what it trained, or why it trained nothing, or why it ended for good before it was whole."""
+
+    run: StageRun | None = None
+    skipped: str | None = None
+    stopped: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Stage:
     rows: RecoveryRows
     meter: Meter
 
-    def train(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None) -> StageRun | Stopped:
+    def train(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None) -> Outcome:
         """Train a model, in place, and save it; where the folder holds a whole checkpoint, go on from there.
 
         Where the loss is not finite, return what happened, which the folder keeps too.
@@ -79,10 +84,10 @@ class Stage:
                 if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
                     raise
                 write_whole(folder / STOPPED, str(stop))
-                return Stopped(stop)
+                return Outcome(stopped=str(stop))
             run = self._run(trainer, trained_parameters(trained))
             self._finish(merged(trained, part.parameters), folder, run)
-        return run
+        return Outcome(run)
 
     def arguments(self, folder: Path) -> TrainingArguments:
         """Return Trainer's arguments.
@@ -161,7 +166,7 @@ class _LastStep(TrainerCallback):
             control.should_save, control.should_evaluate = self.interruption.pressed, False
 
 
-def finished(folder: Path) -> StageRun | Stopped | None:
+def finished(folder: Path) -> Outcome | None:
     """Return how a stage went, or why it stopped; None where its folder is not whole.
 
     Raises:
@@ -169,12 +174,12 @@ def finished(folder: Path) -> StageRun | Stopped | None:
 
     """
     if (folder / STOPPED).is_file():
-        return Stopped((folder / STOPPED).read_text(encoding="utf-8"))
+        return Outcome(stopped=(folder / STOPPED).read_text(encoding="utf-8"))
     path = folder / DONE
     if not path.is_file():
         return None
     try:
-        return StageRun.model_validate_json(path.read_bytes())
+        return Outcome(StageRun.model_validate_json(path.read_bytes()))
     except ValidationError as error:
         place = ".".join(map(str, error.errors()[0]["loc"]))
         raise ValueError(

@@ -60,7 +60,9 @@ def test_a_text_is_read_as_a_loop_over_tokens_and_lists_reads_it(family, impleme
     assert held_positions(cache) == [naive.kept[layer] for layer in sorted(naive.kept)]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(
+    "plan", [PLANS[-1], *(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS[:-1])], ids=str
+)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_cuts_padding_and_caches_change_nothing(plan, data):

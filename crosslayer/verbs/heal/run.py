@@ -265,7 +265,7 @@ class _Job:
         return measured[self._before(retrofit)]
 
     def _trained_state(self, trained: Measurement, summary: Summary) -> State:
-        return _state("trained", trained, summary).model_copy(update={"run": self.runs[self._original]})
+        return _state("trained", trained, summary).model_copy(update={"run": self.runs[self._original].run})
 
 
 def _state(

@@ -86,7 +86,9 @@ def stock_gap(family):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # transformers' and torch's own ways to compile
-@pytest.mark.parametrize("family", ["llama", "mistral", "bert"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "bert"))]
+)
 def test_eager_sdpa_and_flex_attention_agree(family):
     fault = flex_fault()
     found = []

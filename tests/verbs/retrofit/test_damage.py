@@ -54,7 +54,7 @@ def test_intervals_are_paired_and_cover():
     assert low < gap < high and low > 0
 
 
-@pytest.mark.parametrize("documents", [1, 4, 32, 64])
+@pytest.mark.parametrize("documents", [pytest.param(count, marks=pytest.mark.slow) for count in (1, 4, 32)] + [64])
 def test_intervals_cover_however_many_windows_a_document_has(documents):
     """A document of one window must not make the interval a point: 120 draws of 95 %, at least 104 hits."""
     hits = 0

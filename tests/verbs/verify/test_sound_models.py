@@ -13,7 +13,9 @@ from tests.helpers.tiny import tiny
 from tests.helpers.verifications import by_name, only
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["cla", *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "cla")]
+)
 def test_every_row_passes_on_ours(method):
     first, *rows = verify(ours(method), dtypes=("float32",), compile_backend="aot_eager").checks
     assert first.status == "NOT APPLICABLE" and "not a local folder" in first.reason

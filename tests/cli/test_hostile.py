@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from crosslayer import CrossLayerConfig, CrossLayerForCausalLM, _path
 from crosslayer.core import methods
 from tests.cli.test_bad_input import type_in
+from tests.helpers.daily import daily
 from tests.helpers.text import WORDS, tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -133,7 +134,9 @@ SCRIPT, MODULE = [str(Path(sys.executable).with_name("crosslayer"))], [sys.execu
 
 
 @pytest.mark.parametrize("folder", ["hostile.method"], indirect=True)
-@pytest.mark.parametrize("words", [SCRIPT, [sys.executable, "-um", "crosslayer"]], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "words", daily([SCRIPT, [sys.executable, "-um", "crosslayer"]], SCRIPT), ids=["script", "module"]
+)
 def test_a_process_in_the_folder_runs_nothing(folder, tmp_path, words):
     in_a_process(folder, tmp_path, "generate", words)
 

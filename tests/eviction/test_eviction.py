@@ -12,6 +12,7 @@ from crosslayer.eviction.eviction import BLOCK, Amount, Eviction, parse_eviction
 from crosslayer.eviction.running import evicting, sharing_groups
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
 from tests.eviction.naive import Naive, room, share
+from tests.helpers.daily import daily
 from tests.helpers.tiny import tiny
 
 EAGER = 1e-5  # transformers takes the softmax of eager attention in float32
@@ -60,9 +61,7 @@ def test_a_text_is_read_as_a_loop_over_tokens_and_lists_reads_it(family, impleme
     assert held_positions(cache) == [naive.kept[layer] for layer in sorted(naive.kept)]
 
 
-@pytest.mark.parametrize(
-    "plan", [PLANS[-1], *(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS[:-1])], ids=str
-)
+@pytest.mark.parametrize("plan", daily(PLANS, PLANS[-1]), ids=str)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_cuts_padding_and_caches_change_nothing(plan, data):

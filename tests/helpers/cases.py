@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable
 
-import pytest
-
 from crosslayer.core.methods import method_class, method_names, to_entry
+from tests.helpers.daily import daily
 
 BLOCKS = ((2, 3), (4, 5))
 SINGLE = {name: [to_entry(method_class(name).example(6))] for name in method_names()}
@@ -122,4 +121,4 @@ DAILY = {  # what `make test` runs beside every method alone; `make test-slow` r
 
 def each(cases: Iterable[str]) -> list:
     """The parameters of a test over cases, those that are not run daily marked as slow."""
-    return [pytest.param(name, marks=() if name in {*SINGLE, *DAILY} else pytest.mark.slow) for name in cases]
+    return daily(cases, *SINGLE, *DAILY)

@@ -1,3 +1,3 @@
 """Trains a retrofit until it recovers, and measures it after every stage."""
 
-GROUP = "Train"
+GROUP = "Convert"

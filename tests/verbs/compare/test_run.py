@@ -174,6 +174,7 @@ def test_a_folder_of_something_else_is_refused(recipe, tmp_path, no_training):
         crosslayer.compare(**options)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_left_out_and_stays_out(recipe, tmp_path, monkeypatch):
     calls = []
 

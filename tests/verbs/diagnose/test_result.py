@@ -9,6 +9,7 @@ import torch
 import crosslayer
 from crosslayer.corpus.documents import TextSource
 from crosslayer.verbs.diagnose.record import Measures
+from tests.helpers.daily import daily
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny, tokens
 
@@ -23,7 +24,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "qwen3_next"])  # with a position table, without a cache
-@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("sequences", daily([1, 2], 2))
 def test_a_folder_loads_equal(family, sequences, tmp_path):
     ids = tokens(batch=sequences)
     diagnosis = crosslayer.diagnose(tiny(family, dtype=torch.float32), ids, cross_layer=family == "gpt2")

@@ -349,6 +349,7 @@ def test_isolating_a_token_of_smollm2_moves_the_sink_to_it():
     assert result.settings.model == "smollm2" and result.settings.length == 512
 
 
+@pytest.mark.slow
 def test_the_row_of_position_0_makes_a_sink_of_minilm_and_a_random_row_does_not():
     model, tokens_of = load_model("minilm", device="cpu")
     ids = pack(load_documents(TextSource()), tokens_of, sequences=4, length=512)

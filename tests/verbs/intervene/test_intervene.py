@@ -24,6 +24,7 @@ from crosslayer.verbs.intervene.kinds import (
     to_entry,
     waiver,
 )
+from tests.helpers.daily import daily
 from tests.helpers.tiny import tiny, tokens
 
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gpt2")
@@ -86,9 +87,7 @@ def stock_gap(family):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # transformers' and torch's own ways to compile
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "bert"))]
-)
+@pytest.mark.parametrize("family", daily(["llama", "mistral", "bert"], "llama"))
 def test_eager_sdpa_and_flex_attention_agree(family):
     fault = flex_fault()
     found = []

@@ -85,6 +85,7 @@ def test_the_card_tells_what_it_costs_and_how_it_came_about(hub, small, receipt)
     assert found == {domain.name: round(domain.perplexity_after, 4) for domain in receipt.damage.domains}
 
 
+@pytest.mark.slow
 def test_the_card_says_what_the_original_is_and_how_the_model_is_used(hub, small, receipt):
     card = crosslayer.push(small, "me/tiny-cla").card
     assert ModelCard(card).data.pipeline_tag == "text-generation"

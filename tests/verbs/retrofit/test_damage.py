@@ -15,6 +15,7 @@ from crosslayer.verbs.retrofit.losses import Losses, logits_of, logits_without, 
 from crosslayer.verbs.retrofit.record import Damage, DomainDamage, Gain
 from crosslayer.verbs.retrofit.rewire import rewire
 from crosslayer.verbs.retrofit.words import drawn, gain_sentence
+from tests.helpers.daily import daily
 from tests.helpers.text import tokenizer, words
 from tests.helpers.tiny import tiny
 
@@ -54,7 +55,7 @@ def test_intervals_are_paired_and_cover():
     assert low < gap < high and low > 0
 
 
-@pytest.mark.parametrize("documents", [pytest.param(count, marks=pytest.mark.slow) for count in (1, 4, 32)] + [64])
+@pytest.mark.parametrize("documents", daily([1, 4, 32, 64], 64))
 def test_intervals_cover_however_many_windows_a_document_has(documents):
     """A document of one window must not make the interval a point: 120 draws of 95 %, at least 104 hits."""
     hits = 0

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from crosslayer.verbs.train.arguments import Schedule
 from crosslayer.verbs.train.checkpoints import MARK, checkpoints
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
+from tests.helpers.daily import daily
 from tests.helpers.training import STEPS, Random, Stop, losses, model_of, trainer_of
 
 
@@ -89,7 +90,7 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("case", FORGED)
+@pytest.mark.parametrize("case", daily(FORGED, *[*FORGED][::4]))
 def test_what_is_wrong_inside_a_checkpoint_is_one_line(case, stopped):
     name, content, message = FORGED[case]
     forge(stopped / "checkpoint-4", name, content)

@@ -7,15 +7,14 @@ from crosslayer import verify
 from crosslayer.core.transformers_versions import is_checkpointing
 from crosslayer.verbs.verify.checks import CHECKS
 from crosslayer.verbs.verify.run import check_count
+from tests.helpers.daily import daily
 from tests.helpers.meters import Recorder
 from tests.helpers.saved import METHODS, ours
 from tests.helpers.tiny import tiny
 from tests.helpers.verifications import by_name, only
 
 
-@pytest.mark.parametrize(
-    "method", ["cla", *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "cla")]
-)
+@pytest.mark.parametrize("method", daily(METHODS, "cla"))
 def test_every_row_passes_on_ours(method):
     first, *rows = verify(ours(method), dtypes=("float32",), compile_backend="aot_eager").checks
     assert first.status == "NOT APPLICABLE" and "not a local folder" in first.reason

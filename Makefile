@@ -97,7 +97,7 @@ test-transformers: $(TRANSFORMERS)
 # the generated tables of docs/METHODS.md, docs/COMPOSITIONS.md and docs/verbs
 tables: $(STAMP)
 	$(BIN)/python -m crosslayer.verbs.methods.catalogue docs/METHODS.md
-	$(BIN)/python -m crosslayer.verbs.methods.compositions > out/COMPOSITIONS.md && mv out/COMPOSITIONS.md docs/COMPOSITIONS.md
+	mkdir -p out && $(BIN)/python -m crosslayer.verbs.methods.compositions > out/COMPOSITIONS.md && mv out/COMPOSITIONS.md docs/COMPOSITIONS.md
 	$(BIN)/python -m crosslayer.cli.reference docs/verbs
 
 # the site, out/site: links are checked, and every page is opened in Chromium at two widths

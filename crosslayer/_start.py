@@ -15,6 +15,10 @@ BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQ
 command_line: str | None = None  # as it was typed, once a verb runs from a shell
 
 
+class EndedTooSoon(RuntimeError):
+    """Work that began and could not be finished, through no fault of what was asked: exit status 1."""
+
+
 def open_streams() -> None:
     """Put the null device in the place of streams that the process was started without (`2>&-`): Python has None."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):

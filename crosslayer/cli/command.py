@@ -75,7 +75,7 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
         _show(result, typed.get("out"), save)
     if then is not None:
         then(result)
-    raise typer.Exit(getattr(result, "exit_status", 0))
+    raise typer.Exit(result.exit_status)
 
 
 def _saver(out: str | None, force: bool) -> Callable[[Any], Path] | None:

@@ -5,7 +5,9 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 
-MEND, FAULT = 2, 70  # 0 stands for done, 1 for checks that failed, 130 for an interrupt
+from crosslayer._start import EndedTooSoon
+
+ENDED, MEND, FAULT = 1, 2, 70  # 0 stands for done, 1 also for checks that failed, 130 for an interrupt
 OPTION = re.compile(r"`([a-z_]+)`|^([a-z_]+)(?=: Input| is )")  # how errors of the library name an option of a call
 MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # how torch words it in a RuntimeError
 
@@ -23,9 +25,8 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
     text = OPTION.sub(as_typed, _one_line(_worded(error)))
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(word in text for word in MEMORY):
         return MEND, "memory ran out; use fewer or shorter sequences, a smaller batch or a smaller dtype"
-    status = vars(type(error)).get("exit_status")  # training that stopped
-    if status is not None:
-        return status, text
+    if isinstance(error, EndedTooSoon):
+        return ENDED, text
     if isinstance(error, ValueError | OSError) and not _is_schema_error(error):
         return MEND, text or type(error).__name__
     if type(error).__name__ == "SafetensorError":  # what a disk that is full is called while weights are written

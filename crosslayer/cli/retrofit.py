@@ -42,7 +42,7 @@ def then(model: str, out: str, *, heal: str | None = None) -> Callable[[Any], No
     if heal is None:
         return None
     load_heal_recipe(heal)
-    healed = Path(f"{out.rstrip('/')}-healed")
+    healed = Path(out).with_name(f"{Path(out).name}-healed")
     if healed.exists():
         raise ValueError(f"the folder {healed.name!r}, for the healed model, exists; remove it or name another `out`")
     verb = declared.read_verb("heal")

@@ -49,14 +49,9 @@ def mcnemar(candidate: int, baseline: int) -> float:
     return 1.0 if not count else float(stats.binomtest(candidate, count).pvalue)
 
 
-def is_seen(interval: Interval, p: float) -> bool:
-    """Return whether a difference of shares is more than chance: its interval leaves 0 out, and the test says so."""
-    return p < 1 - LEVEL and not interval[0] <= 0 <= interval[1]
-
-
-def verdict_of(interval: Interval | None, higher_is_better: bool = True) -> Verdict:
-    """Return what the interval of a difference says; none: that nothing is seen."""
-    if interval is None or interval[0] <= 0 <= interval[1]:
+def verdict_of(interval: Interval | None, higher_is_better: bool = True, p: float = 0.0) -> Verdict:
+    """Return what the interval of a difference says, of shares beside the `p` of McNemar's test; None: nothing."""
+    if interval is None or interval[0] <= 0 <= interval[1] or p >= 1 - LEVEL:
         return "no difference seen"
     return "better" if (interval[0] > 0) == higher_is_better else "worse"
 

@@ -100,8 +100,8 @@ def test_the_shell_and_python_have_the_same_defaults(name):
             assert default is inspect.Parameter.empty
         elif not option.text.startswith("in Python"):
             assert default == option.default
-            typed = command[option.name].default
-            assert typed == (",".join(map(str, default)) if option.has_commas else default or None) or typed == default
+            shown = ",".join(map(str, default)) if option.has_commas else default
+            assert command[option.name].default == (None if default == () else shown)
 
 
 def test_a_verb_is_one_new_folder(tmp_path):

@@ -22,7 +22,7 @@ from scipy import stats
 from crosslayer.output.record import Frozen
 from crosslayer.stats import NORMAL, Interval
 from crosslayer.stats.means import t_quantile
-from crosslayer.stats.shares import Verdict, is_seen, mcnemar, share_difference, share_error, verdict_of
+from crosslayer.stats.shares import Verdict, mcnemar, share_difference, share_error, verdict_of
 
 POWER = 0.8
 POINT = 0.01  # the difference for which items are counted: a point of a share, 1 % of a perplexity
@@ -59,7 +59,7 @@ def compare_shares(candidate: np.ndarray, baseline: np.ndarray, higher_is_better
         interval=interval,
         p=p,
         discordant=Discordant(candidate=only[0], baseline=only[1]),
-        verdict=verdict_of(interval if is_seen(interval, p) else None, higher_is_better),
+        verdict=verdict_of(interval, higher_is_better, p),
         items_for_a_point=items_for_shares(sum(only) / len(candidate)),
     )
 

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from crosslayer.output.record import Frozen
-from crosslayer.stats.shares import Verdict, is_seen, mcnemar, verdict_of
+from crosslayer.stats.shares import Verdict, mcnemar, verdict_of
 
 
 class Question(Frozen):
@@ -66,5 +66,4 @@ class Difference(Frozen):
     @property
     def verdict(self) -> Verdict:
         """Whether the candidate finds more or fewer numbers."""
-        seen = is_seen(self.interval, mcnemar(self.gained, self.lost))
-        return verdict_of(self.interval if seen else None)
+        return verdict_of(self.interval, p=mcnemar(self.gained, self.lost))

@@ -32,6 +32,7 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from crosslayer._start import EndedTooSoon
 from crosslayer.output.folder import disk_fault, set_modes
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.train.attention import document_borders
@@ -52,7 +53,7 @@ UNSUPPORTED = {
 }
 
 
-class TrainingStopped(RuntimeError):
+class TrainingStopped(EndedTooSoon):
     """A run ended before its last step, through no fault of its settings that could be seen beforehand.
 
     Attributes:
@@ -60,8 +61,6 @@ class TrainingStopped(RuntimeError):
         checkpoint: the last good checkpoint, None where there is none.
 
     """
-
-    exit_status = 1  # of a command
 
     def __init__(self, what: str, step: int, checkpoint: Path | None):
         last = "there is no checkpoint yet" if checkpoint is None else f"the last good checkpoint is {checkpoint.name}"

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from crosslayer import cli
 from crosslayer.cli.errors import FAULT, MEND, explain
+from crosslayer.verbs.train.trainer import TrainingStopped
 from tests.cli.test_cli import run
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
@@ -116,3 +117,8 @@ def test_a_terminal_that_knows_only_ascii_gets_escapes(monkeypatch, inputs, tmp_
     lines = terminal.buffer.getvalue().decode("ascii").splitlines()
     assert any(line.startswith("report: ") and "\\xe9" in line for line in lines)
     assert json.loads(lines[-1])["model"] == "model"
+
+
+def test_training_that_ended_too_soon_has_a_status_of_its_own():
+    stopped = TrainingStopped("the loss is nan at step 2", 2, None)
+    assert explain(stopped) == (1, "the loss is nan at step 2; there is no checkpoint yet")

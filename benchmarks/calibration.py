@@ -74,7 +74,9 @@ def main() -> None:
         )
     from crosslayer.environment import environment
 
-    RESULTS.write_text(json.dumps({"runs": runs, "ratios": ratios, "environment": environment()}, indent=1) + "\n")
+    RESULTS.write_text(
+        json.dumps({"runs": runs, "ratios": ratios, "environment": environment().model_dump()}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def main():
         "interval": interval,
         "coverage": coverage(options.pairs),
         "lm_eval": harness.check_installed(),
-        "environment": environment(),
+        "environment": environment().model_dump(),
     }
     if options.out is not None:
         options.out.write_text(json.dumps(record, indent=1), encoding="utf-8")

@@ -97,7 +97,7 @@ def main():
         rows.append(measure(models, context, batch, options))
     result = {
         "date": str(date.today()), "steps": options.steps, "pairs": options.pairs,
-        "coverage": coverage(options.pairs), "rows": rows, "environment": environment(),
+        "coverage": coverage(options.pairs), "rows": rows, "environment": environment().model_dump(),
     }  # fmt: skip
     options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

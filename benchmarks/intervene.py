@@ -52,7 +52,13 @@ def main() -> None:
     elif args.cost:
         save({"cost": cost(args.repeats)})
     else:
-        save({"smollm2": smollm2(args.sequences), "minilm": minilm(args.sequences), "environment": environment()})
+        save(
+            {
+                "smollm2": smollm2(args.sequences),
+                "minilm": minilm(args.sequences),
+                "environment": environment().model_dump(),
+            }
+        )
         draw(json.loads(RESULTS.read_text()))
 
 
@@ -134,7 +140,7 @@ def cost(repeats: int) -> dict[str, Any]:
                 seconds[name].append(time.perf_counter() - started)
     ratios = [ours / other for ours, other in zip(seconds["intervene"], seconds["diagnose"], strict=True)]
     print(f"intervene / diagnose: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
-    return {"seconds": seconds, "ratios": ratios, "environment": environment()}
+    return {"seconds": seconds, "ratios": ratios, "environment": environment().model_dump()}
 
 
 def tables(results: dict[str, Any]) -> str:

@@ -79,7 +79,7 @@ def measure(model: Path, names: list[str]) -> None:
         )
     from crosslayer.environment import environment
 
-    result = {"shape": SHAPE, "weights": weights, "runs": runs, "environment": environment()}
+    result = {"shape": SHAPE, "weights": weights, "runs": runs, "environment": environment().model_dump()}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 

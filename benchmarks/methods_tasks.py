@@ -84,7 +84,7 @@ def main():
     items = {task: len(hits) for task, hits in next(iter(right[options.baseline].values())).items()}
     record = {
         "date": str(date.today()), "limit": options.limit, "batch": options.batch, "baseline": options.baseline,
-        "items": items, "rows": rows, "environment": environment(),
+        "items": items, "rows": rows, "environment": environment().model_dump(),
     }  # fmt: skip
     options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -92,7 +92,7 @@ def main():
             cells.append(f"{row['ratio'][name]:.3f}" if row["ratio"] else "")
         print(f"| {' | '.join(cells)} |")
     settings = {name: value for name, value in vars(options).items() if name != "json"}
-    result = {"date": str(date.today()), "rows": rows, "options": settings, **environment()}
+    result = {"date": str(date.today()), "rows": rows, "options": settings, **environment().model_dump()}
     options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -104,7 +104,12 @@ def main():
         result, raw = measure(row, baseline, options)
         baseline = baseline or raw
         results.append(result)
-        record = {"date": str(date.today()), "settings": settings, "rows": results, "environment": environment()}
+        record = {
+            "date": str(date.today()),
+            "settings": settings,
+            "rows": results,
+            "environment": environment().model_dump(),
+        }
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         shares = {task["task"]: task["candidate"]["value"] for task in result["tasks"]}
         cells = [round(cell["share"], 3) for cell in result["needles"]]

@@ -138,7 +138,7 @@ def judge_all(options: argparse.Namespace) -> None:
             "domains": list(measured.domains),
             "documents": list(measured.documents),
             **{key: np.round(vars(measured)[key], 6).tolist() for key in ("before", "after", "kl")},
-            "environment": environment(),
+            "environment": environment().model_dump(),
         }
         RESULTS.write_text(json.dumps(known, indent=1) + "\n")
         print("\n".join(table(known)[-1:]), flush=True)

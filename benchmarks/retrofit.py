@@ -120,7 +120,7 @@ def damages(model, name, texts) -> dict[str, Any]:
         "fits": fits,
         "calibration_seconds": seconds,
         "settings": {name: len(part) for name, part in texts.items()},
-        "environment": environment(),
+        "environment": environment().model_dump(),
     }
 
 

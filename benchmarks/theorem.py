@@ -177,7 +177,7 @@ def main() -> None:
             models[name] = {"cutoff": cutoff, **ratio(judged, texts["judged"].ids, weights)}
             print(groups, name, models[name], flush=True)
         results[f"v = {groups}"] = {"sweep": sweep, "models": models}
-        report = {**results, "settings": vars(args), "environment": environment()}
+        report = {**results, "settings": vars(args), "environment": environment().model_dump()}
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -139,7 +139,7 @@ def main():
         "tokens": options.tokens,
         "device": options.device,
         "shape": SHAPE,
-        **environment(),
+        **environment().model_dump(),
     }
     options.json.write_text(json.dumps(result, indent=1) + "\n")
 

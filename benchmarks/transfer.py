@@ -122,7 +122,7 @@ def measure(model: Any, name: str, texts: dict[str, Windows], args: argparse.Nam
     if "methods" not in stored:
         (method, groups, _), layers = WIRINGS[name], len(model.model.layers)
         chosen = [method_class(method).from_groups(parse_layers(groups, layers), layers, "attention")]
-        save(name, {"methods": [to_entry(method) for method in chosen], "environment": environment()})
+        save(name, {"methods": [to_entry(method) for method in chosen], "environment": environment().model_dump()})
         save(name, {"settings": settings})
         stored = load()[name]
     wanted = WIRINGS[name][2]

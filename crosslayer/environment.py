@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from pydantic import BaseModel
 from transformers.utils import logging as transformers_logging
 
 PACKAGES = ("crosslayer", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -16,7 +17,24 @@ FLEX_RUNS, FLEX_TOLERANCE = 4, 1e-3  # rounding makes 5e-7, the fault 0.4 and mo
 FLEX_TOKENS = 24
 
 
-def environment() -> dict:
+class Machine(BaseModel, frozen=True, extra="forbid"):
+    """The kind of machine that a result comes from, without its name."""
+
+    system: str
+    processor: str
+    cores: int | None
+    threads: int
+    gpu: str | None
+
+
+class Environment(BaseModel, frozen=True, extra="forbid"):
+    """Versions of packages, None where one is missing, and the machine."""
+
+    versions: dict[str, str | None]
+    machine: Machine
+
+
+def environment() -> Environment:
     """Return versions and the kind of machine, without its name or any path."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -24,14 +42,14 @@ def environment() -> dict:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    machine = {
-        "system": platform.system(),
-        "processor": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-    return {"versions": versions, "machine": machine}
+    machine = Machine(
+        system=platform.system(),
+        processor=platform.machine(),
+        cores=os.cpu_count(),
+        threads=torch.get_num_threads(),
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    )
+    return Environment(versions=versions, machine=machine)
 
 
 def check_flex(kind: str | None, device: torch.device) -> None:

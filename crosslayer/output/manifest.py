@@ -73,7 +73,7 @@ def write_manifest(folder: Path, model: PreTrainedModel) -> None:
         plan=plan_of(model),
         methods=methods_of(model),
         fingerprint=fingerprint(model),
-        versions=environment()["versions"],
+        versions=environment().versions,
     )
     write_whole(folder / NAME, manifest_text(manifest))
 

@@ -80,21 +80,15 @@ class PositionBins(Frozen):
         return self
 
 
-class Machine(Frozen):
-    """The kind of machine that a result comes from, without its name."""
+class ModelFacts(Frozen):
+    """A model that was measured; a verb adds to it what else it tells of a model."""
 
-    system: str
-    processor: str
-    cores: int | None
-    threads: int
-    gpu: str | None
-
-
-class Environment(Frozen):
-    """What `crosslayer.environment.environment` returns: versions of packages, None where missing, and the machine."""
-
-    versions: dict[str, str | None]
-    machine: Machine
+    name: str = Field(description="the last part of its folder or of its name on the hub, or its class")
+    class_: str = Field(alias="class")
+    layers: int = Field(ge=1)
+    parameters: int = Field(ge=0)
+    dtype: str
+    device: str
 
 
 class Options(BaseModel):

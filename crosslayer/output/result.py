@@ -3,16 +3,18 @@
 import html
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from crosslayer.environment import Environment, environment
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.page import Page, save_page
-from crosslayer.output.record import read_record
-from crosslayer.output.shown import Shown
+from crosslayer.output.record import read_record, typed_command
+from crosslayer.output.shown import Shown, Table
 
 NOTEBOOK_HEIGHT = 800  # pixels of the page inside a notebook's cell
 
@@ -21,6 +23,8 @@ class Result(Shown, BaseModel):
     """The result of a verb: its fields are what `record.json` holds, checked on construction, and frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
+    command: str | None = typed_command()
+    environment: Environment = Field(default_factory=environment)
 
     def record(self) -> dict[str, Any]:
         """Return everything as plain data, exactly what `record.json` holds."""
@@ -37,6 +41,9 @@ class Result(Shown, BaseModel):
         schema, readable = str(record.get("schema")), cls.model_fields["schema_"].default
         if schema != readable:
             raise ValueError(f"the record is {schema[:60]!r}; this release reads {readable}")
+        for name in ("command", "environment"):  # they have defaults, which are about a result that is made now
+            if name not in record:
+                raise ValueError(f"{name}: it is missing")
         return cls.model_validate(record)
 
     def __repr__(self) -> str:
@@ -58,9 +65,19 @@ class Result(Shown, BaseModel):
         """Return a module of the verb: what tells of a result imports its class, which imports none of that."""
         return import_module(f"{cls.__module__.rpartition('.')[0]}.{name}")
 
+    def made_with(self) -> Table:
+        """Return what the page ends with: the command, the verb's `settings`, versions and the machine."""
+        record = self.model_dump(mode="json", include={"command", "settings", "environment"})
+        settings = record.get("settings")
+        rows = {"command": record["command"], **(settings if isinstance(settings, dict) else {})}
+        rows |= record["environment"]["versions"] | record["environment"]["machine"]
+        cells = [[name, _written(value)] for name, value in rows.items() if value not in (None, [], "")]
+        return "Made with", ["setting", "value"], cells
+
     def page(self) -> str:
         """Return the page as a self-contained HTML document."""
-        return self.layout().html()
+        layout = self.layout()
+        return replace(layout, tables=[*layout.tables, self.made_with()]).html()
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
         """Write record.json, report.html and an SVG for each figure; return the page's path.
@@ -101,13 +118,18 @@ class Result(Shown, BaseModel):
             return set()
 
     def _write(self, folder: Path) -> None:
-        layout = self.layout()
-        save_page(folder, layout.html(), self.record(), layout.panels)
+        save_page(folder, self.page(), self.record(), self.layout().panels)
 
     def _repr_html_(self) -> str:
         """Show the page in a notebook, in a frame of its own, so that neither's style reaches the other."""
         content = html.escape(self.page(), quote=True)
         return f"<iframe srcdoc='{content}' style='width: 100%; height: {NOTEBOOK_HEIGHT}px; border: 0'></iframe>"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_written(one)}" for name, one in value.items())
+    return ", ".join(map(_written, value)) if isinstance(value, list) else str(value)
 
 
 AnyResult = TypeVar("AnyResult", bound=Result)

@@ -1,6 +1,31 @@
-"""Words that pages and sentences share: ranges of layers, and the text of a measure."""
+"""How results are written in sentences and tables: numbers with signs and intervals, lists, ranges of layers."""
 
 from collections.abc import Iterable, Sequence
+
+
+def signed(number: float, digits: int = 4) -> str:
+    """Return a number with its sign, a proper minus: −0.0312, +0.0005."""
+    return f"{number:+.{digits}f}".replace("-", "−")
+
+
+def signed_interval(ends: Sequence[float] | None, digits: int = 4) -> str:
+    """Return the interval of a difference: −0.0312 to +0.0005."""
+    return "no interval" if ends is None else f"{signed(ends[0], digits)} to {signed(ends[1], digits)}"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """Return a share in per cent, a proper minus: 45%, −3.1%."""
+    return f"{share:.{digits}%}".replace("-", "−")
+
+
+def percent_interval(ends: Sequence[float], digits: int = 0) -> str:
+    """Return the interval of a share: 38 to 52%."""
+    return f"{percent(ends[0], digits).removesuffix('%')} to {percent(ends[1], digits)}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as a sentence lists them: a; a and b; a, b and c."""
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -129,7 +129,9 @@ def verified(folder):
         {**row, "name": "flex attention", "status": "NOT APPLICABLE", "reason": "<b>this model has none</b>"},
     ]
     record = {"schema": "crosslayer/verify/2", "model": "ours", "command": "crosslayer verify ours", "seconds": 9.0}
-    return crosslayer.Verification.from_record({**record, "checks": checks, "environment": environment()}).save(folder)
+    return crosslayer.Verification.from_record(
+        {**record, "checks": checks, "environment": environment().model_dump()}
+    ).save(folder)
 
 
 PAGES = {f.__name__: f for f in (diagnosed, intervened, benched, retrofitted, verified)}

@@ -5,7 +5,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
 from crosslayer.verbs.bench.record import Both, ModelFacts, Row, Skip
@@ -22,13 +21,11 @@ class Benchmark(Result):
     schema_: Literal["crosslayer/bench/2"] = Field(default="crosslayer/bench/2", alias="schema")
     models: Both[ModelFacts]
     settings: Settings
-    command: str | None = typed_command()
     rows: tuple[Row, ...] = Field(min_length=1)
     skipped: tuple[Skip, ...]
     no_prediction: str | None = Field(description="why nothing is predicted")
     interval_coverage: float = Field(ge=0, le=1, description="how often an interval of so many pairs holds the median")
     seconds: float
-    environment: Environment
 
     @property
     def contexts(self) -> np.ndarray:

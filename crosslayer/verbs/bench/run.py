@@ -13,12 +13,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from crosslayer.environment import environment, quiet_transformers
+from crosslayer.environment import quiet_transformers
 from crosslayer.eviction.running import NewCache, evicting_if
 from crosslayer.models.load import public_name
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.output.record import Environment
 from crosslayer.probe.intercept import evaluating
 from crosslayer.stats.ratios import coverage
 from crosslayer.verbs.bench.costs import Structure, structure
@@ -130,7 +129,6 @@ def in_turns(
         no_prediction=reason,
         interval_coverage=coverage(settings.repeats),
         seconds=time.perf_counter() - started,
-        environment=Environment.model_validate(environment()),
     )
 
 

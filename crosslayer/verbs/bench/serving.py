@@ -12,9 +12,7 @@ from pydantic import ValidationError
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.methods import allowed_modules
-from crosslayer.environment import environment
 from crosslayer.output.progress import Meter
-from crosslayer.output.record import Environment
 from crosslayer.stats.ratios import coverage
 from crosslayer.verbs.bench.record import SIDES, Both, Side
 from crosslayer.verbs.bench.serving_record import ServedModel, ServingRow, ServingSettings
@@ -66,7 +64,6 @@ def bench_vllm(
         rows=tuple(rows),
         interval_coverage=coverage(repeats),
         seconds=time.perf_counter() - started,
-        environment=Environment.model_validate(environment()),
     )
 
 

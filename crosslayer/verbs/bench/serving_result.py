@@ -5,7 +5,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from crosslayer.output.page import Page, Table
-from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.verbs.bench.record import Both
 from crosslayer.verbs.bench.serving_record import ServedModel, ServingRow, ServingSettings
@@ -20,12 +19,10 @@ class ServingBenchmark(Result):
     schema_: Literal["crosslayer/serving/1"] = Field(default="crosslayer/serving/1", alias="schema")
     models: Both[ServedModel]
     settings: ServingSettings
-    command: str | None = typed_command()
     engine: str = Field(description="vLLM and its version")
     rows: tuple[ServingRow, ...] = Field(min_length=1)
     interval_coverage: float = Field(ge=0, le=1, description="how often an interval of so many pairs holds the median")
     seconds: float
-    environment: Environment
 
     @property
     def kv_tokens_ratio(self) -> float:

@@ -4,7 +4,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from crosslayer.output.record import Frozen, Machine
+from crosslayer.environment import Machine
+from crosslayer.output.record import Frozen
 from crosslayer.stats.means import Difference, Interval, Verdict
 
 ALPHA = 0.05  # adjusted p-values below it decide

@@ -5,7 +5,6 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.verbs.compare.record import (
     Arm,
@@ -24,7 +23,6 @@ class Comparison(Result):
     schema_: Literal["crosslayer/comparison/1"] = Field(
         "crosslayer/comparison/1", validation_alias="schema", serialization_alias="schema"
     )
-    command: str | None = typed_command()
     name: str
     baseline: str
     smooth: int | None = Field(ge=1, description="steps; None: a twentieth of each run")
@@ -39,7 +37,6 @@ class Comparison(Result):
     laws: tuple[Law, ...]
     no_laws: str | None = Field(description="why there is no power law")
     trends: tuple[LengthTrend, ...]
-    environment: Environment
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

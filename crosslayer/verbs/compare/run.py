@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from crosslayer.environment import environment
 from crosslayer.output.folder import check_target, held, write_whole
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.output.record import Environment
 from crosslayer.verbs.compare.arms import label_of, pick_baseline
 from crosslayer.verbs.compare.budget import SHORT, measured, read_budget
 from crosslayer.verbs.compare.grid import SCHEDULE, Cell, Grid, read_grid
@@ -289,5 +287,4 @@ def _comparison(runs: Sorted, words: _Words, state: State | None = None) -> Comp
         laws=lines,
         no_laws=no_laws,
         trends=trends(runs, results),
-        environment=Environment.model_validate(environment()),
     )

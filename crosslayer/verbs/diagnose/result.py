@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from crosslayer.output.record import Environment, PositionBins
+from crosslayer.output.record import PositionBins
 from crosslayer.output.result import Result
 from crosslayer.verbs.diagnose.record import (
     PAIRS,
@@ -42,7 +42,6 @@ class Diagnosis(Result):
     verdict: Verdict
     words: list[str] = Field(description="the verdict in sentences")
     seconds: float
-    environment: Environment
 
     @model_validator(mode="after")
     def _check_shapes(self) -> Self:

@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Text, open_text, read_windows, text_name
-from crosslayer.environment import environment
 from crosslayer.models.load import ready_model
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.output.record import Environment, Measure
+from crosslayer.output.record import Measure
 from crosslayer.output.summary import by_position, measure
 from crosslayer.probe.intercept import attention_layers, evaluating
 from crosslayer.probe.tokens import check_ids, check_length
@@ -133,7 +132,6 @@ def _diagnosis(
         verdict=decisions,
         words=[*notes(facts), *words(decisions)],
         seconds=time.perf_counter() - started,
-        environment=Environment.model_validate(environment()),
     )
 
 

@@ -27,7 +27,7 @@ def layout(record: Evaluation) -> Page:
         cards=_cards(record),
         words=sentences(record),
         panels=_panels(record),
-        tables=[_made_with(record)],
+        tables=[_models(record)],
         lead=tables(record),
     )
 
@@ -172,16 +172,14 @@ def _metric(row: Row) -> str:
     return row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
 
 
-def _made_with(record: Evaluation) -> Table:
-    """Return the table of models, command and versions."""
-    rows = [] if record.command is None else [["command", record.command]]
+def _models(record: Evaluation) -> Table:
+    """Return the table of models and of the tasks of each group."""
+    rows = []
     for side, facts in (("candidate", record.models.candidate), ("baseline", record.models.baseline)):
         if facts is not None:
             rows.append([side, _facts(facts)])
-    rows.append(["seed", str(record.settings.seed)])
     rows += [[row.group, ", ".join(row.tasks)] for row in record.groups]
-    versions = {"lm-eval": record.lm_eval, **record.environment.versions}
-    return "Made with", ["setting", "value"], [*rows, *([name, str(version)] for name, version in versions.items())]
+    return "Models and groups", ["what", "it is"], [*rows, ["lm-eval", record.lm_eval]]
 
 
 def _facts(facts: ModelFacts) -> str:

@@ -8,7 +8,6 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, PrivateAttr, model_validator
 
-from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
 from crosslayer.verbs.evaluate.cost import Cost
@@ -27,12 +26,10 @@ class Evaluation(Result):
     schema_: Literal["crosslayer/eval/1"] = Field(default="crosslayer/eval/1", alias="schema")
     models: Models
     settings: Settings
-    command: str | None = typed_command()
     rows: tuple[Row, ...] = Field(min_length=1)
     groups: tuple[GroupRow, ...]
     cost: Cost | None = Field(default=None, description="None where it was not asked for")
     lm_eval: str = Field(description="its version")
-    environment: Environment
 
     @model_validator(mode="after")
     def _check_sides(self) -> Self:

@@ -9,12 +9,10 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.environment import environment
 from crosslayer.eviction.running import evicting_if
 from crosslayer.models.load import Ready
 from crosslayer.models.pair import Named, check_causal, pair
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.output.record import Environment
 from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.evaluate import harness, summary
 from crosslayer.verbs.evaluate.cost import check_positions, measure_cost
@@ -154,6 +152,5 @@ def _summed_up(
         rows=rows,
         groups=summary.group_rows(groups, rows, candidate, baseline),
         lm_eval=version,
-        environment=Environment.model_validate(environment()),
     )
     return evaluation.with_results(results)

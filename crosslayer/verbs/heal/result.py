@@ -5,7 +5,6 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.verbs.heal.record import SCHEMA, Arm, Place, Standing, State
 
@@ -14,7 +13,6 @@ class Recovery(Result):
     """What `crosslayer.heal` returns. Shapes: A retrofits, S states (before, and after each stage), D domains."""
 
     schema_: Literal["crosslayer/recovery/2"] = Field(default=SCHEMA, alias="schema")
-    command: str | None = typed_command()
     name: str
     original: str
     recipe: dict[str, Any] = Field(description="as it was, with every default")
@@ -34,7 +32,6 @@ class Recovery(Result):
     )
     windows: int
     length: int
-    environment: Environment
 
     @model_validator(mode="after")
     def _check_shape(self) -> Self:

@@ -15,11 +15,9 @@ import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from crosslayer.environment import environment
 from crosslayer.models.load import load_model, public_name
 from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.output.record import Environment
 from crosslayer.verbs.heal.measure import Judge, Measurement
 from crosslayer.verbs.heal.models import save_healed
 from crosslayer.verbs.heal.parameters import check_parameters, compensations
@@ -235,7 +233,6 @@ class _Job:
             windows=len(before.before),
             length=self.judging.length,
             overlapping=tuple(overlapping),
-            environment=Environment.model_validate(environment()),
         )
 
     def _arm(self, retrofit: Retrofit, measured: dict[Path, Measurement], summary: Summary) -> Arm:

@@ -5,7 +5,6 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from crosslayer.output.record import Environment
 from crosslayer.output.result import Result
 from crosslayer.verbs.intervene.kinds import Entry
 from crosslayer.verbs.intervene.record import SCHEMA, AttentionByPosition, Control, ModelFacts, Place, Settings, Trial
@@ -29,7 +28,6 @@ class Effect(Result):
     scan: list[Trial]
     controls: list[Control]
     seconds: float
-    environment: Environment
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:

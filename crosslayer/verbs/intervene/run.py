@@ -16,10 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Text, open_text, read_windows, text_name
-from crosslayer.environment import environment
 from crosslayer.models.load import ready_model
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.output.record import Environment
 from crosslayer.output.summary import by_position
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import check_ids, check_length
@@ -136,7 +134,6 @@ def _measured(model: PreTrainedModel, ids: Tensor, request: Request, settings: S
         scan=_trials(model, experiment, samples, settings.probes),
         controls=_controls(experiment, samples, settings.probes),
         seconds=time.perf_counter() - started,
-        environment=Environment.model_validate(environment()),
     )
 
 

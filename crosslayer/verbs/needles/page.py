@@ -21,7 +21,7 @@ def layout(record: Needles) -> Page:
         cards=cards(record),
         words=sentences(record),
         panels=panels(record),
-        tables=[cells(record), examples(record), _made_with(record)],
+        tables=[cells(record), examples(record)],
         lead=[overview(record)],
     )
 
@@ -147,11 +147,3 @@ def _subtitle(record: Needles) -> str:
         f"needle in a haystack (RULER, arXiv 2404.06654): the number of {keys_of(settings.keys)}, in {SOURCE} · seed "
         f"{settings.seed} · {record.candidate.dtype} on {record.candidate.device} · {record.seconds:.0f} s"
     )
-
-
-def _made_with(record: Needles) -> Table:
-    settings = {} if record.command is None else {"command": record.command}
-    settings |= {name: str(value) for name, value in record.settings.model_dump().items()}
-    settings |= {name: str(value) for name, value in record.environment.versions.items()}
-    settings |= {name: str(value) for name, value in record.environment.machine.model_dump().items()}
-    return "Made with", ["setting", "value"], [[name, value] for name, value in settings.items()]

@@ -5,7 +5,6 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
 from crosslayer.verbs.needles.options import NeedleOptions
@@ -19,14 +18,12 @@ class Needles(Result):
     """
 
     schema_: Literal["crosslayer/needles/1"] = Field(default="crosslayer/needles/1", alias="schema")
-    command: str | None = typed_command()
     settings: NeedleOptions
     questions: tuple[Question, ...]
     candidate: Side
     baseline: Side | None
     differences: tuple[Difference, ...] = Field(description="by length; empty without a baseline")
     seconds: float
-    environment: Environment
 
     @property
     def sides(self) -> tuple[Side, ...]:

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from crosslayer.environment import environment, quiet_transformers
+from crosslayer.environment import quiet_transformers
 from crosslayer.eviction.running import NewCache, evicting_if
 from crosslayer.models.load import Ready
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import Meter, Silent, Steps
-from crosslayer.output.record import Environment
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.needles.answers import answers
@@ -97,7 +96,6 @@ def needles(
         baseline=sides[1] if len(sides) > 1 else None,
         differences=tuple(_differences(questions, sides, options)) if len(sides) > 1 else (),
         seconds=round(time.monotonic() - started, 1),
-        environment=Environment.model_validate(environment()),
     )
 
 

@@ -12,7 +12,6 @@ from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import quiet_transformers
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
-from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.verbs.needles.lookup import count_found
 from crosslayer.verbs.retrofit.options import RetrofitOptions
@@ -67,9 +66,7 @@ class Receipt(Result):
     )
     options: RetrofitOptions = Field(description="what was asked for")
     texts: TextsRecord
-    command: str | None = typed_command()
     seconds: Seconds
-    environment: Environment
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:

@@ -10,11 +10,9 @@ from crosslayer.core.decoder.weights import to_config
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, merge_plans, to_entry
 from crosslayer.corpus.windows import Windows
-from crosslayer.environment import environment
 from crosslayer.models.load import Ready, load_config, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.output.record import Environment
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import look
@@ -188,7 +186,6 @@ class Job:
             options=self.request.options,
             texts=TextsRecord(judged=list(self.texts.judging), fitted=list(self.texts.read(self.request))),
             seconds=seconds,
-            environment=Environment(**environment()),
         )
         return receipt.of_model(rewired.model, self.tokenizer)
 

@@ -5,7 +5,6 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.verbs.train.record import Curve, Look, TrainedDomain, TrainedModel, Validation
 
@@ -16,7 +15,6 @@ class TrainingRun(Result):
     schema_: Literal["crosslayer/training/2"] = Field(
         "crosslayer/training/2", validation_alias="schema", serialization_alias="schema"
     )
-    command: str | None = typed_command()
     name: str
     seed: int
     recipe: dict[str, Any] = Field(description="as it was, with every default")
@@ -33,7 +31,6 @@ class TrainingRun(Result):
         description="memory that the first process took at its peak; None where it is unknown"
     )
     matrix_flops: float = Field(gt=0, description="a second, of a large product of matrices, as this machine does it")
-    environment: Environment
 
     @model_validator(mode="after")
     def _check_domains(self) -> Self:

@@ -16,12 +16,11 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.environment import environment, quiet_transformers
+from crosslayer.environment import quiet_transformers
 from crosslayer.models.embedded import cache_folder
 from crosslayer.models.load import load_model
 from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.output.record import Environment
 from crosslayer.verbs.bench.memory import peak_memory
 from crosslayer.verbs.train.arguments import training_arguments
 from crosslayer.verbs.train.attention import check_attention, set_attention
@@ -210,7 +209,6 @@ class _Run:
             seconds=training_seconds(history),
             peak_bytes=costs.peak_bytes,
             matrix_flops=costs.matrix_flops,
-            environment=Environment.model_validate(environment()),
         )
 
 

@@ -19,7 +19,7 @@ def layout(record: Verification) -> Page:
         cards=cards(record),
         words=sentences(record),
         panels=[],
-        tables=[*tables(record), _made_with(record)],
+        tables=[*tables(record)],
     )
 
 
@@ -62,13 +62,6 @@ def tables(record: Verification) -> list[Table]:
         rows = [[check.name, check.dtype or "", check.reason] for check in record.skipped]
         shown.append(("Not applicable: what was skipped, and why", ["check", "dtype", "reason"], rows))
     return shown
-
-
-def _made_with(record: Verification) -> Table:
-    settings = {**record.environment.versions, **record.environment.machine.model_dump()}
-    if record.command is not None:
-        settings = {"command": record.command, **settings}
-    return "Made with", ["setting", "value"], [[name, str(setting)] for name, setting in settings.items()]
 
 
 def numbers(check: Check) -> list[str]:

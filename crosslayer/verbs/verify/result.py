@@ -4,7 +4,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from crosslayer.output.record import Environment, typed_command
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
 from crosslayer.verbs.verify.record import FAIL, NOT_APPLICABLE, Check
@@ -15,10 +14,8 @@ class Verification(Result):
 
     schema_: Literal["crosslayer/verify/2"] = Field(default="crosslayer/verify/2", alias="schema")
     model: str = Field(description="name of the model without folders above it, or its class")
-    command: str | None = typed_command()
     checks: tuple[Check, ...]
     seconds: float
-    environment: Environment
 
     @property
     def passed(self) -> bool:

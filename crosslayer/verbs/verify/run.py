@@ -8,11 +8,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.environment import environment, quiet_transformers
+from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import DTYPES, EMBEDDED, load_model, public_name, resolve_device
 from crosslayer.output import manifest
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.output.record import Environment
 from crosslayer.verbs.verify.checks import CHECKS
 from crosslayer.verbs.verify.files import check_files, check_manifest
 from crosslayer.verbs.verify.judge import in_brief, judged, tolerance_of
@@ -69,7 +68,6 @@ def verify(
         model=public_name(model),
         checks=tuple(checks),
         seconds=round(time.monotonic() - started, 1),
-        environment=Environment.model_validate(environment()),
     )
 
 

@@ -120,7 +120,10 @@ def larger(evaluation):
     loss["paired"] |= {"estimate": -0.03, "interval": [-0.04, -0.02], "verdict": "worse"}
     record["rows"] += [row, {**loss, "task": "loss"}]
     record["groups"] = [{**record["groups"][0], "group": "resformer", "tasks": [f"task{i}" for i in range(6)]}]
-    record["environment"], record["command"] = environment(), "crosslayer evaluate small --baseline smollm2"
+    record["environment"], record["command"] = (
+        environment().model_dump(),
+        "crosslayer evaluate small --baseline smollm2",
+    )
     return crosslayer.Evaluation.from_record(record)
 
 

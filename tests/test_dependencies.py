@@ -86,7 +86,7 @@ def test_the_import_registers_the_model_and_loads_no_verb():
     rooms = {name.split(".")[1] for name in imported if name.startswith("crosslayer.")}
     assert rooms <= {"_path", "_start", "environment", "core"}
     packages = {name.partition(".")[0] for name in imported}
-    assert not packages & {"plotly", "matplotlib", "scipy", "jinja2", "typer", "rich", "psutil", "datasets", "pandas"}
+    assert not packages & {"vl_convert", "scipy", "jinja2", "typer", "rich", "psutil", "datasets", "pandas"}
     assert "crosslayer.corpus.documents" in used and "crosslayer.verbs.diagnose" not in used
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-from plotly.offline import get_plotlyjs
+import vl_convert
 
-from crosslayer.output.panel import Panel, drawn, plotly_figure, save_svg
+from crosslayer.output.panel import VERSION, Panel, chart, drawn, save_svg
 from crosslayer.output.record import dumps
 from crosslayer.output.shown import Table
 
@@ -38,9 +38,15 @@ class Page:
 
     def html(self) -> str:
         """Return the page as HTML."""
-        figures = {f"figure-{panel.key}": plotly_figure(panel) for panel in self.panels}
-        plotly = get_plotlyjs() if figures else ""
-        return _templates().get_template("page.html").render(page=self, figures=figures, plotly=plotly)
+        figures = {f"figure-{panel.key}": chart(panel) for panel in self.panels}
+        vega = _vega() if figures else ""
+        return _templates().get_template("page.html").render(page=self, figures=figures, vega=vega)
+
+
+@functools.cache
+def _vega() -> str:
+    """Return the script that draws Vega-Lite charts in a browser, with all that it needs."""
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VERSION)
 
 
 @functools.cache

@@ -1,20 +1,31 @@
-"""A figure as data, and its two renderers: Plotly for the page, matplotlib for SVG files."""
+"""A figure as data, and as a Vega-Lite chart: the page draws it, and vl-convert writes it to an SVG file."""
 
 import itertools
+import json
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from crosslayer.output.dots import Dots, dot_traces, draw_dots
+import vl_convert
 
 COLORS = ("#2457c5", "#c4472f", "#23865f", "#8a5fbf", "#b8860b", "#1391a8", "#c2549a", "#7a5640")
 QUIET = "#697082"  # what a figure is not about: the other tokens, the baseline
+VERSION = "6.4"  # of Vega-Lite, in the page and in vl-convert
 MARKED = 100  # points of a line, above which they are not marked
-STEPS = 7  # of an axis of whole numbers, at most
-PADDING = 0.04  # of an axis, beyond what is drawn
-BESIDE = 0.7  # the same for whole numbers
+PADDING = 8  # pixels between what is drawn and the ends of an axis
+DIGITS = 6  # of a number in a chart
+CONFIG = {
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "axis": {"gridColor": "#e6e8ee", "domainColor": "#c5cad6", "tickColor": "#c5cad6", "labelColor": "#2b3042"}
+    | {"titleColor": "#2b3042", "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 12}
+    | {"labelLimit": 0, "labelOverlap": "greedy", "labelSeparation": 6, "tickCount": 7},
+    "legend": {"labelLimit": 0, "symbolType": "stroke", "symbolStrokeWidth": 3, "symbolOpacity": 1},
+    "lineBreak": "\n",
+}
 
 
 @dataclass(frozen=True)
@@ -47,13 +58,39 @@ class Heat:
     columns: Sequence[str] | None = None
     written: bool = False
 
+    @property
+    def edges(self) -> list[float]:
+        """The edges of the columns, one more than there are columns."""
+        if len(self.x) > len(self.z[0]):
+            return [*self.x]
+        return [*(x - 0.5 for x in self.x), self.x[-1] + 0.5]
+
+
+@dataclass(frozen=True)
+class Dots:
+    """Values along the horizontal axis, a row for each name, the first on top, with intervals where there are any.
+
+    `single` are the values that each is the mean of, drawn small; a line stands at 0.
+    """
+
+    names: Sequence[str]
+    x: Sequence[float]
+    low: Sequence[float | None]
+    high: Sequence[float | None]
+    single: Sequence[Sequence[float]]
+
+    @property
+    def height(self) -> int:
+        """Pixels of the figure."""
+        return max(240, 80 + 36 * len(self.names))
+
 
 @dataclass(frozen=True)
 class Panel:
     """A figure: its file name, title, the sentence that says what to see, and what is drawn.
 
     `bounds` are the least and the greatest value that is possible: bands end there. `y_range` are the ends of the axis,
-    by default those of what is drawn. `x_ticks` and `y_ticks` map places of an axis to labels. An axis whose values are
+    by default those of what is drawn. `x_ticks` and `y_ticks` map values of an axis to labels. An axis whose values are
     all whole numbers has ticks at whole numbers only.
     """
 
@@ -105,22 +142,18 @@ def _position_ticks(length: int, position: int) -> dict[float, str]:
 
 def same_scale(panels: Sequence[Panel]) -> list[Panel]:
     """Return panels of the same quantity with the same vertical axis."""
-    if not panels:
-        return []
-    spans = [_span(panel) for panel in panels]
-    ends = min(low for low, _ in spans), max(high for _, high in spans)
-    return [replace(panel, y_range=ends) for panel in panels]
+    ends = [end for panel in panels for end in _ends(_heights(panel), panel.log_y)]
+    return [replace(panel, y_range=(min(ends), max(ends))) for panel in panels]
 
 
 def drawn(panel: Panel) -> list[Line]:
     """Return the lines with their colors, and with bands that end where values are impossible.
 
-    On a logarithmic axis a band that reaches 0 runs out at half of the lowest point.
+    On a logarithmic axis a band that reaches 0 ends at half of the lowest point, which is below the axis.
     """
     lower, upper = panel.bounds
-    heights = [y for line in panel.lines for y in line.y if y is not None]
     if panel.log_y:
-        lower = max(lower, min((y for y in heights if y > 0), default=1.0) / 2)
+        lower = max(lower, _lowest(panel) / 2)
 
     def cut(band: Sequence[float | None] | None) -> list[float | None] | None:
         return None if band is None else [None if v is None else min(max(v, lower), upper) for v in band]
@@ -131,267 +164,205 @@ def drawn(panel: Panel) -> list[Line]:
     ]
 
 
-def plotly_figure(panel: Panel) -> dict[str, Any]:
-    """Return data and layout of a panel for `Plotly.newPlot`; the page itself says how large it is."""
-    traces = [trace for line in drawn(panel) for trace in (*_band(line), _curve(line))]
+def chart(panel: Panel) -> dict[str, Any]:
+    """Return a panel as a Vega-Lite chart, without title and legend, which are the page's."""
     if panel.heat is not None:
-        traces.append(_heat_trace(panel))
-    if panel.dots is not None:
-        traces += dot_traces(panel.dots, COLORS[0], QUIET)
-    layout: dict[str, Any] = {
-        "margin": {"l": 56, "r": 12, "t": 10, "b": 44},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#2b3042"},
-        "xaxis": _axis(panel.x_title, panel.log_x, _columns(panel), panel.x_ticks),
-        "yaxis": _axis(panel.y_title, panel.log_y, _rows(panel), panel.y_ticks),
-        "showlegend": False,  # the legend of the page is outside of the plot
-        "hovermode": "closest" if panel.heat is not None else "x unified",
+        layers, datasets = _heat_layers(panel, panel.heat), {}
+    elif panel.dots is not None:
+        layers, datasets = _dot_layers(panel, panel.dots), {}
+    else:
+        layers, datasets = _line_layers(panel), {"lines": _rows(panel)}
+    return {
+        "$schema": f"https://vega.github.io/schema/vega-lite/v{VERSION.split('.')[0]}.json",
+        "background": None,
+        "config": CONFIG,
+        "params": [{"name": "hidden", "value": []}],  # names of lines that the page's legend has switched off
+        "datasets": datasets,
+        "layer": layers,
     }
-    if panel.dots is not None:
-        rows = len(panel.dots.names)
-        layout["yaxis"] = {**_axis("", False, [], panel.dots.labels), "range": [rows - 0.5, -0.5], "ticks": ""}
-        layout["xaxis"] |= {"range": _ends(_width(panel), False), "zeroline": True, "zerolinecolor": QUIET}
-        layout["xaxis"] |= {"nticks": 5}
-        layout["hovermode"] = "closest"
-    elif panel.heat is None:
-        layout["xaxis"]["range"] = _ends(_width(panel), panel.log_x)
-        layout["yaxis"]["range"] = _ends(panel.y_range or _span(panel), panel.log_y)
-    elif panel.heat.square:
-        layout["yaxis"] |= {"scaleanchor": "x", "constrain": "domain"}
-        layout["xaxis"] |= {"constrain": "domain"}
-    return {"data": traces, "layout": layout}
-
-
-def _axis(title: str, log: bool, values: Sequence[float], ticks: dict[float, str]) -> dict[str, Any]:
-    axis = {
-        "title": {"text": title, "standoff": 8},
-        "type": "log" if log else "linear",
-        "gridcolor": "#e6e8ee",
-        "zeroline": False,
-        "linecolor": "#c5cad6",
-        "automargin": True,
-    }
-    if ticks:
-        return {**axis, "tickmode": "array", "tickvals": [*ticks], "ticktext": [*ticks.values()]}
-    if log:
-        places = _log_ticks(*_reach([v for v in values if v > 0]))
-        return {**axis, "tickmode": "array", "tickvals": places, "ticktext": [*map(_written, places)]}
-    step = _whole_step(values)
-    return axis if step is None else {**axis, "tickmode": "linear", "tick0": 0, "dtick": step, "tickformat": "d"}
-
-
-def _columns(panel: Panel) -> list[float]:
-    """Return the places of the horizontal axis where something is drawn."""
-    if panel.dots is not None:
-        return panel.dots.places
-    return [x for line in panel.lines for x in line.x] + list(panel.heat.x if panel.heat is not None else [])
-
-
-def _rows(panel: Panel) -> list[float]:
-    """Return the places of the vertical axis where something is drawn, bands included."""
-    heights = [panel.heat.y] if panel.heat is not None else []
-    for line in drawn(panel):
-        heights += [line.y, line.low or [], line.high or []]
-    return [value for values in heights for value in values if value is not None]
-
-
-def _reach(values: Iterable[float]) -> tuple[float, float]:
-    values = [*values] or [0.0, 1.0]
-    return min(values), max(values)
-
-
-def _width(panel: Panel) -> tuple[float, float]:
-    """Return the ends of the horizontal axis; layer 30 of 30, which is none, stays outside."""
-    columns = _columns(panel)
-    low, high = _reach(columns)
-    whole = not panel.log_x and _whole_step(columns) is not None
-    return (low - BESIDE, high + BESIDE) if whole else _padded(low, high, panel.log_x)
-
-
-def _span(panel: Panel) -> tuple[float, float]:
-    """Return the ends of the vertical axis: of what is drawn, with some room, but none below a band that runs out."""
-    rows = [value for value in _rows(panel) if value > 0 or not panel.log_y] or [1.0]
-    low, high = _padded(*_reach(rows), panel.log_y)
-    points = [y for line in panel.lines for y in line.y if y is not None and y > 0]
-    runs_out = panel.log_y and points and min(rows) <= min(points) / 2
-    return (min(rows), high) if runs_out else (low, high)
-
-
-def _padded(low: float, high: float, log: bool) -> tuple[float, float]:
-    if log:
-        room = (high / low) ** PADDING if high > low else 2.0
-        return low / room, high * room
-    room = PADDING * (high - low) or 0.5
-    return low - room, high + room
-
-
-def _ends(ends: tuple[float, float], log: bool) -> list[float]:
-    """Return the ends of an axis as Plotly wants them."""
-    return [math.log10(end) for end in ends] if log else [*ends]
-
-
-def _whole_step(values: Sequence[float]) -> int | None:
-    """Return the distance of ticks where all values are whole numbers: 1, 2, 5, 10 …, for at most `STEPS` of them."""
-    if not values or any(value != round(value) for value in values):
-        return None
-    low, high = _reach(values)
-    steps = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
-    return next(step for step in steps if (high - low) / step <= STEPS)
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times powers of ten within an axis; the powers alone where there are more than two."""
-    low, high = _padded(low, high, True) if low > 0 else (1.0, 10.0)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    digits = (1,) if math.log10(high / low) > 2.5 else (1, 2, 5)
-    places = [digit * 10.0**power for power in powers for digit in digits if low <= digit * 10.0**power <= high]
-    return places if len(places) > 1 else [float(f"{low * (high / low) ** part:.3g}") for part in (0.1, 0.5, 0.9)]
-
-
-def _written(place: float) -> str:
-    """Write a tick of a logarithmic axis: 0.001, 20, 1,000,000."""
-    return f"{place:,.0f}" if place >= 1000 else f"{place:g}"
-
-
-def _curve(line: Line) -> dict[str, Any]:
-    trace: dict[str, Any] = {
-        "type": "scatter",
-        "mode": "lines+markers" if len(line.x) <= MARKED else "lines",
-        "x": line.x,
-        "y": line.y,
-        "name": line.name,
-        "legendgroup": line.name,
-        "line": {"color": line.color, "width": 2, "dash": "dot" if line.dashed else "solid"},
-        "marker": {"size": 5},
-        "hovertemplate": "%{y:.4g}",
-    }
-    if line.low is not None and line.high is not None:
-        trace["customdata"] = [[*pair] for pair in zip(line.low, line.high, strict=True)]
-        trace["hovertemplate"] += " (%{customdata[0]:.4g} to %{customdata[1]:.4g})"
-    if len(line.x) == 1 and line.low is not None and line.high is not None:  # no band is seen
-        y, low, high = line.y[0] or 0.0, line.low[0] or 0.0, line.high[0] or 0.0
-        trace["error_y"] = {"symmetric": False, "array": [high - y], "arrayminus": [y - low]}
-    return trace
-
-
-def _band(line: Line) -> list[dict[str, Any]]:
-    """Return the lower and the upper edge of a line's band, the space between them filled."""
-    if line.low is None or line.high is None or line.color is None:
-        return []
-    red, green, blue = (int(line.color[i : i + 2], 16) for i in (1, 3, 5))
-    edge = {"type": "scatter", "mode": "lines", "x": line.x, "legendgroup": line.name, "hoverinfo": "skip"}
-    edge["line"] = {"width": 0, "color": line.color}
-    fill = {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.18)"}
-    return [{**edge, "y": line.low}, {**edge, "y": line.high, **fill}]
-
-
-def _heat_trace(panel: Panel) -> dict[str, Any]:
-    heat = panel.heat
-    assert heat is not None
-    trace: dict[str, Any] = {
-        "type": "heatmap",
-        "x": heat.x,
-        "y": heat.y,
-        "z": heat.z,
-        "zmin": heat.limits[0],
-        "zmax": heat.limits[1],
-        "colorscale": "Viridis",
-        "showscale": False,
-    }
-    if heat.columns is not None:
-        trace["text"] = [[*heat.columns] for _ in heat.z]
-    column = "%{x}" if heat.columns is None else "%{text}"
-    trace["hovertemplate"] = f"{panel.x_title} {column}<br>{panel.y_title} %{{y}}<br>%{{z:.3f}}<extra></extra>"
-    if heat.written:
-        trace["texttemplate"] = "%{z:.0f}"
-    return trace
 
 
 def save_svg(panel: Panel, folder: Path) -> Path:
-    """Draw a panel into `folder`/<key>.svg with matplotlib, without touching its global state."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
+    """Write a panel into `folder`/<key>.svg, with title and legend."""
     square = panel.heat is not None and panel.heat.square
-    height = 4.2 if panel.dots is None else panel.dots.height / 80
-    figure = Figure(figsize=(5.4, 4.6) if square else (7.2, height), layout="constrained")
-    axes = figure.add_subplot()
-    if panel.dots is not None:
-        draw_dots(axes, panel.dots, COLORS[0], QUIET)
-    elif panel.heat is None:
-        _draw_lines(axes, panel)
-    else:
-        _draw_heat(figure, axes, panel.heat)
-    _draw_axes(axes, panel)
-    if len(panel.lines) > 1:
-        figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    spec = chart(panel) | {"title": panel.title, "background": "white", "padding": 12}
+    spec |= {"width": 360 if square else 520, "height": 360 if panel.dots is None else panel.dots.height}
+    if panel.heat is not None:
+        spec["layer"][0]["encoding"]["color"]["legend"] = {"title": panel.heat.label}
+    elif len(panel.lines) > 1:
+        for layer in spec["layer"]:
+            for channel in {"color", "strokeDash"} & layer["encoding"].keys():
+                layer["encoding"][channel]["legend"] = {"title": None, "orient": "bottom", "columns": 2}
     path = folder / f"{panel.key}.svg"
-    FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
+    path.write_text(vl_convert.vegalite_to_svg(spec, vl_version=VERSION), encoding="utf-8")
     return path
 
 
-def _draw_lines(axes: Any, panel: Panel) -> None:
-    import numpy as np
+def _line_layers(panel: Panel) -> list[dict[str, Any]]:
+    lines = drawn(panel)
+    names = [line.name for line in lines]
+    x = _axis(panel.x_title, [x for line in lines for x in line.x], panel.log_x, panel.x_ticks)
+    y = _axis(panel.y_title, _heights(panel), panel.log_y, panel.y_ticks)
+    if panel.y_range is not None:
+        y["scale"] |= {"domain": [*panel.y_range]}
+    color = {"field": "line", "type": "nominal", "legend": None}
+    color["scale"] = {"domain": names, "range": [line.color for line in lines]}
+    dash = {"field": "line", "type": "nominal", "legend": None}
+    dash["scale"] = {"domain": names, "range": [[2, 3] if line.dashed else [1, 0] for line in lines]}
+    encoding = {"x": {"field": "x", **x}, "y": {"field": "y", **y}, "color": color}
+    band = {**encoding, "y": {"field": "low", **y}, "y2": {"field": "high"}}
+    single = all(len(line.x) == 1 for line in lines)  # a band of one point is an upright line
+    points = max((len(line.x) for line in lines), default=0)
+    marks: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"type": "rule", "clip": True} if single else {"type": "area", "opacity": 0.18, "clip": True}, band),
+        ({"type": "line", "strokeWidth": 2, "point": False}, {**encoding, "strokeDash": dash}),
+    ]
+    if points <= MARKED:
+        marks.append(({"type": "point", "filled": True, "size": 22, "opacity": 1}, encoding))
+    shown = [{"filter": "indexof(hidden, datum.line) < 0"}]
+    layers = [{"data": {"name": "lines"}, "transform": shown, "mark": mark, "encoding": e} for mark, e in marks]
+    return [*layers, _hover(lines, x, panel.log_x)]
 
+
+def _rows(panel: Panel) -> list[dict[str, Any]]:
+    """Return a row for each point of each line."""
+    rows = []
     for line in drawn(panel):
-        x, y = np.array(line.x, dtype=float), np.array(line.y, dtype=float)
-        marker, style = "o" if len(x) <= MARKED else None, ":" if line.dashed else "-"
-        axes.plot(x, y, color=line.color, label=line.name, marker=marker, markersize=3, linestyle=style)
-        if line.low is not None and line.high is not None:
-            low, high = np.array(line.low, dtype=float), np.array(line.high, dtype=float)
-            axes.fill_between(x, low, high, color=line.color, alpha=0.18, linewidth=0)
-            if len(x) == 1:
-                axes.vlines(x, low, high, color=line.color)
-    axes.grid(alpha=0.3)
+        empty = [None] * len(line.x)
+        for x, y, low, high in zip(line.x, line.y, line.low or empty, line.high or empty, strict=True):
+            rows.append({"line": line.name, "x": x, "y": _short(y), "low": _short(low), "high": _short(high)})
+    return rows
 
 
-def _draw_heat(figure: Any, axes: Any, heat: Heat) -> None:
-    import numpy as np
+def _hover(lines: Sequence[Line], x: dict[str, Any], log: bool) -> dict[str, Any]:
+    """Return upright strips, one around each x, whose tooltips hold all lines' values there with their intervals."""
+    strips: dict[float, dict[str, Any]] = {}
+    for number, line in enumerate(lines):
+        empty = [None] * len(line.x)
+        for place, y, low, high in zip(line.x, line.y, line.low or empty, line.high or empty, strict=True):
+            interval = "" if low is None or high is None else f" ({low:.4g} to {high:.4g})"
+            words = "–" if y is None else f"{y:.4g}{interval}"
+            strips.setdefault(place, {"x": place})[f"line{number}"] = words
+    places = sorted(strips)
+    middles = [math.sqrt(a * b) if log else (a + b) / 2 for a, b in itertools.pairwise(places)]
+    low, high = x["scale"]["domain"]
+    for place, left, right in zip(places, [low, *middles], [*middles, high], strict=True):
+        strips[place] |= {"left": left, "right": right}
+    tooltips = [{"field": f"line{number}", "type": "nominal", "title": line.name} for number, line in enumerate(lines)]
+    visible = {"condition": {"param": "pointer", "empty": False, "value": 0.12}, "value": 0}
+    encoding = {"x": {**x, "field": "left"}, "x2": {"field": "right"}, "opacity": visible}
+    encoding["tooltip"] = [{"field": "x", "type": "quantitative", "title": x["title"]}, *tooltips]
+    layer = _layer([*strips.values()], {"type": "rect", "color": QUIET}, encoding)
+    return {**layer, "params": [{"name": "pointer", "select": {"type": "point", "on": "pointerover"}}]}
 
-    low, high = heat.limits
-    edges = len(heat.x) > len(heat.z[0])  # then matplotlib needs edges of the rows as well
-    rows = np.arange(len(heat.y) + 1) - 0.5 + heat.y[0] if edges else np.array(heat.y)
-    z = np.array(heat.z, dtype=float)
-    mesh = axes.pcolormesh(np.array(heat.x), rows, z, vmin=low, vmax=high, rasterized=True)
-    figure.colorbar(mesh, ax=axes, label=heat.label)
-    axes.set_aspect("equal" if heat.square else "auto")
-    if heat.written:
-        _write_cells(axes, heat)
 
-
-def _write_cells(axes: Any, heat: Heat) -> None:
-    """Write each number into its cell: dark on the light half of the scale, light on the dark one."""
-    low, high = heat.limits
-    edges = len(heat.x) > len(heat.z[0])
+def _heat_layers(panel: Panel, heat: Heat) -> list[dict[str, Any]]:
+    edges = heat.edges
+    columns = heat.columns or [f"{x:g}" for x in heat.x]
+    cells = []
     for row, numbers in zip(heat.y, heat.z, strict=True):
         for column, number in enumerate(numbers):
             if number is not None:
-                x = (heat.x[column] + heat.x[column + 1]) / 2 if edges else heat.x[column]
-                color = "black" if number > (low + high) / 2 else "white"
-                axes.text(x, row, f"{number:.0f}", ha="center", va="center", color=color)
+                cell = {"x": edges[column], "x2": edges[column + 1], "y": row - 0.5, "y2": row + 0.5}
+                cells.append({**cell, "z": _short(number), "column": columns[column], "row": row})
+    x = _axis(panel.x_title, heat.x, panel.log_x, panel.x_ticks)
+    x["scale"] |= {"domain": [edges[0], edges[-1]], "padding": 0}
+    y = _axis(panel.y_title, heat.y, False, panel.y_ticks)
+    y["scale"] |= {"domain": [min(heat.y) - 0.5, max(heat.y) + 0.5], "padding": 0}
+    scale = {"scheme": "viridis", "domain": [*heat.limits], "clamp": True}
+    color = {"field": "z", "type": "quantitative", "scale": scale, "legend": None}
+    tooltip = [
+        {"field": "column", "title": panel.x_title},
+        {"field": "row", "title": panel.y_title},
+        {"field": "z", "title": heat.label, "type": "quantitative", "format": ".3~f"},
+    ]
+    encoding = {"x": {"field": "x", **x}, "x2": {"field": "x2"}, "y": {"field": "y", **y}, "y2": {"field": "y2"}}
+    stroke = {"field": "z", "type": "quantitative", "scale": scale, "legend": None}  # hides seams between cells
+    rectangle = {"type": "rect", "strokeWidth": 0.6}
+    layers = [_layer(cells, rectangle, {**encoding, "color": color, "stroke": stroke, "tooltip": tooltip})]
+    if heat.written:
+        middle = sum(heat.limits) / 2
+        dark = {"condition": {"test": f"datum.z > {middle}", "value": "black"}, "value": "white"}
+        text = {"field": "z", "type": "quantitative", "format": ".0f"}
+        middles = [{**cell, "x": (cell["x"] + cell["x2"]) / 2} for cell in cells]
+        place = {"x": {"field": "x", **x}, "y": {"field": "row", **y}}
+        layers.append(_layer(middles, {"type": "text"}, {**place, "text": text, "color": dark}))
+    return layers
 
 
-def _draw_axes(axes: Any, panel: Panel) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator
+def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
+    single = [{"row": row, "x": x, "name": dots.names[row]} for row, xs in enumerate(dots.single) for x in xs]
+    means = []
+    for row, (name, x, low, high) in enumerate(zip(dots.names, dots.x, dots.low, dots.high, strict=True)):
+        words = f"{x:.4g}" if low is None or high is None else f"{x:.4g} ({low:.4g} to {high:.4g})"
+        means.append({"row": row, "name": name, "x": x, "low": low, "high": high, "value": words})
+    ends = [end for end in (*dots.low, *dots.high) if end is not None]
+    reached = [0.0, *dots.x, *ends, *(point["x"] for point in single)]
+    # A long name is broken before a bracket or a plus.
+    labels = [re.sub(r"(?<=.)(?=[(+])", "\n", name) if len(name) > 16 else name for name in dots.names]
+    x = _axis(panel.x_title, reached, False, panel.x_ticks)
+    x["axis"] |= {"tickCount": 5}
+    y = _axis("", [0.0], False, dict(enumerate(labels)))
+    y["scale"] |= {"domain": [len(labels) - 0.5, -0.5], "padding": 0}
+    y["axis"] |= {"ticks": False, "labelOverlap": False}
+    place = {"x": {"field": "x", **x}, "y": {"field": "row", **y}}
+    tooltip = [{"field": "name", "title": "name"}, {"field": "value", "title": panel.x_title}]
+    point = {"type": "point", "filled": True}
+    interval = {**place, "x": {"field": "low", **x}, "x2": {"field": "high"}}
+    return [
+        _layer([{"x": 0}], {"type": "rule", "color": QUIET}, {"x": place["x"]}),
+        _layer(single, {**point, "size": 18, "opacity": 0.6, "color": QUIET}, place),
+        _layer(means, {"type": "rule", "strokeWidth": 2, "color": COLORS[0]}, interval),
+        _layer(means, {**point, "size": 70, "opacity": 1, "color": COLORS[0]}, {**place, "tooltip": tooltip}),
+    ]
 
-    axes.set(title=panel.title, xlabel=panel.x_title, ylabel=panel.y_title)
-    if panel.dots is not None:
-        axes.set_yticks([*panel.dots.labels], panel.dots.names)
-        axes.set_xlim(_width(panel))
-        return
-    for axis, log, values in ((axes.xaxis, panel.log_x, _columns(panel)), (axes.yaxis, panel.log_y, _rows(panel))):
-        if log:
-            (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log")
-            axis.set_major_locator(FixedLocator(_log_ticks(*_reach([value for value in values if value > 0]))))
-            axis.set_major_formatter(FuncFormatter(lambda place, _: _written(place)))
-            axis.set_minor_locator(NullLocator())
-        elif (step := _whole_step(values)) is not None:
-            axis.set_major_locator(MultipleLocator(step))
-    if panel.x_ticks:
-        axes.set_xticks([*panel.x_ticks], [*panel.x_ticks.values()])
-    if panel.y_ticks:
-        axes.set_yticks([*panel.y_ticks], [*panel.y_ticks.values()])
-    if panel.heat is None:
-        axes.set_xlim(_width(panel))
-        axes.set_ylim(panel.y_range or _span(panel))
+
+def _layer(values: list[dict[str, Any]], mark: dict[str, Any], encoding: dict[str, Any]) -> dict[str, Any]:
+    return {"data": {"values": values}, "mark": mark, "encoding": encoding}
+
+
+def _axis(title: str, values: Sequence[float], log: bool, ticks: dict[float, str]) -> dict[str, Any]:
+    """Return scale and axis of a channel: they reach some pixels beyond the values."""
+    low, high = _ends(values, log)
+    scale: dict[str, Any] = {"domain": [low, high], "nice": False, "padding": PADDING}
+    scale |= {"type": "log"} if log else {"zero": False}
+    axis: dict[str, Any] = {}
+    if ticks:
+        labels = json.dumps([*ticks.values()], ensure_ascii=False)
+        axis = {"values": [*ticks], "labelExpr": f"{labels}[indexof({[*ticks]}, datum.value)]"}
+    elif log:
+        axis = {"labelExpr": "datum.value >= 1000 ? format(datum.value, ',.0f') : format(datum.value, '~g')"}
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        round_ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+        if sum(low <= tick <= high for tick in round_ticks) > 1:
+            axis["values"] = round_ticks
+    elif all(value == round(value) for value in values):
+        axis = {"tickMinStep": 1, "format": "d"}
+    return {"type": "quantitative", "title": title or None, "scale": scale, "axis": axis}
+
+
+def _heights(panel: Panel) -> list[float]:
+    """Return the values of the vertical axis that lines and bands reach; on a logarithmic axis those above 0."""
+    lines = drawn(panel)
+    columns = [line.y for line in lines] + [band for line in lines for band in (line.low, line.high) if band]
+    heights = [value for column in columns for value in column if value is not None]
+    if not panel.log_y:
+        return heights
+    return [value for value in heights if value > _lowest(panel) / 2]
+
+
+def _lowest(panel: Panel) -> float:
+    """Return the lowest point above 0."""
+    return min((y for line in panel.lines for y in line.y if y is not None and y > 0), default=1.0)
+
+
+def _ends(values: Sequence[float], log: bool) -> list[float]:
+    """Return the least and the greatest value, apart from one another."""
+    low, high = min(values, default=1.0), max(values, default=1.0)
+    if low == high:
+        return [low / 2, high * 2] if log else [low - 0.5, high + 0.5]
+    return [low, high]
+
+
+def _short(number: float | None) -> float | None:
+    return None if number is None else float(f"{number:.{DIGITS}g}")

@@ -6,11 +6,13 @@ import math
 from dataclasses import replace
 
 import pytest
+from selenium.webdriver import ActionChains
+from selenium.webdriver.support.ui import WebDriverWait
 
 import crosslayer
 from crosslayer.environment import environment
 from crosslayer.output.page import Page, save_page
-from crosslayer.output.panel import Line, Panel, drawn, plotly_figure, same_scale
+from crosslayer.output.panel import Line, Panel, chart, drawn, same_scale
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.page import panels as retrofit_panels
 from crosslayer.verbs.retrofit.record import Calibration, Choice, CurvePoint, FixedBlocks, SearchRecord
@@ -38,24 +40,30 @@ for (const table of document.querySelectorAll(".scroll"))
   if (table.scrollWidth > table.clientWidth) wrong.push("a table scrolls sideways: " + table.innerText.slice(0, 40));
 for (const figure of document.querySelectorAll(".figure")) {
   const say = (words) => wrong.push(figure.id + ": " + words), frame = box(figure), panel = figure.closest(".panel");
-  const plot = box(figure.querySelector(".nsewdrag")), marks = ".scatterlayer .trace path, .heatmaplayer image";
-  if (!figure.querySelector(".main-svg") || !figure.querySelector(marks)) say("nothing is drawn");
+  const plot = box(figure.querySelector(".role-frame.root .background"));
+  if (!figure.querySelector(".mark-line path, .mark-symbol path, .mark-rect path")) say("nothing is drawn");
   if (!inside(frame, box(panel)) || plot.width < 150 || plot.height < 150) say("no room");
-  if (figure.querySelector("g.legend .traces, .colorbar")) say("a legend inside of the plot");
-  const legend = panel.querySelector(".legend"), heat = figure.querySelector(".heatmaplayer image");
-  if (!legend && (heat || figure._fullData.length > 3)) say("no legend");
+  if (figure.querySelector(".role-legend")) say("a legend inside of the plot");
+  const legend = panel.querySelector(".legend"), heat = figure.querySelector(".mark-rect");
+  const lines = figure.querySelectorAll(".mark-line path").length;
+  if (!legend && (lines ? lines > 1 : heat)) say("no legend");
   if (legend && (box(legend).bottom > plot.top || !inside(box(legend), box(panel)))) say("its legend is not above it");
   for (const item of legend ? legend.children : [])
     if (!inside(box(item), box(legend))) say("its legend is cut");
-  const labels = [...figure.querySelectorAll(".xtick text, .ytick text, .g-xtitle text, .g-ytitle text")];
-  for (const label of labels) if (!inside(box(label), frame)) say("cut: " + label.textContent);
-  const row = [...figure.querySelectorAll(".xtick text")].map(box).sort((a, b) => a.left - b.left);
-  if (row.some((label, i) => i && label.left < row[i - 1].right)) say("labels overlap");
-  for (const side of ["x", "y"]) {
-    const ticks = [...figure.querySelectorAll(`.${side}tick text`)].map((label) => label.textContent);
+  for (const side of ["X", "Y"]) {
+    const axis = figure.querySelector(`.role-axis[aria-label^=${side}] .role-axis-label`).closest(".role-axis");
+    const texts = [...axis.querySelectorAll(".role-axis-label text")];
+    const shown = texts.filter((text) => text.getAttribute("opacity") !== "0");
+    const title = axis.querySelector(".role-axis-title text"), boxes = shown.map(box);
+    for (const text of [...shown, ...(title ? [title] : [])])
+      if (!inside(box(text), frame)) say("cut: " + text.textContent);
+    const row = boxes.sort((a, b) => side === "X" ? a.left - b.left : a.top - b.top);
+    if (row.some((at, i) => i && (side === "X" ? at.left < row[i - 1].right : at.top < row[i - 1].bottom - 3)))
+      say("labels overlap");
+    const ticks = shown.map((text) => text.textContent);
     if (!ticks.length) say("no ticks");
     const whole = (text) => /^[0-9]+$/.test(text) && Number(text) < LAST;
-    if (figure.layout[side + "axis"].title.text === "layer" && !ticks.every(whole)) say("layers " + ticks);
+    if (title && title.textContent === "layer" && !ticks.every(whole)) say("layers " + ticks);
   }
 }
 return wrong;
@@ -148,42 +156,65 @@ def test_nothing_is_cut_overlaps_or_needs_the_network(browser, pages, width):
     resize(browser, width)
     figures = {"diagnosed": 17, "intervened": 10, "benched": 4, "retrofitted": 2, "verified": 0}
     for name, file in pages.items():
-        browser.get(file.as_uri())
+        opened(browser, file)
         assert len(browser.find_elements("css selector", ".figure")) == figures[name], name
         assert browser.execute_script(LOOK) == [], name
     assert not complaints(browser)
 
 
+def opened(browser, file):
+    """Open a page and wait until its figures are drawn."""
+    browser.get(file.as_uri())
+    waiting = "return document.querySelectorAll('.figure:not([data-drawn])').length"
+    WebDriverWait(browser, 30).until(lambda browser: browser.execute_script(waiting) == 0)
+
+
 def test_a_click_on_the_legend_hides_a_line_and_its_band(browser, pages):
-    browser.get(pages["diagnosed"].as_uri())
-    visible = "return document.getElementById('figure-first_token_share').data.map((trace) => trace.visible !== false)"
-    button = browser.find_element("css selector", "#figure-first_token_share").find_element("xpath", "..//button")
-    assert browser.execute_script(visible) == [True] * 6
-    for expected in ([False] * 3 + [True] * 3, [True] * 6):
+    opened(browser, pages["diagnosed"])
+    figure = browser.find_element("css selector", "#figure-first_token_share")
+    button = figure.find_element("xpath", "..//button")
+
+    def marks():
+        return [len(figure.find_elements("css selector", f".mark-{kind} path")) for kind in ("line", "area")]
+
+    assert marks() == [2, 2]
+    for expected in (1, 2):
         browser.execute_script("arguments[0].click()", button)
-        assert browser.execute_script(visible) == expected
-        assert button.get_attribute("aria-pressed") == str(expected[0]).lower()
+        WebDriverWait(browser, 10).until(lambda _, expected=expected: marks() == [expected, expected])
+        assert button.get_attribute("aria-pressed") == str(expected == 2).lower()
+
+
+def test_the_pointer_shows_every_value_with_its_interval(browser, pages):
+    opened(browser, pages["diagnosed"])
+    figure = browser.find_element("css selector", "#figure-first_token_share")
+    ActionChains(browser).move_to_element(figure).perform()
+    words = WebDriverWait(browser, 10).until(lambda b: b.find_element("css selector", "#vg-tooltip-element").text)
+    assert "layer" in words and "first token's share a′₀" in words and "(0 to 1)" in words and "sink rate" in words
 
 
 def shown(file):
     """Return the figures of a page as its browser gets them, by key."""
     text = file.read_text()
     start = text.index("const FIGURES = ") + len("const FIGURES = ")
-    found, _ = json.JSONDecoder().raw_decode(text, start)
-    return {name.removeprefix("figure-"): figure for name, figure in found.items()}
+    charts, _ = json.JSONDecoder().raw_decode(text, start)
+    return {name.removeprefix("figure-"): figure for name, figure in charts.items()}
+
+
+def y_of(figure):
+    return figure["layer"][0]["encoding"]["y"]
 
 
 def test_bands_end_at_what_is_possible(pages):
     seen = set()
     for file in (pages[name] for name in ("diagnosed", "intervened", "retrofitted")):
         for key, figure in shown(file).items():
-            edges = [trace["y"] for trace in figure["data"] if trace.get("hoverinfo") == "skip"]
-            for edge in edges:
+            rows = [row for row in figure["datasets"].get("lines", []) if row["low"] is not None]
+            for row in rows:
                 low, high = POSSIBLE[key]
-                assert all(low <= y <= high for y in edge if y is not None), key
+                assert low <= row["low"] and row["high"] <= high + 1e-5, key  # six digits of √C
                 seen.add(key)
-            if edges and key != "trade_off":  # all were far too wide
-                assert {edges[0][5], edges[1][5]} & {*POSSIBLE[key]} or figure["layout"]["yaxis"]["type"] == "log", key
+            if rows and key != "trade_off" and y_of(figure)["scale"].get("type") != "log":  # all were far too wide
+                assert rows[5]["low"] == POSSIBLE[key][0] or rows[5]["high"] == pytest.approx(POSSIBLE[key][1]), key
     assert seen == {*POSSIBLE}
 
 
@@ -191,41 +222,44 @@ def test_a_logarithmic_axis_is_not_stretched_by_a_band_that_reaches_zero():
     line = Line("a", [0, 1], [2.0, 8.0], [-5.0, 7.0], [3.0, 9.0])
     panel = Panel("a", "a", "", "layer", "norm", [line], log_y=True, bounds=(0, math.inf))
     assert drawn(panel)[0].low == [1.0, 7.0]
-    assert plotly_figure(panel)["layout"]["yaxis"]["range"][0] == 0
-    panel = replace(panel, lines=[replace(line, low=[1.9, 7.0])])  # no band runs out: some room below
-    assert plotly_figure(panel)["layout"]["yaxis"]["range"][0] < math.log10(1.9)
+    assert y_of(chart(panel))["scale"]["domain"] == [2.0, 9.0]  # the band goes on below the axis, where it is clipped
+    panel = replace(panel, lines=[replace(line, low=[1.9, 7.0])])
+    assert y_of(chart(panel))["scale"]["domain"] == [1.9, 9.0]
 
 
 def test_positions_are_counted_from_zero(pages):
     for name, keys in {"diagnosed": ["importance_by_position"], "intervened": ["attention_before"]}.items():
         for key in keys:
-            figure = shown(pages[name])[key]
-            axis, heat = figure["layout"]["xaxis"], figure["data"][0]
-            assert axis["title"]["text"] == "position (0 = first token)" and axis["ticktext"][0] == "0"
-            assert heat["text"][0][0] == "0" and heat["text"][0][-1].endswith("47")
-            place = dict(zip(axis["ticktext"], axis["tickvals"], strict=True))["23" if name == "intervened" else "20"]
-            column = sum(edge < place for edge in heat["x"]) - 1
-            assert "23" in heat["text"][0][column] or "20" in heat["text"][0][column]
+            layer = shown(pages[name])[key]["layer"][0]
+            x, cells = layer["encoding"]["x"], layer["data"]["values"]
+            labels = json.loads(x["axis"]["labelExpr"].split("[indexof")[0])
+            assert x["title"] == "position (0 = first token)" and labels[0] == "0"
+            assert cells[0]["column"] == "0" and cells[0]["x"] == 1 and max(cell["x2"] for cell in cells) == 49
+            label = "23" if name == "intervened" else "20"
+            place = dict(zip(labels, x["axis"]["values"], strict=True))[label]
+            assert {cell["column"] for cell in cells if cell["x"] < place < cell["x2"]} == {label}
     text = "".join(file.read_text() for file in pages.values())
     assert "1 = first token" not in text
 
 
 def test_a_quantity_has_one_scale_and_one_color(pages):
     figures = shown(pages["intervened"])
-    received = [f for f in figures.values() if f["layout"]["yaxis"]["title"]["text"] == "attention received"]
-    assert len(received) >= 4 and len({tuple(f["layout"]["yaxis"]["range"]) for f in received}) == 1
-    sides = {t["name"]: set() for f in figures.values() for t in f["data"] if t.get("name") in ("before", "after")}
-    for figure in figures.values():
-        for trace in figure["data"]:
-            if trace.get("name") in sides:
-                sides[trace["name"]].add(trace["line"]["color"])
-    assert [len(colors) for colors in sides.values()] == [1, 1] and sides["before"] != sides["after"]
-    heats = [trace for f in figures.values() for trace in f["data"] if trace["type"] == "heatmap"]
-    assert len({(heat["zmin"], heat["zmax"]) for heat in heats}) == 1
-    ratios = [f["layout"]["yaxis"]["range"] for key, f in shown(pages["benched"]).items() if key.startswith("ratios")]
+    received = [figure for figure in figures.values() if y_of(figure)["title"] == "attention received"]
+    assert len(received) >= 4 and len({tuple(y_of(figure)["scale"]["domain"]) for figure in received}) == 1
+    colors = [figure["layer"][0]["encoding"]["color"] for figure in figures.values()]
+    lines = [color["scale"] for color in colors if color["field"] == "line"]
+    pairs = {(name, color) for scale in lines for name, color in zip(scale["domain"], scale["range"], strict=True)}
+    sides = [color for name, color in pairs if name in ("before", "after")]
+    assert len(sides) == len({*sides}) == 2
+    assert len({tuple(color["scale"]["domain"]) for color in colors if color["field"] == "z"}) == 1
+    ratios = [y_of(f)["scale"]["domain"] for key, f in shown(pages["benched"]).items() if key.startswith("ratios")]
     assert len(ratios) == 2 and ratios[0] == ratios[1]
-    wide, narrow = (Panel(key, "", "", "x", "y", [Line("", [0], [y])]) for key, y in (("a", 9.0), ("b", 1.0)))
-    assert {panel.y_range for panel in same_scale([wide, narrow])} == {(0.5, 9.5)}
+    wide, narrow = (Panel(key, "", "", "x", "y", [Line("", [0, 1], [1.0, y])]) for key, y in (("a", 9.0), ("b", 2.0)))
+    assert {panel.y_range for panel in same_scale([wide, narrow])} == {(1.0, 9.0)}
+
+
+def test_a_page_with_figures_is_small_enough_to_send(pages):
+    assert all(file.stat().st_size < 1_500_000 for file in pages.values())
 
 
 def test_the_subtitle_says_what_was_measured(pages):
@@ -237,7 +271,7 @@ def test_the_subtitle_says_what_was_measured(pages):
 
 def test_the_page_of_a_verification(pages):
     text = pages["verified"].read_text()
-    assert len(text) < 20_000 and not (pages["verified"].parent / "figures").exists()  # no figures, no Plotly
+    assert len(text) < 20_000 and not (pages["verified"].parent / "figures").exists()  # no figures, no Vega
     assert "left-padded batch (bfloat16) failed: a difference of 0.2, the tolerance is 0.001." in text
     assert "compiled (bfloat16) failed: InductorError" in text and "1 of 3" in text
     assert "<span class='fail'>FAIL</span>" in text and "<span class='pass'>PASS</span>" in text

@@ -1,8 +1,7 @@
 """The page of an evaluation, from its record alone."""
 
-from crosslayer.output.dots import Dots
 from crosslayer.output.page import Mark, Page, Table
-from crosslayer.output.panel import Panel
+from crosslayer.output.panel import Dots, Panel
 from crosslayer.stats import Interval
 from crosslayer.verbs.bench.units import size
 from crosslayer.verbs.evaluate.groups import LOCAL

@@ -22,7 +22,7 @@ CONFIG = {
     "view": {"stroke": None},
     "axis": {"gridColor": "#e6e8ee", "domainColor": "#c5cad6", "tickColor": "#c5cad6", "labelColor": "#2b3042"}
     | {"titleColor": "#2b3042", "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 12}
-    | {"labelLimit": 0, "labelOverlap": "greedy", "labelSeparation": 6, "tickCount": 7},
+    | {"labelLimit": 0, "labelSeparation": 6, "tickCount": 7},
     "legend": {"labelLimit": 0, "symbolType": "stroke", "symbolStrokeWidth": 3, "symbolOpacity": 1},
     "lineBreak": "\n",
 }
@@ -191,7 +191,7 @@ def save_svg(panel: Panel, folder: Path) -> Path:
         spec["layer"][0]["encoding"]["color"]["legend"] = {"title": panel.heat.label}
     elif len(panel.lines) > 1:
         for layer in spec["layer"]:
-            for channel in {"color", "strokeDash"} & layer["encoding"].keys():
+            for channel in {"color", "stroke", "strokeDash"} & layer["encoding"].keys():
                 layer["encoding"][channel]["legend"] = {"title": None, "orient": "bottom", "columns": 2}
     path = folder / f"{panel.key}.svg"
     path.write_text(vl_convert.vegalite_to_svg(spec, vl_version=VERSION), encoding="utf-8")
@@ -210,11 +210,11 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
     dash = {"field": "line", "type": "nominal", "legend": None}
     dash["scale"] = {"domain": names, "range": [[2, 3] if line.dashed else [1, 0] for line in lines]}
     encoding = {"x": {"field": "x", **x}, "y": {"field": "y", **y}, "color": color}
-    band = {**encoding, "y": {"field": "low", **y}, "y2": {"field": "high"}}
-    single = all(len(line.x) == 1 for line in lines)  # a band of one point is an upright line
+    band = {**encoding, "y": {"field": "low", **y}, "y2": {"field": "high"}, "stroke": color}
     points = max((len(line.x) for line in lines), default=0)
     marks: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"type": "rule", "clip": True} if single else {"type": "area", "opacity": 0.18, "clip": True}, band),
+        # the band of a single point is its stroke
+        ({"type": "area", "clip": True, "fillOpacity": 0.18, "strokeOpacity": 0.4, "strokeWidth": 1.5}, band),
         ({"type": "line", "strokeWidth": 2, "point": False}, {**encoding, "strokeDash": dash}),
     ]
     if points <= MARKED:
@@ -291,29 +291,26 @@ def _heat_layers(panel: Panel, heat: Heat) -> list[dict[str, Any]]:
 
 
 def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
-    single = [{"row": row, "x": x, "name": dots.names[row]} for row, xs in enumerate(dots.single) for x in xs]
-    means = []
-    for row, (name, x, low, high) in enumerate(zip(dots.names, dots.x, dots.low, dots.high, strict=True)):
-        words = f"{x:.4g}" if low is None or high is None else f"{x:.4g} ({low:.4g} to {high:.4g})"
-        means.append({"row": row, "name": name, "x": x, "low": low, "high": high, "value": words})
-    ends = [end for end in (*dots.low, *dots.high) if end is not None]
-    reached = [0.0, *dots.x, *ends, *(point["x"] for point in single)]
     # A long name is broken before a bracket or a plus.
-    labels = [re.sub(r"(?<=.)(?=[(+])", "\n", name) if len(name) > 16 else name for name in dots.names]
-    x = _axis(panel.x_title, reached, False, panel.x_ticks)
+    names = [re.sub(r"(?<=.)(?=[(+])", "\n", name) if len(name) > 16 else name for name in dots.names]
+    single = [{"name": names[row], "x": x} for row, xs in enumerate(dots.single) for x in xs]
+    means = []
+    for name, x, low, high in zip(names, dots.x, dots.low, dots.high, strict=True):
+        words = f"{x:.4g}" if low is None or high is None else f"{x:.4g} ({low:.4g} to {high:.4g})"
+        means.append({"name": name, "x": x, "low": low, "high": high, "value": words})
+    ends = [end for end in (*dots.low, *dots.high) if end is not None]
+    x = _axis(panel.x_title, [0.0, *dots.x, *ends, *(point["x"] for point in single)], False, panel.x_ticks)
     x["axis"] |= {"tickCount": 5}
-    y = _axis("", [0.0], False, dict(enumerate(labels)))
-    y["scale"] |= {"domain": [len(labels) - 0.5, -0.5], "padding": 0}
-    y["axis"] |= {"ticks": False, "labelOverlap": False}
-    place = {"x": {"field": "x", **x}, "y": {"field": "row", **y}}
+    y = {"field": "name", "type": "nominal", "scale": {"domain": names}, "axis": {"title": None, "grid": True}}
+    at = {"x": {"field": "x", **x}, "y": y}
+    interval = {"x": {"field": "low", **x}, "x2": {"field": "high"}, "y": y}
     tooltip = [{"field": "name", "title": "name"}, {"field": "value", "title": panel.x_title}]
     point = {"type": "point", "filled": True}
-    interval = {**place, "x": {"field": "low", **x}, "x2": {"field": "high"}}
     return [
-        _layer([{"x": 0}], {"type": "rule", "color": QUIET}, {"x": place["x"]}),
-        _layer(single, {**point, "size": 18, "opacity": 0.6, "color": QUIET}, place),
+        _layer([{"x": 0}], {"type": "rule", "color": QUIET}, {"x": at["x"]}),
+        _layer(single, {**point, "size": 18, "opacity": 0.6, "color": QUIET}, at),
         _layer(means, {"type": "rule", "strokeWidth": 2, "color": COLORS[0]}, interval),
-        _layer(means, {**point, "size": 70, "opacity": 1, "color": COLORS[0]}, {**place, "tooltip": tooltip}),
+        _layer(means, {**point, "size": 70, "opacity": 1, "color": COLORS[0]}, {**at, "tooltip": tooltip}),
     ]
 
 
@@ -326,18 +323,18 @@ def _axis(title: str, values: Sequence[float], log: bool, ticks: dict[float, str
     low, high = _ends(values, log)
     scale: dict[str, Any] = {"domain": [low, high], "nice": False, "padding": PADDING}
     scale |= {"type": "log"} if log else {"zero": False}
-    axis: dict[str, Any] = {}
+    axis: dict[str, Any] = {"labelOverlap": "greedy"}
     if ticks:
         labels = json.dumps([*ticks.values()], ensure_ascii=False)
-        axis = {"values": [*ticks], "labelExpr": f"{labels}[indexof({[*ticks]}, datum.value)]"}
+        axis |= {"values": [*ticks], "labelExpr": f"{labels}[indexof({[*ticks]}, datum.value)]"}
     elif log:
-        axis = {"labelExpr": "datum.value >= 1000 ? format(datum.value, ',.0f') : format(datum.value, '~g')"}
+        axis |= {"labelExpr": "datum.value >= 1000 ? format(datum.value, ',.0f') : format(datum.value, '~g')"}
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         round_ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
         if sum(low <= tick <= high for tick in round_ticks) > 1:
             axis["values"] = round_ticks
     elif all(value == round(value) for value in values):
-        axis = {"tickMinStep": 1, "format": "d"}
+        axis |= {"tickMinStep": 1, "format": "d"}
     return {"type": "quantitative", "title": title or None, "scale": scale, "axis": axis}
 
 

@@ -25,7 +25,7 @@ import torch
 
 import crosslayer
 from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.windows import pack
+from crosslayer.corpus.windows import packed
 from crosslayer.probe import measures as m
 
 HERE = Path(__file__).resolve()
@@ -127,7 +127,7 @@ SIDES = {"plain": plain, "crosslayer": ours, "eager maps": eager_maps, "lens": l
 def times(sides, length, repeats):
     """Return seconds of each side, interleaved repeats after a warm-up."""
     _, tokenizer = crosslayer.load_model("smollm2", device="cpu")
-    ids = pack(load_documents(TextSource()), tokenizer, sequences=1, length=length)
+    ids = packed(load_documents(TextSource()), tokenizer, sequences=1, length=length).ids
     models = {side: build(side)[0] for side in sides}
     seconds = {side: [] for side in sides}
     for repeat in range(repeats + 1):
@@ -143,7 +143,7 @@ def times(sides, length, repeats):
 def peak(side, length):
     """Return the peak resident set of a run of a side in this process, in bytes, and its seconds."""
     model, tokenizer = build(side)
-    ids = pack(load_documents(TextSource()), tokenizer, sequences=1, length=length)
+    ids = packed(load_documents(TextSource()), tokenizer, sequences=1, length=length).ids
     started = time.perf_counter()
     SIDES[side](model, ids)
     return {"bytes": peak_resident(), "seconds": time.perf_counter() - started}

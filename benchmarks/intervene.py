@@ -24,7 +24,7 @@ import torch
 
 import crosslayer
 from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.windows import pack
+from crosslayer.corpus.windows import packed
 from crosslayer.environment import environment
 from crosslayer.output.panel import Line, Panel, save_svg
 from crosslayer.output.progress import Progress
@@ -65,7 +65,7 @@ def main() -> None:
 def smollm2(sequences: int) -> dict[str, Any]:
     """Return, for a special and a random first token, what isolating position 255 does."""
     model, tokenizer = crosslayer.load_model("smollm2")
-    plain = pack(load_documents(TextSource()), tokenizer, sequences=sequences, length=LENGTH, bos="no")
+    plain = packed(load_documents(TextSource()), tokenizer, sequences=sequences, length=LENGTH, bos="no").ids
     results = {}
     for start, tokens in (("special", model.config.bos_token_id), ("random", random_tokens(model, sequences, 1))):
         ids = plain.clone()
@@ -77,7 +77,7 @@ def smollm2(sequences: int) -> dict[str, Any]:
 def minilm(sequences: int) -> dict[str, Any]:
     """Return, for special and random first and last tokens, what another position row at 383 does."""
     model, tokenizer = crosslayer.load_model("minilm")
-    plain = pack(load_documents(TextSource()), tokenizer, sequences=sequences, length=LENGTH)
+    plain = packed(load_documents(TextSource()), tokenizer, sequences=sequences, length=LENGTH).ids
     rows = np.random.default_rng(0).choice(range(1, LENGTH - 1), RANDOM_ROWS, replace=False)
     results = {}
     for start in ("special", "random"):

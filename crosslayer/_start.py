@@ -1,15 +1,16 @@
-"""How a command starts: its streams are open, it heeds Ctrl-C, and other libraries draw nothing into logs."""
+"""How a command starts: its streams are open, it heeds signals, and other libraries draw nothing into logs."""
 
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
 from crosslayer._path import NAME
 
 INTERRUPTED = 130
 INTERRUPT_LINE = f"{NAME}: interrupted, nothing is half-written"
-PATIENCE, TRIES = 3, 3  # seconds until an interrupt that a library swallowed is raised again, and how often
+PATIENCE = 3  # seconds in which more presses of Ctrl-C do not disturb the cleaning up after the first
 # progress bars of other libraries, which fill a log with carriage returns
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
 command_line: str | None = None  # as it was typed, once a verb runs from a shell
@@ -36,46 +37,40 @@ def hide_bars() -> None:
 
 
 class Interrupts:
-    """Ctrl-C: ends the process at once while there is nothing to clean up, and is a `KeyboardInterrupt` otherwise.
+    """Ctrl-C and `kill`: both end the process at once while there is nothing to clean up.
 
-    Libraries swallow that exception, or turn it into another: it is raised again every `PATIENCE` seconds until the
-    command line has caught it, and after `TRIES` times the process just ends.
+    Later they are a `KeyboardInterrupt` and a `SystemExit`, which clean up on their way. Where a library swallowed one,
+    another signal raises it again.
     """
 
     def __init__(self):
-        self.at_once, self.raised = True, 0
+        self.at_once, self.raised = True, 0.0  # when it was raised last, 0: never
         self.advice = ""  # what the line says beside INTERRUPT_LINE: how to go on
 
     def watch(self) -> None:
-        """Answer Ctrl-C from now on, unless the process was started to ignore it (`nohup`, `&` in a script)."""
+        """Answer from now on, unless the process was started to ignore them (`nohup`, `&` in a script)."""
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._press)
+            signal.signal(signal.SIGINT, self._answer)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._answer)
 
-    def _press(self, number: int, frame: FrameType | None) -> None:
+    def _answer(self, number: int, frame: FrameType | None) -> None:
         if self.at_once:
-            self._end()
-        if not self.raised:  # more presses change nothing: cleaning up must not be interrupted
-            self._raise(number, frame)
+            self._end(number)
+        if self.raised and time.monotonic() - self.raised < PATIENCE:
+            return
+        self.raised = time.monotonic()
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        if self.raised == TRIES:
-            self._end()
-        self.raised += 1
-        if sys.platform != "win32":
-            signal.signal(signal.SIGALRM, self._raise)
-            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-        raise KeyboardInterrupt
+    def _end(self, number: int) -> None:
+        if number == signal.SIGINT:
+            os.write(2, f"{INTERRUPT_LINE}\n".encode())
+        os._exit(128 + number)
 
     def caught(self) -> None:
-        """Raise no more: what is cleaned up must not be interrupted, and then the process ends."""
-        if self.raised and sys.platform != "win32":
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        """Heed Ctrl-C no more, if there was one: the command ends."""
         if self.raised:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def _end(self) -> None:
-        os.write(2, f"{INTERRUPT_LINE}\n".encode())
-        os._exit(INTERRUPTED)
 
 
 interrupts = Interrupts()

@@ -55,7 +55,8 @@ def main() -> None:
     The exit status is 0 (done), 1 (a check failed, or training ended too soon), 2 (something that the user can mend),
     70 (a fault of ours) or 130 (interrupted); all but 0 come with a single line.
     """
-    _print_anything()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that knows only ASCII
     try:
         errors.check_words(sys.argv[1:])
         with warnings.catch_warnings():
@@ -67,10 +68,14 @@ def main() -> None:
         status = 0 if stop.code == 1 else stop.code
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
-    except typer.TyperException as error:
-        status = _fail_typing(error)
+    except typer.TyperException as error:  # without a message the help was shown
+        message = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
+        status = _fail(errors.MEND, " ".join(message.split()))
     except Exception as error:
-        status = INTERRUPTED if interrupts.raised else _fail(error)
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        options = {option.name for verb in VERBS for option in verb.options}
+        status = INTERRUPTED if interrupts.raised else _fail(*errors.explain(error, options))
     finally:
         interrupts.caught()
         release_targets()
@@ -79,29 +84,12 @@ def main() -> None:
     sys.exit(status or 0)
 
 
-def _print_anything() -> None:
-    """Let a terminal that knows only ASCII show other characters as escapes."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Print a warning in a line, without the line of the program that gave it."""
     say(f"crosslayer: warning: {' '.join(str(message).split())}")
 
 
-def _fail_typing(error: typer.TyperException) -> int:
-    """Say what is wrong with an option; its message alone does not name it. Without words the help was shown."""
-    message = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
-    if message:
-        say(f"crosslayer: error: {' '.join(message.split())}")
-    return errors.MEND
-
-
-def _fail(error: Exception) -> int:
-    if "--debug" in sys.argv:
-        traceback.print_exc()
-    options = {option.name for verb in VERBS for option in verb.options}
-    status, line = errors.explain(error, options)
-    say(f"crosslayer: error: {line}")
+def _fail(status: int, line: str) -> int:
+    if line:
+        say(f"crosslayer: error: {line}")
     return status

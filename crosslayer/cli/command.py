@@ -5,8 +5,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,12 +51,14 @@ def _parameter(option: Option, declared: Any) -> inspect.Parameter:
 
 def run(verb: Verb, typed: dict[str, Any]) -> None:
     """Do what was typed, and print the result."""
-    with _importing():
-        from crosslayer.core.methods import allow_methods
+    if "torch" not in sys.modules:  # takes seconds
+        say("importing torch and transformers")
+    from crosslayer.core.methods import allow_methods
 
-        allow_methods(*typed["allow_methods"] or ())
-        call = getattr(import_module(f"crosslayer.verbs.{verb.name}.run"), verb.name)
-        own = {name: getattr(import_module(f"crosslayer.cli.{verb.name}"), name) for name in verb.beside}
+    allow_methods(*typed["allow_methods"] or ())
+    call = getattr(import_module(f"crosslayer.verbs.{verb.name}.run"), verb.name)
+    own = {name: getattr(import_module(f"crosslayer.cli.{verb.name}"), name) for name in verb.beside}
+    _start.interrupts.at_once = False
     made = {name: function(**_values(verb.beside[name], typed)) for name, function in own.items()}
     if verb.is_saved and "saver" not in made:
         made["saver"] = _saver(typed["out"], typed["force"])
@@ -66,7 +67,8 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     is_first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts
     if any(option.name == "progress" for option in verb.call.parameters):
         arguments["progress"] = Progress if is_first else Silent
-    _start.command_line = _command_line()
+    words = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]  # absolute paths cut to their last part
+    _start.command_line = shlex.join(["crosslayer", *words])
     try:
         result = call(**arguments)
     finally:
@@ -115,7 +117,7 @@ def _values(call: Call, typed: dict[str, Any]) -> dict[str, Any]:
             continue
         value = typed[option.name]
         if option.kind in TEXTS:
-            named = [TextSource(name, **source) for name in ([value] if isinstance(value, str) else value or ())]
+            named = [TextSource.named(text, **source) for text in ([value] if isinstance(value, str) else value or ())]
             sources += named
             value = (named or [None])[0] if option.kind == "Text" else named
         elif option.has_commas:
@@ -129,12 +131,7 @@ def _values(call: Call, typed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split(option: Option, text: str) -> tuple[Any, ...]:
-    """Return values with commas between them.
-
-    Raises:
-        ValueError: a whole number is asked for and something else is there.
-
-    """
+    """Return values with commas between them, whole numbers where the option takes those."""
     words = [word.strip() for word in text.split(",")]
     if option.kind != "Sequence[int]":
         return tuple(words)
@@ -142,18 +139,3 @@ def _split(option: Option, text: str) -> tuple[Any, ...]:
         example = ",".join(map(str, option.default[:2]))
         raise ValueError(f"`{option.name}` is {text!r}; it takes whole numbers with commas between, as {example}")
     return tuple(map(int, words))
-
-
-@contextmanager
-def _importing() -> Iterator[None]:
-    """Import what a verb needs: it is said, since it takes seconds; until its end Ctrl-C just ends the process."""
-    if "torch" not in sys.modules:
-        say("importing torch and transformers")
-    yield
-    _start.interrupts.at_once = False
-
-
-def _command_line() -> str:
-    """Return the command as typed, with absolute paths cut to their last part."""
-    words = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]
-    return shlex.join(["crosslayer", *words])

@@ -107,13 +107,11 @@ class Verb:
         return (*options, *EVERYWHERE)
 
     def _shown(self) -> tuple[Option, ...]:
-        parameters = [option for option in self.call.parameters if option.name not in self.beside]
-        return tuple(_of_shell(option) for option in parameters if not option.text.startswith("in Python"))
-
-
-def _of_shell(option: Option) -> Option:
-    """Return an option without what its text says of Python alone."""
-    return replace(option, text=option.text.partition(" In Python")[0])
+        return tuple(
+            replace(option, text=option.text.partition(" In Python")[0])
+            for option in self.call.parameters
+            if option.name not in self.beside and not option.text.startswith("in Python")
+        )
 
 
 def read_verb(name: str) -> Verb:
@@ -136,14 +134,10 @@ def read_calls(path: Path) -> dict[str, Call]:
 def _call(node: ast.FunctionDef) -> Call:
     lead, _, behind = inspect.cleandoc(ast.get_docstring(node) or "").partition("\nArgs:\n")
     about, _, rest = lead.partition("\n\n")
-    return Call(_joined(about), rest.strip(), tuple(_parameters(node.args, _described(behind))))
-
-
-def _described(text: str) -> dict[str, str]:
-    """Return what the section Args of a docstring says of each parameter."""
-    section = re.split(r"\n(?=\S)", text)[0]
+    section = re.split(r"\n(?=\S)", behind)[0]
     entries = re.split(r"\n(?=    \w+: )", "\n" + section)[1:]
-    return {name.strip(): _joined(words) for name, _, words in (entry.partition(":") for entry in entries)}
+    texts = {name.strip(): _joined(words) for name, _, words in (entry.partition(":") for entry in entries)}
+    return Call(_joined(about), rest.strip(), tuple(_parameters(node.args, texts)))
 
 
 def _parameters(arguments: ast.arguments, texts: dict[str, str]) -> Iterator[Option]:

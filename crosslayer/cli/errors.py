@@ -27,11 +27,12 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
         return MEND, "memory ran out; use fewer or shorter sequences, a smaller batch or a smaller dtype"
     if isinstance(error, EndedTooSoon):
         return ENDED, text
-    if isinstance(error, ValueError | OSError) and not _is_schema_error(error):
-        return MEND, text or type(error).__name__
-    if type(error).__name__ == "SafetensorError":  # what a disk that is full is called while weights are written
+    kind, package = type(error).__name__, type(error).__module__.partition(".")[0]
+    is_schema_error = package in ("pydantic", "pydantic_core")  # a record of ours does not follow its schema: our fault
+    if isinstance(error, ValueError | OSError) and not is_schema_error:
+        return MEND, text or kind
+    if kind == "SafetensorError":  # what a disk that is full is called while weights are written
         return MEND, f"weights could not be read or written: {text}"
-    kind = type(error).__name__
     return FAULT, f"this is a fault, and not yours: {kind}: {text[:200]} (--debug shows where; please report it)"
 
 
@@ -49,11 +50,6 @@ def check_words(words: Sequence[str]) -> None:
             raise ValueError(
                 f"argument {number} is {os.fsencode(word)!r}, which is no text in {sys.getfilesystemencoding()}"
             )
-
-
-def _is_schema_error(error: Exception) -> bool:
-    """Return whether it says that a record of ours does not follow its schema: our fault."""
-    return type(error).__module__.partition(".")[0] in ("pydantic", "pydantic_core")
 
 
 def _one_line(text: str) -> str:

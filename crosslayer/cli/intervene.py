@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-FORMS = {  # what is written for each kind, with colons between
+FORMS = {  # what is written for each kind, with colons between; in the order of the options below
     "waiver": ("positions",),
     "forbid": ("positions",),
     "scale_values": ("positions", "factor"),
@@ -44,15 +44,8 @@ def interventions(
     from crosslayer.verbs.intervene.request import DEEPEST
 
     chosen = None if layers is None else [layer for group in parse_layers(layers, DEEPEST) for layer in group]
-    typed = {
-        "waiver": waiver,
-        "forbid": forbid,
-        "scale_values": scale_values,
-        "position_swap": position_swap,
-        "token_swap": token_swap,
-        "ablate": ablate,
-    }
-    entries = [_entry(kind, text, chosen) for kind, texts in typed.items() for text in texts]
+    typed = waiver, forbid, scale_values, position_swap, token_swap, ablate
+    entries = [_entry(kind, text, chosen) for kind, texts in zip(FORMS, typed, strict=True) for text in texts]
     if chosen is not None and not any("positions" in entry for entry in entries):
         raise ValueError("--layers does nothing without --waiver, --forbid or --scale-values; leave it out")
     read = [] if file is None else read_interventions(Path(file))

@@ -11,6 +11,7 @@ from crosslayer.cli.declared import REQUIRED, Option, Verb, read_verb
 from crosslayer.verbs import verb_names
 
 HEAD = "| option | default | what it is |\n|---|---|---|\n"
+BAR = r"\|"  # what stands for | in a cell
 TABLE = re.compile(r"(?m)^\| option \| default \| what it is \|\n(?:\|.*\n)*")
 
 
@@ -18,7 +19,9 @@ def table(verb: Verb) -> str:
     """Return the table of what can be typed for a verb, in the order of `--help`."""
     rows = [(option.name.upper(), option) for option in verb.arguments]
     rows += [(option.flag, option) for option in verb.options]
-    return HEAD + "".join(f"| `{name}` | {_default(option)} | {_escaped(option.text)} |\n" for name, option in rows)
+    return HEAD + "".join(
+        f"| `{name}` | {_default(option)} | {option.text.replace('|', BAR)} |\n" for name, option in rows
+    )
 
 
 def _default(option: Option) -> str:
@@ -27,10 +30,6 @@ def _default(option: Option) -> str:
     if option.default is None or option.default is False or option.default == ():
         return ""
     return f"`{','.join(map(str, option.default)) if option.has_commas else option.default}`"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", r"\|")
 
 
 def main() -> None:

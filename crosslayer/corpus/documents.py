@@ -1,20 +1,23 @@
 """Documents of a source: a file, a dataset, or the corpus that lies in the package."""
 
+import glob
 import hashlib
+import re
 import tarfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from crosslayer.corpus.files import Reading, is_pattern, local_files, separated, stream_file
-from crosslayer.corpus.hub import dataset_revision
-from crosslayer.corpus.streamed import stream_dataset
+from crosslayer.corpus.files import DOCUMENT_LINE, Reading, local_files, stream_file
+from crosslayer.corpus.hub import dataset_revision, stream_dataset
 from crosslayer.output.progress import QUIET, say
 
 DATA = Path(__file__).parent.parent / "data"
+NAMED = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+)", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class TextSource:
         config: configuration of a dataset.
         split: split of a dataset.
         column: text column of a table or dataset.
+        domain: how results call the text; default a short name of the source.
 
     """
 
@@ -34,17 +38,24 @@ class TextSource:
     config: str | None = None
     split: str = "train"
     column: str = "text"
+    domain: str | None = None
+
+    @classmethod
+    def named(cls, text: str, **options: Any) -> "TextSource":
+        """Return the source that a shell names: DOMAIN=SOURCE, or a source alone; what exists as a path is one."""
+        match = None if Path(text).expanduser().exists() else NAMED.fullmatch(text)
+        return cls(text, **options) if match is None else cls(match[2], **options, domain=match[1])
 
     def describe(self) -> str:
-        """Return a short name for reports, without any folder."""
+        """Return the domain's name, or a short name of the source for reports, without any folder."""
+        if self.domain is not None:
+            return self.domain
         if self.name is None:
             return "embedded corpus (Moby Dick, Opticks, two Austen novels, State of the Union)"
         path = Path(self.name).expanduser()
-        return (
-            path.name
-            if path.exists() or is_pattern(self.name)
-            else "/".join(filter(None, (self.name, self.config, self.split)))
-        )
+        if path.exists() or glob.has_magic(self.name):
+            return path.name
+        return "/".join(filter(None, (self.name, self.config, self.split)))
 
 
 def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
@@ -90,10 +101,7 @@ def reading_of(source: TextSource) -> Reading:
 def stream_documents(source: TextSource, reading: Reading | None = None) -> Iterator[str]:
     """Yield the documents of a source, a file at a time, always in the same order; errors as `load_documents`.
 
-    Args:
-        source: of the text.
-        reading: counts what is read, if it is a file's.
-
+    Of files, `reading` counts the bytes that are read.
     """
     files = [] if source.name is None else local_files(source.name)
     if files:
@@ -134,5 +142,5 @@ def embedded_documents(archive: str, files: Sequence[str] = ()) -> list[str]:
             content = opened.extractfile(member)
             assert content is not None
             text = content.read().decode("utf-8")
-            documents += separated(text) if files else [text]
+            documents += text.split(f"\n{DOCUMENT_LINE}\n") if files else [text]
     return documents

@@ -36,12 +36,15 @@ def check_table_options(sources: Sequence[TextSource]) -> None:
         ValueError: the option would do nothing; the message names it.
 
     """
-    files = [[] if source.name is None else local_files(source.name) for source in sources]
-    local = [source.name is None or bool(paths) for source, paths in zip(sources, files, strict=True)]
-    plain = [here and all(file_kind(path) in PLAIN for path in paths) for here, paths in zip(local, files, strict=True)]
-    for option, idle in {"config": all(local), "split": all(local), "column": all(plain)}.items():
+    has_dataset = has_column = False
+    for source in sources:
+        files = [] if source.name is None else local_files(source.name)
+        is_dataset = source.name is not None and not files
+        has_dataset |= is_dataset
+        has_column |= is_dataset or any(file_kind(path) not in PLAIN for path in files)
+    for option, is_used in (("config", has_dataset), ("split", has_dataset), ("column", has_column)):
         value, default = vars(sources[0])[option], vars(TextSource())[option]
-        if idle and value != default:
+        if not is_used and value != default:
             what = "text is no table" if option == "column" else "text is no dataset of the hub"
             raise ValueError(f"`{option}` {value} does nothing, since the {what}; leave it out")
 

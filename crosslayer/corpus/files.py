@@ -50,7 +50,7 @@ def local_files(name: str) -> list[Path]:
     if path.exists():
         _check_regular(path)
         return [path]
-    if is_pattern(name):
+    if glob.has_magic(name):
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         files = [match for match in matches if match.is_file()]
         if not files:
@@ -59,11 +59,6 @@ def local_files(name: str) -> list[Path]:
     if file_kind(path) in READERS:
         raise ValueError(f"text file {name!r} does not exist")
     return []
-
-
-def is_pattern(name: str) -> bool:
-    """Return whether a name is a pattern for files."""
-    return glob.has_magic(name)
 
 
 def file_kind(path: Path) -> str:
@@ -95,11 +90,6 @@ def _check_regular(path: Path) -> None:
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "a device or a pipe"
         raise ValueError(f"{str(path)!r} is {kind}; give a .txt, .md, .jsonl or .parquet file, or a datasets name")
-
-
-def separated(text: str) -> list[str]:
-    """Return the documents of a plain text."""
-    return text.split(f"\n{DOCUMENT_LINE}\n")
 
 
 def say_skipped(name: str, rows: int) -> None:
@@ -160,18 +150,15 @@ def row_text(row: Any, place: str, column: str) -> str | None:
         ValueError: the row is no object, or has no text there.
 
     """
-    if isinstance(row, dict) and column in row and row[column] is None:
-        return None
-    if isinstance(row, dict) and column in row and not isinstance(row[column], str):
-        raise ValueError(
-            f"{place}: no text in column {column!r}; it holds a value of type {type(row[column]).__name__}"
-        )
     if not isinstance(row, dict) or column not in row:
         keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"{place}: no text in column {column!r}; it has {keys}")
-    if any("\ud800" <= character <= "\udfff" for character in row[column]):
+    text = row[column]
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{place}: no text in column {column!r}; it holds a value of type {type(text).__name__}")
+    if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(f"{place}: column {column!r} holds half of a character (a surrogate)")
-    return row[column]
+    return text
 
 
 def _parquet_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:

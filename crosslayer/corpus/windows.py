@@ -59,7 +59,7 @@ def read_windows(
         sequences: how many sequences are cut; like `length`, `seed` and `bos` not for token ids.
         length: tokens of a sequence.
         seed: of the order in which pieces are taken.
-        bos: "auto", "yes" or "no", as in `pack`.
+        bos: "auto", "yes" or "no", as in `packed`.
         meter: shows what is being done.
 
     Raises:
@@ -95,7 +95,12 @@ def open_text(
         source = documents or TextSource()
         with meter(f"reading {source.describe()}", 0):
             documents = load_documents(source, seed)
-    check_size(documents, sequences, length)
+    size = sum(len(text.encode()) for text in documents) if isinstance(documents, list) else None
+    if size is not None and size < sequences * length:  # no token is shorter than a byte
+        raise ValueError(
+            f"the text has {size} bytes, and {sequences} sequences of {length} are {sequences * length} tokens: "
+            "use fewer or shorter sequences, or more text"
+        )
     return documents
 
 
@@ -121,31 +126,6 @@ def text_name(text: Text) -> str | None:
     if text is None or isinstance(text, TextSource):
         return (text or TextSource()).describe()
     return "own texts"
-
-
-def check_size(documents: Iterable[str], sequences: int, length: int) -> None:
-    """Refuse text at hand that is too short whatever the tokenizer: no token is shorter than a byte."""
-    if not isinstance(documents, list):
-        return
-    size = sum(len(text.encode()) for text in documents)
-    if size < sequences * length:
-        raise ValueError(
-            f"the text has {size} bytes, and {sequences} sequences of {length} are {sequences * length} tokens: "
-            "use fewer or shorter sequences, or more text"
-        )
-
-
-def pack(
-    documents: Iterable[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    sequences: int = 8,
-    length: int = 512,
-    seed: int = 0,
-    bos: str = "auto",
-) -> Tensor:
-    """Cut documents into token sequences, (sequences, length) int64: the ids of `packed`, without their documents."""
-    return packed(documents, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos).ids
 
 
 def packed(

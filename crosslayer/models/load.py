@@ -34,6 +34,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 
+ALTERNATIVES = f"use a hub name, a local folder or an embedded model ({', '.join(EMBEDDED)})"
 MOST_LAYERS = 100_000
 SENTENCE = 200  # characters of a library's error that are shown
 MISSED = re.compile(r"(^|\.)pooler\.")  # what may be missing: no measure of ours reads a pooler
@@ -66,10 +67,6 @@ def load_model(
     with _one_line_errors(name):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _check_config(config)
-        if config.is_encoder_decoder:
-            raise ValueError("it is an encoder-decoder; decoders and encoders are supported")
-        if "vocab_size" not in config.get_text_config().to_dict():
-            raise ValueError(f"{config.model_type} is no language model: its config has no vocabulary")
         attention = attention_that_caps(config, config._attn_implementation)
         if attention is not None:
             config._attn_implementation = attention
@@ -107,13 +104,7 @@ def load_config(name: str) -> PreTrainedConfig:
     if name in EMBEDDED:
         with _one_line_errors(name):
             return embedded_config(name)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{name!r} has no config.json; {_alternatives()}")
-        source = str(folder)
-    else:
-        source = model_source(name)
+    source = model_source(name, needs_weights=False)
     with _one_line_errors(name):
         values, _ = PreTrainedConfig.get_config_dict(source)
         for part in (values, *(part for part in values.values() if isinstance(part, dict))):
@@ -215,8 +206,8 @@ def is_causal(config: PreTrainedConfig) -> bool:
     return any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
 
 
-def model_source(name: str) -> str:
-    """Return the folder or hub name from which transformers loads a model.
+def model_source(name: str, needs_weights: bool = True) -> str:
+    """Return the folder or hub name from which transformers loads a model, or without weights its config.
 
     Raises:
         ValueError: it is not there, or a local folder cannot be opened safely; transformers words it less clearly.
@@ -226,22 +217,24 @@ def model_source(name: str) -> str:
         return str(embedded_folder(name))
     folder = Path(name).expanduser()
     if folder.exists():
-        _check_folder(name, folder)
+        _check_folder(name, folder, needs_weights)
         return str(folder)
     if not is_hub_name(name):
-        raise ValueError(f"model folder {name!r} does not exist; {_alternatives()}")
+        raise ValueError(f"model folder {name!r} does not exist; {ALTERNATIVES}")
     try:
         return hub_source(name)
     except ValueError as error:
-        raise ValueError(f"{error}; {_alternatives()}") from error
+        raise ValueError(f"{error}; {ALTERNATIVES}") from error
 
 
-def _check_folder(name: str, folder: Path) -> None:
+def _check_folder(name: str, folder: Path, needs_weights: bool) -> None:
     """Refuse what is no model folder with safetensors weights."""
     if not folder.is_dir():
-        raise ValueError(f"{name!r} is a file, not a model folder; {_alternatives()}")
+        raise ValueError(f"{name!r} is a file, not a model folder; {ALTERNATIVES}")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{name!r} has no config.json; a model folder holds config.json and model.safetensors")
+        raise ValueError(f"{name!r} has no config.json, as a model folder has; {ALTERNATIVES}")
+    if not needs_weights:
+        return
     if (folder / "adapter_config.json").exists():
         raise ValueError(
             f"{name!r} holds an adapter (adapter_config.json), which is applied only where peft is installed; merge it "
@@ -255,16 +248,16 @@ def _check_folder(name: str, folder: Path) -> None:
 
 
 def _check_config(config: PreTrainedConfig) -> None:
-    """Refuse a config that asks for pickled weights or for attention code from the hub."""
+    """Refuse a config of no language model, or one that asks for pickled weights or attention code from the hub."""
+    if config.is_encoder_decoder:
+        raise ValueError("it is an encoder-decoder; decoders and encoders are supported")
+    if "vocab_size" not in config.get_text_config().to_dict():
+        raise ValueError(f"{config.model_type} is no language model: its config has no vocabulary")
     weights = str(config.to_dict().get("transformers_weights") or ".safetensors")
     if not weights.endswith((".safetensors", ".safetensors.index.json")):
         raise ValueError(f"its config names the weights {weights!r}; only safetensors are read")
     if "/" in str(config._attn_implementation or ""):
         raise ValueError(f"its config asks for attention {config._attn_implementation!r}, code of the hub, never run")
-
-
-def _alternatives() -> str:
-    return f"use a hub name, a local folder or an embedded model ({', '.join(EMBEDDED)})"
 
 
 def _check_complete(name: str, model: PreTrainedModel, info: dict) -> None:
@@ -278,18 +271,14 @@ def _check_complete(name: str, model: PreTrainedModel, info: dict) -> None:
         raise ValueError(f"{name!r}: {_some(lost)} are missing or misshapen in the checkpoint")
     ours = model.config.model_type == "crosslayer"  # which never had such buffers
     over = sorted(key for key in info["unexpected_keys"] if ours or not LEFT_OVER.search(key))
-    heads = [key for key in over if model.base_model is model and _part(model, key) is None]
+    parts, prefix = dict(model.named_children()), f"{model.base_model_prefix}."
+    no_part = [key for key in over if key.removeprefix(prefix).split(".")[0] not in parts]
+    heads = no_part if model.base_model is model else []
     if len(heads) < len(over):
         left = [key for key in over if key not in heads]
         raise ValueError(f"{name!r}: {_some(left)} are in the checkpoint, but config.json has no place for them")
     if heads:
         logger.warning("%s: %s belong to a head and are left out", name, _some(heads))
-
-
-def _part(model: PreTrainedModel, key: str) -> torch.nn.Module | None:
-    """Return the part of a model that a weight would belong to, by the first word of its name."""
-    first = key.removeprefix(f"{model.base_model_prefix}.").split(".")[0]
-    return dict(model.named_children()).get(first)
 
 
 def _some(weights: list[str]) -> str:
@@ -298,12 +287,11 @@ def _some(weights: list[str]) -> str:
 
 
 def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; where there is none, transformers speaks of packages to install."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except OSError:  # a hub that cannot be reached any more
         raise
-    except Exception as error:
+    except Exception as error:  # where there is none, transformers speaks of packages to install
         if "trust_remote_code" in str(error):
             raise ValueError("its tokenizer needs code of its own, which never runs") from error
         raise ValueError("it has no tokenizer that can be read; tokenizer.json must lie beside the model") from error

@@ -32,21 +32,16 @@ def origin(model: PreTrainedModel | str | Path) -> dict[str, str | list[str]]:
         return _stated(folder / CARD)
     if "/" not in name or not is_hub_name(name):  # the class of a model that was built here
         return {}
-    return {**_stated(_of_the_hub(name)), "base_model": name}
-
-
-def _of_the_hub(name: str) -> Path | None:
-    """Return the card of a hub's model: out of the cache, or fetched where the hub answers; None where it is not."""
-    try:
-        offline = hub_source(name) != name
-        return Path(hf_hub_download(name, CARD, local_files_only=offline))
+    try:  # the card lies in the cache, or is fetched where the hub answers
+        card = Path(hf_hub_download(name, CARD, local_files_only=hub_source(name) != name))
     except (ValueError, OSError, HfHubHTTPError, LocalEntryNotFoundError):
-        return None
+        return {"base_model": name}
+    return {**_stated(card), "base_model": name}
 
 
-def _stated(path: Path | None) -> dict[str, str | list[str]]:
+def _stated(path: Path) -> dict[str, str | list[str]]:
     """Return what a card states; of its base only where it is ours, as others mean what they were made of."""
-    if path is None or not path.is_file():
+    if not path.is_file():
         return {}
     facts, _ = parted(path.read_text(encoding="utf-8", errors="replace"))
     tags = facts.get("tags")

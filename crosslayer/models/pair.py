@@ -53,20 +53,21 @@ def pair(
     sides = [model] if baseline is None else [model, baseline]
     check_causal(verb, sides)
     loaded = [side for side in sides if isinstance(side, PreTrainedModel)]
-    if len(loaded) == len(sides) and (dtype is not None or device is not None):
+    named = len(sides) - len(loaded)
+    if not named and (dtype is not None or device is not None):
         raise ValueError("dtype and device are for a model that is named; none is")
     if not loaded and tokenizer is not None:
         raise ValueError("a model that is named brings its own tokenizer; leave tokenizer=… out")
-    if len(loaded) == len(sides) and tokenizer is None and needs_tokenizer:
+    if not named and tokenizer is None and needs_tokenizer:
         raise ValueError("a model that is loaded needs tokenizer=…, its own")
-    alike, ready = (loaded or [None])[0], []
+    like, ready = next(iter(loaded), None), []
     for side in sides:
         if isinstance(side, PreTrainedModel):
-            ready.append(Ready(side, tokenizer, public_name(side), False))
+            ready.append(ready_model(side, tokenizer))
             continue
-        wanted = alike.dtype if dtype is None and alike is not None else dtype
-        place = alike.device if device is None and alike is not None else device
+        wanted = dtype if dtype is not None or like is None else like.dtype
+        place = device if device is not None or like is None else like.device
         ready.append(ready_model(side, dtype=wanted, device=place, meter=meter))
-        alike = alike or ready[-1].model
+        like = like or ready[-1].model
     known = next((side.tokenizer for side in ready if side.tokenizer is not None), None)
     return [side if side.tokenizer is not None else side._replace(tokenizer=known) for side in ready]

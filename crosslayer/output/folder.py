@@ -11,14 +11,11 @@ import errno
 import json
 import os
 import shutil
-import signal
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
-from crosslayer._start import interrupts
+from filelock import FileLock, Timeout
 
 WRITTEN = {"record.json", "report.html", "figures", "lm_eval"}  # what a folder of results may hold
 FULL = {os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}  # how any library says so
@@ -38,7 +35,7 @@ def whole_folder(target: Path, force: bool = False) -> Iterator[Path]:
 
     """
     target = target.expanduser().resolve()
-    with contextlib.nullcontext() if target in _reserved else _holding(target):
+    with contextlib.nullcontext() if target in _reserved else _lock_of(target):
         _check(target, force)
         with filled(target) as partial:
             yield partial
@@ -54,7 +51,7 @@ def check_target(target: Path, force: bool) -> None:
     target = target.expanduser().resolve()
     with contextlib.ExitStack() as stack:
         if target not in _reserved:
-            stack.enter_context(_holding(target))
+            stack.enter_context(_lock_of(target))
         _check(target, force)
         if target not in _reserved:
             _reserved[target] = stack.pop_all()
@@ -68,7 +65,7 @@ def release_targets() -> None:
 
 @contextlib.contextmanager
 def exclusive(target: Path, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of `target`, and mend what a killed process left; inside, SIGTERM ends the process in order.
+    """Hold the lock of `target`, and mend what a killed process left; a file system without locks gives none.
 
     Raises:
         BlockingIOError: another process holds the lock, and `wait` is not set.
@@ -77,30 +74,42 @@ def exclusive(target: Path, wait: bool = False) -> Iterator[None]:
     """
     missing = [folder for folder in target.parents if not folder.exists()]
     path = _beside(target, "lock")
+    lock = FileLock(path, blocking=wait, fallback_to_soft=False)
     try:
-        with _orderly_end(), _locked(path, wait):
+        _acquire(lock, path.parent)
+        try:
             _mend(target)
             yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            lock.release()
     finally:
         with contextlib.suppress(OSError):  # folders that the lock needed go, if they are empty
             for folder in missing:
                 folder.rmdir()
 
 
+def _acquire(lock: FileLock, parent: Path) -> None:
+    while not lock.is_locked:
+        parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except FileNotFoundError:  # who held the lock before has removed its folder since
+            continue
+        except Timeout:
+            raise BlockingIOError from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return
+
+
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that a verb fills as it goes on.
-
-    Raises:
-        ValueError: another process holds it.
-        OSError: the disk is full.
-
-    """
-    try:
-        with exclusive(folder), _naming(folder):
-            yield
-    except BlockingIOError:
-        raise ValueError(f"the folder {folder.name!r} is being written by another process; name another") from None
+    """Hold the lock of a folder that a verb fills as it goes on; errors as `whole_folder`."""
+    with _lock_of(folder), _naming(folder):
+        yield
 
 
 def disk_fault(error: Exception) -> str | None:
@@ -147,13 +156,12 @@ def filled(target: Path) -> Iterator[Path]:
             raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
-        interrupts.caught()  # an interrupt that is raised again would end the cleaning up
         shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _holding(target: Path) -> Iterator[None]:
-    """Hold the lock of an output folder; what goes wrong on the way is said of it."""
+def _lock_of(target: Path) -> Iterator[None]:
+    """Hold the lock of an output folder; why it cannot be had is a ValueError that names the folder."""
     with contextlib.ExitStack() as stack:
         try:
             target.name.encode()
@@ -208,94 +216,22 @@ def _mend(target: Path) -> None:
     shutil.rmtree(_beside(target, "partial"), ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _locked(path: Path, wait: bool) -> Iterator[None]:
-    """Hold the lock of a file, which exists only as long as its lock; a killed process holds nothing."""
-    handle = _open_locked(path, wait)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-        os.close(handle)
-
-
-def _open_locked(path: Path, wait: bool) -> int:
-    """Open and lock a file; its last holder may remove it in between, and then it is opened anew."""
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            _lock(handle, wait)
-            if os.path.samestat(os.fstat(handle), path.stat()):
-                return handle
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
-
-
-def _lock(handle: int, wait: bool) -> None:
-    """Lock an open file, or raise BlockingIOError; on a file system that knows no locks this does nothing."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        try:
-            msvcrt.locking(handle, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
-        except PermissionError:
-            raise BlockingIOError from None
-    else:
-        import fcntl
-
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-
-
-@contextlib.contextmanager
-def _orderly_end() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit(143), so that everything on the way out is cleaned up."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _listed(folder: Path) -> set[str]:
-    """Return what the manifest of a model's folder lists at its top level, and the manifest itself."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        return {"manifest.json", *(name.split("/")[0] for name in manifest["files"])}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return set()
-
-
 def _is_ours(folder: Path) -> bool:
-    """Return whether a folder holds a result of ours and nothing else."""
+    """Return whether a folder holds nothing but a result of ours, or what the manifest of a model lists."""
     names = {entry.name for entry in folder.iterdir()}
-    if not names:
-        return True
-    listed = _listed(folder)
+    files = _read(folder / "manifest.json").get("files")
+    listed = {"manifest.json", *(name.split("/")[0] for name in files)} if isinstance(files, dict) else set()
     if not names <= WRITTEN | listed or any(path.suffix != ".svg" for path in (folder / "figures").glob("*")):
         return False
     if "record.json" not in names:
-        return names <= listed  # an export has a manifest alone
+        return names <= listed  # nothing, or an export, which has a manifest alone
+    return str(_read(folder / "record.json").get("schema", "")).startswith("crosslayer/")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file that may come from anyone; an empty one where there is none."""
     try:
-        record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and str(record.get("schema", "")).startswith("crosslayer/")
+        return {}
+    return content if isinstance(content, dict) else {}

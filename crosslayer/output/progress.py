@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol, Self, TextIO
 
 QUIET = 5  # seconds between two lines
-SMOOTHING = 0.3  # how far the time that is left follows what the last step says
+WHOLE = 10**6  # seconds of the past from which the time that is left is estimated: all of it
 
 
 def say(text: str) -> None:
@@ -59,29 +59,6 @@ class Silent:
         """Show nothing."""
 
 
-class Remaining:
-    """The time that is left, smoothed: single steps differ, and the first is slower than all others."""
-
-    def __init__(self):
-        self.first: tuple[int, float] | None = None  # steps done and the time when the first had ended
-        self.left: float | None = None
-        self.at = 0.0
-
-    def after(self, done: int, total: int, now: float) -> float | None:
-        """Return the seconds that are left after `done` of `total` steps; None while only the first is known."""
-        if self.first is None or done <= self.first[0]:
-            self.first, self.at = (done, now), now
-            return None
-        guess = (now - self.first[1]) / (done - self.first[0]) * (total - done)
-        if self.left is None:
-            self.left = guess
-        else:
-            expected = max(0.0, self.left - (now - self.at))
-            self.left = expected + SMOOTHING * (guess - expected)
-        self.at = now
-        return self.left
-
-
 class Progress:
     """The meter of the command line: on stderr, a bar with the time that is left on a terminal, plain lines otherwise.
 
@@ -89,42 +66,48 @@ class Progress:
     """
 
     def __init__(self, what: str, total: int = 0):
-        self.what, self.total, self.started, self.bar = what, total, time.monotonic(), None
-        self.said, self.remaining, self.shown = self.started, Remaining(), (-1, "")
+        from rich import progress
+        from rich.console import Console
+
+        self.what, self.total, self.said, self.shown = what, total, time.monotonic(), (-1, "")
+        self.is_bar = bool(total) and sys.stderr.isatty()
+        columns = progress.SpinnerColumn(), "{task.description}", progress.BarColumn(), progress.MofNCompleteColumn()
+        self.bar = progress.Progress(
+            *columns,
+            progress.TimeRemainingColumn(elapsed_when_finished=True),
+            console=Console(stderr=True),
+            speed_estimate_period=WHOLE,
+            get_time=time.monotonic,
+            disable=not self.is_bar,
+        )
+        number = self.bar.add_task(what, total=total or None)
+        self.task = self.bar.tasks[number]
 
     def __enter__(self) -> Self:
-        if not self.total:
+        self.bar.start()
+        if self.total:
+            self.step(0, self.total)
+        else:
             say(self.what)
-            return self
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn
-            from rich.progress import Progress as Bar
-
-            columns = "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[time]}"
-            self.bar = Bar(SpinnerColumn(), *columns, console=Console(stderr=True))
-            self.bar.start()
-            self.task = self.bar.add_task(self.what, total=self.total, time="")
-        self.step(0, self.total)
         return self
 
     def __exit__(self, *_) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        self.bar.stop()
 
     def step(self, done: int, total: int, doing: str = "") -> None:
         """Show how much is done, what is being done where it has a name, and about how long the rest takes."""
         if (done, doing) == self.shown:  # a search may take more steps than it expected
             return
-        now, self.shown = time.monotonic(), (done, doing)
-        left = self.remaining.after(done, total, now) if done and total else None
-        words = "" if left is None else f", about {left:.0f} s left"
-        if done == total:
-            words = f", {now - self.started:.0f} s"
-        if self.bar is not None:
-            what = f"{self.what}: {doing}" if doing else self.what
-            self.bar.update(self.task, description=what, completed=done, total=total, time=words.removeprefix(", "))
-        elif doing or done in (0, total) or now - self.said >= QUIET:
-            self.said = now
+        self.shown = (done, doing)
+        what = f"{self.what}: {doing}" if doing else self.what
+        self.bar.update(self.task.id, description=what, completed=done, total=total or None)
+        if not self.is_bar and (doing or done in (0, total) or time.monotonic() - self.said >= QUIET):
+            self.said = time.monotonic()
             count = f"{done} of {total}" if total else f"{done:,} so far"
-            say(f"{self.what}: {count}{words}{f'; now {doing}' if doing else ''}")
+            say(f"{self.what}: {count}{self._time()}{f'; now {doing}' if doing else ''}")
+
+    def _time(self) -> str:
+        if self.task.finished:
+            return f", {self.task.elapsed:.0f} s"
+        left = self.task.time_remaining
+        return "" if left is None else f", about {left:.0f} s left"

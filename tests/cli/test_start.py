@@ -23,15 +23,15 @@ class Ended(BaseException):
 @pytest.fixture
 def interrupts(monkeypatch):
     """The command line's own, behind a signal that is really sent; everything is put back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     monkeypatch.setattr(_start, "PATIENCE", 0.05)
-    monkeypatch.setattr(Interrupts, "_end", lambda self: (_ for _ in ()).throw(Ended))
+    monkeypatch.setattr(Interrupts, "_end", lambda self, number: (_ for _ in ()).throw(Ended))
     watched = Interrupts()
     watched.watch()
     monkeypatch.setattr(cli, "interrupts", watched)
     yield watched
-    signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -50,36 +50,35 @@ def press() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def wait() -> None:
-    """Wait longer than the command line is patient."""
-    until = time.monotonic() + 1
-    while time.monotonic() < until:
-        pass
-
-
-def test_while_nothing_exists_the_process_just_ends(interrupts):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_nothing_exists_the_process_just_ends(interrupts, number):
     with pytest.raises(Ended):
-        press()
+        signal.raise_signal(number)
 
 
-def test_later_it_is_an_exception_and_raised_again_until_it_is_caught(interrupts):
+def test_later_it_is_an_exception_and_a_press_after_a_while_raises_it_again(interrupts):
     interrupts.at_once = False
-    with pytest.raises(KeyboardInterrupt):
-        press()
-    for _ in range(_start.TRIES - 1):  # a library swallowed it
+    for _ in range(3):  # a library may swallow it
         with pytest.raises(KeyboardInterrupt):
-            wait()
-    with pytest.raises(Ended):
-        wait()
+            press()
+        press()  # at once: changes nothing
+        time.sleep(0.06)
 
 
-def test_a_second_press_does_not_disturb_the_cleaning_up(interrupts):
+def test_kill_is_an_exception_too(interrupts):
+    interrupts.at_once = False
+    with pytest.raises(SystemExit) as stop:
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.value.code == 143
+
+
+def test_more_presses_do_not_disturb_the_end(interrupts):
     interrupts.at_once = False
     with pytest.raises(KeyboardInterrupt):
         press()
     interrupts.caught()
+    time.sleep(0.06)
     press()
-    wait()
 
 
 def test_an_interrupt_that_a_library_turned_into_another_error_is_one(interrupts, monkeypatch, capsys):

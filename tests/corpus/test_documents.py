@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from crosslayer.corpus import files, hub
 from crosslayer.corpus.documents import TextSource, load_documents, source_digest, stream_documents
 from crosslayer.corpus.domains import check_table_options
-from crosslayer.corpus.windows import pack
+from crosslayer.corpus.windows import packed
 from tests.helpers.text import tokenizer, words
 
 
@@ -252,7 +252,7 @@ def test_a_dataset_is_streamed_and_its_column_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(hub, "ask_hub", lambda *_: None)
     documents = load_documents(TextSource("some/set", "en", "validation"), seed=1)
-    assert pack(documents, tokenizer(), sequences=2, length=20).shape == (2, 20)
+    assert packed(documents, tokenizer(), sequences=2, length=20).ids.shape == (2, 20)
     assert asked == {"name": "some/set", "config": "en", "split": "validation", "streaming": True}
     assert len(list(stream_documents(TextSource("some/set")))) == 20
     with pytest.raises(ValueError, match="column 'body' is not there; it has text"):

@@ -5,12 +5,12 @@ import torch
 
 from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.pieces import special_tokens
-from crosslayer.corpus.windows import JOINED, pack, packed, read_windows, text_name
+from crosslayer.corpus.windows import JOINED, packed, read_windows, text_name
 from tests.helpers.text import WORDS, tokenizer, words
 
 
 def test_sequences_are_contiguous_and_without_padding():
-    ids = pack([words(0, 500)], tokenizer(), sequences=3, length=20)
+    ids = packed([words(0, 500)], tokenizer(), sequences=3, length=20).ids
     assert ids.shape == (3, 20) and ids.dtype == torch.int64
     assert all(torch.equal(row, torch.arange(int(row[0]), int(row[0]) + 20)) for row in ids)
     assert len({int(row[0]) for row in ids}) == 3
@@ -23,25 +23,25 @@ def test_every_sequence_knows_its_document():
     assert packed(iter(long), tokenizer(), sequences=4, length=20).documents == (0, 0, 0, 1)
     assert packed(short, tokenizer(), sequences=3, length=20).documents == (JOINED,) * 3
     assert packed([words(0, 500)], tokenizer(), sequences=3, length=160).documents == (0,) * 3
-    assert torch.equal(cut.ids, pack(long, tokenizer(), sequences=4, length=20))
+    assert torch.equal(cut.ids, packed(long, tokenizer(), sequences=4, length=20).ids)
 
 
 def test_seed_decides_the_choice():
     documents = [words(0, 500)]
-    first, again, other = (pack(documents, tokenizer(), sequences=2, length=20, seed=s) for s in (0, 0, 1))
+    first, again, other = (packed(documents, tokenizer(), sequences=2, length=20, seed=s).ids for s in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_short_documents_are_joined():
     documents = [words(10 * i, 10 * i + 10) for i in range(10)]
-    ids = pack(documents, tokenizer(), sequences=3, length=32)
+    ids = packed(documents, tokenizer(), sequences=3, length=32).ids
     assert ids.shape == (3, 32)
     assert len(set(ids.flatten().tolist())) == 96  # nothing twice
 
 
 def test_special_tokens_stand_where_the_tokenizer_puts_them():
     both = tokenizer("[CLS] $A [SEP]", cls_token="[CLS]", sep_token="[SEP]")
-    ids = pack([words(0, 500)], both, sequences=2, length=20)
+    ids = packed([words(0, 500)], both, sequences=2, length=20).ids
     assert ids[:, 0].tolist() == [0, 0] and ids[:, -1].tolist() == [1, 1]
     assert (ids[:, 1:-1] > 2).all()
     assert special_tokens(both, "no") == ([], [])
@@ -54,9 +54,9 @@ def test_special_tokens_stand_where_the_tokenizer_puts_them():
 
 def test_too_little_text_says_how_much_there_is():
     with pytest.raises(ValueError, match=r"the text has 30 tokens; 2 sequences of 20 need 40"):
-        pack([words(0, 30)], tokenizer(), sequences=2, length=20)
+        packed([words(0, 30)], tokenizer(), sequences=2, length=20)
     with pytest.raises(ValueError, match="no room"):
-        pack([words(0, 30)], tokenizer("[CLS] $A [SEP]"), sequences=1, length=2)
+        packed([words(0, 30)], tokenizer("[CLS] $A [SEP]"), sequences=1, length=2)
 
 
 def test_a_long_text_that_is_too_short_is_refused_by_a_sample_of_it():
@@ -74,9 +74,9 @@ def test_a_long_text_that_is_too_short_is_refused_by_a_sample_of_it():
     with pytest.raises(
         ValueError, match=r"the text has about (9\d|10\d),000 tokens; 7,000 sequences of 20 need 140,000"
     ):
-        pack(documents, Counting(), sequences=7000, length=20)
+        packed(documents, Counting(), sequences=7000, length=20)
     assert sum(seen) < len(documents[0]) / 2
-    assert pack(documents, Counting(), sequences=4000, length=20).shape == (4000, 20)
+    assert packed(documents, Counting(), sequences=4000, length=20).ids.shape == (4000, 20)
 
 
 def test_any_text_is_read(tmp_path):

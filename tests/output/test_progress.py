@@ -1,4 +1,4 @@
-"""Time that is left: calm, and right as soon as it can be."""
+"""Few lines for a log, a bar for a terminal, both with the time that is left."""
 
 import io
 import sys
@@ -6,40 +6,7 @@ import sys
 import pytest
 
 from crosslayer.output import progress
-from crosslayer.output.progress import Progress, Remaining
-
-
-def remaining(steps, total=None):
-    """Return what is said to be left after each of these steps, in seconds."""
-    clock, left, found = 0.0, Remaining(), []
-    for number, seconds in enumerate(steps, 1):
-        clock += seconds
-        found.append(left.after(number, total or len(steps), clock))
-    return found
-
-
-def test_the_first_step_says_nothing_of_the_others():
-    assert remaining([30, 1, 1, 1, 1, 1]) == [None, 4, 3, 2, 1, 0]
-
-
-def jump(left, steps):
-    """Return by how much, at most, what is said to be left departs from what was said before, less the time since."""
-    pairs = zip(left[1:-1], left[2:], steps[2:], strict=True)  # steps from the third on
-    return max(abs(after - (before - seconds)) for before, after, seconds in pairs)
-
-
-def test_uneven_steps_do_not_make_it_jump():
-    steps = [30, *[1, 1, 40, 2, 1, 1, 35, 8, 2, 50] * 3]  # the checks of a verification, say
-    plain = [sum(steps[:done]) / done * (len(steps) - done) for done in range(1, len(steps) + 1)]
-    calm = remaining(steps)
-    assert jump(calm, steps) < 0.6 * jump(plain, steps)
-    truth = [sum(steps[done:]) for done in range(1, len(steps) + 1)]
-    assert all(abs(calm[done] - truth[done]) < 0.35 * sum(steps) for done in range(8, len(steps)))
-
-
-def test_steps_may_begin_late_and_be_counted_in_leaps():
-    left = Remaining()
-    assert left.after(27, 31, 5.0) is None and left.after(28, 31, 7.0) == 6 and left.after(30, 31, 11.0) == 2
+from crosslayer.output.progress import Progress
 
 
 @pytest.fixture
@@ -63,6 +30,20 @@ def test_lines_are_few_and_the_last_says_how_long_it_took(clock, capsys):
     ]
 
 
+def test_steps_may_be_named_and_counted_in_leaps(clock, capsys):
+    with Progress("search", 31) as bar:
+        bar.step(27, 31, "layer 3")
+        clock[0] += 4
+        bar.step(31, 31)
+        bar.step(32, 40)  # more than it expected
+        bar.step(32, 40)
+        clock[0] += 4
+        bar.step(34, 40, "layer 4")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == ["search: 0 of 31", "search: 27 of 31; now layer 3", "search: 31 of 31, 4 s"]
+    assert lines[3:] == ["search: 34 of 40, about 12 s left; now layer 4"]
+
+
 def test_a_terminal_gets_a_bar_with_the_same_words(clock, monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
@@ -72,7 +53,7 @@ def test_a_terminal_gets_a_bar_with_the_same_words(clock, monkeypatch):
         for done in range(1, 4):
             clock[0] += 4
             bar.step(done, 4)
-    assert "3/4" in terminal.getvalue() and "about 4 s left" in terminal.getvalue()
+    assert "3/4" in terminal.getvalue() and "0:00:04" in terminal.getvalue()
 
 
 def test_work_whose_length_is_not_known_is_counted(clock, capsys):

@@ -1,8 +1,8 @@
 """DeciLM, as vLLM runs it by itself: a Llama whose layers may lack attention or MLP, told block by block.
 
 vLLM has the model (`DeciLMForCausalLM`, model type "nemotron-nas") but no class for its config. Our plugin gives it
-one, `serving/configuration_decilm.py`; a copy of that file travels in the folder for a vLLM without the plugin, which
-runs it with `--trust-remote-code`. It is the only code there.
+one, `verbs/serve/configuration_decilm.py`; a copy of that file travels in the folder for a vLLM without the plugin,
+which runs it with `--trust-remote-code`. It is the only code there.
 """
 
 import json
@@ -22,13 +22,9 @@ MODULE = "configuration_decilm"
 
 
 def write(model: PreTrainedModel, config: CrossLayerConfig, folder: Path) -> None:
-    """Write config, its class, generation config and weights into a folder.
+    """Write config, its class, generation config and weights, in their own dtype, into a folder.
 
-    Args:
-        model: ours or one of a family whose weights have our names; its weights are written in their own dtype.
-        config: what it is as a model of ours; `refusal` lets it pass.
-        folder: where the files go.
-
+    `model` is ours or of a family whose weights have our names; `config` is what it is as ours, let pass by `no_deci`.
     """
     layers = left(config)
     weights = renumbered(model.state_dict(), layers)
@@ -63,17 +59,10 @@ def deci_config(config: CrossLayerConfig, layers: list[Left], dtype: str) -> dic
 
 def _block(config: CrossLayerConfig, layer: Left) -> dict[str, dict[str, Any]]:
     assert config.num_key_value_heads is not None
-    group = config.num_attention_heads // config.num_key_value_heads
     attends = layer.attention is not None
+    group = config.num_attention_heads // config.num_key_value_heads if attends else None
+    width = config.intermediate_size if layer.mlp else None
     return {
-        "attention": {
-            "no_op": not attends,
-            "n_heads_in_group": group if attends else None,
-            "replace_with_linear": False,
-        },
-        "ffn": {
-            "no_op": not layer.mlp,
-            "intermediate_size": config.intermediate_size if layer.mlp else None,
-            "replace_with_linear": False,
-        },
+        "attention": {"no_op": not attends, "n_heads_in_group": group, "replace_with_linear": False},
+        "ffn": {"no_op": not layer.mlp, "intermediate_size": width, "replace_with_linear": False},
     }

@@ -56,7 +56,8 @@ def strange(config: CrossLayerConfig) -> str | None:
             if plan.reads(state, layer) not in ((), (layer,)):
                 lent = plan.words(state, layer).removeprefix("← ")
                 return f"layer {layer} reads the {state} of layer {lent} ({culprits(config, [layer])})"
-        if config.wiring.compensation[layer] not in (None, "attention") or _is_beside(config, layer):
+        target = config.wiring.compensation[layer]
+        if target not in (None, "attention") or target is not None and plan.attends(layer):
             return f"W_c of layer {layer} does not stand in the place of attention ({culprits(config, [layer])})"
     return None
 
@@ -106,7 +107,3 @@ def renumbered(weights: Mapping[str, Tensor], layers: list[Left]) -> dict[str, T
         elif int(match[1]) in places:
             result[f"model.layers.{places[int(match[1])]}.{match[2]}"] = weight
     return result
-
-
-def _is_beside(config: CrossLayerConfig, layer: int) -> bool:
-    return config.wiring.compensation[layer] is not None and config.plan.attends(layer)

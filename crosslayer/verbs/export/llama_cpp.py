@@ -47,15 +47,10 @@ def write(
 ) -> None:
     """Write the file into a folder, matrices in the model's dtype and vectors in float32.
 
-    Args:
-        model: ours or one of a family whose weights have our names.
-        config: what it is as a model of ours; `refusal` lets it pass.
-        tokenizer: what goes with it; None is refused.
-        name: what the file says that it is called.
-        folder: where the file goes.
+    `model` is ours or of a family whose weights have our names; `config` is what it is as ours, let pass by `no_gguf`.
 
     Raises:
-        ValueError: the tokenizer has no form there.
+        ValueError: there is no tokenizer, or it has no form there.
 
     """
     layers = left(config)
@@ -67,7 +62,11 @@ def write(
         add_vocabulary(writer, tokenizer, config.vocab_size)
         for key, weight in renumbered(model.state_dict(), layers).items():
             if key != "lm_head.weight" or not config.tie_word_embeddings:
-                _add_tensor(writer, _tensor_name(key), _permuted(key, weight, config))
+                weight = _permuted(key, weight, config)
+                kind = KINDS[weight.dtype] if weight.dim() > 1 else Kind.F32
+                values = weight.detach().cpu().float().contiguous().numpy()
+                data = values if kind == Kind.F32 else gguf.quants.quantize(values, kind)
+                writer.add_tensor(_tensor_name(key), data, raw_dtype=kind)
         if rope(config)["rope_type"] == "llama3":
             writer.add_tensor("rope_freqs.weight", _slowed(config).numpy())
         writer.write_header_to_file()
@@ -122,13 +121,6 @@ def _permuted(key: str, weight: Tensor, config: CrossLayerConfig) -> Tensor:
     assert config.head_dim is not None
     halves = weight.unflatten(0, (-1, 2, config.head_dim // 2))  # (heads, 2, D / 2, …)
     return halves.transpose(1, 2).flatten(0, 2)
-
-
-def _add_tensor(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:
-    kind = KINDS[weight.dtype] if weight.dim() > 1 else Kind.F32
-    values = weight.detach().cpu().float().contiguous().numpy()
-    data = values if kind == Kind.F32 else gguf.quants.quantize(values, kind)
-    writer.add_tensor(name, data, raw_dtype=kind)
 
 
 def _slowed(config: CrossLayerConfig) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.output.words import ranges
 from crosslayer.verbs.export.layers import culprits, left, rope, strange, unlike_llama
-from crosslayer.verbs.export.stock import plain_config, stock_config
+from crosslayer.verbs.export.stock import stock_config
 
 ROPES = ("default", "linear", "llama3")  # that a GGUF file is written for
 
@@ -15,15 +15,17 @@ def no_stock_class(config: CrossLayerConfig) -> str | None:
     odd = strange(config)
     if odd is not None:
         return odd
-    partial = [layer for layer in left(config) if not layer.whole]
+    partial = [layer.number for layer in left(config) if not layer.whole]
     if partial:
-        numbers = [layer.number for layer in partial]
         return (
-            f"layers {ranges(numbers)} lack a part ({culprits(config, numbers)}), and stock layers are whole, as a "
+            f"layers {ranges(partial)} lack a part ({culprits(config, partial)}), and stock layers are whole, as a "
             "retrofit with part layer leaves them"
         )
-    _, reason = stock_config(plain_config(config))
-    return reason
+    try:
+        stock_config(config)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def no_deci(config: CrossLayerConfig) -> str | None:
@@ -75,12 +77,6 @@ REFUSALS: dict[str, Callable[[CrossLayerConfig], str | None]] = {
     "deci": no_deci,
     "gguf": no_gguf,
 }
-
-
-def check_name(to: str) -> None:
-    """Refuse what is no form."""
-    if to not in REFUSALS:
-        raise ValueError(f"`to` is {to!r}; it must be one of {', '.join(REFUSALS)}")
 
 
 def check_form(config: CrossLayerConfig, to: str) -> None:

@@ -1,26 +1,28 @@
 """Write a model in a form that needs no crosslayer."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.weights import to_config
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import load_config, ready_model
 from crosslayer.models.origin import origin
-from crosslayer.output.folder import check_target, whole_folder
+from crosslayer.output.card import card, common_facts, parted, use
+from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.export import decilm, stock
-from crosslayer.verbs.export.card import export_card
 from crosslayer.verbs.export.layers import left
-from crosslayer.verbs.export.refusals import check_form, check_name
+from crosslayer.verbs.export.refusals import REFUSALS, check_form
 from crosslayer.verbs.export.result import Exported
 from crosslayer.verbs.retrofit.title import title
 
+USE = re.compile(r"## Use\n.*?(?=\n## |\Z)", re.DOTALL)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -52,40 +54,44 @@ def export(
             cannot be loaded, or the folder cannot be written.
 
     """
-    check_name(to)
-    check_target(Path(out), force)
+    if to not in REFUSALS:
+        raise ValueError(f"`to` is {to!r}; it must be one of {', '.join(REFUSALS)}")
     named = not isinstance(model, PreTrainedModel)
-    config = load_config(str(model)) if named else model.config
-    translated = _as_ours(config, to)
-    if translated is not None:
-        check_form(translated, to)
-    if named and dtype is None:
-        dtype = config.dtype or torch.float32
-    loaded, words, name, _ = ready_model(model, tokenizer, dtype=dtype, device="cpu" if named else None, meter=progress)
-    if not loaded.can_generate():
-        raise ValueError(f"export needs a causal LM; {type(loaded).__name__} is none")
-    if loaded.dtype not in DTYPES:
-        raise ValueError(f"`dtype` is {loaded.dtype}; weights are written in float32, bfloat16 or float16")
-    folder = Path(str(model)).expanduser() if named else None
-    with whole_folder(Path(out), force) as partial, progress(f"writing {to}", 0):
-        written, facts = _write(loaded, translated, words, to, name, partial)
-        card = folder / "README.md" if folder is not None else None
-        source = card.read_text(encoding="utf-8") if card is not None and card.is_file() else None
-        methods = title(loaded.config.methods) if isinstance(loaded.config, CrossLayerConfig) else ""
-        head = f"# {name}\n\n{methods or 'No methods.'}"
-        text = export_card(source, head, to, origin(model), words is not None)
-        (partial / "README.md").write_text(text, encoding="utf-8")
-        write_manifest(partial, written)  # its logits on fixed ids stand for what other programs must compute
+    with whole_folder(Path(out), force) as partial:
+        config = load_config(str(model)) if named else model.config
+        translated = config if isinstance(config, CrossLayerConfig) else None
+        if translated is None and to != "hf":  # a stock model may stay stock
+            translated = to_config(config)
+        if translated is not None:
+            check_form(translated, to)
+        if named and dtype is None:
+            dtype = config.dtype or torch.float32
+        device = "cpu" if named else None
+        loaded, words, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+        if not loaded.can_generate():
+            raise ValueError(f"export needs a causal LM; {type(loaded).__name__} is none")
+        if loaded.dtype not in DTYPES:
+            raise ValueError(f"`dtype` is {loaded.dtype}; weights are written in float32, bfloat16 or float16")
+        with progress(f"writing {to}", 0):
+            written, facts = _write(loaded, translated, words, to, name, partial)
+            text = _card(model, loaded, name, to, words is not None)
+            (partial / "README.md").write_text(text, encoding="utf-8")
+            write_manifest(partial, written)  # its logits on fixed ids stand for what other programs must compute
         size = sum(path.stat().st_size for path in partial.rglob("*"))
     dtype_name = str(loaded.dtype).removeprefix("torch.")
     return Exported(model=name, to=to, dtype=dtype_name, bytes=size, **facts)
 
 
-def _as_ours(config: PreTrainedConfig, to: str) -> CrossLayerConfig | None:
-    """Return a config as one of ours; None for a stock model that is to stay stock."""
-    if isinstance(config, CrossLayerConfig):
-        return config
-    return None if to == "hf" else to_config(config)
+def _card(model: PreTrainedModel | str | Path, loaded: PreTrainedModel, name: str, to: str, tokenizer: bool) -> str:
+    """Return the card of what is exported, or a short one where it has none, with how the form `to` is used."""
+    path = None if isinstance(model, PreTrainedModel) else Path(model).expanduser() / "README.md"
+    facts, body = parted(path.read_text(encoding="utf-8") if path is not None and path.is_file() else "")
+    methods = title(loaded.config.methods) if isinstance(loaded.config, CrossLayerConfig) else ""
+    body = body or f"# {name}\n\n{methods or 'No methods.'}"
+    note = f"Written by `crosslayer export --to {to}`: it opens without crosslayer."
+    section = f"## Use\n\n{note}\n\n{use(to, tokenizer)}\n"
+    body = USE.sub(lambda _: section, body, count=1) if USE.search(body) else f"{body.rstrip()}\n\n{section}"
+    return card({"tags": ["crosslayer"], **origin(model), **facts, **common_facts(to)}, body)
 
 
 def _write(
@@ -102,7 +108,8 @@ def _write(
             tokenizer.save_pretrained(folder)
     if to == "hf":
         written = stock.stock_model(model)
-        stock.write(written, folder)
+        with quiet_transformers():
+            written.save_pretrained(folder)
         layers = written.config.get_text_config().num_hidden_layers
         facts = {"architecture": type(written).__name__, "layers": layers, "parameters": written.num_parameters()}
         return written, facts

@@ -63,10 +63,6 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase | None
     writer.add_token_types(types)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in data["model"]["merges"]])
     assert tokenizer is not None, "bpe() has refused that"
-    _add_special(writer, tokenizer)
-
-
-def _add_special(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase) -> None:
     ids = tokenizer("a")["input_ids"]
     assert isinstance(ids, list)
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
@@ -87,12 +83,11 @@ def _add_special(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase) -> None
 
 def _parts(pre: dict[str, Any] | None) -> list[Any]:
     """Return the steps of a pre-tokenizer; of a split by a pattern whose matches are words, the pattern alone."""
-    steps = [] if pre is None else pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
-    return [_pattern(step) for step in steps]
-
-
-def _pattern(step: dict[str, Any]) -> Any:
     words = {"type": "Split", "behavior": "Isolated", "invert": False}
-    if {**step, "pattern": None} == {**words, "pattern": None}:
-        return step["pattern"].get("Regex")
-    return {**step, "trim_offsets": True} if step["type"] == "ByteLevel" else step  # offsets change no id
+    parts = []
+    for step in [] if pre is None else pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]:
+        if {**step, "pattern": None} == {**words, "pattern": None}:
+            parts.append(step["pattern"].get("Regex"))
+        else:
+            parts.append({**step, "trim_offsets": True} if step["type"] == "ByteLevel" else step)  # it changes no id
+    return parts

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
@@ -13,10 +14,26 @@ from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import ready_model
 from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.record import Options, Seed
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.generate.result import Continuation
-from crosslayer.verbs.generate.sampling import Sampling
+
+COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; logits divided by less overflow
+
+
+class Sampling(Options):
+    """How many tokens are chosen, and how; temperature 0 is greedy."""
+
+    max_new_tokens: int = Field(ge=1)
+    temperature: float
+    seed: Seed
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
+            raise ValueError(f"temperature {self.temperature} cannot be used; use 0 (greedy) or {COLDEST} to {HOTTEST}")
+        return self
 
 
 def generate(
@@ -62,7 +79,7 @@ def generate(
     if not loaded.can_generate() or loaded.config.is_encoder_decoder:
         raise ValueError(f"generate needs a causal LM; {type(loaded).__name__} is none")
     ids = _prompt_ids(words, prompt, chat)  # (1, T)
-    _check_ids(loaded, ids, sampling)
+    _check_ids(loaded, ids, max_new_tokens)
     cache = DynamicCache(config=loaded.config)
     streamer = None if write is None else _Pieces(words, write)
     started = time.perf_counter()
@@ -125,16 +142,16 @@ def _continue(
     return sequences[0, ids.shape[1] :]
 
 
-def _check_ids(model: PreTrainedModel, ids: Tensor, sampling: Sampling) -> None:
+def _check_ids(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> None:
     """Refuse a prompt (1, T) that the model cannot read or that leaves no room for new tokens."""
     largest, size = int(ids.max()), model.config.get_text_config().vocab_size
     if largest >= size:
         raise ValueError(
             f"token id {largest} is not in the model's vocabulary of {size}: the tokenizer is another model's"
         )
-    if ids.shape[1] + sampling.max_new_tokens > positions(model):
+    if ids.shape[1] + new_tokens > positions(model):
         raise ValueError(
-            f"the prompt has {ids.shape[1]} tokens; with {sampling.max_new_tokens} new ones it is above the model's "
+            f"the prompt has {ids.shape[1]} tokens; with {new_tokens} new ones it is above the model's "
             f"{positions(model)} positions"
         )
 

@@ -9,21 +9,10 @@ import inspect
 import re
 import sys
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 
 from crosslayer.core.method import Method
 from crosslayer.core.methods import method_class, method_names
-
-
-@dataclass(frozen=True)
-class Option:
-    """A field of a method: its name, type and default as they are written, and what it does."""
-
-    name: str
-    kind: str
-    default: str
-    text: str
 
 
 def method_table(layers: int = 32) -> list[dict[str, str]]:
@@ -32,25 +21,17 @@ def method_table(layers: int = 32) -> list[dict[str, str]]:
     for name in method_names():
         cls = method_class(name)
         text = description(cls)
-        rows.append(
-            {
-                "method": name,
-                "what": text.splitlines()[0].rstrip("."),
-                "flows": _part(text, "Flows"),
-                "cache": f"{cls.example(layers).plan(layers).cached_fraction():.2%}",
-                "source": _part(text, "Source"),
-            }
-        )
+        share = cls.example(layers).plan(layers).cached_fraction()
+        what = text.splitlines()[0].rstrip(".")
+        row = {"method": name, "what": what, "flows": _part(text, "Flows"), "cache": f"{share:.2%}"}
+        rows.append({**row, "source": _part(text, "Source")})
     return rows
 
 
 def markdown(layers: int = 32) -> str:
     """Return the table for the documents."""
     head = f"| method | what | what flows | KV cache at {layers} layers | source |\n|---|---|---|---|---|"
-    lines = [
-        f"| `{row['method']}` | {row['what']} | {row['flows']} | {row['cache']} | {row['source']} |"
-        for row in method_table(layers)
-    ]
+    lines = [f"| `{name}` | {' | '.join(cells)} |" for name, *cells in (row.values() for row in method_table(layers))]
     return "\n".join([head, *lines])
 
 
@@ -59,28 +40,24 @@ def description(cls: type[Method]) -> str:
     return inspect.getdoc(inspect.getmodule(cls)) or ""
 
 
-def options(cls: type[Method]) -> list[Option]:
-    """Return the options of a method in the order of its fields; what each does is the string below the field."""
+def options(cls: type[Method]) -> list[str]:
+    """Return the options of a method in the order of its fields: as they are written, and the string below each."""
     documented = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
-            documented |= {option.name: option for option in _written(base)}
+            documented |= _written(base)
     return [documented[field.name] for field in dataclasses.fields(cls) if field.name in documented]  # type: ignore[arg-type]
 
 
-def _written(cls: type) -> list[Option]:
-    """Return the fields that stand in a class's own source."""
+def _written(cls: type) -> dict[str, str]:
+    """Return the fields that stand in a class's own source, by name."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(node, ast.ClassDef)
-    rows = []
-    for place, line in enumerate(node.body):
-        if not isinstance(line, ast.AnnAssign) or line.value is None:
-            continue
-        below = node.body[place + 1] if place + 1 < len(node.body) else None
-        text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
-        rows.append(
-            Option(ast.unparse(line.target), ast.unparse(line.annotation), ast.unparse(line.value), _line(str(text)))
-        )
+    rows = {}
+    for line, below in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(line, ast.AnnAssign) and line.value is not None:
+            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
+            rows[ast.unparse(line.target)] = f"  {ast.unparse(line)}\n      {_line(str(text))}"
     return rows
 
 
@@ -90,7 +67,7 @@ def describe(cls: type[Method], layers: int = 8) -> str:
 
     method = cls.example(layers)
     config = CrossLayerConfig(num_hidden_layers=layers, cross_layer=[method])
-    rows = [f"  {option.name}: {option.kind} = {option.default}\n      {option.text}" for option in options(cls)]
+    rows = options(cls)
     assert config.num_key_value_heads is not None and config.head_dim is not None
     stored, read = config.plan.bytes_per_token(2 * config.num_key_value_heads * config.head_dim)
     heads = f"{config.num_key_value_heads} heads of {config.head_dim}"

@@ -66,14 +66,10 @@ def _upload(repo: str, operations: list[CommitOperationAdd], private: bool) -> t
             raise ValueError(f"{made.repo_id!r} exists and is public; make it private first, or leave --private out")
         api.create_commit(made.repo_id, operations, commit_message="Upload by crosslayer push")
     except HfHubHTTPError as error:
-        raise ValueError(f"the Hugging Face hub refused {repo!r}: {_answer(error)}") from error
+        words = " ".join((error.server_message or "").split()) or str(error.response.reason_phrase)
+        answer = f"{error.response.status_code}, {words.rstrip(' .')[:SHOWN]}"
+        raise ValueError(f"the Hugging Face hub refused {repo!r}: {answer}") from error
     except (UNREACHABLE, OfflineModeIsEnabled) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"the Hugging Face hub cannot be reached: {reason[:SHOWN]}") from error
     return made.repo_id, str(made)
-
-
-def _answer(error: HfHubHTTPError) -> str:
-    """Return the status of an answer and what the server says, without addresses and advice."""
-    said = " ".join((error.server_message or "").split()) or str(error.response.reason_phrase)
-    return f"{error.response.status_code}, {said.rstrip(' .')[:SHOWN]}"

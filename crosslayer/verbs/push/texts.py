@@ -36,7 +36,11 @@ def own_texts(folder: Path, repo: str) -> dict[str, str]:
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ValueError(f"{folder.name!r} is not as it was written: {wrong[0]}{more}; push a whole folder")
-    manifest, receipt = read_manifest(folder), _receipt(folder)
+    manifest = read_manifest(folder)
+    try:
+        receipt = load_as((Receipt,), folder)
+    except ValueError:  # the folder of no retrofit
+        receipt = None
     texts = {CARD: _card(folder, repo, receipt, manifest.files.get(CARD))}
     entries = [] if receipt is None else eval_entries(receipt)
     if entries:
@@ -76,11 +80,3 @@ def _card(folder: Path, repo: str, receipt: Receipt | None, digest: str | None) 
     else:
         text = f"# {repo}\n" if content is None else content.decode("utf-8")
     return text.replace(PLACE, repo)
-
-
-def _receipt(folder: Path) -> Receipt | None:
-    """Return the receipt of a retrofit's folder, None of any other folder."""
-    try:
-        return load_as((Receipt,), folder)
-    except ValueError:
-        return None

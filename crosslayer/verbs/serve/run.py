@@ -8,15 +8,7 @@ from typing import NoReturn
 
 from crosslayer.core.methods import allowed_modules
 from crosslayer.output.progress import say
-from crosslayer.verbs.serve.engine import (
-    bounded_command,
-    check_engine,
-    check_flags,
-    check_port,
-    has_tokenizer,
-    servable,
-    serve_command,
-)
+from crosslayer.verbs.serve import engine
 from crosslayer.verbs.serve.plugin import ALLOWED
 
 
@@ -45,15 +37,16 @@ def serve(
         ValueError: vLLM is missing or another version, the model cannot be served, or an option is wrong.
 
     """
-    check_engine()
-    served = servable(model, kv_memory=kv_memory, length=max_length, dtype=dtype)
-    check_flags(served, list(flags))
-    if not has_tokenizer(served) and "--tokenizer" not in flags:
+    words = list(flags)
+    engine.check_engine()
+    served = engine.servable(model, kv_memory=kv_memory, length=max_length, dtype=dtype)
+    engine.check_flags(served, words)
+    if not engine.has_tokenizer(served) and "--tokenizer" not in words:
         raise ValueError(f"{served.name} has no tokenizer, without which a server takes no text; save one beside it")
-    check_port(host, port)
-    words = serve_command(
-        served, host=host, port=port, kv_memory=kv_memory, max_length=max_length, dtype=dtype, flags=list(flags)
+    engine.check_port(host, port)
+    command = engine.serve_command(
+        served, host=host, port=port, kv_memory=kv_memory, max_length=max_length, dtype=dtype, flags=words
     )
     os.environ[ALLOWED] = ",".join(allowed_modules())
-    say(f"python {shlex.join(words)}")
-    os.execv(sys.executable, [sys.executable, *bounded_command(words, list(flags))])
+    say(f"python {shlex.join(command)}")
+    os.execv(sys.executable, [sys.executable, *engine.bounded_command(command, words)])

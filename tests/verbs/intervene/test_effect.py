@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 import crosslayer
 from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.windows import pack
+from crosslayer.corpus.windows import packed
 from crosslayer.models.load import load_model
 from crosslayer.verbs.intervene.apply import intervening
 from crosslayer.verbs.intervene.kinds import (
@@ -315,7 +315,7 @@ def test_texts_and_plain_entries_are_taken_too():
     model, documents = tiny("llama", vocab_size=len(WORDS)), [" ".join(f"w{i * 7 % 500}" for i in range(600))]
     options = {"sequences": 3, "length": 16, "seed": 4}
     result = intervene(model, documents, tokenizer(), interventions=[to_entry(waiver(K))], scan="none", **options)
-    ids = pack(documents, tokenizer(), **options)
+    ids = packed(documents, tokenizer(), **options).ids
     same = intervene(model, ids, interventions=[waiver(K)], scan="none", seed=4)
     assert result.places == same.places and result.controls == same.controls
     assert (result.settings.text, result.settings.documents) == ("own texts", [0, 0, 0])
@@ -352,7 +352,7 @@ def test_isolating_a_token_of_smollm2_moves_the_sink_to_it():
 @pytest.mark.slow
 def test_the_row_of_position_0_makes_a_sink_of_minilm_and_a_random_row_does_not():
     model, tokens_of = load_model("minilm", device="cpu")
-    ids = pack(load_documents(TextSource()), tokens_of, sequences=4, length=512)
+    ids = packed(load_documents(TextSource()), tokens_of, sequences=4, length=512).ids
     result = intervene(model, ids, interventions=[PositionSwap(383, 0)], controls=2, probes=4)
     before, after = result.attention_received[:, 1:5]
     assert (after > 20 * before).all()

@@ -95,12 +95,10 @@ def _gathered(states: Tensor, columns: Tensor, room: int) -> Tensor:
 
 
 class EvictionCache(Cache):
-    """The cache of a run from which tokens go; `evicting` makes it, and says there what goes.
+    """The cache of a run from which tokens go, made by `evicting`.
 
-    Attributes:
-        groups: what is known of the cached tokens, by group of layers that share keys or values.
-        run: the use of `evicting` that it belongs to; no other takes it.
-
+    `groups` hold what is known of the cached tokens, by group of layers that share keys or values; no use of `evicting`
+    but `run` takes the cache.
     """
 
     def __init__(self, layers: int, groups: list[GroupState], run: object) -> None:

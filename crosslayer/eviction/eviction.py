@@ -17,15 +17,9 @@ EXAMPLE = "as h2o:0.4 (evicts 40 %), h2o:512 (keeps 512 tokens) or h2o:0.2@0-11,
 
 @dataclass(frozen=True)
 class Amount:
-    """How much of the cache a layer gives up: a share of it (0 to 1), or all but some tokens.
+    """How much of the cache a layer gives up at every eviction.
 
-    Raises:
-        ValueError: nothing would be left, or no room for what is read next.
-
-    Attributes:
-        share: of the tokens read so far that goes at every eviction; None where `tokens` says it.
-        tokens: that the cache has room for.
-
+    Either a `share` of the tokens read so far goes (0 to below 1), or as many stay as the cache has room for: `tokens`.
     """
 
     share: float | None = None
@@ -49,17 +43,10 @@ class Amount:
 
 @dataclass(frozen=True)
 class Eviction:
-    """A policy with its amounts.
+    """A policy, by its name or that of a module of your own, with its amounts; `text` is as it was asked for.
 
-    Raises:
-        ValueError: no policy has that name.
-
-    Attributes:
-        policy: its name: streaming, h2o, sinks or snapkv, or that of a module of your own.
-        text: as it was asked for.
-        everywhere: the amount of all layers; None where `by_layer` says it.
-        by_layer: amounts of the first layers, in their order, None for those that keep all, as the others do.
-
+    `everywhere` is the amount of all layers; where it is None, `by_layer` has those of the first layers, None for those
+    that keep all, as the layers behind them do.
     """
 
     policy: str
@@ -68,7 +55,7 @@ class Eviction:
     by_layer: tuple[Amount | None, ...] = ()
 
     def __post_init__(self):
-        policy(self.policy)
+        policy(self.policy)  # refuses a name that is unknown
 
     @property
     def rule(self) -> Policy:
@@ -127,7 +114,8 @@ def parse_eviction(text: str) -> Eviction:
         match = AMOUNT.fullmatch(piece.strip())
         if match is None:
             raise ValueError(f"eviction {text!r} cannot be read at {piece!r}; write it {EXAMPLE}")
-        amount = _amount(match["amount"])
+        digits = match["amount"]
+        amount = Amount(share=float(digits)) if "." in digits else Amount(tokens=int(digits))
         if match["first"] is None:
             if len(pieces) > 1:
                 raise ValueError(f"eviction {text!r}: with several amounts, each says its layers, {EXAMPLE}")
@@ -141,8 +129,3 @@ def parse_eviction(text: str) -> Eviction:
             amounts[layer] = amount
     by_layer = tuple(amounts.get(layer) for layer in range(max(amounts) + 1))
     return Eviction(name, text.strip(), by_layer=by_layer)
-
-
-def _amount(text: str) -> Amount:
-    """Return an amount from digits: with a decimal point a share, else tokens."""
-    return Amount(share=float(text)) if "." in text else Amount(tokens=int(text))

@@ -45,7 +45,9 @@ def evicting(model: PreTrainedModel, eviction: Eviction | str) -> Iterator[NewCa
     eviction = parse_eviction(eviction) if isinstance(eviction, str) else eviction
     plan = _checked_plan(model, eviction)
     run = _Run(plan, eviction)
-    hook = _owner_of_layers(model).register_forward_pre_hook(run.begin, with_kwargs=True)
+    layers = layer_stack(model)
+    body = next(module for module in model.modules() if any(child is layers for child in module.children()))
+    hook = body.register_forward_pre_hook(run.begin, with_kwargs=True)  # it is given the cache, and calls the layers
     try:
         with torch.no_grad(), evaluating(model), intercepted(model, run.handle):
             yield run.new_cache
@@ -66,17 +68,10 @@ def evicting_if(model: PreTrainedModel, eviction: str | None) -> Iterator[NewCac
 def sharing_groups(plan: DepthPlan) -> list[list[int]]:
     """Return the layers with attention in groups that share keys or values, directly or through others; in order."""
     groups: list[set[int]] = []
-    for layer in range(plan.layers):
-        if not plan.attends(layer):
-            continue
-        joined = {layer}
-        for state in CACHED:
-            joined.update(plan.reads(state, layer))
+    for layer in filter(plan.attends, range(plan.layers)):
+        joined = {layer, *(source for state in CACHED for source in plan.reads(state, layer))}
         apart = [group for group in groups if not group & joined]
-        for group in groups:
-            if group & joined:
-                joined |= group
-        groups = [*apart, joined]
+        groups = [*apart, joined.union(*(group for group in groups if group & joined))]
     return sorted(sorted(group) for group in groups)
 
 
@@ -146,12 +141,6 @@ def _mask_for(call: AttentionCall, mask: Tensor | None) -> Tensor | None:
         return mask
     hidden = torch.finfo(call.query.dtype).min
     return torch.zeros(mask.shape, dtype=call.query.dtype, device=mask.device).masked_fill(~mask, hidden)
-
-
-def _owner_of_layers(model: PreTrainedModel) -> nn.Module:
-    """Return the module that calls the layers one after another: the innermost that is given the cache."""
-    layers = layer_stack(model)
-    return next(module for module in model.modules() if any(child is layers for child in module.children()))
 
 
 def _checked_plan(model: PreTrainedModel, eviction: Eviction) -> DepthPlan:

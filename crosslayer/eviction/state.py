@@ -109,16 +109,11 @@ class _Reading:
         nothing = [0] * self.batch
         self.seen, self.held = list(state.seen or nothing), list(state.held or nothing)
         self.is_plain = self.new == 1 and self.held == [self.before] * self.batch  # a token that sees every column
-        new = self._new_positions()
+        columns, padded = np.arange(self.new), np.array(pads)[:, None]
+        places = np.where(columns < padded, -1, np.array(self.seen)[:, None] + columns - padded).astype(np.int32)
+        new = torch.from_numpy(places).to(call.key.device)[:, None].expand(-1, self.heads, -1)  # (B, H_kv, T)
         self.positions = new if state.positions is None else torch.cat([state.positions, new], dim=-1)
         self.attention = self._attention()
-
-    def _new_positions(self) -> Tensor:
-        """Return the positions of new columns, (B, H_kv, T); -1 for padding."""
-        seen, pads = np.array(self.seen)[:, None], np.array(self.pads)[:, None]
-        columns = np.arange(self.new)
-        positions = np.where(columns < pads, -1, seen + columns - pads).astype(np.int32)  # (B, T)
-        return torch.from_numpy(positions).to(self.call.key.device)[:, None].expand(-1, self.heads, -1)
 
     @cached_property
     def alive(self) -> Tensor:
@@ -139,8 +134,11 @@ class _Reading:
         amount, due = self.state.amount, {}
         if amount is None:
             return due
-        if self.state.policy.window:
-            return self._after_prompt(amount)
+        if self.state.policy.window:  # evicts when the prompt, the first call, has been read
+            prompts = [] if self.state.positions is not None else [self.new - pads for pads in self.pads]
+            stay = {row: max(amount.keep(tokens, 0), self.state.policy.window) for row, tokens in enumerate(prompts)}
+            keeps = {row: keep for row, keep in stay.items() if keep < prompts[row]}
+            return {self.new: keeps} if keeps else {}
         for row in range(self.batch):
             seen, held = self.seen[row], self.held[row]
             last = seen + self.new - self.pads[row]
@@ -152,18 +150,6 @@ class _Reading:
                     due.setdefault(column, {})[row] = keep
                     held = keep
         return due
-
-    def _after_prompt(self, amount: Amount) -> dict[int, dict[int, int]]:
-        """Return the same of a policy that evicts when the prompt, the first call, has been read."""
-        if self.state.positions is not None:
-            return {}
-        keeps = {}
-        for row in range(self.batch):
-            tokens = self.new - self.pads[row]
-            keep = max(amount.keep(tokens, room=0), self.state.policy.window)
-            if keep < tokens:
-                keeps[row] = keep
-        return {self.new: keeps} if keeps else {}
 
     def empty_mask(self) -> Tensor:
         """Return a mask (B, H_kv, T, S) that hides everything."""

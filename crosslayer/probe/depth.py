@@ -55,7 +55,9 @@ def depth_reads(model: nn.Module) -> Iterator[DepthReads]:
     before = {name: dict(vars(residual)) for name, residual in residuals.items()}
     try:
         for name, residual in residuals.items():
-            vars(residual)["read"] = _recording(residual, _reader(name), reads)  # shadows the method of its class
+            place = re.search(r"(\d+)\.(\w+)_residual$", name)
+            reader = "output" if place is None else f"{place[1]} {place[2]}"
+            vars(residual)["read"] = _recording(residual, reader, reads)  # shadows the method of its class
         yield reads
     finally:
         for name, residual in residuals.items():
@@ -73,8 +75,3 @@ def _recording(residual: Residual, reader: str, reads: DepthReads) -> Callable[[
         return read(stream, carry)
 
     return recorded
-
-
-def _reader(name: str) -> str:
-    place = re.search(r"(\d+)\.(\w+)_residual$", name)
-    return "output" if place is None else f"{place[1]} {place[2]}"

@@ -112,16 +112,10 @@ class _Blocks:
                 out += bias[0, head % bias.shape[1], start:stop, :width]
             if call.softcap is not None:
                 out.div_(call.softcap).tanh_().mul_(call.softcap)
-            if self.masks.shared:
-                continue
-            allowed = biases[i]
-            if allowed is not None:
-                allowed = allowed[head % len(allowed)]
-                out[:, width - allowed.shape[-1] :] += allowed
-        allowed = biases[0] if self.masks.shared else None
-        if allowed is not None:
-            allowed = allowed[head % len(allowed)]
-            scores[:, :, width - allowed.shape[-1] :] += allowed
+        masked = [(scores, biases[0])] if self.masks.shared else zip(scores, biases, strict=True)
+        for out, bias in masked:
+            if bias is not None:
+                out[..., width - bias.shape[-1] :] += bias[head % len(bias)]
         totals = {i: scores[i].logsumexp(-1) for i, call in enumerate(self.calls) if call.sinks is not None}
         torch.softmax(scores, dim=-1, out=scores)
         for i, call in enumerate(self.calls):

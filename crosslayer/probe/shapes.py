@@ -31,24 +31,6 @@ class LayerShape:
     stored: tuple[float, float] = field(default=(1.0, 1.0), compare=False)
 
     @staticmethod
-    def of(call: AttentionCall, causal: bool, kind: str | None, stored: tuple[float, float]) -> "LayerShape":
-        """Read the shape off a visited call."""
-        return LayerShape(
-            heads=call.query.shape[1],
-            kv_heads=call.key.shape[1],
-            key_size=call.key.shape[3],
-            value_size=call.value.shape[3],
-            causal=causal,
-            kind=kind,
-            window=call.window,
-            scaling=call.scaling,
-            softcap=call.softcap,
-            sinks=call.sinks is not None,
-            entries=bool(call.options.get("entries")),
-            stored=stored,
-        )
-
-    @staticmethod
     def read(calls: list[AttentionCall], config: PreTrainedConfig, layers: int) -> list["LayerShape | None"]:
         """Return the shape of each layer of a stack, None where no call was seen."""
         distinct = {id(call.mask): call for call in calls}  # a mask is looked at once, however many layers have it
@@ -58,9 +40,21 @@ class LayerShape:
             kinds[layer] = kinds[layer] if rotated else f"{kinds[layer] or 'attention'} without rope"
         shapes: list[LayerShape | None] = [None] * layers
         for call in calls:
-            hides_later = call.causal if call.mask is None else causal[id(call.mask)]
-            kind, shares = kinds[call.layer], stored_shares(config, call.layer)
-            shapes[call.layer] = LayerShape.of(call, hides_later, kind, (shares["keys"], shares["values"]))
+            shares = stored_shares(config, call.layer)
+            shapes[call.layer] = LayerShape(
+                heads=call.query.shape[1],
+                kv_heads=call.key.shape[1],
+                key_size=call.key.shape[3],
+                value_size=call.value.shape[3],
+                causal=call.causal if call.mask is None else causal[id(call.mask)],
+                kind=kinds[call.layer],
+                window=call.window,
+                scaling=call.scaling,
+                softcap=call.softcap,
+                sinks=call.sinks is not None,
+                entries=bool(call.options.get("entries")),
+                stored=(shares["keys"], shares["values"]),
+            )
         return shapes
 
     @property
@@ -80,9 +74,8 @@ class LayerShape:
         """
         tokens = length if self.window is None else min(length, self.window - 1)
         keys, values = self.stored
-        return round(keys * self.kv_heads * self.key_size * tokens), round(
-            values * self.kv_heads * self.value_size * tokens
-        )
+        width = self.kv_heads * tokens
+        return round(keys * width * self.key_size), round(values * width * self.value_size)
 
     def even_share(self, length: int) -> float:
         """Return a'_0 if every row spread its attention evenly over what it may see."""

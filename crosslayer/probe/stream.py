@@ -127,10 +127,12 @@ class _LayerWatch:
     def __init__(self, index: int, layer: nn.Module, has_attention: bool, turns: _Turns, width: int):
         self.index, self.layer, self.turns, self.width = index, layer, turns, width
         children = list(layer.children())
-        named = [child for child in children if has_attention and _is_attention(child)]
+        named = [c for c in children if any("Attention" in type(m).__name__ for m in c.modules()) and has_attention]
         self.attention = max(named, key=_size, default=None)  # attention over depth has far fewer weights
-        normed = any(_is_norm(child) for child in children)
-        self.attention_out = self.attention if normed or self.attention is None else _producer(self.attention)
+        self.attention_out = self.attention  # whose output attention adds to the stream
+        if self.attention is not None and not any(map(_is_norm, children)):
+            adds_residual = any(isinstance(module, nn.LayerNorm) for module in self.attention.modules())  # BERT
+            self.attention_out = adds_residual and _last_linear(self.attention) or self.attention
         self.blocks = {c: _last_linear(c) for c in children if c is not self.attention and _matrices(c)}
         self._clear()
 
@@ -183,7 +185,9 @@ class _LayerWatch:
         if not alone:  # a child that mixes sources, which reads for others
             return
         if self.read is None and received.numel() == self._elements:
-            self._reads(received)
+            self.read = received  # the layer before it has left that, or its own output
+            if received.numel() == self.received.numel():
+                self.turns.next_reads(split(received, self.width) if self._over_depth else None)
         if self.attention_update is None or self.after_attention is not None:
             return
         is_new = not _among(received, self.known)
@@ -196,13 +200,6 @@ class _LayerWatch:
     def _elements(self) -> int:
         assert self.received is not None
         return split(self.received, self.width)[0].numel()
-
-    def _reads(self, received: Tensor) -> None:
-        """Keep what the layer's first sublayer reads; the layer before it has left that, or its own output."""
-        assert self.received is not None
-        self.read = received
-        if received.numel() == self.received.numel():
-            self.turns.next_reads(split(received, self.width) if self._over_depth else None)
 
     @property
     def _over_depth(self) -> bool:
@@ -319,10 +316,6 @@ def _tensor(output) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _is_attention(module: nn.Module) -> bool:
-    return any("Attention" in type(m).__name__ for m in module.modules())
-
-
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
@@ -333,16 +326,6 @@ def _matrices(module: nn.Module) -> bool:
 
 def _is_norm(module: nn.Module) -> bool:
     return not _matrices(module) and any(True for _ in module.parameters())
-
-
-def _producer(block: nn.Module) -> nn.Module:
-    """Return the module whose output is what attention adds to the stream, in a layer without a norm of its own.
-
-    That is the block itself, unless it also adds the residual and normalises it (BERT): then its last linear layer.
-    """
-    if not any(isinstance(module, nn.LayerNorm) for module in block.modules()):
-        return block
-    return _last_linear(block) or block
 
 
 def _last_linear(module: nn.Module) -> nn.Module | None:

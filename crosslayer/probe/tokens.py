@@ -17,7 +17,7 @@ def position_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding] | Non
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return how many positions a model has; rows of the table that stand for padding (RoBERTa) are none."""
+    """Return how many positions a model has, if any limit; rows of the table for padding (RoBERTa) are none."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     embedding = position_embedding(model)
     if embedding is None:
@@ -31,8 +31,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 def positions(model: PreTrainedModel) -> int:
     """Return how many positions a model has; far more than enough where its config names no limit."""
-    text = model.config.get_text_config(decoder=True)
-    return getattr(text, "max_position_embeddings", None) or 2**31
+    return position_limit(model) or 2**31
 
 
 def check_ids(model: PreTrainedModel, ids: Tensor) -> None:

@@ -118,7 +118,15 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
     if model.training and is_checkpointing(model):
         raise ValueError(CHECKPOINTED)
     sublayers = sublayers or look(model)
-    plan = plan if isinstance(plan, DepthPlan) else _plan_of(plan, len(sublayers.shapes))
+    if not isinstance(plan, DepthPlan):
+        methods = load_methods(plan)
+        mixing = [method.name() for method in methods if mixes(method)]
+        if mixing:
+            raise ValueError(
+                f"{', '.join(mixing)}: a what-if shows who borrows and what is taken away, not weights of a method's "
+                "own that mix states or streams; convert the model by crosslayer.retrofit"
+            )
+        plan = merge_plans(methods, len(sublayers.shapes))
     if plan == DepthPlan.identity(plan.layers):
         raise ValueError(
             "the plan changes nothing: every layer owns what it reads; a method that mixes does so by weights "
@@ -133,17 +141,6 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
                 if source is None and module is not None:
                     stack.callback(module.register_forward_hook(_silence).remove)
         yield
-
-
-def _plan_of(wish: Entry | Sequence[Entry], layers: int) -> DepthPlan:
-    methods = load_methods(wish)
-    mixing = [method.name() for method in methods if mixes(method)]
-    if mixing:
-        raise ValueError(
-            f"{', '.join(mixing)}: a what-if shows who borrows and what is taken away, not weights of a method's own "
-            "that mix states or streams; convert the model by crosslayer.retrofit"
-        )
-    return merge_plans(methods, layers)
 
 
 class _Loans:

@@ -1,11 +1,39 @@
 """Domains: text of several kinds, each by its name."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.domains import FITTED, embedded_domains, shared_out, split_domains
+from crosslayer.corpus.domains import EMBEDDED, FITTED, embedded_domains, shared_out, split_domains
 from crosslayer.verbs.retrofit.texts import Texts
 from tests.helpers.text import tokenizer, words
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_pages_list_the_domains_that_there_are():
+    rows = re.findall(r"(?m)^\| `(\w+)` \| .+ \| (yes|no) \|$", (ROOT / "docs" / "TEXT.md").read_text())
+    assert rows == [(name, "yes" if name in FITTED else "no") for name in EMBEDDED]
+    sources = (ROOT / "crosslayer" / "data" / "SOURCES.md").read_text()
+    for name, (archive, files) in EMBEDDED.items():
+        assert f"| {name} | `{archive}`: {', '.join(f'`{file}`' for file in files)} |" in sources
+
+
+def test_a_shell_names_a_domain_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one")
+    monkeypatch.chdir(tmp_path)
+    source = TextSource.named("laws=a.txt", column="text")
+    assert source == TextSource("a.txt", domain="laws") and source.describe() == "laws"
+    assert load_documents(source) == ["one"] and Texts.load([source, TextSource.named("a.txt")]).judging == (
+        "laws",
+        "a.txt",
+    )
+    (tmp_path / "lang=en").mkdir()
+    (tmp_path / "lang=en" / "b.txt").write_text("two")
+    for path in ("lang=en", "lang=en/b.txt", "./lang=en/*.txt"):  # which exists, or is no NAME=SOURCE
+        assert load_documents(TextSource.named(path)) == ["two"], path
 
 
 def test_the_embedded_domains():

@@ -133,8 +133,8 @@ class MeasurePart(Part):
     """What the model is measured on before, after each stage, and beside the trained original."""
 
     domains: list[str] | None = Field(default=None, min_length=1)
-    """Embedded domains: books, science, speeches, web, docs, code. Those that nothing was trained on say most. Null, as
-    for the next two: those of the receipts."""
+    """Embedded domains, as docs/TEXT.md lists them. Those that nothing was trained on say most. Null, as for the next
+    two: those of the receipts."""
     windows: Count | None = None
     """Windows of all of them together; at least 16 of each."""
     length: int | None = Field(default=None, ge=2, lt=2**31)

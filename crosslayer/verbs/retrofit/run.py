@@ -76,8 +76,8 @@ def retrofit(
 
     Args:
         model: hub name, local folder, or smollm2 (embedded). In Python also a loaded model, which is left as it is.
-        text: text to judge on, repeatable: each is a domain; default six embedded domains. In Python also token ids (N,
-            `length`), documents, sources, or these by domain.
+        text: text to judge on, repeatable: each is a domain, which NAME=FILE names; default all embedded domains. In
+            Python also token ids (N, `length`), documents, sources, or these by domain.
         tokenizer: in Python, of a loaded model.
         method: a method (`crosslayer methods` lists them) or a module of your own, whose layers are then chosen; or
             whole, as JSON: {"name": NAME, OPTION: VALUE}.

@@ -122,7 +122,7 @@ class DomainPart(Part):
     """Text of a kind, which has a share of the mixture and a validation loss of its own."""
 
     name: str
-    """How results call it; without `source` one of the embedded domains: books, science, speeches, web, docs, code."""
+    """How results call it; without `source` the name of an embedded domain, as docs/TEXT.md lists them."""
     weight: float = Field(default=1.0, gt=0)
     """Its share of the tokens, beside the other domains' weights."""
     source: str | None = None

@@ -29,14 +29,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def ask_hub(name: str, file: str, seconds: float, kind: str = "model") -> Exception | None:
-    """Return what went wrong when the hub was asked for a file; looking up its address can hang, so wait.
+    """Return what went wrong when the hub was asked for a file of a repository, whose kind is "model" or "dataset".
 
-    Args:
-        name: of a repository.
-        file: in it.
-        seconds: how long the answer is waited for.
-        kind: of the repository, "model" or "dataset".
-
+    The answer is waited for so many seconds: looking up the hub's address can hang.
     """
     url = hf_hub_url(name, file, repo_type=kind)
     answer = _within(seconds, lambda: get_hf_file_metadata(url, timeout=seconds))

@@ -16,12 +16,7 @@ COPIED = ("license", "license_name", "license_link", "language")
 
 
 def origin(model: PreTrainedModel | str | Path) -> dict[str, str | list[str]]:
-    """Return base_model, license and language of a model's card as far as they are known.
-
-    Args:
-        model: as `ready_model` has it: a hub name, a folder, an embedded model; or loaded from any of them.
-
-    """
+    """Return base_model, license and language of a model's card as far as they are known."""
     name = str((model.name_or_path or "") if isinstance(model, PreTrainedModel) else model)
     folder = Path(name).expanduser()
     embedded = name if name in EMBEDDED else embedded_name(folder)

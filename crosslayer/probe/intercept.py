@@ -78,9 +78,9 @@ class AttentionCall:
 
 
 Handler = Callable[[AttentionCall], AttentionCall]
-_stacks: dict[nn.ModuleList, list[Handler]] = {}  # the stacks of layers that are watched: handlers, outermost first
-_watched: dict[nn.Module, tuple[int, list[Handler]]] = {}  # every module of those: its layer, and the handlers
-_replaced: dict[str, tuple[int, Callable | None]] = {}  # by name: how many stacks use it, and the function before
+# every module in the layers of the models that are watched: its layer, and their handlers, outermost first
+_watched: dict[nn.Module, tuple[int, list[Handler]]] = {}
+_replaced: dict[str, tuple[int, Callable | None]] = {}  # by name: how many models use it, and the function before
 
 
 def attention_layers(config: PreTrainedConfig) -> list[int]:
@@ -165,8 +165,8 @@ def intercepted(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
 
     """
     stack = layer_stack(model)
-    if stack in _stacks:
-        handlers = _stacks[stack]
+    if stack[0] in _watched:
+        _, handlers = _watched[stack[0]]
         handlers.append(handler)
         try:
             yield
@@ -175,15 +175,14 @@ def intercepted(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
         return
     name = model.config.get_text_config()._attn_implementation or "eager"
     _check(model, name)
-    modules = {module: layer for layer, block in enumerate(stack) for module in block.modules()}
-    handlers = _stacks[stack] = [handler]
-    _watched.update({module: (layer, handlers) for module, layer in modules.items()})
+    handlers = [handler]
+    modules = {module: (layer, handlers) for layer, block in enumerate(stack) for module in block.modules()}
+    _watched.update(modules)
     _replace(name)
     try:
         yield
     finally:
         _put_back(name)
-        del _stacks[stack]
         for module in modules:
             del _watched[module]
 

@@ -49,13 +49,7 @@ def check_engine() -> None:
 
 
 def servable(model: str, *, kv_memory: float | None, length: int | None, dtype: str | None) -> Served:
-    """Return a model that vLLM can serve, ours or a stock one.
-
-    Args:
-        model: a hub name, a local folder or an embedded model.
-        kv_memory: GiB for the cache, None: as vLLM finds it.
-        length: tokens of the longest request, None: as many as the model has positions.
-        dtype: of weights and cache, None: as vLLM has it.
+    """Return a model that vLLM can serve, ours or a stock one, with so many GiB for the cache of the longest request.
 
     Raises:
         ValueError: there is no such model, vLLM cannot serve it, or the memory does not hold the longest request.

@@ -133,7 +133,7 @@ def test_two_models_are_watched_at_once_and_a_third_passes_through(implementatio
         with visited(first, lambda c: seen.append("first")), visited(second, lambda c: seen.append("second")):
             watched = [model(ids).logits for model in (first, second, third)]
     assert all(map(torch.equal, plain, watched)) and seen == ["first"] * 3 + ["second"] * 3
-    assert AttentionInterface._global_mapping == registered and not intercept._stacks
+    assert AttentionInterface._global_mapping == registered and not intercept._watched
 
 
 MLPS = {
@@ -236,4 +236,4 @@ def test_nothing_is_left_behind_when_a_model_is_refused():
     with pytest.raises(ValueError, match="is an encoder-decoder"), intercepted(model, lambda call: call):
         pass
     assert AttentionInterface._global_mapping == registered
-    assert not intercept._stacks and not intercept._watched and not intercept._replaced
+    assert not intercept._watched and not intercept._replaced

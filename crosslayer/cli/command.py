@@ -91,7 +91,6 @@ def _saver(out: str | None, force: bool) -> Callable[[Any], Path] | None:
 
 
 def _show(result: Any, out: str | None, save: Callable[[Any], Path] | None) -> None:
-    """Print a result: its tables and sentences, where its page lies, and figures as JSON."""
     page = None if out is None else Path(out) / "report.html"
     if save is not None:
         say("writing the report")
@@ -106,7 +105,6 @@ def _show(result: Any, out: str | None, save: Callable[[Any], Path] | None) -> N
 
 
 def _values(call: Call, typed: dict[str, Any]) -> dict[str, Any]:
-    """Return what was typed for the parameters of a call, as Python takes it."""
     from crosslayer.corpus.documents import TextSource
     from crosslayer.corpus.domains import check_table_options
 

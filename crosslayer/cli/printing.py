@@ -42,7 +42,6 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) 
 
 
 def _styled(cell: Any) -> str:
-    """Return a cell of a page in the markup of rich: a text, pieces of code, or a marked text."""
     from rich.markup import escape
 
     if isinstance(cell, str):

@@ -86,7 +86,6 @@ def stream_file(path: Path, column: str, reading: Reading | None = None) -> Iter
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse what is no file, or one without an end."""
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "a device or a pipe"
         raise ValueError(f"{str(path)!r} is {kind}; give a .txt, .md, .jsonl or .parquet file, or a datasets name")
@@ -215,7 +214,6 @@ def _lines(path: Path, reading: Reading) -> Iterator[str]:
 
 @contextmanager
 def _opened(path: Path, reading: Reading) -> Iterator[IO[bytes]]:
-    """Open a file for reading, unpacked."""
     try:
         with (
             io.BufferedReader(_Counted(path, reading)) as packed,
@@ -229,8 +227,6 @@ def _opened(path: Path, reading: Reading) -> Iterator[IO[bytes]]:
 
 
 class _Counted(io.FileIO):
-    """Counts the bytes that are read."""
-
     def __init__(self, path: Path, reading: Reading):
         super().__init__(path)
         self.reading = reading

@@ -78,7 +78,6 @@ class EvictionLayer(CacheLayerMixin):
 
 
 def _grown(states: Tensor, used: int, rows: int) -> Tensor:
-    """Return states in memory for `rows` tokens."""
     batch, heads, _, size = states.shape
     grown = states.new_empty((batch, heads, rows, size))
     grown[:, :, :used] = states[:, :, :used]

@@ -103,7 +103,6 @@ def _check_gguf() -> None:
 
 
 def _convert(source: Path, folder: Path) -> None:
-    """Dequantise a GGUF file into a folder of safetensors, in float32."""
     from transformers import GgufConfig
 
     with quiet_transformers():

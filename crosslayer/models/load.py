@@ -228,7 +228,6 @@ def model_source(name: str, needs_weights: bool = True) -> str:
 
 
 def _check_folder(name: str, folder: Path, needs_weights: bool) -> None:
-    """Refuse what is no model folder with safetensors weights."""
     if not folder.is_dir():
         raise ValueError(f"{name!r} is a file, not a model folder; {ALTERNATIVES}")
     if not (folder / "config.json").is_file():

@@ -45,6 +45,5 @@ def _stated(path: Path) -> dict[str, str | list[str]]:
 
 
 def _is_words(value: object) -> bool:
-    """Return whether a fact is a word or a list of words."""
     words = value if isinstance(value, list) else [value]
     return bool(words) and all(isinstance(word, str) and word for word in words)

@@ -192,7 +192,6 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def _check(target: Path, force: bool) -> None:
-    """Refuse an output folder that stands in the way."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"the folder {target.name!r} is a file; name another")
     if target.exists() and not force:

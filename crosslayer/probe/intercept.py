@@ -188,7 +188,6 @@ def intercepted(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
 
 
 def _check(model: PreTrainedModel, name: str) -> None:
-    """Refuse a model whose attention calls no function of the interface."""
     text = text_model(model)
     if isinstance(text, PreTrainedModel) and not text._can_set_attn_implementation():
         raise ValueError(

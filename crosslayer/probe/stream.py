@@ -308,7 +308,6 @@ def _among(tensor: Tensor, others: list[Tensor]) -> bool:
 
 
 def _first(args: tuple, kwargs: dict) -> Tensor:
-    """Return the first tensor that a module receives: its input."""
     return next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
 
 

@@ -108,7 +108,6 @@ def _add_shape(writer: gguf.GGUFWriter, config: CrossLayerConfig, layers: list[L
 
 
 def _tensor_name(key: str) -> str:
-    """Return llama.cpp's name of a weight or bias."""
     module, _, kind = key.rpartition(".")
     match = LAYER.fullmatch(module)
     return f"{OUTER[module]}.{kind}" if match is None else f"blk.{match[1]}.{INNER[match[2]]}.{kind}"

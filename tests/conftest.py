@@ -1,5 +1,8 @@
 """What pytest must know before it collects, and what all tests share."""
 
+import signal
+import sys
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -24,3 +27,25 @@ def pytest_configure(config):
 def browser():
     """A headless Chromium with the network off, the same for all tests; skipped where there is none."""
     yield from offline_browser()
+
+
+def global_state() -> dict:
+    """Return what a test may change for those behind it, of libraries that are imported already."""
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    torch, transformers = sys.modules.get("torch"), sys.modules.get("transformers.modeling_utils")
+    if torch is not None:
+        found |= {"dtype": torch.get_default_dtype(), "threads": torch.get_num_threads()}
+        found |= {"gradients": torch.is_grad_enabled()}
+    if transformers is not None:
+        found |= transformers.AttentionInterface._global_mapping
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    """Fail the test that leaves a signal handler, a setting of torch or an attention function, not a later one."""
+    before = global_state()
+    yield
+    after = global_state()
+    changed = [name for name in before if after.get(name) is not before[name] and after.get(name) != before[name]]
+    assert not changed, f"the test leaves other values of {changed} behind"

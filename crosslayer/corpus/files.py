@@ -165,7 +165,7 @@ def _parquet_documents(path: Path, column: str, reading: Reading) -> Iterator[st
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise ValueError("reading .parquet needs pyarrow: pip install 'crosslayer[train]'") from error
-    with _readable_table(path), _opened(path, Reading()) as unpacked:
+    with _readable_table(path), _opened(path) as (_, unpacked):
         file = parquet.ParquetFile(io.BytesIO(unpacked.read()) if path.suffix in PACKINGS else path)
         names = file.schema_arrow.names
     if column not in names:
@@ -202,40 +202,29 @@ def _readable_table(path: Path) -> Iterator[None]:
 
 def _lines(path: Path, reading: Reading) -> Iterator[str]:
     """Yield the lines of a text, which only a line feed ends, with it; of one longer than `LONGEST`, parts."""
+    before = reading.done
     try:
-        with _opened(path, reading) as file, io.TextIOWrapper(file, encoding="utf-8", newline="\n") as text:
+        with _opened(path) as (packed, file), io.TextIOWrapper(file, encoding="utf-8", newline="\n") as text:
             while line := text.readline(LONGEST):
                 if "\0" in line:
                     raise UnicodeError
+                reading.done = before + packed.tell()
                 yield line
     except UnicodeError:
         raise ValueError(f"{path.name!r} is not UTF-8 text (it looks binary)") from None
+    reading.done = before + path.stat().st_size
 
 
 @contextmanager
-def _opened(path: Path, reading: Reading) -> Iterator[IO[bytes]]:
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file for reading: as it lies there, and unpacked."""
     try:
-        with (
-            io.BufferedReader(_Counted(path, reading)) as packed,
-            PACKINGS.get(path.suffix, nullcontext)(packed) as file,
-        ):
-            yield file if file is packed else io.BufferedReader(_Unpacked(path.name, packed, file), READ)
+        with path.open("rb") as packed, PACKINGS.get(path.suffix, nullcontext)(packed) as file:
+            yield packed, file if file is packed else io.BufferedReader(_Unpacked(path.name, packed, file), READ)
     except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise ValueError(f"{path.name!r} is damaged or cut short: {error}") from error
     except OSError as error:
         raise ValueError(f"{path.name!r} cannot be read: {error.strerror or error}") from error
-
-
-class _Counted(io.FileIO):
-    def __init__(self, path: Path, reading: Reading):
-        super().__init__(path)
-        self.reading = reading
-
-    def readinto(self, buffer: Any) -> int | None:
-        """Read into a buffer; return how many bytes."""
-        count = super().readinto(buffer)
-        self.reading.done += count or 0
-        return count
 
 
 class _Unpacked(io.RawIOBase):

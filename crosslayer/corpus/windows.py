@@ -53,14 +53,7 @@ def read_windows(
 ) -> Windows:
     """Return token sequences of a text: token ids (N, T) as they are; everything else is read and cut by `packed`.
 
-    Args:
-        text: token ids, a source, documents (a string is a single document), or None for the embedded corpus.
-        tokenizer: needed for everything but token ids.
-        sequences: how many sequences are cut; like `length`, `seed` and `bos` not for token ids.
-        length: tokens of a sequence.
-        seed: of the order in which pieces are taken.
-        bos: "auto", "yes" or "no", as in `packed`.
-        meter: shows what is being done.
+    That is a source, documents (a string is a single one), or None for the embedded corpus.
 
     Raises:
         ValueError: a source cannot be read, there is too little text, or the tokenizer is missing.

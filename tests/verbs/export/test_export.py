@@ -147,6 +147,7 @@ def test_a_stock_model_goes_to_every_form(tmp_path):
     for to in ("hf", "deci", "gguf"):
         result = crosslayer.export(tmp_path / "model", tmp_path / to, to=to)
         assert (result.model, result.layers, result.dtype) == ("model", 3, "float32")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "hf", "deci", "gguf"}  # no lock is left
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")) is LlamaForCausalLM
     torch.testing.assert_close(deci_logits(tmp_path / "deci", IDS), logits(model), **CLOSE)
     torch.testing.assert_close(gguf_logits(tmp_path / "gguf" / "model.gguf", IDS), logits(model), **CLOSE)

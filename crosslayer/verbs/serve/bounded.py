@@ -10,41 +10,44 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import FrameType
 
 import psutil
 
 KILLED = "crosslayer: the server did not end by itself and was killed; streams that ran are cut off\n"
+GLANCE = 0.2  # seconds between two looks at the clock
 
 
 def run(seconds: float, words: list[str]) -> int:
     """Run a server until it ends, and return its exit status."""
     server = subprocess.Popen([sys.executable, *words], start_new_session=True)  # else Ctrl-C would reach it twice
-    told: list[int] = []
+    told: list[float] = []  # when the signals came
 
     def tell(number: int, frame: FrameType | None) -> None:
-        told.append(number)
-        if len(told) > 1:
-            kill(number, frame)
-        elif server.returncode is None:
+        if not told and server.returncode is None:
             os.killpg(server.pid, number)  # to all its processes, as a terminal does
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+        told.append(time.monotonic())
 
-    def kill(number: int, frame: FrameType | None) -> None:
-        if server.returncode is None:
-            os.write(2, KILLED.encode())
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # they may be ending
-                for process in psutil.Process(server.pid).children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-                os.killpg(server.pid, signal.SIGKILL)
-
-    signal.signal(signal.SIGALRM, kill)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, tell)
-    status = server.wait()
-    return status if status >= 0 else 128 - status
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = server.wait(GLANCE)
+            return status if status >= 0 else 128 - status
+        if len(told) > 1 or told and time.monotonic() - told[0] >= seconds:
+            os.write(2, KILLED.encode())
+            _kill(server.pid)
+            server.wait()
+
+
+def _kill(server: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # they may be ending
+        for process in psutil.Process(server).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        os.killpg(server, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -75,12 +75,7 @@ def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
 
 
 def _told(documents: Iterable[str], name: str) -> Iterator[str]:
-    """Yield documents that are all kept, and say from time to time how far it is.
-
-    Raises:
-        ValueError: they take more than half of the memory that was free.
-
-    """
+    """Yield documents that are all kept, and say from time to time how far it is."""
     size, most, said = 0, psutil.virtual_memory().available // 2, time.monotonic()
     for text in documents:
         size += len(text)  # characters, of a byte at the least
@@ -115,10 +110,6 @@ def source_digest(source: TextSource) -> str:
     """Return a SHA-256 of what a source is: of local files their contents, of a dataset its names and its revision.
 
     Where no revision is known, without the hub and with nothing in its cache, a dataset is its names.
-
-    Raises:
-        ValueError: a local file does not exist.
-
     """
     files = [DATA / "default_corpus.tar.xz"] if source.name is None else local_files(source.name)
     names = [source.column] if files else [source.name, source.config, source.split, source.column]

@@ -30,12 +30,7 @@ def embedded_domains(names: Iterable[str] = tuple(EMBEDDED)) -> dict[str, Iterab
 
 
 def check_table_options(sources: Sequence[TextSource]) -> None:
-    """Refuse a configuration, split or column where no source has any.
-
-    Raises:
-        ValueError: the option would do nothing; the message names it.
-
-    """
+    """Refuse a configuration, split or column where no source has any."""
     has_dataset = has_column = False
     for source in sources:
         files = [] if source.name is None else local_files(source.name)

@@ -67,12 +67,7 @@ def file_kind(path: Path) -> str:
 
 
 def stream_file(path: Path, column: str, reading: Reading | None = None) -> Iterator[str]:
-    """Yield the documents of a file one after the other; `column` names the text in a table, `reading` counts.
-
-    Raises:
-        ValueError: the file is empty, binary or damaged, is none of `READERS`, or has no such column.
-
-    """
+    """Yield the documents of a file one after the other; `column` names the text in a table, `reading` counts."""
     _check_regular(path)
     if file_kind(path) not in READERS:
         raise ValueError(f"{path.name!r} has the suffix {path.suffix!r}; text files end in {SUFFIXES}")
@@ -123,12 +118,7 @@ def _jsonl_documents(path: Path, column: str, reading: Reading) -> Iterator[str]
 
 
 def jsonl_rows(path: Path, reading: Reading | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield what the lines of a .jsonl file hold, each with the words that name its place.
-
-    Raises:
-        ValueError: the file is binary or damaged, or a line is too long or no JSON.
-
-    """
+    """Yield what the lines of a .jsonl file hold, each with the words that name its place."""
     for number, line in enumerate(_lines(path, reading or Reading()), 1):
         if not line.strip():
             continue
@@ -143,12 +133,7 @@ def jsonl_rows(path: Path, reading: Reading | None = None) -> Iterator[tuple[str
 
 
 def row_text(row: Any, place: str, column: str) -> str | None:
-    """Return the text in a column of a row, None where it is null.
-
-    Raises:
-        ValueError: the row is no object, or has no text there.
-
-    """
+    """Return the text in a column of a row, None where it is null."""
     if not isinstance(row, dict) or column not in row:
         keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"{place}: no text in column {column!r}; it has {keys}")

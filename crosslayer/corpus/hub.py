@@ -87,10 +87,6 @@ def stream_dataset(name: str, config: str | None, split: str, column: str, seed:
     """Open a dataset at once, so that an unreadable name is said before a model is loaded; stream its texts.
 
     Rows whose `column` has no text are skipped, and their number is said; `seed` decides the order of rows.
-
-    Raises:
-        ValueError: the dataset, or in the course of reading a row of it, cannot be read.
-
     """
     try:
         import datasets

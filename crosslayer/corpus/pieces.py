@@ -33,13 +33,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def special_tokens(tokenizer: PreTrainedTokenizerBase, bos: str = "auto") -> tuple[list[int], list[int]]:
     """Return the tokens that a sequence begins and ends with.
 
-    Args:
-        tokenizer: of the model.
-        bos: "auto" for what the tokenizer puts there, "yes" for the beginning token alone, "no" for none.
-
-    Raises:
-        ValueError: another `bos`; or "yes", and the tokenizer has no such token.
-
+    With `bos` "auto" that is what the tokenizer puts there, with "yes" the beginning token alone, with "no" none.
     """
     if bos not in ("auto", "yes", "no"):
         raise ValueError(f"bos = {bos!r} is not known; use auto, yes or no")

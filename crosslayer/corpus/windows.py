@@ -54,10 +54,6 @@ def read_windows(
     """Return token sequences of a text: token ids (N, T) as they are; everything else is read and cut by `packed`.
 
     That is a source, documents (a string is a single one), or None for the embedded corpus.
-
-    Raises:
-        ValueError: a source cannot be read, there is too little text, or the tokenizer is missing.
-
     """
     opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=meter)
     if isinstance(opened, Tensor):
@@ -71,12 +67,7 @@ def read_windows(
 def open_text(
     text: Text, *, sequences: int, length: int, seed: int = 0, meter: Meter = Silent
 ) -> Tensor | Iterable[str]:
-    """Return the documents of a text, or token ids as they are, before any model is there to cut them.
-
-    Raises:
-        ValueError: a source cannot be read, or its text is too short whatever the tokenizer.
-
-    """
+    """Return the documents of a text, or token ids as they are, before any model is there to cut them."""
     if isinstance(text, Tensor):
         return text
     for name, value, least in (("sequences", sequences, 1), ("length", length, 2), ("seed", seed, 0)):
@@ -171,10 +162,6 @@ def split(
     """Cut documents into disjoint parts of so many windows each, such as {"evaluation": 64, "calibration": 128}.
 
     Windows are drawn with `seed` from everywhere in the documents (at most 4,096 of a stream); no token is used twice.
-
-    Raises:
-        ValueError: there is too little text; the message says how many tokens there are.
-
     """
     first, last = special_tokens(tokenizer, bos)
     size, wanted = length - len(first) - len(last), sum(parts.values())

@@ -249,13 +249,9 @@ class _Reading:
 
 
 def padding(mask: Tensor | None, seen: list[int], new: int) -> list[int]:
-    """Return how many of the new columns of each text are padding on its left, (B,).
+    """Return how many of the new columns of each text are padding on its left, (B,); a mask that hides more is refused.
 
     `mask` (B, 1, T, S) is the model's own over all columns so far, `seen` (B,) how many tokens each text had before.
-
-    Raises:
-        ValueError: the mask hides more than that and what comes later.
-
     """
     if mask is None:
         return [0] * len(seen)

@@ -75,12 +75,7 @@ def embedded_name(folder: Path) -> str | None:
 
 
 def embedded_config(name: str) -> PreTrainedConfig:
-    """Return the config of an embedded model; of a GGUF file only the header is read, and nothing is converted.
-
-    Raises:
-        ValueError: a package is not installed.
-
-    """
+    """Return the config of an embedded model; of a GGUF file only the header is read, and nothing is converted."""
     source, folder = _places(name)
     if _is_converted(folder):
         return AutoConfig.from_pretrained(folder)

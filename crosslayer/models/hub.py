@@ -15,10 +15,6 @@ def hub_source(name: str) -> str:
 
     Without this question it tries some ten times, for up to a minute, to reach a hub that cannot be reached; and even
     with `local_files_only` it asks for an adapter, where peft is installed.
-
-    Raises:
-        ValueError: the hub has no such model or does not hand it out, or it can be had from neither hub nor cache.
-
     """
     cached = try_to_load_from_cache(name, "config.json")
     cached = cached if isinstance(cached, str) else None

@@ -93,12 +93,7 @@ def load_model(
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """Load a model's config alone; a folder needs no weights, and of the hub nothing but config.json is fetched.
-
-    Raises:
-        ValueError: the model is unknown, or its config cannot be read.
-
-    """
+    """Load a model's config alone; a folder needs no weights, and of the hub nothing but config.json is fetched."""
     import crosslayer.core.decoder  # noqa: F401  registers our model
 
     if name in EMBEDDED:
@@ -113,23 +108,13 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def check_layers(count: Any) -> None:
-    """Refuse a number of layers that no model has; None, which says nothing, is let through.
-
-    Raises:
-        ValueError: it is no whole number, or out of bounds.
-
-    """
+    """Refuse a number of layers that no model has; None, which says nothing, is let through."""
     if count is not None and not (isinstance(count, int) and 1 <= count <= MOST_LAYERS):
         raise ValueError(f"num_hidden_layers is {count}; it must be a whole number from 1 to {MOST_LAYERS}")
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer alone; a folder needs no weights.
-
-    Raises:
-        ValueError: the model is unknown, or has no tokenizer that can be read.
-
-    """
+    """Load a model's tokenizer alone; a folder needs no weights."""
     folder = Path(name).expanduser()
     source = str(folder) if name not in EMBEDDED and folder.is_dir() else model_source(name)
     with _one_line_errors(name):

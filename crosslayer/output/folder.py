@@ -42,12 +42,7 @@ def whole_folder(target: Path, force: bool = False) -> Iterator[Path]:
 
 
 def check_target(target: Path, force: bool) -> None:
-    """Refuse an output folder before any computation, or keep other processes off it until `release_targets`.
-
-    Raises:
-        ValueError: as `whole_folder`.
-
-    """
+    """Refuse an output folder before any computation, or keep other processes off it until `release_targets`."""
     target = target.expanduser().resolve()
     with contextlib.ExitStack() as stack:
         if target not in _reserved:

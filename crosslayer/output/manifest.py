@@ -110,10 +110,6 @@ def check_files(folder: Path) -> list[str]:
     """Return, a line each, the files that are missing, changed, or not listed in the folder's manifest.
 
     Only what lies in the folder is read: names in the manifest are looked up among the files that are there.
-
-    Raises:
-        ValueError: as `read_manifest`.
-
     """
     digests, paths = read_manifest(folder).files, _entries(folder)
     faults = [f"{name} is missing" for name in digests if name not in paths]
@@ -139,12 +135,7 @@ def methods_of(model: PreTrainedModel) -> list[dict[str, Any]] | None:
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel, ids: list[int] | None = None) -> Fingerprint:
-    """Compute the fingerprint in float32; `ids` default to a fixed sequence.
-
-    Raises:
-        ValueError: an id is outside the vocabulary.
-
-    """
+    """Compute the fingerprint in float32; `ids` default to a fixed sequence."""
     text = model.config.get_text_config(decoder=True)
     size = text.vocab_size
     if ids is None:

@@ -44,13 +44,7 @@ class Sublayers:
     mlps: list[nn.Module | None]
 
     def check(self, plan: DepthPlan) -> None:
-        """Refuse a plan that these layers cannot follow.
-
-        Raises:
-            ValueError: other number of layers, sharing across different shapes or masks, or no sublayer there
-                that could be taken away.
-
-        """
+        """Refuse a plan that these layers cannot follow."""
         if plan.layers != len(self.shapes):
             raise ValueError(f"the plan has {plan.layers} layers and the model {len(self.shapes)}")
         for state in STATES:
@@ -79,12 +73,7 @@ class Sublayers:
 
 @torch.no_grad()
 def look(model: PreTrainedModel) -> Sublayers:
-    """Find the layers' shapes and modules by a forward pass over two tokens.
-
-    Raises:
-        ValueError: the model cannot be probed, or its layers share or lack something already.
-
-    """
+    """Find the layers' shapes and modules by a forward pass over two tokens."""
     plan = getattr(model.config.get_text_config(), "plan", None)
     if plan is not None and plan != DepthPlan.identity(plan.layers):
         raise ValueError("what-if needs a model without cross-layer methods; this model has some already")

@@ -48,10 +48,6 @@ def write(
     """Write the file into a folder, matrices in the model's dtype and vectors in float32.
 
     `model` is ours or of a family whose weights have our names; `config` is what it is as ours, let pass by `no_gguf`.
-
-    Raises:
-        ValueError: there is no tokenizer, or it has no form there.
-
     """
     layers = left(config)
     writer = gguf.GGUFWriter(folder / FILE, architecture(layers))

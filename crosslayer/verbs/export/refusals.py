@@ -80,12 +80,7 @@ REFUSALS: dict[str, Callable[[CrossLayerConfig], str | None]] = {
 
 
 def check_form(config: CrossLayerConfig, to: str) -> None:
-    """Refuse a form that a model does not have.
-
-    Raises:
-        ValueError: the model cannot be written so; other forms that it has are named.
-
-    """
+    """Refuse a form that a model does not have, by a message that names those that it has."""
     reason = REFUSALS[to](config)
     if reason is not None:
         others = [name for name, refusal in REFUSALS.items() if refusal(config) is None]

@@ -29,12 +29,7 @@ def stock_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def stock_config(config: CrossLayerConfig) -> PreTrainedConfig:
-    """Return the config of the first family that can hold the layers that are left of a model.
-
-    Raises:
-        ValueError: there is none; the message says why Llama cannot.
-
-    """
+    """Return the config of the first family that can hold the layers that are left of a model."""
     layers, kinds = left(config), config.layer_types
     assert kinds is not None
     changes = {

@@ -21,12 +21,7 @@ WHOLE_WORDS = ("llama-bpe",)  # those that take a word that is a token as it is,
 
 
 def bpe(tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> tuple[str, dict[str, Any]]:
-    """Return llama.cpp's name of how a tokenizer cuts text into words, and the tokenizer as plain data.
-
-    Raises:
-        ValueError: there is none, llama.cpp has no name for it, or it has more tokens than the model.
-
-    """
+    """Return llama.cpp's name of how a tokenizer cuts text into words, and the tokenizer as plain data."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError("a GGUF file holds its tokenizer, and this model has none that is a tokenizer.json")
     data = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -34,12 +34,7 @@ class Served(NamedTuple):
 
 
 def check_engine() -> None:
-    """Refuse to go on without a vLLM that loads our plugin.
-
-    Raises:
-        ValueError: it is not installed, its version is another, or `VLLM_PLUGINS` leaves our plugin out.
-
-    """
+    """Refuse to go on without a vLLM of the right version that loads our plugin."""
     fault = version_fault()
     if fault is not None:
         raise ValueError(f"{fault}; {INSTALL}")

@@ -13,7 +13,7 @@ Named = PreTrainedModel | str | Path
 
 
 def check_causal(verb: str, sides: Sequence[Named]) -> None:
-    """Refuse models that are not there, or no causal language models, before any is loaded; the message names `verb`."""
+    """Refuse models that are not there, or no causal language models, before any is loaded."""
     for side in sides:
         if isinstance(side, PreTrainedModel):
             fits, name = side.can_generate() and not side.config.is_encoder_decoder, type(side).__name__

@@ -130,9 +130,9 @@ class _LayerWatch:
         named = [c for c in children if any("Attention" in type(m).__name__ for m in c.modules()) and has_attention]
         self.attention = max(named, key=_size, default=None)  # attention over depth has far fewer weights
         self.attention_out = self.attention  # whose output attention adds to the stream
-        if self.attention is not None and not any(map(_is_norm, children)):
-            adds_residual = any(isinstance(module, nn.LayerNorm) for module in self.attention.modules())  # BERT
-            self.attention_out = adds_residual and _last_linear(self.attention) or self.attention
+        inner = [] if self.attention is None or any(map(_is_norm, children)) else self.attention.modules()
+        if self.attention is not None and any(isinstance(module, nn.LayerNorm) for module in inner):
+            self.attention_out = _last_linear(self.attention) or self.attention  # it adds the residual too (BERT)
         self.blocks = {c: _last_linear(c) for c in children if c is not self.attention and _matrices(c)}
         self._clear()
 

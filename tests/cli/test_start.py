@@ -96,13 +96,14 @@ def test_an_interrupt_that_a_library_turned_into_another_error_is_one(interrupts
     assert stop.value.code == 130 and capsys.readouterr().err == f"{INTERRUPT_LINE}\n"
 
 
-def test_a_process_that_ignores_interrupts_goes_on_doing_so():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def test_a_process_that_ignores_signals_goes_on_doing_so():
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         Interrupts().watch()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert {signal.getsignal(number) for number in before} == {signal.SIG_IGN}
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_an_interrupt_while_libraries_are_imported_is_one_line(tmp_path):

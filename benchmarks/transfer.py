@@ -121,7 +121,8 @@ def measure(model: Any, name: str, texts: dict[str, Windows], args: argparse.Nam
         raise SystemExit(f"{RESULTS.name} holds {name} with {earlier}, and not with {settings}; move it away")
     if "methods" not in stored:
         (method, groups, _), layers = WIRINGS[name], len(model.model.layers)
-        chosen = [method_class(method).from_groups(parse_layers(groups, layers), layers, "attention")]
+        plain = method_class(method).from_groups(parse_layers(groups, layers), layers)
+        chosen = [dataclasses.replace(plain, compensation="attention")]
         save(name, {"methods": [to_entry(method) for method in chosen], "environment": environment().model_dump()})
         save(name, {"settings": settings})
         stored = load()[name]

@@ -6,6 +6,7 @@ A method is a frozen dataclass in a file of its own. Its fields are its options;
 Shapes: B batch, T new tokens, C hidden, H heads, H_kv key-value heads, D head size, L layers.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,13 +15,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from crosslayer.core.options import check_choice
 from crosslayer.core.plan import CACHED, STATES, DepthPlan
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig as Config
+else:
+    Config = Any  # a second to load, which the table of methods does without
 
 TARGETS = ("attention", "heads", "mlp")  # W_c adds after W_o, before W_o, or to the MLP's update
 Carry = dict[str, Any]  # what layers hand upward: replaced, never mutated
+State = Tensor | None  # queries, keys or values; None for those that a layer borrows
+Mixed = tuple[State, State, State, Carry]
+Several = tuple[Tensor, ...]  # a state of each of several layers
+Combined = tuple[Tensor, Tensor, Tensor | None]  # keys, values and the mask that attention gets
 TOKENS = "tokens"  # in the carry: ids of the new tokens (B, T), for methods that read them
 INPUT = "input"  # in the carry that mixers get: what the values are made of (B, T, C), for mixers that read it
 
@@ -45,7 +53,7 @@ class Mixing(nn.Module):
 
 
 class HeadMixer(Mixing):
-    """Changes a layer's states; None stands for a state that the layer borrows.
+    """Changes a layer's states.
 
     `reads_input` says that `before` finds the layer's normed input (B, T, C), of which its values are made, in
     `carry[INPUT]`; attention takes it out of the carry afterwards.
@@ -53,21 +61,36 @@ class HeadMixer(Mixing):
 
     reads_input: ClassVar[bool] = False
 
-    def forward(
-        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
+    def forward(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
         """Call `before`; as a module's forward, so that what wraps modules (offloading, say) reaches it."""
         return self.before(q, k, v, carry)
 
-    def before(
-        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
+    def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
         """Change q (B, H, T, D), k and v (B, H_kv, T, D): new tokens, after RoPE and qk-norm, before the cache."""
         return q, k, v, carry
 
     def after(self, out: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Change the output of attention (B, T, H, D), before W_o, without parameters: hooks act on `before` alone."""
         return out, carry
+
+
+class ValueAdder(HeadMixer):
+    """Adds values (B, H_kv, T, D) to the output of attention: what `before` leaves in the carry as `added`, if it does.
+
+    Each head gets those that it reads.
+    """
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.added = f"{name}.added"
+
+    def after(self, out: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Return the output (B, T, H, D) with the values."""
+        if self.added not in carry:
+            return out, carry
+        values = carry[self.added].transpose(1, 2).unsqueeze(3)  # (B, T, H_kv, 1, D)
+        groups = out.unflatten(2, (values.shape[2], -1)) + values  # (B, T, H_kv, H / H_kv, D)
+        return groups.flatten(2, 3), {name: value for name, value in carry.items() if name != self.added}
 
 
 class StateReader(Mixing):
@@ -80,9 +103,7 @@ class StateReader(Mixing):
 
     needs_mask = False
 
-    def forward(
-        self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], mask: Tensor | None, new: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, keys: Several, values: Several, mask: Tensor | None, new: int) -> Combined:
         """Return the keys, the values and the mask that attention gets.
 
         Args:
@@ -132,21 +153,18 @@ class Compensation(nn.Linear, Mixing):
     It maps (B, T, C) to (B, T, C), or to (B, T, H·D) before W_o.
     """
 
-    def __init__(self, config: "LlamaConfig", target: str, bias: bool = False):
+    def __init__(self, config: Config, target: str, bias: bool = False):
         assert config.head_dim is not None
         self.target, inputs = target, config.hidden_size
         outputs = config.num_attention_heads * config.head_dim if target == "heads" else inputs
         super().__init__(inputs, outputs, bias=bias)
 
-    def reset_parameters(self) -> None:
-        """Set W_c to zero when it is built."""
-        for parameter in self.parameters():
-            nn.init.zeros_(parameter)
-
     def reset(self) -> None:
         """Set W_c to zero, unless a checkpoint has filled it."""
         for parameter in self.parameters():
             init.zeros_(parameter)
+
+    reset_parameters = reset  # when it is built
 
 
 @dataclass(frozen=True)
@@ -239,9 +257,7 @@ class Method:
 
     Class attributes say what a method is for the commands:
 
-    - `targets`: where W_c may write; the values that the option `compensation` may take beside None.
-    - `compensation`: where W_c writes, None without it; an option of those methods that have targets.
-    - `compensation_bias`: whether W_c has a bias; an option of those of them whose W_c may have one.
+    - `targets`: where a linear map W_c may write that makes up for what layers lose; see `Compensated`.
     - `saves`: of "keys" and "values" those that each further layer under the method saves; where it is not empty, the
       search by damage tries the method.
     - `grouped`: layers act in groups behind a leader; False: each named layer by itself.
@@ -258,19 +274,17 @@ class Method:
     consecutive: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = ()
     merges: ClassVar[tuple[str, ...]] = ("first",)
-    compensation: str | None = None
     reads_tokens: ClassVar[bool] = False
-    compensation_bias: bool = False
 
     def plan(self, layers: int) -> DepthPlan:
         """Answer who owns and who reads."""
         return DepthPlan.identity(layers)
 
-    def heads(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> HeadMixer | None:
+    def heads(self, config: Config, wiring: Wiring, layer: int) -> HeadMixer | None:
         """Answer how a layer's own states are mixed; asked of each layer that has attention."""
         return None
 
-    def reader(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader | None:
+    def reader(self, config: Config, wiring: Wiring, layer: int) -> StateReader | None:
         """Answer what a layer reads where the plan names several sources; asked of those layers alone."""
         return None
 
@@ -278,22 +292,15 @@ class Method:
         """Answer how many tokens each layer sees, None in it for all; None: the method leaves that to the config."""
         return None
 
-    def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual | None:
+    def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual | None:
         """Answer what a sublayer (`site` "attn" or "mlp") reads, and where its update goes."""
         return None
 
-    def final(self, config: "LlamaConfig", wiring: Wiring) -> Residual | None:
+    def final(self, config: Config, wiring: Wiring) -> Residual | None:
         """Answer what the final norm reads."""
         return None
 
-    def compensates(self, plan: DepthPlan, layer: int) -> bool:
-        """Answer whether W_c makes up for what a layer loses by the method's own `plan`: here, any state.
-
-        Asked only where `compensation` says where W_c writes.
-        """
-        return any(plan.sources(state)[layer] != layer for state in STATES)
-
-    def inherit(self, weights: dict[str, Tensor], config: "LlamaConfig", wiring: Wiring, merge: str) -> list[str]:
+    def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring, merge: str) -> list[str]:
         """Answer what becomes of pretrained weights, beyond that a borrowed projection goes.
 
         Args:
@@ -312,16 +319,14 @@ class Method:
         return []
 
     @classmethod
-    def from_groups(
-        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
-    ) -> Self:
-        """Build the method that acts on groups of layers.
+    def from_groups(cls, groups: Sequence[Sequence[int]], layers: int) -> Self:
+        """Build the method that acts on groups of layers, without W_c.
+
+        A method with `parts` takes a further argument: `part`, by default the first of them.
 
         Args:
             groups: 0-based layers in rising order, leader first; where `grouped` is False, just layers.
             layers: how many layers the model has.
-            compensation: where W_c writes (of `targets`), None for no W_c.
-            part: what of a layer is acted on (of `parts`), None for the default.
 
         Raises:
             ValueError: the method has no such options, or the groups do nothing.
@@ -340,13 +345,49 @@ class Method:
         return cls.__module__.removeprefix("crosslayer.core.methods.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compensated(Method):
+    """A method whose layers borrow or lose states, for which a W_c may make up.
+
+    Raises:
+        ValueError: W_c has no such place.
+
+    """
+
+    targets = TARGETS
+
+    compensation: str | None = None
+    """Where a W_c of these layers writes ("attention", "heads", "mlp"): an extension, where the paper has none."""
+    compensation_bias: bool = False
+    """Whether W_c has a bias."""
+
+    def __post_init__(self):
+        check_choice(self.name(), "compensation", self.compensation, (*self.targets, None))
+        if self.compensation_bias and self.compensation is None:
+            raise ValueError(
+                f"{self.name()}: compensation_bias is a bias of W_c, and there is no W_c; set compensation to "
+                f"{' or '.join(map(repr, self.targets))}"
+            )
+
+    def compensates(self, plan: DepthPlan, layer: int) -> bool:
+        """Answer whether W_c makes up for what a layer loses by the method's own `plan`: here, any state."""
+        return any(plan.sources(state)[layer] != layer for state in STATES)
+
+
+def options_of(method: Method | type[Method]) -> list[dataclasses.Field]:
+    """Return the options of a method: its own in their order, and then those of W_c."""
+    of_compensation = {option.name for option in dataclasses.fields(Compensated)}
+    fields = dataclasses.fields(method)  # pyright: ignore[reportArgumentType]
+    return sorted(fields, key=lambda option: option.name in of_compensation)
+
+
 def mixes(method: Method) -> bool:
     """Return whether a method has modules of its own that mix states or streams, beside its plan."""
     kind = type(method)
     return any(getattr(kind, name) is not getattr(Method, name) for name in ("heads", "reader", "residual", "final"))
 
 
-def state_reader(config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader:
+def state_reader(config: Config, wiring: Wiring, layer: int) -> StateReader:
     """Return what combines the states of several layers at a layer that reads several.
 
     Raises:
@@ -360,16 +401,3 @@ def state_reader(config: "LlamaConfig", wiring: Wiring, layer: int) -> StateRead
             f"{' and '.join(readers) or 'none'}"
         )
     return next(iter(readers.values()))
-
-
-def add_values(out: Tensor, values: Tensor) -> Tensor:
-    """Add values (B, H_kv, T, D) to the output of attention (B, T, H, D), to each head those that it reads."""
-    heads = values.shape[1]
-    groups = out.unflatten(2, (heads, -1)) + values.transpose(1, 2).unsqueeze(3)  # (B, T, H_kv, H / H_kv, D)
-    return groups.flatten(2, 3)
-
-
-def norm_gain(config: "LlamaConfig", weight: Tensor) -> Tensor:
-    """Return by what a norm with a weight (C,) multiplies, in float64: the weight, or 1 + weight (Gemma 2)."""
-    offset = 1.0 if config.to_dict().get("family") == "gemma2" else 0.0
-    return weight.double() + offset

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from crosslayer.core.plan import DepthPlan
+
 
 def check_layers(name: str, option: str, layers: Sequence[int], count: int) -> None:
     """Refuse layers that do not exist or stand twice."""
@@ -39,3 +41,13 @@ def check_choice(name: str, option: str, value: Any, choices: Sequence[Any]) -> 
     """Refuse a value that is not among `choices`."""
     if value not in choices:
         raise ValueError(f"{name}: {option} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def mixed_layers(name: str, plan: DepthPlan, state: str) -> list[int]:
+    """Return the layers that own a state; refuse a single one, into whose state nothing could be mixed."""
+    owners = plan.owners(state)
+    if len(owners) < 2:
+        raise ValueError(
+            f"{name}: only layer {owners[0]} owns {state} here, so nothing would be mixed; it needs two layers that do"
+        )
+    return owners

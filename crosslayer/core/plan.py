@@ -96,6 +96,10 @@ class DepthPlan:
         """Return whether a layer makes this state for itself, or a share of it."""
         return layer in self.reads(state, layer)
 
+    def owners(self, state: str) -> list[int]:
+        """Return the layers that make this state for themselves, or a share of it."""
+        return [layer for layer in range(self.layers) if self.owns(state, layer)]
+
     def lends(self, state: str, layer: int) -> bool:
         """Return whether a later layer reads this layer's `state`."""
         return any(layer in self.reads(state, reader) for reader in range(layer + 1, self.layers))

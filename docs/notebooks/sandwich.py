@@ -8,22 +8,18 @@ Source: "sandwich-bottom" of Wu, Wu and Tu 2024 (arXiv 2410.14442).
 
 from dataclasses import dataclass
 
-from crosslayer.core.method import TARGETS, Method
+from crosslayer.core.method import Compensated
 from crosslayer.core.plan import DepthPlan
 
 
 @dataclass(frozen=True)
-class Sandwich(Method):
+class Sandwich(Compensated):
     """The middle of the model shares the keys and values of one layer."""
-
-    targets = TARGETS
 
     below: int = 2
     """Layers below the middle, which have keys and values of their own; the last of them lends its."""
     above: int = 1
     """Layers above the middle, which have their own."""
-    compensation: str | None = None
-    """Where a W_c of the middle writes: "attention", "heads" or "mlp"; None: no W_c."""
 
     def plan(self, layers):
         """Let the middle borrow."""

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from crosslayer.core.decoder.caches import update_both, update_single
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.decoder.parts import norm
+from crosslayer.core.decoder.family import norm
 from crosslayer.core.method import INPUT, Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
 from crosslayer.core.plan import STATES
 

@@ -6,13 +6,14 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
-from crosslayer.core.decoder.parallel import EXPERTS, GATED_MLP, LINEAR, PLAIN_MLP, WHOLE, tensor_parallel_plan
+from crosslayer.core.decoder.families import load_family
+from crosslayer.core.decoder.family import Family
+from crosslayer.core.decoder.parallel import EXPERTS, LINEAR, WHOLE, tensor_parallel_plan
 from crosslayer.core.method import Method, Wiring, mixes, state_reader
 from crosslayer.core.methods import load_method, to_entry, wire
 from crosslayer.core.plan import CACHED, STATES, DepthPlan
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
-FAMILIES = ("llama", "gemma2", "gpt2")
 
 
 @strict
@@ -23,8 +24,8 @@ class CrossLayerConfig(LlamaConfig):
 
     Beside Llama's fields:
 
-    - `family`: what norms, MLPs and embeddings are made of, "llama", "gemma2" or "gpt2" (decoder/parts.py); numbers,
-      biases and activations are fields of their own.
+    - `family`: what norms, MLPs, embeddings and positions are made of, a file of decoder/families; numbers, biases and
+      activations are fields of their own.
     - `qk_norm` (Qwen3), `attention_output_bias` (None: as `attention_bias`; Qwen2 has False).
     - `sliding_window` with `layer_types`.
     - "linear_attention" among `layer_types` is Kimi Linear's block, with `linear_num_heads` of `linear_head_dim` and a
@@ -108,6 +109,11 @@ class CrossLayerConfig(LlamaConfig):
         return [load_method(entry) for entry in self.cross_layer]
 
     @property
+    def parts(self) -> Family:
+        """What the family is made of."""
+        return load_family(self.family)
+
+    @property
     def wiring(self) -> Wiring:
         """What the methods say together; the same methods and number of layers are computed once per process."""
         return wire(self.methods, self.num_hidden_layers, self.linear_layers)
@@ -138,9 +144,9 @@ class CrossLayerConfig(LlamaConfig):
         wiring = self.wiring
         mixes = any(type(method).heads is not Method.heads for method in wiring.methods)
         attention = tensor_parallel_plan(self.qk_norm, mixes, any(wiring.several), wiring.compensation)
-        mlps = PLAIN_MLP if self.family == "gpt2" else GATED_MLP if self.num_local_experts is None else EXPERTS
+        mlps = self.parts.mlp_split if self.num_local_experts is None else EXPERTS
         linear = LINEAR if self.linear_layers else {}
-        positions = {"embed_positions": WHOLE} if self.family == "gpt2" else {}
+        positions = {"embed_positions": WHOLE} if self.parts.learned_positions else {}
         return {"embed_tokens": "embedding_rowwise", **attention, **mlps, **linear, **positions}
 
     @base_model_tp_plan.setter
@@ -150,7 +156,7 @@ class CrossLayerConfig(LlamaConfig):
     @property
     def has_post_norms(self) -> bool:
         """Whether a norm stands on each sublayer's update."""
-        return self.family == "gemma2"
+        return self.parts.post_norms
 
     def tells_routers(self, asked: bool | None) -> bool:
         """Return whether routers' logits are returned: as `asked`, or by default as the config says.
@@ -164,8 +170,7 @@ class CrossLayerConfig(LlamaConfig):
         return self.output_router_logits if asked is None else asked
 
     def _check_family(self) -> None:
-        if self.family not in FAMILIES:
-            raise ValueError(f"family is {self.family!r}; it must be one of {', '.join(map(repr, FAMILIES))}")
+        parts = self.parts
         for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
             value = vars(self)[name]
             if value is not None and not value > 0:
@@ -175,12 +180,15 @@ class CrossLayerConfig(LlamaConfig):
                 f"num_experts_per_tok is {self.num_experts_per_tok}; it must be between 1 and num_local_experts = "
                 f"{self.num_local_experts}"
             )
-        if self.num_local_experts is not None and (self.family == "gpt2" or self.mlp_bias):
-            raise ValueError("num_local_experts: experts are gated MLPs without biases; leave 'gpt2' and mlp_bias out")
+        if self.num_local_experts is not None and (self.mlp_bias or not parts.experts):
+            raise ValueError(
+                f"num_local_experts: experts are gated MLPs without biases, of no family {self.family!r} with "
+                f"mlp_bias = {self.mlp_bias}"
+            )
         if self.output_router_logits and self.num_local_experts is None:
             raise ValueError("output_router_logits: there is no router; set num_local_experts")
-        if self.family == "gpt2" and self.rope_parameters != LlamaConfig().rope_parameters:
-            raise ValueError("family 'gpt2' learns its positions; leave rope_parameters out")
+        if parts.learned_positions and self.rope_parameters != LlamaConfig().rope_parameters:
+            raise ValueError(f"family {self.family!r} learns its positions; leave rope_parameters out")
 
     def _check_shapes(self) -> None:
         assert self.num_key_value_heads is not None and self.layer_types is not None

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from crosslayer.core.decoder.attention import CrossLayerAttention, Inputs
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.decoder.parts import linear_attention, mlp, norm
+from crosslayer.core.decoder.family import norm
 from crosslayer.core.method import Carry, Compensation, Residual, Wiring
 
 ROUTERS = "routers"  # in the carry: the logits of the routers so far
@@ -30,8 +30,8 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         plan, target, bias = wiring.plan, wiring.compensation[layer_idx], wiring.compensation_bias[layer_idx]
         has_attention, has_mlp = plan.attends(layer_idx) or layer_idx in wiring.linear, plan.mlps[layer_idx] is not None
         self.self_attn = CrossLayerAttention(config, wiring, layer_idx) if plan.attends(layer_idx) else None
-        self.linear_attn = linear_attention(config, layer_idx) if layer_idx in wiring.linear else None
-        self.mlp = mlp(config) if has_mlp else None
+        self.linear_attn = _linear_attention(config, layer_idx) if layer_idx in wiring.linear else None
+        self.mlp = _mlp(config) if has_mlp else None
         self.post_norms, self.is_sparse = config.has_post_norms, config.num_local_experts is not None
         width = config.hidden_size
         self.post_attention_layernorm = norm(config, width) if (has_attention if self.post_norms else has_mlp) else None
@@ -142,6 +142,21 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         if self.mlp_compensation is not None:
             update = update + self.mlp_compensation(normed)
         return update, carry
+
+
+def _linear_attention(config: CrossLayerConfig, layer: int) -> nn.Module:
+    from crosslayer.core.decoder.linear import LinearAttention  # others do without loading it
+
+    return LinearAttention(config, layer)
+
+
+def _mlp(config: CrossLayerConfig) -> nn.Module:
+    """Return the family's MLP, or a mixture, which returns a router's logits (B·T, E) too."""
+    if config.num_local_experts is None:
+        return config.parts.mlp(config)
+    from crosslayer.core.decoder.sparse import SparseMLP  # others do without loading it
+
+    return SparseMLP(config)
 
 
 def _residual(config: CrossLayerConfig, wiring: Wiring, layer: int, site: str) -> Residual | None:

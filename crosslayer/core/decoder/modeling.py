@@ -23,10 +23,10 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 
 from crosslayer.core.decoder.caches import check_quantized, fit_cache, without_empty_layers
 from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.decoder.family import norm, rotary
 from crosslayer.core.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.core.decoder.packed import recurrent_mask
-from crosslayer.core.decoder.parts import embedding, initialise, learned_positions, norm, rotary
 from crosslayer.core.method import TOKENS, Carry, Mixing
 from crosslayer.core.transformers_versions import NewPreTrainedModel, layers_without_cache
 from crosslayer.environment import check_flex
@@ -73,7 +73,9 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
             module.reset()
         else:
             super()._init_weights(module)
-            initialise(module)
+            parts = self.config.parts
+            if parts.gain_offset and isinstance(module, parts.norm):
+                initialization.constant_(module.get_parameter("weight"), 1 - parts.gain_offset)
 
     def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize, beside the embeddings, what methods have by token."""
@@ -107,7 +109,9 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         kind = config._attn_implementation or "eager"
         if kind not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise ValueError(f"attention {kind!r} has no mask function registered, so it would ignore the causal mask")
-        self.embed_tokens, self.embed_positions = embedding(config), learned_positions(config)
+        self.embed_tokens = config.parts.embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        learned = config.parts.learned_positions
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         wiring = config.wiring
         with _initial_values():
             layers = [CrossLayerDecoderLayer(config, wiring, layer) for layer in range(config.num_hidden_layers)]

@@ -24,8 +24,6 @@ PLAN = {
     "layers.*.self_attn.v_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
 }
-PLAIN_MLP = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
-GATED_MLP = {"layers.*.mlp.gate_proj": "colwise", **PLAIN_MLP}
 EXPERTS = {
     "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     "layers.*.mlp.experts.down_proj": "rowwise",

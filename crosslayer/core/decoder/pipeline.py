@@ -78,7 +78,7 @@ def pipeline_parts(
             f"most {layers - 1}; they are {list(starts)}"
         )
     config = model.config
-    if config.family != "llama" or config.num_local_experts is not None or config.linear_layers:
+    if "pipeline" not in config.parts.tried or config.num_local_experts is not None or config.linear_layers:
         raise ValueError(
             "pipeline: stages are built for decoders of Llama's kind, without experts and linear attention; this one "
             f"has family {config.family!r}, {config.num_local_experts or 'no'} experts and linear attention in layers "

@@ -5,7 +5,6 @@ would otherwise be a silent difference.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.decoder.families import model_types
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.transformers_versions import attention_that_caps
@@ -31,41 +31,12 @@ IGNORED = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Family:
-    """How a family's config differs from ours.
-
-    Attributes:
-        reads: attributes of its own that are read.
-        fixes: what it fixes of ours.
-        calls: our name of each attribute that it calls otherwise.
-
-    """
-
-    reads: tuple[str, ...] = ()
-    fixes: Mapping[str, Any] = field(default_factory=dict)
-    calls: Mapping[str, str] = field(default_factory=dict)
-
-
-SCORES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-EXPERTS = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
 # what may differ between families, so that not every one of them can express it
 OURS = (
     "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types", "family",
-    *SCORES, *EXPERTS,
+    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits",
 )  # fmt: skip
-
-FAMILIES = {
-    "llama": Family(("attention_bias", "mlp_bias")),
-    "mistral": Family(("sliding_window",)),
-    "mixtral": Family(("sliding_window", *EXPERTS)),
-    "qwen2": Family(("sliding_window", "layer_types"), {"attention_bias": True, "attention_output_bias": False}),
-    "qwen3": Family(("attention_bias", "sliding_window", "layer_types"), {"qk_norm": True}),
-    "gemma2": Family(
-        ("attention_bias", "sliding_window", "layer_types", *SCORES), {"family": "gemma2"},
-        {"hidden_activation": "hidden_act"},
-    ),
-}  # fmt: skip
 
 
 def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerConfig:
@@ -89,18 +60,18 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
                 "could share; use a model whose layers all have softmax attention"
             )
         return CrossLayerConfig(**{**source.to_dict(), "cross_layer": cross_layer})
-    family = FAMILIES.get(source.model_type)
-    if family is None:
+    known = model_types()
+    if source.model_type not in known:
         raise ValueError(
-            f"{source.model_type!r} cannot be converted; {', '.join(FAMILIES)} can; diagnose works on others too"
+            f"{source.model_type!r} cannot be converted; {', '.join(known)} can; diagnose works on others too"
         )
+    family, kind = known[source.model_type]
     values = source.to_dict()
     values["head_dim"] = values.get("head_dim") or source.hidden_size // source.num_attention_heads
-    translated = (*SHARED, *family.reads, *family.calls)
-    _refuse_unknown(source, values, translated)
-    kept = {key: values[key] for key in (*SHARED, *family.reads) if key in values}
-    kept |= {ours: values[name] for name, ours in family.calls.items()}
-    return CrossLayerConfig(**{**kept, **family.fixes}, cross_layer=cross_layer)
+    _refuse_unknown(source, values, (*SHARED, *kind.reads, *kind.calls))
+    kept = {key: values[key] for key in (*SHARED, *kind.reads) if key in values}
+    kept |= {ours: values[name] for name, ours in kind.calls.items()}
+    return CrossLayerConfig(**{**kept, **kind.fixes}, family=family, cross_layer=cross_layer)
 
 
 def _refuse_unknown(source: PreTrainedConfig, values: Mapping[str, Any], translated: Sequence[str]) -> None:
@@ -123,15 +94,16 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
     """
     from transformers import AutoConfig
 
-    if family not in FAMILIES:
-        raise ValueError(f"family {family!r} is not known; use {', '.join(FAMILIES)}")
+    known = model_types()
+    if family not in known:
+        raise ValueError(f"family {family!r} is not known; use {', '.join(known)}")
     if config.linear_layers:
         raise ValueError(f"{family} cannot express linear attention, of layers {list(config.linear_layers)}")
     if config.plan != DepthPlan.identity(config.num_hidden_layers) or config.methods:
         raise ValueError(f"{', '.join(m.name() for m in config.methods)}: {family} has no cross-layer methods")
-    values, reads, calls = config.to_dict(), FAMILIES[family].reads, FAMILIES[family].calls
-    kept = {key: values[key] for key in (*SHARED, *reads) if key not in calls.values()}
-    kept |= {name: values[ours] for name, ours in calls.items()}
+    values, (_, kind) = config.to_dict(), known[family]
+    kept = {key: values[key] for key in (*SHARED, *kind.reads) if key not in kind.calls.values()}
+    kept |= {name: values[ours] for name, ours in kind.calls.items()}
     if "use_sliding_window" in AutoConfig.for_model(family).to_dict():
         kept["use_sliding_window"] = config.sliding_window is not None
     try:

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from crosslayer.core.method import TARGETS, Method, Wiring
-from crosslayer.core.options import check_choice
+from crosslayer.core.method import Compensated, Method, Wiring, options_of
 from crosslayer.core.plan import STATES, DepthPlan
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def load_method(entry: Entry) -> Method:
     if not isinstance(name, str):
         raise ValueError(f"cross_layer entry {entry!r} has no name; it needs one of {', '.join(method_names())}")
     cls = method_class(name)
-    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    fields = [option.name for option in options_of(cls)]
     for option in options:
         if option not in fields:
             close = difflib.get_close_matches(option, fields, 1)
@@ -152,7 +151,7 @@ def _names_a_module(name: str) -> bool:
 
 def to_entry(method: Method) -> dict[str, Any]:
     """Return the plain data that a config holds for a method; `load_method` undoes it."""
-    return {"name": method.name(), **dataclasses.asdict(method)}  # type: ignore[call-overload]
+    return {"name": method.name(), **{option.name: getattr(method, option.name) for option in options_of(method)}}
 
 
 def merge_plans(methods: Sequence[Method], layers: int) -> DepthPlan:
@@ -175,7 +174,7 @@ def wire(methods: Sequence[Method], layers: int, linear: tuple[int, ...] = ()) -
     Layers in `linear` have linear attention, in which no method shares or drops anything.
 
     Raises:
-        ValueError: two methods exclude one another, or a method's compensation has no such place.
+        ValueError: two methods exclude one another.
 
     """
     for method in methods:
@@ -202,15 +201,8 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
     biased = [False] * layers
     owner: list[str] = [""] * layers
     for method, own in zip(methods, plans, strict=True):
-        check_choice(method.name(), "compensation", method.compensation, (*method.targets, None))
-        if method.compensation_bias and method.compensation is None:
-            raise ValueError(
-                f"{method.name()}: compensation_bias is a bias of W_c, and there is no W_c; set compensation to "
-                f"{' or '.join(map(repr, method.targets))}"
-            )
-        if method.compensation is None:
+        if not isinstance(method, Compensated) or method.compensation is None:
             continue
-        assert method.compensation in TARGETS, f"{method.name()}: targets are of {TARGETS}"
         for layer in range(layers):
             # what compensates for borrowing goes with an attention that another method takes away
             if own.attends(layer) != plan.attends(layer) or not method.compensates(own, layer):

@@ -15,18 +15,14 @@ Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32,
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from crosslayer.core.depth_attention import depth_attention, depth_scores, exact, inverse_rms, keep
-from crosslayer.core.method import Carry, Method, Residual, Wiring
+from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 from crosslayer.core.options import check_choice
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
 
 SOURCES = "attnres.sources"
 
@@ -65,7 +61,7 @@ class AttnRes(Method):
         """Whether nothing but the size of blocks differs from the paper's own form."""
         return self == AttnRes(self.block)
 
-    def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual:
+    def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual:
         """Let each sublayer but the first read with a query of its own."""
         if site == "attn" and not wiring.reads_input[layer]:
             raise ValueError(
@@ -80,7 +76,7 @@ class AttnRes(Method):
             return _Ablated(self, config, sources, opens)
         return _Depth(config, sources, opens, total=-(-count // size) + 1)
 
-    def final(self, config: "LlamaConfig", wiring: Wiring) -> Residual:
+    def final(self, config: Config, wiring: Wiring) -> Residual:
         """Let the output read with a query and a gain of its own."""
         count = len(wiring.sublayers)
         total = -(-count // self._size(count)) + 1
@@ -115,7 +111,7 @@ class _Reader(Residual):
 class _Depth(_Reader):
     """Reads by attention over depth."""
 
-    def __init__(self, config: "LlamaConfig", sources: int, opens: bool, total: int):
+    def __init__(self, config: Config, sources: int, opens: bool, total: int):
         super().__init__(sources, opens)
         self.total, self.eps = total, config.rms_norm_eps
         if not self.alone:
@@ -150,7 +146,7 @@ class _Depth(_Reader):
 class _Ablated(_Reader):
     """Reads by the options of an ablation."""
 
-    def __init__(self, method: AttnRes, config: "LlamaConfig", sources: int, opens: bool):
+    def __init__(self, method: AttnRes, config: Config, sources: int, opens: bool):
         super().__init__(sources, opens)
         width, heads = config.hidden_size, method.depth_heads
         if width % heads:

@@ -13,24 +13,20 @@ head); a layer's factor goes into its own W_q or W_o, so that nothing is added.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from crosslayer.core.method import TARGETS, Method, Wiring, norm_gain
+from crosslayer.core.method import Compensated, Config, Wiring
 from crosslayer.core.options import leaders, sharing_groups
 from crosslayer.core.plan import DepthPlan
 
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
-
 
 @dataclass(frozen=True)
-class CLA(Method):
+class CLA(Compensated):
     """Groups of consecutive layers, counted out from `start` to `end` or named by `groups`; a rest is shorter."""
 
-    targets = TARGETS
     saves = ("keys", "values")
     merges = ("first", "mean", "svd")
 
@@ -42,10 +38,6 @@ class CLA(Method):
     """The layer before which groups end; None: after the last layer."""
     groups: tuple[tuple[int, ...], ...] | None = None
     """The groups themselves, 0-based layers in rising order, instead of `group`, `start` and `end`."""
-    compensation: str | None = None
-    """Where a W_c of the followers writes ("attention", "heads", "mlp"): an extension, not in the paper."""
-    compensation_bias: bool = False
-    """Whether W_c has a bias."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Let followers borrow the leader's keys and values."""
@@ -65,14 +57,11 @@ class CLA(Method):
         return tuple(tuple(range(i, min(i + self.group, end))) for i in range(self.start, end, self.group))
 
     @classmethod
-    def from_groups(
-        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
-    ) -> Self:
+    def from_groups(cls, groups: Sequence[Sequence[int]], layers: int) -> Self:
         """Take the groups as they are."""
-        assert part is None
-        return cls(groups=sharing_groups("cla", groups), compensation=compensation)
+        return cls(groups=sharing_groups("cla", groups))
 
-    def inherit(self, weights: dict[str, Tensor], config: "LlamaConfig", wiring: Wiring, merge: str) -> list[str]:
+    def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring, merge: str) -> list[str]:
         """Merge keys and values of each group that has followers."""
         if merge == "first":
             return []
@@ -102,9 +91,10 @@ class CLA(Method):
         return [group for group in groups if len(group) > 1]
 
 
-def _merge(weights: dict[str, Tensor], config: "LlamaConfig", group: list[int], state: str, merge: str) -> list[str]:
+def _merge(weights: dict[str, Tensor], config: Config, group: list[int], state: str, merge: str) -> list[str]:
     """Merge the keys ("k") or values ("v") of a group into its leader's; return the names of what changed."""
-    gains = [norm_gain(config, weights[_prefix(layer) + "input_layernorm.weight"]) for layer in group]
+    offset = config.parts.gain_offset
+    gains = [weights[_prefix(layer) + "input_layernorm.weight"].double() + offset for layer in group]
     stacked = torch.stack(
         [_seen(weights, *pair, state) for pair in zip(group, gains, strict=True)]
     )  # (G, H_kv·D, C [+ 1, the bias])

@@ -10,17 +10,13 @@ unchanged. Source: ResFormer (arXiv 2410.17897), Eq. 2.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from crosslayer.core.method import Method, StateReader, Wiring
+from crosslayer.core.method import Combined, Config, Method, Several, StateReader, Wiring
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
 
 SOURCES = ("first", "previous")
 
@@ -41,7 +37,7 @@ class CrossAttention(Method):
         pairs = [(0 if self.source == "first" else layer - 1, layer) for layer in own[1:]]
         return DepthPlan(own, (0, *pairs), (0, *pairs), own)
 
-    def reader(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader | None:
+    def reader(self, config: Config, wiring: Wiring, layer: int) -> StateReader | None:
         """Put two layers' states in a row in every layer but the first."""
         return None if layer == 0 else _InARow()
 
@@ -51,9 +47,7 @@ class _InARow(StateReader):
 
     needs_mask = True
 
-    def forward(
-        self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], mask: Tensor | None, new: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, keys: Several, values: Several, mask: Tensor | None, new: int) -> Combined:
         """Return keys and values (B, H_kv, 2·S, D), and the mask (B or 1, 1, T, 2·S) for both halves."""
         tokens = keys[0].shape[2]
         if mask is None and new > 1:  # causal from the first token on, as SDPA takes it: what is beyond is still empty

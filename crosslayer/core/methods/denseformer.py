@@ -10,16 +10,12 @@ Cache: unchanged. Source: DenseFormer (Pagliardini et al. 2024, arXiv 2402.02622
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.core.method import Carry, Method, Residual, Wiring
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
+from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 
 OUTPUTS = "denseformer.outputs"
 
@@ -38,7 +34,7 @@ class DenseFormer(Method):
             if value < 1:
                 raise ValueError(f"denseformer: {option} is {value}; it must be at least 1")
 
-    def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual | None:
+    def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual | None:
         """Sum after the last sublayer of each layer; let the very first sublayer hand the embedding upward."""
         layers = list(dict.fromkeys(owner for owner, _ in wiring.sublayers))
         self._check(len(layers))

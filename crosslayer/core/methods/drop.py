@@ -11,14 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from crosslayer.core.method import Method
+from crosslayer.core.method import Compensated
 from crosslayer.core.options import check_layers
 from crosslayer.core.plan import DepthPlan
 
 
 @dataclass(frozen=True)
-class Drop(Method):
-    """Named layers lose their attention, their MLP or both; each stands by itself, so there are no groups."""
+class Drop(Compensated):
+    """Named layers lose their attention, their MLP or both; each stands by itself, so there are no groups.
+
+    A W_c ("attention") with the norm before it takes the place of the layers in `attention`: NBL, or LLMDrop extended.
+    """
 
     targets = ("attention",)
     saves = ("keys", "values")
@@ -31,10 +34,6 @@ class Drop(Method):
     """0-based layers that lose their MLP."""
     layers: tuple[int, ...] = ()
     """0-based layers that lose both."""
-    compensation: str | None = None
-    """"attention" keeps the norm of each layer in `attention` and adds a W_c there: NBL, or an extension of LLMDrop."""
-    compensation_bias: bool = False
-    """Whether W_c has a bias."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Write None where a sublayer goes."""
@@ -52,19 +51,12 @@ class Drop(Method):
         return layer in self.attention and layer not in self.layers
 
     @classmethod
-    def from_groups(
-        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
-    ) -> Self:
+    def from_groups(cls, groups: Sequence[Sequence[int]], layers: int, part: str = "attention") -> Self:
         """Take a part away from every layer of the groups."""
-        part = cls.parts[0] if part is None else part
         named = tuple(layer for group in groups for layer in group)
-        if compensation is not None and part != "attention":
-            raise ValueError(f"drop: compensation makes up for dropped attention, not for a dropped {part}; use none")
-        if part == "mlp":
-            return cls(mlp=named)
-        if part == "layer":
-            return cls(layers=named)
-        return cls(attention=named, compensation=compensation)
+        if part == "attention":
+            return cls(attention=named)
+        return cls(mlp=named) if part == "mlp" else cls(layers=named)
 
     @classmethod
     def example(cls, layers: int) -> Self:

@@ -11,17 +11,13 @@ Cache: the lower half. Source: FusedKV (arXiv 2512.03870).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.core.method import Method, StateReader, Wiring
+from crosslayer.core.method import Combined, Config, Method, Several, StateReader, Wiring
 from crosslayer.core.plan import DepthPlan
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class FusedKV(Method):
         above = layers - start
         return DepthPlan(own, own[:start] + (keys,) * above, own[:start] + (values,) * above, own)
 
-    def reader(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader | None:
+    def reader(self, config: Config, wiring: Wiring, layer: int) -> StateReader | None:
         """Fuse in every layer above, unless a plan alone says it."""
         assert config.head_dim is not None
         if config.head_dim % 2:
@@ -59,7 +55,7 @@ class _Fusion(StateReader):
 
     split_by_head = {"key_weights": 0, "value_weights": 0}
 
-    def __init__(self, config: "LlamaConfig"):
+    def __init__(self, config: Config):
         super().__init__()
         assert config.num_key_value_heads is not None and config.head_dim is not None
         heads, size = config.num_key_value_heads, config.head_dim
@@ -73,9 +69,7 @@ class _Fusion(StateReader):
         init.copy_(self.key_weights, _chosen(self.key_weights, 1))
         init.copy_(self.value_weights, _chosen(self.value_weights, 0))
 
-    def forward(
-        self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], mask: Tensor | None, new: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, keys: Several, values: Several, mask: Tensor | None, new: int) -> Combined:
         """Return keys and values (B, H_kv, S, D) fused, and the mask as it is."""
         key_weights = self.key_weights.repeat(1, 1, 2)  # (H_kv, 2, D): a rotary pair is D/2 apart
         return _fused(keys, key_weights), _fused(values, self.value_weights), mask

@@ -16,16 +16,12 @@ form of DeepSeek-V4.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.core.method import Carry, Method, Residual, Wiring
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
+from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 
 EPS = 1e-6
 SCALE = 0.01
@@ -47,11 +43,11 @@ class HyperConnections(Method):
         if self.iterations < 1:
             raise ValueError(f"hyper_connections: iterations is {self.iterations}; it must be at least 1")
 
-    def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual:
+    def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual:
         """Let every sublayer mix the streams; the first makes them of the embedding."""
         return _Mix(config, self, first=(layer, site) == wiring.sublayers[0])
 
-    def final(self, config: "LlamaConfig", wiring: Wiring) -> Residual:
+    def final(self, config: Config, wiring: Wiring) -> Residual:
         """Let the output be read with weights of its own."""
         return _Collapse(config, self.streams, parts=1)
 
@@ -62,7 +58,7 @@ class _Collapse(Residual):
     Shapes: N streams, K weights a token.
     """
 
-    def __init__(self, config: "LlamaConfig", streams: int, parts: int):
+    def __init__(self, config: Config, streams: int, parts: int):
         super().__init__()
         weights = streams if parts == 1 else (2 + streams) * streams
         self.streams, self.eps, self.std = streams, config.rms_norm_eps, config.initializer_range
@@ -100,7 +96,7 @@ class _Collapse(Residual):
 class _Mix(_Collapse):
     """Also mixes the streams, and writes the update to them."""
 
-    def __init__(self, config: "LlamaConfig", method: HyperConnections, first: bool):
+    def __init__(self, config: Config, method: HyperConnections, first: bool):
         super().__init__(config, method.streams, parts=3)
         self.iterations, self.first = method.iterations, first
 

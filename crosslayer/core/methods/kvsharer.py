@@ -10,24 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from crosslayer.core.method import TARGETS, Method
+from crosslayer.core.method import Compensated
 from crosslayer.core.options import check_layers, sharing_groups
 from crosslayer.core.plan import DepthPlan
 
 
 @dataclass(frozen=True)
-class KVSharer(Method):
+class KVSharer(Compensated):
     """Pairs of a reading and a lending layer; several may read the same."""
 
-    targets = TARGETS
     consecutive = False
 
     pairs: tuple[tuple[int, int], ...] = ()
     """0-based layers that read, each with the layer below it whose keys and values it reads."""
-    compensation: str | None = None
-    """Where a W_c of the reading layers writes ("attention", "heads", "mlp"): an extension, not in the paper."""
-    compensation_bias: bool = False
-    """Whether W_c has a bias."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Let the upper layer of each pair borrow the lower one's keys and values."""
@@ -49,13 +44,10 @@ class KVSharer(Method):
         return DepthPlan(own, tuple(source), tuple(source), own)
 
     @classmethod
-    def from_groups(
-        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
-    ) -> Self:
+    def from_groups(cls, groups: Sequence[Sequence[int]], layers: int) -> Self:
         """Let the first layer of each group lend to all others."""
-        assert part is None
         pairs = [(reader, group[0]) for group in sharing_groups("kvsharer", groups) for reader in group[1:]]
-        return cls(tuple(sorted(pairs)), compensation)
+        return cls(tuple(sorted(pairs)))
 
     @classmethod
     def example(cls, layers: int) -> Self:

@@ -14,19 +14,15 @@ Source: MUDDFormer (arXiv 2502.12170).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import initialization as init
 
-from crosslayer.core.method import Carry, Method, Residual, Wiring
+from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import STATES
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
 
 SOURCES = "mudd.sources"
 INPUTS = "mudd.inputs"
@@ -42,7 +38,7 @@ class Mudd(Method):
     def __post_init__(self):
         check_choice("mudd", "ways", self.ways, ("all", "residual"))
 
-    def residual(self, config: "LlamaConfig", wiring: Wiring, layer: int, site: str) -> Residual:
+    def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual:
         """Let the last sublayer of a layer sum."""
         number = wiring.sublayers.index((layer, site))
         above = wiring.sublayers[number + 1 :]
@@ -83,7 +79,7 @@ class _Sum(_Dense):
     `ways` are the places in `STATES` of those states that get an input of their own, and None for the residual stream.
     """
 
-    def __init__(self, config: "LlamaConfig", first: bool, sources: int, ways: tuple[int | None, ...], inner: int):
+    def __init__(self, config: Config, first: bool, sources: int, ways: tuple[int | None, ...], inner: int):
         super().__init__(first)
         self.ways, self.eps = ways, config.rms_norm_eps
         self.inner = nn.Parameter(torch.zeros(inner, config.hidden_size))  # W₁

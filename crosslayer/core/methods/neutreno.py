@@ -11,16 +11,11 @@ unchanged. Source: NeuTRENO (Nguyen et al. 2023, arXiv 2312.00751), as in ResFor
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from torch import Tensor
+from crosslayer.core.method import Carry, Config, HeadMixer, Method, Mixed, State, ValueAdder, Wiring
+from crosslayer.core.options import mixed_layers
 
-from crosslayer.core.method import Carry, HeadMixer, Method, Wiring, add_values
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
-
-FIRST, ADDED = "neutreno.first", "neutreno.added"
+FIRST = "neutreno.first"
 
 
 @dataclass(frozen=True)
@@ -34,36 +29,22 @@ class NeuTRENO(Method):
         if not math.isfinite(self.weight):
             raise ValueError(f"neutreno: weight is {self.weight}; it must be a finite number, such as 0.4")
 
-    def heads(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> HeadMixer | None:
+    def heads(self, config: Config, wiring: Wiring, layer: int) -> HeadMixer | None:
         """Add in every layer that owns values, but the first of them."""
-        owners = [i for i in range(wiring.plan.layers) if wiring.plan.owns("values", i)]
-        if len(owners) < 2:
-            raise ValueError(
-                f"neutreno: only layer {owners[0]} owns values here, so there is no difference to add; it needs two "
-                "layers that own values"
-            )
+        owners = mixed_layers("neutreno", wiring.plan, "values")
         return _Difference(self.weight, first=layer == owners[0]) if layer in owners else None
 
 
-class _Difference(HeadMixer):
+class _Difference(ValueAdder):
     """Adds λ (V_1 − V_n); in the first layer it hands V_1 upward instead."""
 
     def __init__(self, weight: float, first: bool):
-        super().__init__()
+        super().__init__("neutreno")
         self.weight, self.first = weight, first
 
-    def before(
-        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
-        """Keep what `after` adds, (B, H_kv, T, D)."""
+    def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
+        """Leave what is added, (B, H_kv, T, D)."""
         assert v is not None
         if self.first:
             return q, k, v, {**carry, FIRST: v}
-        return q, k, v, {**carry, ADDED: self.weight * (carry[FIRST] - v)}
-
-    def after(self, out: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return the output with the difference."""
-        if self.first:
-            return out, carry
-        out = add_values(out, carry[ADDED])
-        return out, {name: value for name, value in carry.items() if name != ADDED}
+        return q, k, v, {**carry, self.added: self.weight * (carry[FIRST] - v)}

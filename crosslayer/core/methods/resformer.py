@@ -11,18 +11,14 @@ Fig. 11 (previous).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.core.method import Carry, HeadMixer, Method, Wiring
-from crosslayer.core.options import check_choice
+from crosslayer.core.method import Carry, Config, HeadMixer, Method, Mixed, State, Wiring
+from crosslayer.core.options import check_choice, mixed_layers
 from crosslayer.core.plan import STATES
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
 
 FIXED = {"identity": (0.5, 0.5), "constant": (2.0, 1.0), "sparse": (5.0, 1.0)}
 MODES = ("identity", "constant", "sparse", "learnable", "dense")
@@ -50,11 +46,9 @@ class ResFormer(Method):
                 f"resformer: mode 'dense' weighs all layers below; source must be 'all', not {self.source!r}"
             )
 
-    def heads(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> HeadMixer | None:
+    def heads(self, config: Config, wiring: Wiring, layer: int) -> HeadMixer | None:
         """Mix in every layer that owns the state."""
-        owners = [i for i in range(wiring.plan.layers) if wiring.plan.owns(self.of, i)]
-        if len(owners) < 2:
-            raise ValueError(f"resformer: only layer {owners[0]} owns {self.of} here, so nothing would be mixed")
+        owners = mixed_layers("resformer", wiring.plan, self.of)
         if layer not in owners:
             return None
         position = owners.index(layer)
@@ -81,9 +75,7 @@ class _Mixer(HeadMixer):
         if self.weights is not None:
             init.copy_(self.weights, torch.tensor(self.initial, dtype=self.weights.dtype, device=self.weights.device))
 
-    def before(
-        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
+    def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
         """Return the states, that of the method mixed."""
         states = [q, k, v]  # (B, H, T, D), (B, H_kv, T, D) twice
         raw = states[self.state]

@@ -10,16 +10,12 @@ Source: SkipV1Former (arXiv 2510.16807).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from crosslayer.core.method import Method, StateReader, Wiring
+from crosslayer.core.method import Combined, Config, Method, Several, StateReader, Wiring
 from crosslayer.core.plan import DepthPlan
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class SkipV1(Method):
         values = (0, *((0, layer) for layer in own[1:]))
         return DepthPlan(own, own, values, own, value_shares=(1.0, *(0.5,) * (layers - 1)))
 
-    def inherit(self, weights: dict[str, Tensor], config: "LlamaConfig", wiring: Wiring, merge: str) -> list[str]:
+    def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring, merge: str) -> list[str]:
         """Keep the rows of those heads that a layer has for itself."""
         changed = []
         for layer in range(1, config.num_hidden_layers):
@@ -46,7 +42,7 @@ class SkipV1(Method):
                     changed.append(name)
         return changed
 
-    def reader(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> StateReader | None:
+    def reader(self, config: Config, wiring: Wiring, layer: int) -> StateReader | None:
         """Put the heads of the first layer beside the own ones."""
         assert config.num_key_value_heads is not None
         if config.num_key_value_heads % 2:
@@ -59,9 +55,7 @@ class SkipV1(Method):
 class _Beside(StateReader):
     """Takes every second head from the first layer, the others from the layer itself."""
 
-    def forward(
-        self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], mask: Tensor | None, new: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, keys: Several, values: Several, mask: Tensor | None, new: int) -> Combined:
         """Return the keys as they are, the values (B, H_kv, S, D) of both layers, and the mask as it is."""
         first, own = values  # (B, H_kv, S, D), (B, H_kv / 2, S, D)
         return keys[0], torch.stack([first[:, ::2], own], dim=2).flatten(1, 2), mask

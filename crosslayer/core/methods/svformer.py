@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from crosslayer.core.method import TARGETS, Method
+from crosslayer.core.method import Compensated
 from crosslayer.core.options import check_choice, check_layers, sharing_groups
 from crosslayer.core.plan import STATES, DepthPlan
 
 
 @dataclass(frozen=True)
-class SVFormer(Method):
+class SVFormer(Compensated):
     """Anchors own what is shared, the layers above borrow it; the search leaves the method out (`saves` is empty)."""
-
-    targets = TARGETS
 
     anchors: tuple[int, ...] = (0,)
     """0-based layers that own what is shared; layer 0 must be there."""
@@ -27,10 +25,6 @@ class SVFormer(Method):
     """The state that is shared, or several of "queries", "keys" and "values"."""
     every: int | None = None
     """Make each n-th layer an anchor too."""
-    compensation: str | None = None
-    """Where a W_c of the borrowing layers writes ("attention", "heads", "mlp"): an extension, not in the paper."""
-    compensation_bias: bool = False
-    """Whether W_c has a bias."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Let each layer borrow the shared states of its latest anchor."""
@@ -53,11 +47,8 @@ class SVFormer(Method):
         return DepthPlan(**{state: borrowed if state in shared else own for state in STATES}, mlps=own)
 
     @classmethod
-    def from_groups(
-        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
-    ) -> Self:
+    def from_groups(cls, groups: Sequence[Sequence[int]], layers: int) -> Self:
         """Make an anchor of every layer that is not a group's second or later layer."""
-        assert part is None
         for group in groups:
             if list(group) != list(range(group[0], group[0] + len(group))):
                 raise ValueError(
@@ -66,4 +57,4 @@ class SVFormer(Method):
                 )
         followers = {layer for group in sharing_groups("svformer", groups) for layer in group[1:]}
         anchors = tuple(layer for layer in range(layers) if layer not in followers)
-        return cls(anchors, compensation=compensation)
+        return cls(anchors)

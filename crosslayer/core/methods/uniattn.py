@@ -11,24 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from crosslayer.core.method import TARGETS, Method
+from crosslayer.core.method import Compensated
 from crosslayer.core.options import leaders, sharing_groups
 from crosslayer.core.plan import DepthPlan
 
 
-@dataclass(frozen=True)
-class UniAttn(Method):
+@dataclass(frozen=True, kw_only=True)
+class UniAttn(Compensated):
     """Superblocks share the softmax map of their first layer; every follower has a W_c."""
 
-    targets = TARGETS
     saves = ("keys",)
 
     superblocks: tuple[tuple[int, ...], ...] = ()
     """Groups of 0-based layers in rising order, in the paper neighbours; the other layers stand alone."""
     compensation: str | None = "attention"
     """Where W_c writes: "attention" (after W_o), "heads" (before W_o), "mlp" (the MLP's update), None: no W_c."""
-    compensation_bias: bool = False
-    """Whether W_c has a bias."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Let followers borrow the leader's queries and keys."""
@@ -36,15 +33,12 @@ class UniAttn(Method):
         return DepthPlan(shared, shared, own, own)
 
     @classmethod
-    def from_groups(
-        cls, groups: Sequence[Sequence[int]], layers: int, compensation: str | None = None, part: str | None = None
-    ) -> Self:
+    def from_groups(cls, groups: Sequence[Sequence[int]], layers: int) -> Self:
         """Make each group a superblock."""
-        assert part is None
-        return cls(sharing_groups("uniattn", groups), compensation)
+        return cls(superblocks=sharing_groups("uniattn", groups), compensation=None)
 
     @classmethod
     def example(cls, layers: int) -> Self:
         """Pair the layers of the top half."""
         middle = layers // 2
-        return cls(tuple((layer, layer + 1) for layer in range(middle + middle % 2, layers - 1, 2)))
+        return cls(superblocks=tuple((layer, layer + 1) for layer in range(middle + middle % 2, layers - 1, 2)))

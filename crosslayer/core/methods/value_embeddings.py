@@ -9,18 +9,14 @@ what is cached. Source: nanochat (Karpathy 2025), `has_ve` and `ve_gate` in its 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from crosslayer.core.method import INPUT, TOKENS, Carry, HeadMixer, Method, Wiring
+from crosslayer.core.method import INPUT, TOKENS, Carry, Config, HeadMixer, Method, Mixed, State, Wiring
 from crosslayer.core.options import check_layers
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class ValueEmbeddings(Method):
     channels: int = 32
     """c: how many channels of its input a layer's gate sees."""
 
-    def heads(self, config: "LlamaConfig", wiring: Wiring, layer: int) -> HeadMixer | None:
+    def heads(self, config: Config, wiring: Wiring, layer: int) -> HeadMixer | None:
         """Add in the chosen layers."""
         if not 1 <= self.channels <= config.hidden_size:
             raise ValueError(
@@ -45,7 +41,7 @@ class ValueEmbeddings(Method):
 
     def _chosen(self, wiring: Wiring) -> list[int]:
         count = wiring.plan.layers
-        owners = [layer for layer in range(count) if wiring.plan.owns("values", layer)]
+        owners = wiring.plan.owners("values")
         if self.layers is None:
             chosen = [layer for layer in owners if layer % 2 == (count - 1) % 2]
         else:
@@ -64,7 +60,7 @@ class _Table(HeadMixer):
     reads_input = True
     split_by_head = {"table": 1, "gate": 0}
 
-    def __init__(self, config: "LlamaConfig", channels: int):
+    def __init__(self, config: Config, channels: int):
         super().__init__()
         assert config.num_key_value_heads is not None and config.head_dim is not None
         self.channels, self.scale = channels, config.initializer_range
@@ -86,9 +82,7 @@ class _Table(HeadMixer):
         new[: len(old)] = old.detach()[:count]
         self.table = nn.Parameter(new, requires_grad=old.requires_grad)
 
-    def before(
-        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, carry: Carry
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Carry]:
+    def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
         """Return the states, with what the table has added to the values (B, H_kv, T, D)."""
         assert v is not None
         gates = 2 * torch.sigmoid(F.linear(carry[INPUT][..., : self.channels], self.gate))  # (B, T, H_kv)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder import CrossLayerConfig
-from crosslayer.core.decoder.parts import rotary
+from crosslayer.core.decoder.family import rotary
 from crosslayer.verbs.export.layers import LAYER, Left, left, renumbered, rope
 from crosslayer.verbs.export.vocabulary import add_vocabulary
 

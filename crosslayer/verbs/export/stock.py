@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.core.decoder.weights import FAMILIES, from_config
+from crosslayer.core.decoder.weights import from_config
 from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.verbs.export.layers import left, renumbered
 
@@ -38,9 +38,9 @@ def stock_config(config: CrossLayerConfig) -> PreTrainedConfig:
         "layer_types": [kinds[layer.number] for layer in layers],
     }
     plain, reasons = CrossLayerConfig(**{**config.to_dict(), **changes}), []
-    for family in FAMILIES:
+    for model_type in plain.parts.model_types:
         try:
-            return from_config(plain, family)
+            return from_config(plain, model_type)
         except ValueError as error:
             reasons.append(str(error))
-    raise ValueError(f"no stock class can hold it: {reasons[0]}")
+    raise ValueError(f"no stock class can hold it: {reasons[0] if reasons else f'family is {plain.family!r}'}")

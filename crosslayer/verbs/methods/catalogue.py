@@ -11,7 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from crosslayer.core.method import Method
+from crosslayer.core.method import Method, options_of
 from crosslayer.core.methods import method_class, method_names
 
 
@@ -46,7 +46,7 @@ def options(cls: type[Method]) -> list[str]:
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
             documented |= _written(base)
-    return [documented[field.name] for field in dataclasses.fields(cls) if field.name in documented]  # type: ignore[arg-type]
+    return [documented[option.name] for option in options_of(cls) if option.name in documented]
 
 
 def _written(cls: type) -> dict[str, str]:
@@ -70,12 +70,14 @@ def describe(cls: type[Method], layers: int = 8) -> str:
     rows = options(cls)
     assert config.num_key_value_heads is not None and config.head_dim is not None
     stored, read = config.plan.bytes_per_token(2 * config.num_key_value_heads * config.head_dim)
+    shown = ", ".join(f"{option.name}={getattr(method, option.name)!r}" for option in options_of(cls))
     heads = f"{config.num_key_value_heads} heads of {config.head_dim}"
     parts = [
         description(cls),
         (cls.__doc__ or "").strip(),
         "\n".join(["Options:", *rows]) if rows else "It has no options.",
-        f"{method}\n\n{config.plan.diagram()}\nKV bytes per token in bf16 ({heads}): {stored} stored, {read} read",
+        f"{cls.__name__}({shown})",
+        f"{config.plan.diagram()}\nKV bytes per token in bf16 ({heads}): {stored} stored, {read} read",
     ]
     return "\n\n".join(parts)
 

@@ -130,7 +130,7 @@ class Automatic:
     def _plan(self, layers: list[int]) -> DepthPlan:
         if not layers:
             return DepthPlan.identity(self.layers)
-        method = self.kind.from_groups([[layer] for layer in layers], self.layers, None, self.request.part)
+        method = self.request.from_groups([[layer] for layer in layers], self.layers)
         return merge_plans([method], self.layers)
 
     def _least_turning(self, ids: Tensor, taken: str) -> list[int]:

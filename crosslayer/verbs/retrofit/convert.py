@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.decoder.family import rotary
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.core.decoder.parts import rotary
 from crosslayer.core.decoder.weights import to_config
 from crosslayer.core.method import Method, Mixing
 from crosslayer.core.methods import to_entry

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from crosslayer.core.method import Method
+from crosslayer.core.method import Compensated, Method
 from crosslayer.core.methods import load_method, method_class
 from crosslayer.core.options import check_choice
 from crosslayer.verbs.retrofit.moments import REFITS
@@ -79,7 +79,7 @@ class Request:
 
     def _writes_to_the_stream(self) -> bool:
         """Return whether W_c, where there is one, writes beside attention's update."""
-        target = self.options.target if self.whole is None else self.whole.compensation
+        target = self.options.target if self.whole is None else _compensation(self.whole)
         return target in (None, "attention")
 
     @property
@@ -100,14 +100,19 @@ class Request:
 
     def built(self, groups: list[list[int]], layers: int) -> Method:
         """Return the method whose layers were chosen, with its W_c."""
-        assert self.kind is not None
-        return self.with_bias(self.kind.from_groups(groups, layers, self.target(self.kind), self.part))
+        return self.compensated(self.from_groups(groups, layers))
 
-    def with_bias(self, method: Method) -> Method:
-        """Return a method whose W_c has a bias, if that was asked for and there is a W_c that may have it."""
-        if not self.options.bias or method.compensation is None or not takes_bias(type(method)):
+    def from_groups(self, groups: list[list[int]], layers: int) -> Method:
+        """Return the method on groups of layers, or on a part of them, without W_c."""
+        assert self.kind is not None
+        return self.kind.from_groups(groups, layers, **({} if self.part is None else {"part": self.part}))
+
+    def compensated(self, method: Method) -> Method:
+        """Return a method that was chosen with its W_c, if that was asked for and it may have one."""
+        target = self.target(type(method))
+        if target is None or not isinstance(method, Compensated):
             return method
-        return dataclasses.replace(method, compensation_bias=True)  # type: ignore[type-var]
+        return dataclasses.replace(method, compensation=target, compensation_bias=self.options.bias)
 
     def _may_compensate(self) -> bool:
         """Return whether there can be a W_c: it writes where the part that a method takes away has written."""
@@ -116,7 +121,7 @@ class Request:
     def _has_targets(self) -> bool:
         """Return whether a method has somewhere for a W_c to write, whatever part of a layer it takes away."""
         if self.whole is not None:
-            return self.whole.compensation is not None
+            return _compensation(self.whole) is not None
         return self.kind is None or bool(self.kind.targets)
 
     def _refuse_idle(self) -> None:
@@ -134,7 +139,7 @@ class Request:
             "merge": len(merges) > 1,
             "groups": self.fit == "mean",
             "calibration": self.fits or self.many_tokens,
-            "bias": self.adds and self.whole is None and (kind is None or takes_bias(kind)),
+            "bias": self.adds and self.whole is None and (kind is None or bool(kind.targets)),
             "target": self.adds and self.whole is None and (kind is None or len(kind.targets) > 1),
             "compensation": not self.adds or self._has_targets(),
         }
@@ -189,9 +194,9 @@ def takes_groups(kind: type[Method]) -> bool:
     return kind.from_groups.__func__ is not Method.from_groups.__func__  # type: ignore[attr-defined]
 
 
-def takes_bias(kind: type[Method]) -> bool:
-    """Return whether W_c of a method may have a bias."""
-    return dataclasses.is_dataclass(kind) and "compensation_bias" in {field.name for field in dataclasses.fields(kind)}
+def _compensation(method: Method) -> str | None:
+    """Return where W_c of a method writes, None without W_c."""
+    return method.compensation if isinstance(method, Compensated) else None
 
 
 def selects(kind: type[Method]) -> tuple[str, ...]:

@@ -1,10 +1,9 @@
 """Methods in a few words: names, with the options that were set."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from crosslayer.core.method import Method
+from crosslayer.core.method import Method, options_of
 from crosslayer.output.words import ranges
 
 
@@ -15,7 +14,7 @@ def title(methods: Sequence[Method]) -> str:
 
 def _title(method: Method) -> str:
     options = []
-    for option in dataclasses.fields(method):  # type: ignore[arg-type]
+    for option in options_of(method):
         value = vars(method)[option.name]
         if value in (None, ()) or (value == option.default and option.name != "compensation"):
             continue

@@ -22,7 +22,7 @@ from crosslayer.verbs.retrofit.record import Choice, CurvePoint, FixedBlocks, Se
 from crosslayer.verbs.retrofit.repairs import Entering, Repairs
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.search import PASSES, Search
-from crosslayer.verbs.retrofit.wires import Wires, searched_methods
+from crosslayer.verbs.retrofit.wires import Wires
 
 POINTS = 5  # of the curve, at most
 
@@ -86,8 +86,7 @@ class Measure:
 
     def methods(self, wires: Wires) -> list[Method]:
         """Return the methods that make the wires, with their W_c."""
-        targets = {kind: self.request.target(kind) for kind in searched_methods()}
-        return [self.request.with_bias(method) for method in wires.methods(targets)]
+        return [self.request.compensated(method) for method in wires.methods()]
 
     def candidate(self, methods: list[Method]) -> CrossLayerForCausalLM:
         """Return the model under these methods, repaired; what stays are the original's tensors."""
@@ -129,9 +128,8 @@ def _measured(
     for number, (wires, _) in enumerate(picks):
         runs[f"pick {number}"] = logits_of(measure.candidate(measure.methods(wires)))
     for blocks in yardsticks:
-        target = measure.request.target(blocks.kind)
-        method = blocks.kind.from_groups(blocks.groups, len(search.shapes), target)
-        runs[blocks.kind.name()] = logits_of(measure.candidate([measure.request.with_bias(method)]))
+        method = measure.request.compensated(blocks.kind.from_groups(blocks.groups, len(search.shapes)))
+        runs[blocks.kind.name()] = logits_of(measure.candidate([method]))
     with progress("measuring the trade-off on unseen text", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
     curve = [_point(search, wires, kl, measured[f"pick {number}"]) for number, (wires, kl) in enumerate(picks)]

@@ -68,14 +68,13 @@ class Wires:
         """Return the method of each layer by name."""
         return [OWN if kind is None else kind.name() for kind in self.kinds]
 
-    def methods(self, targets: dict[Kind, str | None] | None = None) -> list[Method]:
-        """Return the methods that make these wires, by name; `targets` says where W_c of each writes, if anywhere."""
+    def methods(self) -> list[Method]:
+        """Return the methods that make these wires, by name, without W_c."""
         kinds = {kind for kind in self.kinds if kind is not None}
         methods = []
         for kind in sorted(kinds, key=lambda kind: kind.name()):
             groups = self._groups(kind) if kind.grouped else self._single_layers(kind)
-            compensation = None if targets is None else targets[kind]
-            methods.append(kind.from_groups(groups, len(self.kinds), compensation))
+            methods.append(kind.from_groups(groups, len(self.kinds)))
         return methods
 
     def _single_layers(self, kind: Kind) -> list[list[int]]:

@@ -66,8 +66,8 @@ def not_servable(config: CrossLayerConfig) -> str | None:
                 return f"{method.name()} lets layer {layer} read several caches at once, and its attention reads one"
     if config.num_local_experts is not None:
         return "mixtures of experts have not been tried there"
-    if config.family == "gpt2":
-        return "family 'gpt2' has not been tried there"
+    if "vllm" not in config.parts.tried:
+        return f"family {config.family!r} has not been tried there"
     return None
 
 

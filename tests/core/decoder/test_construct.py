@@ -45,15 +45,14 @@ def test_a_deep_config_takes_under_50_ms():
 def test_plans_and_compensation_are_computed_once(monkeypatch):
     methods._wire.cache_clear()
     calls = []
-    for cls in (ResFormer, UniAttn):
-        for name in ("plan", "compensates"):
-            answer = getattr(cls, name)
+    for cls, name in ((ResFormer, "plan"), (UniAttn, "plan"), (UniAttn, "compensates")):
+        answer = getattr(cls, name)
 
-            def counted(self, *args, cls=cls, name=name, answer=answer):
-                calls.append((cls, name, args[1:]))
-                return answer(self, *args)
+        def counted(self, *args, cls=cls, name=name, answer=answer):
+            calls.append((cls, name, args[1:]))
+            return answer(self, *args)
 
-            monkeypatch.setattr(cls, name, counted)
+        monkeypatch.setattr(cls, name, counted)
     config = CrossLayerConfig(**SHAPE, cross_layer=THREE)
     on_meta(CrossLayerForCausalLM, config)
     assert config.plan and config.base_model_tp_plan and config.kv_sharing_modes

@@ -1,15 +1,24 @@
 """Families beyond Llama: GPT-2 and Mixtral as oracles, first values, what attention can cap, bad input."""
 
 import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerForCausalLM
+from crosslayer.core.decoder.families import family_names
 from crosslayer.core.decoder.weights import from_model, to_model
 from tests.helpers.cases import CAPPED, EXPERTS, GEMMA2, GPT2, LINEAR
 from tests.helpers.tiny import tiny, tokens
+
+ROOT = Path(__file__).parents[3]
 
 
 def of_gpt2(source, width):
@@ -122,7 +131,7 @@ def test_sdpa_is_refused_where_scores_are_capped():
 
 
 BAD = [
-    ({"family": "gemma"}, "family is 'gemma'; it must be one of 'llama', 'gemma2', 'gpt2'"),
+    ({"family": "gemma"}, "family is 'gemma'; it must be one of 'gemma2', 'gpt2', 'llama'"),
     ({**GEMMA2, "attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0; it must be above 0, or None"),
     ({**GEMMA2, "query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1; it must be above 0"),
     ({**GPT2, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "leave rope_parameters out"),
@@ -192,3 +201,52 @@ def test_linear_attention_is_no_other_familys():
 def test_linear_attention_needs_sizes():
     with pytest.raises(ValueError, match="set linear_num_heads and linear_head_dim"):
         contract.config_of([], layer_types=LINEAR["layer_types"])
+
+
+TOY = '''
+"""Arcee: Llama with an MLP without a gate."""
+
+from crosslayer.core.decoder.family import PLAIN_MLP, Family, ModelType, PlainMLP
+
+FAMILY = Family(
+    mlp=PlainMLP, mlp_split=PLAIN_MLP, experts=False, model_types={"arcee": ModelType(("attention_bias", "mlp_bias"))}
+)
+'''
+ADDED = """
+import torch
+from transformers import ArceeConfig, ArceeForCausalLM
+
+import crosslayer
+from crosslayer.core.decoder.weights import from_model, to_model
+from crosslayer.testing import SHAPE, build, config_of, tokens
+from crosslayer.verbs.retrofit.convert import convert
+
+assert crosslayer.__file__.startswith(FOLDER), crosslayer.__file__
+built = build(config_of([{"name": "cla"}], family="toy", hidden_act="relu2"))
+assert built(tokens()).logits.isfinite().all() and not hasattr(built.model.layers[0].mlp, "gate_proj")
+source = ArceeForCausalLM(ArceeConfig(**SHAPE, head_dim=8)).double().eval()
+ours, ids = to_model(source), tokens()
+with torch.no_grad():
+    assert torch.equal(source(ids).logits, ours(ids).logits)
+    assert torch.equal(from_model(ours, "arcee")(ids).logits, ours(ids).logits)
+assert convert(source, built.config.methods).model.config.family == "toy"
+"""
+
+
+def test_a_file_in_the_folder_is_all_that_a_family_needs(tmp_path):
+    """A copy of the package with a new file: it is built, and a model type that did not convert does."""
+    shutil.copytree(ROOT / "crosslayer", tmp_path / "crosslayer", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "crosslayer" / "core" / "decoder" / "families" / "toy.py").write_text(TOY)
+    (tmp_path / "added.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{ADDED}")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "added.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_no_family_is_named_outside_its_file():
+    """The config's default is Llama; `unlike_llama` and the vocabulary of llama.cpp name formats of other programs."""
+    word = re.compile("[\"'](" + "|".join(family_names()) + ")[\"']")
+    for path in (ROOT / "crosslayer").rglob("*.py"):
+        if path.parent.name not in ("families", "export"):
+            found = {name for name in word.findall(path.read_text())}
+            assert found <= ({"llama"} if path.name == "configuration.py" else set()), path

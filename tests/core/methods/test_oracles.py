@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig
 
 from crosslayer.core import depth_attention
-from crosslayer.core.decoder.weights import FAMILIES, from_model, to_config, to_model
+from crosslayer.core.decoder.families import model_types
+from crosslayer.core.decoder.weights import from_model, to_config, to_model
 from crosslayer.core.method import Mixing
 from crosslayer.testing import build, close, config_of
 from tests.helpers.tiny import tiny, tokens
@@ -202,7 +203,7 @@ def test_families_convert_exactly_and_back(family, changes):
     assert {k for k in one if one[k] != two.get(k)} <= {"max_window_layers", "head_dim"}  # written out
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(model_types()))
 def test_families_convert_to_the_bit_in_bfloat16(family):
     source, ids = tiny(family, dtype=torch.bfloat16), tokens()
     ours = to_model(source)
@@ -223,7 +224,7 @@ def test_smollm2_converts_exactly():
 
 def test_unknown_families_and_attributes_are_refused():
     with pytest.raises(
-        ValueError, match="'gpt2' cannot be converted; llama, mistral, mixtral, qwen2, qwen3, gemma2 can"
+        ValueError, match="'gpt2' cannot be converted; gemma2, llama, mistral, mixtral, qwen2, qwen3 can"
     ):
         to_config(tiny("gpt2").config)
     for family, change in (
@@ -243,7 +244,7 @@ def test_unknown_families_and_attributes_are_refused():
         from_model(build(config_of(["cla"])), "llama")
     with pytest.raises(ValueError, match="llama cannot express family = 'gemma2'"):
         from_model(to_model(tiny("gemma2", sliding_window=None, layer_types=["full_attention"] * 3)), "llama")
-    assert set(FAMILIES) == {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2"}
+    assert set(model_types()) == {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A retrofit in one call from Python: options, forms of text, the receipt's arrays, its folder and its record."""
 
-import dataclasses
 import inspect
 import json
 
@@ -206,7 +205,7 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
         targets, parts, merges, saves = ("heads",), ("left", "right"), ("first", "sum"), ("values",)
 
         @classmethod
-        def from_groups(cls, groups, layers, compensation=None, part=None):
+        def from_groups(cls, groups, layers, part="left"):
             return cls()
 
     monkeypatch.setattr(request, "method_class", lambda name: Halves)
@@ -230,19 +229,16 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
 
 
 def test_a_bias_goes_to_every_w_c_that_may_have_one():
-    """Where a budget chooses, too: methods without W_c, or of users who know no bias, stay as they are."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Unbiased(Method):
-        targets = ("attention",)
-        compensation: str | None = "attention"
-
-    budget = Request(RetrofitOptions(kv_budget=0.7, bias=True))
-    drop = {"name": "drop", "attention": (3,), "compensation": "attention"}
-    assert budget.with_bias(load_method(drop)) == load_method({**drop, "compensation_bias": True})
-    for method in (load_method("cla"), Unbiased()):
-        assert budget.with_bias(method) is method
-    assert Request(RetrofitOptions(kv_budget=0.7)).with_bias(load_method(drop)) == load_method(drop)
+    """Where a budget chooses, too; methods that may have no W_c stay as they are."""
+    plain, biased = Request(RetrofitOptions(kv_budget=0.7)), Request(RetrofitOptions(kv_budget=0.7, bias=True))
+    drop = {"name": "drop", "attention": (3,)}
+    compensated = {**drop, "compensation": "attention"}
+    assert biased.compensated(load_method(drop)) == load_method({**compensated, "compensation_bias": True})
+    assert plain.compensated(load_method(drop)) == load_method(compensated)
+    method = load_method("fusedkv")
+    assert biased.compensated(method) is method
+    without = Request(RetrofitOptions(kv_budget=0.7, compensation="none"))
+    assert without.compensated(load_method(drop)) == load_method(drop)
 
 
 def test_a_title_tells_pairs_from_runs():

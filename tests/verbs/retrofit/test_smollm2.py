@@ -1,5 +1,7 @@
 """On a real model: what-if equals the retrofit, and every retrofit of the documents verifies."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -52,7 +54,9 @@ def test_every_retrofit_verifies(smollm2, name, tmp_path):
         made = model
     else:
         method, groups = WIRINGS[name]
-        chosen = method_class(method).from_groups(parse_layers(groups, 30), 30, "attention")
+        chosen = dataclasses.replace(
+            method_class(method).from_groups(parse_layers(groups, 30), 30), compensation="attention"
+        )
         made = rewire(model, chosen, fit="zero").model
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():

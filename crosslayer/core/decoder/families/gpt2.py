@@ -1,0 +1,7 @@
+"""GPT-2: LayerNorm, an MLP without a gate, learned positions. Its weights are laid out otherwise: none converts."""
+
+from torch import nn
+
+from crosslayer.core.decoder.family import PLAIN_MLP, Family, PlainMLP
+
+FAMILY = Family(norm=nn.LayerNorm, mlp=PlainMLP, mlp_split=PLAIN_MLP, experts=False, learned_positions=True)

@@ -1,0 +1,91 @@
+"""What a family of models is made of: norms, MLPs, embeddings and positions, and who converts to it.
+
+A family is an object in a file of `families/`, whose name is the config's `family`; what it leaves open is Llama's.
+Numbers, biases and activations are fields of the config.
+
+Shapes: B batch, T new tokens, C hidden.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+if TYPE_CHECKING:
+    from crosslayer.core.decoder.configuration import CrossLayerConfig
+
+PLAIN_MLP = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+GATED_MLP = {"layers.*.mlp.gate_proj": "colwise", **PLAIN_MLP}
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """How a config of Hugging Face's differs from ours, where weights have the same names.
+
+    Attributes:
+        reads: attributes of its own that are read.
+        fixes: what it fixes of ours.
+        calls: our name of each attribute that it calls otherwise.
+
+    """
+
+    reads: tuple[str, ...] = ()
+    fixes: Mapping[str, Any] = field(default_factory=dict)
+    calls: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The parts of a family.
+
+    Attributes:
+        norm: the class of norms, of (size, eps=…).
+        gain_offset: a norm multiplies by this + its weight.
+        post_norms: whether a norm stands on each sublayer's update too.
+        mlp: the class of MLPs, of a config: from (B, T, C) to (B, T, C).
+        mlp_split: how tensor parallelism splits an MLP: style by module.
+        experts: whether a mixture of gated MLPs may stand in the place of an MLP.
+        embedding: the class of token embeddings, of (count, width, padding).
+        learned_positions: whether vectors are added to embeddings by position; otherwise positions are rotary.
+        tried: of "pipeline" and "vllm" what the family has been tried with; the others refuse it.
+        model_types: by `model_type`, Hugging Face's models that convert.
+
+    """
+
+    norm: type[nn.Module] = LlamaRMSNorm
+    gain_offset: float = 0.0
+    post_norms: bool = False
+    mlp: Callable[["CrossLayerConfig"], nn.Module] = LlamaMLP  # pyright: ignore[reportAssignmentType]
+    mlp_split: Mapping[str, str] = field(default_factory=lambda: GATED_MLP)
+    experts: bool = True
+    embedding: type[nn.Embedding] = nn.Embedding
+    learned_positions: bool = False
+    tried: tuple[str, ...] = ()
+    model_types: Mapping[str, ModelType] = field(default_factory=dict)
+
+
+def norm(config: "CrossLayerConfig", size: int) -> nn.Module:
+    """Return the family's norm of vectors of a size."""
+    return config.parts.norm(size, eps=config.rms_norm_eps)
+
+
+def rotary(config: "CrossLayerConfig") -> LlamaRotaryEmbedding | None:
+    """Return the tables of the rotary embedding; None where positions are learned."""
+    return None if config.parts.learned_positions else LlamaRotaryEmbedding(config=config)
+
+
+class PlainMLP(nn.Module):
+    """Two linear maps with an activation between them."""
+
+    def __init__(self, config: "CrossLayerConfig"):
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the update (B, T, C)."""
+        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))

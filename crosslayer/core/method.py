@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from crosslayer.core.options import check_choice
-from crosslayer.core.plan import CACHED, STATES, DepthPlan
+from crosslayer.core.plan import STATES, DepthPlan
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig as Config
@@ -34,7 +34,7 @@ INPUT = "input"  # in the carry that mixers get: what the values are made of (B,
 
 
 class Mixing(nn.Module):
-    """Parameters of a method; `reset` sets their first values, so that a zero init survives loading.
+    """Parameters of a method, whose first values survive loading (`reset`).
 
     `split_by_head` names the parameters that hold a piece for each key-value head, and the dimension of the heads; a
     module has only such parameters, or none. Where heads are split over ranks, each rank has the pieces of its own.
@@ -43,9 +43,9 @@ class Mixing(nn.Module):
     split_by_head: ClassVar[Mapping[str, int]] = {}
 
     def reset(self) -> None:
-        """Initialise own parameters, and buffers that are not saved, with functions of `transformers.initialization`.
+        """Set first values of own parameters, and of buffers that are not saved, by `transformers.initialization`.
 
-        They leave alone what a checkpoint has filled; `torch.nn.init` would overwrite it.
+        Its functions leave alone what a checkpoint has filled; `torch.nn.init` would overwrite it.
         """
 
     def resize_tokens(self, count: int) -> None:
@@ -62,7 +62,7 @@ class HeadMixer(Mixing):
     reads_input: ClassVar[bool] = False
 
     def forward(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
-        """Call `before`; as a module's forward, so that what wraps modules (offloading, say) reaches it."""
+        """Call `before`, where hooks on modules (offloading, say) reach it."""
         return self.before(q, k, v, carry)
 
     def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
@@ -120,7 +120,7 @@ class StateReader(Mixing):
 class Residual(Mixing):
     """What a sublayer reads from the stream and how its update is written; the default is the plain sum.
 
-    The decoder calls the module, so that hooks (which fetch offloaded parameters) act; `inputs` has no parameters.
+    The decoder calls the module, so that hooks act, but for `inputs`, which has no parameters.
     """
 
     def forward(self, stream: Tensor, carry: Carry, update: Tensor | None = None) -> tuple[Tensor, Carry]:
@@ -189,8 +189,9 @@ class Wiring:
     @cached_property
     def reads_input(self) -> tuple[bool, ...]:
         """(L,), whether a layer's attention reads its own input: it owns a state, or something compensates it."""
+        owners = {layer for state in STATES for layer in self.plan.owners(state)}
         return tuple(
-            target is not None or layer in self.linear or any(self.plan.owns(state, layer) for state in STATES)
+            target is not None or layer in owners or layer in self.linear
             for layer, target in enumerate(self.compensation)
         )
 
@@ -206,50 +207,33 @@ class Wiring:
         return tuple(sites)
 
     @cached_property
-    def stored(self) -> tuple[tuple[str, ...], ...]:
-        """(L,), what the cache holds at each layer: of "keys" and "values" those that the layer owns."""
-        return tuple(self.plan.stored(layer) for layer in range(self.plan.layers))
-
-    @cached_property
     def sources(self) -> tuple[Mapping[int, tuple[str | None, ...]], ...]:
         """(L,), the states (by their place in `STATES`) that do not just come from the layer itself.
 
         Each with the names in the carry under which its sources lend it; None in the place of the layer itself.
         """
-        result = []
-        for layer in range(self.plan.layers):
-            sources = {}
-            for number, state in enumerate(STATES):
+        result: list[dict[int, tuple[str | None, ...]]] = [{} for _ in range(self.plan.layers)]
+        for number, state in enumerate(STATES):
+            for layer, sources in enumerate(result):
                 read = self.plan.reads(state, layer)
                 if read not in ((), (layer,)):
-                    slots = self._slots[state]
-                    sources[number] = tuple(None if i == layer else f"{state}.{slots[i]}" for i in read)
-            result.append(sources)
+                    sources[number] = tuple(None if i == layer else self.lends[i][number] for i in read)
         return tuple(result)
-
-    @cached_property
-    def several(self) -> tuple[bool, ...]:
-        """(L,), whether a layer reads the cached states of several layers, which a `StateReader` combines."""
-        return tuple(
-            any(isinstance(self.plan.sources(state)[layer], tuple) for state in CACHED)
-            for layer in range(self.plan.layers)
-        )
 
     @cached_property
     def lends(self) -> tuple[Mapping[int, str], ...]:
         """(L,), the states (by their place in `STATES`) that later layers read, and their names in the carry."""
+        slots = [self.plan.slots(state) for state in STATES]
         return tuple(
-            {
-                number: f"{state}.{slots[layer]}"
-                for number, (state, slots) in enumerate(self._slots.items())
-                if slots[layer] is not None
-            }
+            {n: f"{state}.{slots[n][layer]}" for n, state in enumerate(STATES) if slots[n][layer] is not None}
             for layer in range(self.plan.layers)
         )
 
     @cached_property
-    def _slots(self) -> dict[str, tuple[int | None, ...]]:
-        return {state: self.plan.slots(state) for state in STATES}
+    def several(self) -> tuple[bool, ...]:
+        """(L,), whether a layer reads the cached states of several layers, which a `StateReader` combines."""
+        pairs = zip(self.plan.keys, self.plan.values, strict=True)
+        return tuple(isinstance(keys, tuple) or isinstance(values, tuple) for keys, values in pairs)
 
 
 class Method:

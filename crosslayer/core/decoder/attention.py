@@ -38,7 +38,7 @@ class CrossLayerAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.attention_dropout = config.attention_dropout or 0.0
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
-        self.stored = wiring.stored[layer_idx]
+        self.stored = wiring.plan.stored(layer_idx)
         self.sources, self.lends = wiring.sources[layer_idx], wiring.lends[layer_idx]
         plan = wiring.plan
         owned = [plan.owns(state, layer_idx) for state in STATES]
@@ -93,7 +93,13 @@ class CrossLayerAttention(nn.Module):
         ]
         if position_embeddings is not None:
             states = _rotate(states, position_embeddings)
-        states, carry = self._mixed(states, for_v, carry)
+        if self.shows_input:
+            carry = {**carry, INPUT: for_v}
+        mixer: HeadMixer
+        for mixer in self.mixers:  # type: ignore[assignment]
+            *states, carry = mixer(*states, carry)
+        if self.shows_input:
+            carry = {name: value for name, value in carry.items() if name != INPUT}
         if past_key_values is not None and self.stored:
             states = self._cached(states, past_key_values)  # owned keys, values: (B, H_kv, S, D)
         own = states
@@ -106,7 +112,6 @@ class CrossLayerAttention(nn.Module):
         if self.lends:
             carry = {**carry, **{name: own[i] for i, name in self.lends.items()}}
         out = self._attend(states, attention_mask, **kwargs)  # (B, T, H, D)
-        mixer: HeadMixer
         for mixer in self.mixers:  # type: ignore[assignment]
             out, carry = mixer.after(out, carry)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()  # (B, T, H·D)
@@ -119,13 +124,6 @@ class CrossLayerAttention(nn.Module):
             return None
         split = linear(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim)  # (B, T, H or H_kv, D)
         return (split if norm is None else norm(split)).transpose(1, 2)  # (B, H or H_kv, T, D)
-
-    def _mixed(self, states: States, values_input: Tensor, carry: Carry) -> tuple[States, Carry]:
-        """Return the states as the mixers leave them; they may look at what the values are made of (B, T, C)."""
-        carry = {**carry, INPUT: values_input} if self.shows_input else carry
-        for mixer in self.mixers:
-            *states, carry = mixer(*states, carry)
-        return states, {name: value for name, value in carry.items() if name != INPUT} if self.shows_input else carry
 
     def _read_several(
         self, reader: StateReader, states: States, carry: Carry, mask: Any, new: int
@@ -164,10 +162,7 @@ class CrossLayerAttention(nn.Module):
 
 def _rotate(states: States, rotary: tuple[Tensor, Tensor]) -> States:
     q, k, v = states
-    if q is not None and k is not None:
-        return [*apply_rotary_pos_emb(q, k, *rotary), v]
-    if q is not None:
-        return [apply_rotary_pos_emb(q, q, *rotary)[0], None, v]
-    if k is not None:
-        return [None, apply_rotary_pos_emb(k, k, *rotary)[1], v]
-    return states
+    if q is None and k is None:
+        return states
+    turned_q, turned_k = apply_rotary_pos_emb(k if q is None else q, q if k is None else k, *rotary)
+    return [None if q is None else turned_q, None if k is None else turned_k, v]

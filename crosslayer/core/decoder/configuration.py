@@ -132,9 +132,9 @@ class CrossLayerConfig(LlamaConfig):
     def kv_sharing_modes(self) -> list[str | None]:
         """What transformers' caches read: "reuse" for layers that store nothing, "store" for lenders."""
         wiring, modes = self.wiring, []
-        for layer, (stored, lent) in enumerate(zip(wiring.stored, wiring.lends, strict=True)):
+        for layer, lent in enumerate(wiring.lends):
             lends_cached = any(STATES[number] in CACHED for number in lent)
-            keeps_state = stored or layer in wiring.linear
+            keeps_state = wiring.plan.stored(layer) or layer in wiring.linear
             modes.append("reuse" if not keeps_state else "store" if lends_cached else None)
         return modes
 
@@ -182,8 +182,8 @@ class CrossLayerConfig(LlamaConfig):
             )
         if self.num_local_experts is not None and (self.mlp_bias or not parts.experts):
             raise ValueError(
-                f"num_local_experts: experts are gated MLPs without biases, of no family {self.family!r} with "
-                f"mlp_bias = {self.mlp_bias}"
+                f"num_local_experts: experts are gated MLPs without biases; family is {self.family!r}, mlp_bias is "
+                f"{self.mlp_bias}"
             )
         if self.output_router_logits and self.num_local_experts is None:
             raise ValueError("output_router_logits: there is no router; set num_local_experts")
@@ -221,23 +221,17 @@ class CrossLayerConfig(LlamaConfig):
         by_residual = [method.name() for method in wiring.methods if type(method).residual is not Method.residual]
         if len(by_residual) > 1:
             raise ValueError(f"{' and '.join(by_residual)} both replace the residual stream; only one method may")
-        self._check_value_shares(wiring)
-        names = [method.name() for method in wiring.methods]
-        if len(set(names)) != len(names):
-            raise ValueError(f"cross_layer names a method twice: {', '.join(names)}")
-        self._check_modules(wiring)
-
-    def _check_value_shares(self, wiring: Wiring) -> None:
-        """Refuse methods that change values of all heads where layers have a share of the heads for themselves."""
-        if min(wiring.plan.value_shares) == 1:
-            return
-        partial = [m.name() for m in wiring.methods if min(m.plan(self.num_hidden_layers).value_shares) < 1]
         mixing = [method.name() for method in wiring.methods if type(method).heads is not Method.heads]
-        if partial and mixing:
+        if mixing and min(wiring.plan.value_shares) < 1:
+            partial = [m.name() for m in wiring.methods if min(m.plan(self.num_hidden_layers).value_shares) < 1]
             raise ValueError(
                 f"{partial[0]} with {mixing[0]}: the first leaves layers a share of their value heads, the second "
                 "changes all of them; only one of the two is possible"
             )
+        names = [method.name() for method in wiring.methods]
+        if len(set(names)) != len(names):
+            raise ValueError(f"cross_layer names a method twice: {', '.join(names)}")
+        self._check_modules(wiring)
 
     def _check_modules(self, wiring: Wiring) -> None:
         """Let methods refuse now, not in the model: a mixer that acts nowhere, a block that is too large.

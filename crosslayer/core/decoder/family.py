@@ -8,14 +8,13 @@ Shapes: B batch, T new tokens, C hidden.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-if TYPE_CHECKING:
-    from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.method import Config
 
 PLAIN_MLP = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
 GATED_MLP = {"layers.*.mlp.gate_proj": "colwise", **PLAIN_MLP}
@@ -58,7 +57,7 @@ class Family:
     norm: type[nn.Module] = LlamaRMSNorm
     gain_offset: float = 0.0
     post_norms: bool = False
-    mlp: Callable[["CrossLayerConfig"], nn.Module] = LlamaMLP  # pyright: ignore[reportAssignmentType]
+    mlp: Callable[[Config], nn.Module] = LlamaMLP  # pyright: ignore[reportAssignmentType]
     mlp_split: Mapping[str, str] = field(default_factory=lambda: GATED_MLP)
     experts: bool = True
     embedding: type[nn.Embedding] = nn.Embedding
@@ -67,12 +66,12 @@ class Family:
     model_types: Mapping[str, ModelType] = field(default_factory=dict)
 
 
-def norm(config: "CrossLayerConfig", size: int) -> nn.Module:
+def norm(config: Config, size: int) -> nn.Module:
     """Return the family's norm of vectors of a size."""
     return config.parts.norm(size, eps=config.rms_norm_eps)
 
 
-def rotary(config: "CrossLayerConfig") -> LlamaRotaryEmbedding | None:
+def rotary(config: Config) -> LlamaRotaryEmbedding | None:
     """Return the tables of the rotary embedding; None where positions are learned."""
     return None if config.parts.learned_positions else LlamaRotaryEmbedding(config=config)
 
@@ -80,7 +79,7 @@ def rotary(config: "CrossLayerConfig") -> LlamaRotaryEmbedding | None:
 class PlainMLP(nn.Module):
     """Two linear maps with an activation between them."""
 
-    def __init__(self, config: "CrossLayerConfig"):
+    def __init__(self, config: Config):
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)

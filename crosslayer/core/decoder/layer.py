@@ -47,11 +47,8 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
     @property
     def compensation(self) -> Compensation | None:
         """The layer's W_c, wherever it stands."""
-        if self.attn_compensation is not None:
-            return self.attn_compensation
-        if self.mlp_compensation is not None:
-            return self.mlp_compensation
-        return None if self.self_attn is None else self.self_attn.compensation
+        beside = self.attn_compensation or self.mlp_compensation
+        return beside or (None if self.self_attn is None else self.self_attn.compensation)
 
     @property
     def mlp_norm(self) -> nn.Module | None:
@@ -74,11 +71,15 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         first, normed = None, None
         if self.attends:
             first, carry = _read(self.attn_residual, stream, carry)
-            normed = self._normed(first)
+            normed, inputs = self._normed(first), None
+            if self.attn_residual is not None:  # what queries, keys and values are made of
+                ways = self.attn_residual.inputs(first, carry)
+                q, k, v = (normed if way is first else self._normed(way) for way in ways)
+                inputs = (q, k, v)
             update, carry = self._attention_update(
                 normed,
                 carry,
-                inputs=self._inputs(first, normed, carry),
+                inputs=inputs,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
@@ -95,37 +96,26 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
     def _normed(self, read: Tensor) -> Tensor:
         return read if self.input_layernorm is None else self.input_layernorm(read)
 
-    def _inputs(self, read: Tensor, normed: Tensor, carry: Carry) -> Inputs | None:
-        """Return what queries, keys and values are made of, normed, where that is not what the sublayer read."""
-        if self.attn_residual is None:
-            return None
-        q, k, v = (normed if way is read else self._normed(way) for way in self.attn_residual.inputs(read, carry))
-        return q, k, v
-
-    def _attention_update(self, normed: Tensor, carry: Carry, **kwargs: Any) -> tuple[Tensor, Carry]:
+    def _attention_update(
+        self, normed: Tensor, carry: Carry, inputs: Inputs | None, **kwargs: Any
+    ) -> tuple[Tensor, Carry]:
         """Return attention's update (B, T, C) with that of W_c, which stands alone where attention is gone."""
-        if self.linear_attn is not None:
-            update = self._linear_update(normed, **kwargs)
-        elif self.self_attn is not None:
-            update, carry = self.self_attn(hidden_states=normed, carry=carry, **kwargs)
+        beside = None if self.attn_compensation is None else self.attn_compensation(normed)
+        if self.self_attn is not None:
+            update, carry = self.self_attn(hidden_states=normed, carry=carry, inputs=inputs, **kwargs)
+        elif self.linear_attn is not None:
+            if inputs is not None and any(way is not normed for way in inputs):
+                raise ValueError(
+                    "linear attention reads a single input, not separate ones for queries, keys and values"
+                )
+            update = self.linear_attn(normed, kwargs["attention_mask"], kwargs["past_key_values"])
         else:
-            assert self.attn_compensation is not None
-            return self.attn_compensation(normed), carry
+            assert beside is not None
+            return beside, carry
         if self.post_norms:
             assert self.post_attention_layernorm is not None
             update = self.post_attention_layernorm(update)
-        if self.attn_compensation is not None:
-            update = update + self.attn_compensation(normed)
-        return update, carry
-
-    def _linear_update(
-        self, normed: Tensor, inputs: Inputs | None, attention_mask: Any, past_key_values: Cache | None, **_: Any
-    ) -> Tensor:
-        """Return linear attention's update (B, T, C)."""
-        assert self.linear_attn is not None
-        if inputs is not None and any(way is not normed for way in inputs):
-            raise ValueError("linear attention reads a single input, not separate ones for queries, keys and values")
-        return self.linear_attn(normed, attention_mask, past_key_values)
+        return update if beside is None else update + beside, carry
 
     def _mlp_update(self, read: Tensor, normed: Tensor | None, carry: Carry) -> tuple[Tensor, Carry]:
         """Return the MLP's update (B, T, C) with that of W_c, which reads what attention read.

@@ -5,6 +5,7 @@ With no method it is that family, weight names included. What layers lend travel
 Shapes: B batch, T new tokens, C hidden, V vocabulary.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -158,12 +159,14 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(stream.shape[1], device=stream.device) + seen).unsqueeze(0)
-        masks = self._masks(stream, attention_mask, past_key_values, position_ids)
+        kinds = self.config.layer_types
+        assert kinds is not None
+        masks = attention_mask  # generate() has built them
+        if not isinstance(masks, dict):
+            masks = masks_of(self.config, kinds, stream, attention_mask, position_ids, past_key_values)
         stream, position_embeddings = self.place(stream, position_ids)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         reads, carry = [], self._first_carry(input_ids)
-        kinds = self.config.layer_types
-        assert kinds is not None
         for layer, kind in zip(self.layers, kinds, strict=True):
             stream, carry = layer(
                 stream,
@@ -207,20 +210,6 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             readers = " and ".join(self.token_readers)
             raise ValueError(f"{readers} reads tokens, which inputs_embeds do not tell; give input_ids")
         return {TOKENS: input_ids}
-
-    def _masks(self, stream: Tensor, attention_mask: Any, cache: Cache | None, position_ids: Tensor) -> dict[str, Any]:
-        if isinstance(attention_mask, dict):  # generate() has built them
-            return attention_mask
-        return {
-            kind: MASKS[kind](
-                config=self.config,
-                inputs_embeds=stream,
-                attention_mask=attention_mask,
-                past_key_values=without_empty_layers(cache),
-                position_ids=position_ids,
-            )
-            for kind in dict.fromkeys(self.config.layer_types or ())
-        }
 
 
 class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
@@ -333,6 +322,19 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation == "quantized":
             check_quantized(self.config)
         return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # type: ignore[misc]
+
+
+def masks_of(
+    config: CrossLayerConfig,
+    kinds: Sequence[str],
+    stream: Tensor,
+    mask: Tensor | None,
+    position_ids: Tensor,
+    cache: Cache | None = None,
+) -> dict[str, Any]:
+    """Return the mask of each kind of layer, as the implementation of attention has it."""
+    options = {"attention_mask": mask, "past_key_values": without_empty_layers(cache), "position_ids": position_ids}
+    return {kind: MASKS[kind](config=config, inputs_embeds=stream, **options) for kind in dict.fromkeys(kinds)}
 
 
 def _filled(reads: list[Tensor | None], final: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from crosslayer.core.decoder.cuts import Cut, Traffic, find_cuts, find_traffic
-from crosslayer.core.decoder.modeling import MASKS, CrossLayerForCausalLM, CrossLayerModel
+from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, CrossLayerModel, masks_of
 from crosslayer.core.decoder.rank_cache import Microbatch, RankCache
 from crosslayer.core.method import TOKENS, Carry, Residual
 
@@ -191,16 +191,7 @@ class PartBody(nn.Module):
         """Run the layers."""
         if position_ids is None:
             position_ids = torch.arange(stream.shape[1], device=stream.device).unsqueeze(0)
-        masks = {
-            kind: MASKS[kind](
-                config=self.config,
-                inputs_embeds=stream,
-                attention_mask=attention_mask,
-                past_key_values=None,
-                position_ids=position_ids,
-            )
-            for kind in dict.fromkeys(self.kinds)
-        }
+        masks = masks_of(self.config, self.kinds, stream, attention_mask, position_ids)
         rotary = self.rotary_emb(stream, position_ids=position_ids)
         for layer, kind in zip(self.layers.values(), self.kinds, strict=True):
             stream, carry = layer(

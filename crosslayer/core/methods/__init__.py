@@ -95,22 +95,19 @@ def method_class(name: str) -> type[Method]:
 
     """
     packaged = name.removeprefix(f"{__name__}.")
-    module = importlib.import_module(f"{__name__}.{packaged}") if packaged in _files() else _own_module(name)
+    module = importlib.import_module(f"{__name__}.{packaged}") if packaged in _files() else None
+    module = module or users_module(f"method {name!r}", name)
+    if module is None:
+        raise ValueError(f"method {name!r} is not known; {hint(name, method_names())}")
     own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
-    classes = [cls for cls in own if issubclass(cls, Method) and dataclasses.is_dataclass(cls)]
+    classes = [
+        cls for cls in own if issubclass(cls, Method) and dataclasses.is_dataclass(cls) and cls is not Compensated
+    ]
     if len(classes) != 1:
         raise ValueError(
             f"module {name!r} defines {len(classes)} methods; it must define exactly one dataclass that is a Method"
         )
     return classes[0]
-
-
-def _own_module(name: str) -> ModuleType:
-    """Return a user's module, or say what is known instead."""
-    module = users_module(f"method {name!r}", name)
-    if module is not None:
-        return module
-    raise ValueError(f"method {name!r} is not known; {hint(name, method_names())}")
 
 
 def users_module(what: str, name: str) -> ModuleType | None:
@@ -156,15 +153,14 @@ def to_entry(method: Method) -> dict[str, Any]:
 
 def merge_plans(methods: Sequence[Method], layers: int) -> DepthPlan:
     """Return the plan of several methods together."""
-    return _merged([(method.name(), method.plan(layers)) for method in methods], layers)
+    return _merged(methods, [method.plan(layers) for method in methods], layers)
 
 
-def _merged(plans: Sequence[tuple[str, DepthPlan]], layers: int) -> DepthPlan:
-    """Merge plans in order; each stands beside its method's name."""
-    merged, names = DepthPlan.identity(layers), []
-    for name, plan in plans:
-        merged = merged.merge(plan, (" + ".join(names) or "the plain decoder", name))
-        names.append(name)
+def _merged(methods: Sequence[Method], plans: Sequence[DepthPlan], layers: int) -> DepthPlan:
+    merged = DepthPlan.identity(layers)
+    for number, (method, plan) in enumerate(zip(methods, plans, strict=True)):
+        before = " + ".join(earlier.name() for earlier in methods[:number]) or "the plain decoder"
+        merged = merged.merge(plan, (before, method.name()))
     return merged
 
 
@@ -193,27 +189,27 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
     plans = [method.plan(layers) for method in methods]
     for method, own in zip(methods, plans, strict=True):
         _leave_alone(method.name(), own, linear)
-    plan = _merged([(m.name(), own) for m, own in zip(methods, plans, strict=True)], layers)
+    plan = _merged(methods, plans, layers)
     softmax = tuple(None if layer in linear else layer for layer in range(layers))
     every = tuple(range(layers))
     plan = plan.merge(DepthPlan(softmax, softmax, softmax, every), ("the methods", "linear attention"))
-    places: list[str | None] = [None] * layers
-    biased = [False] * layers
-    owner: list[str] = [""] * layers
+    compensated: dict[int, Compensated] = {}  # by layer
     for method, own in zip(methods, plans, strict=True):
         if not isinstance(method, Compensated) or method.compensation is None:
             continue
-        for layer in range(layers):
+        for layer in every:
             # what compensates for borrowing goes with an attention that another method takes away
             if own.attends(layer) != plan.attends(layer) or not method.compensates(own, layer):
                 continue
-            if owner[layer]:
-                raise ValueError(f"layer {layer}: {owner[layer]} and {method.name()} both compensate it; only one may")
+            if layer in compensated:
+                both = f"{compensated[layer].name()} and {method.name()}"
+                raise ValueError(f"layer {layer}: {both} both compensate it; only one may")
             if method.compensation == "mlp" and plan.mlps[layer] is None:
                 raise ValueError(f"layer {layer}: {method.name()} compensates on the MLP's update, but it has no MLP")
-            places[layer], owner[layer] = method.compensation, method.name()
-            biased[layer] = method.compensation_bias
-    return Wiring(methods, plan, tuple(places), tuple(biased), linear)
+            compensated[layer] = method
+    places = tuple(compensated[layer].compensation if layer in compensated else None for layer in every)
+    biased = tuple(layer in compensated and compensated[layer].compensation_bias for layer in every)
+    return Wiring(methods, plan, places, biased, linear)
 
 
 def _leave_alone(name: str, plan: DepthPlan, linear: tuple[int, ...]) -> None:

@@ -45,7 +45,7 @@ def not_saved(config: CrossLayerConfig) -> str | None:
     wiring = config.wiring
     owners = [layer for layer in range(config.num_hidden_layers) if cache_owner(config, layer) == layer]
     shares = wiring.plan.value_shares
-    wasting = [layer for layer in owners if len(wiring.stored[layer]) < len(CACHED) or shares[layer] < 1]
+    wasting = [layer for layer in owners if len(wiring.plan.stored(layer)) < len(CACHED) or shares[layer] < 1]
     if not wasting:
         return None
     return (

@@ -36,7 +36,9 @@ WHOLE = [case for case in CASES if not_saved(config_of(case)) is None and not co
 @pytest.mark.parametrize("case", WHOLE)
 def test_a_plan_of_whole_layers_is_saved_in_full(case):
     config = config_of(case)
-    caches = sum(len(states) == 2 for states in config.wiring.stored)
+    caches = sum(
+        len(states) == 2 for states in (config.plan.stored(layer) for layer in range(config.num_hidden_layers))
+    )
     assert min(config.plan.value_shares) == 1
     assert caches == sum(owner == layer for layer, owner in enumerate(owners(case)))
     assert bytes_per_token(config, 4) == caches * 2 * config.num_key_value_heads * config.head_dim * 4

@@ -16,7 +16,7 @@ Shapes: T tokens of all sequences, N sources, C hidden.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -104,10 +104,9 @@ class _Bank:
 
     def add(self, source: Tensor) -> int:
         """Copy a source behind the others and return its place."""
-        place = self.count
-        self.values[place].copy_(source)
+        self.values[self.count].copy_(source)
         self.count += 1
-        return place
+        return self.count - 1
 
 
 class _Part(NamedTuple):
@@ -202,8 +201,7 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         direction, scores, shares, inverse, *sources = ctx.saved_tensors  # asked for once, as checkpointing demands
         if _watched(grad):
-            again = functools.partial(_listed, eps=ctx.eps)
-            return None, *_differentiable(again, (direction, *sources), grad, ctx.needs_input_grad[1:])
+            return None, *_differentiable((direction, *sources), ctx.eps, grad, ctx.needs_input_grad[1:])
         with exact(direction.device):
             operands = _operands(sources, [_kept(source) for source in sources])  # computed again, they are others
             arrived = grad.reshape(-1, grad.shape[-1])  # (T, C)
@@ -353,18 +351,12 @@ def _add_weighted(result: Tensor, tensors: Sequence[Tensor], weights: Sequence[T
             piece.addcmul_(value, weight)
 
 
-def _listed(direction: Tensor, *sources: Tensor, eps: float) -> Tensor:
-    return listed(sources, direction, eps)
-
-
-def _differentiable(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """Return the gradients of inputs by operators that autograd and `torch.func` know."""
+def _differentiable(inputs: Sequence[Tensor], eps: float, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients of inputs (direction, *sources) by operators that autograd and `torch.func` know."""
     again = torch.is_grad_enabled()
     with torch.enable_grad(), exact(inputs[0].device):
         inputs = [tensor.view_as(tensor) for tensor in inputs]  # ends here, though sources are made of sources
-        output = function(*inputs)
+        output = listed(inputs[1:], inputs[0], eps)
     wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
     gradients = iter(torch.autograd.grad(output, wanted, grad, create_graph=again, allow_unused=True))
     return [next(gradients) if need else None for need in needed]

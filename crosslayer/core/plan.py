@@ -8,6 +8,7 @@ of them and combines them. A softmax map is shared exactly where query and key s
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 STATES = ("queries", "keys", "values")
 CACHED = ("keys", "values")
@@ -230,36 +231,18 @@ def _named(entry: Entry) -> str:
 
 def _check_vector(state: str, vector: Sequence[Entry]) -> None:
     for layer, entry in enumerate(vector):
-        if isinstance(entry, tuple):
-            _check_several(state, layer, entry)
+        where = f"layer {layer}: {state} come from"
+        if isinstance(entry, tuple) and state == "queries":
+            raise ValueError(f"{where} {entry}; only keys and values may come from several layers")
+        if isinstance(entry, tuple) and (len(entry) < 2 or any(a >= b for a, b in pairwise(entry))):
+            raise ValueError(f"{where} {entry}; several sources are at least two layers in rising order")
         for source in _layers_of(entry):
-            _check_source(state, layer, source, vector)
-
-
-def _check_several(state: str, layer: int, sources: tuple[int, ...]) -> None:
-    if state == "queries":
-        raise ValueError(
-            f"layer {layer}: queries come from {sources}; only keys and values may come from several layers"
-        )
-    if len(sources) < 2 or any(a >= b for a, b in zip(sources, sources[1:], strict=False)):
-        raise ValueError(
-            f"layer {layer}: {state} come from {sources}; several sources are at least two layers in rising order"
-        )
-
-
-def _check_source(state: str, layer: int, source: object, vector: Sequence[Entry]) -> None:
-    if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < len(vector):
-        raise ValueError(
-            f"layer {layer}: {state} come from {source!r}; a source is a layer from 0 to {len(vector) - 1}"
-        )
-    if source > layer:
-        raise ValueError(
-            f"layer {layer}: {state} come from layer {source} above it; a source is never above its reader"
-        )
-    if source not in _layers_of(vector[source]):
-        raise ValueError(
-            f"layer {layer}: {state} come from layer {source}, which owns none; a lender owns what it lends"
-        )
+            if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < len(vector):
+                raise ValueError(f"{where} {source!r}; a source is a layer from 0 to {len(vector) - 1}")
+            if source > layer:
+                raise ValueError(f"{where} layer {source} above it; a source is never above its reader")
+            if source not in _layers_of(vector[source]):
+                raise ValueError(f"{where} layer {source}, which owns none; a lender owns what it lends")
 
 
 def parse_layers(text: str, layers: int) -> list[list[int]]:
@@ -269,9 +252,7 @@ def parse_layers(text: str, layers: int) -> list[list[int]]:
         ValueError: the text is not such a list, or names a layer that does not exist or twice.
 
     """
-    groups = []
-    for group in text.split(","):
-        groups.append([layer for part in group.split("+") for layer in _parse_range(text, part, layers)])
+    groups = [[i for part in group.split("+") for i in _parse_range(text, part, layers)] for group in text.split(",")]
     named = [layer for group in groups for layer in group]
     if len(set(named)) != len(named):
         raise ValueError(f"layers {text!r}: a layer is named twice")

@@ -28,7 +28,6 @@ class _OldPreTrainedModel(PreTrainedModel):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
     ) -> None:
-        """Turn on checkpointing."""
         options = {"every_n_layers": every_n_layers, "offload": offload}
         super().gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
@@ -39,7 +38,6 @@ class _OldPreTrainedModel(PreTrainedModel):
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
 
     def activation_checkpointing_disable(self) -> None:
-        """Turn off checkpointing."""
         self.gradient_checkpointing_disable()
 
 

@@ -140,7 +140,7 @@ def every_way_to_generate(config: CrossLayerConfig) -> None:
     _same(model.generate(ids, **options, **static), greedy, "static cache")
     embeddings = model.get_input_embeddings()(ids)
     if any(method.reads_tokens for method in config.methods):
-        _refuses_embeddings(model, embeddings)
+        _refuses(lambda: model(inputs_embeds=embeddings), "give input_ids")
     else:
         _same(model.generate(inputs_embeds=embeddings, **options), greedy[:, 8:], "inputs_embeds")
     if crops(config):  # as assisted decoding does
@@ -160,7 +160,7 @@ def eager_equals_sdpa(config: CrossLayerConfig) -> None:
     model, ids = build(config), tokens(length=8)
     sdpa = model(ids).logits
     model.set_attn_implementation("eager")
-    with mock.patch.object(torch.nn.functional, "softmax", _softmax):
+    with mock.patch.object(torch.nn.functional, "softmax", lambda scores, dim, dtype=None: scores.softmax(dim)):
         close(model(ids).logits, sdpa, "eager and SDPA", tolerance(config))
 
 
@@ -257,7 +257,9 @@ def a_conversion_begins_like_a_new_model(config: CrossLayerConfig) -> None:
     empty = [name for name, state in states.items() if state.is_meta]
     assert not empty, f"a converted Llama has no values for {', '.join(empty)}"
     assert converted(tokens(length=8)).logits.isfinite().all(), "a converted Llama's logits are not finite"
-    if isinstance(converted, CrossLayerForCausalLM) and all(_inherits_nothing(method) for method in config.methods):
+    if isinstance(converted, CrossLayerForCausalLM) and all(
+        type(method).inherit is Method.inherit for method in config.methods
+    ):
         first, second = _new_states(converted.config, 0), _new_states(converted.config, 1)
         own = set(first) - set(source.state_dict())
         for name in (name for name in own if torch.equal(first[name], second[name])):  # what is not drawn at random
@@ -268,14 +270,9 @@ def reentrant_is_refused(config: CrossLayerConfig) -> None:
     """Reentrant checkpointing, which loses the gradients of what layers lend, is a `ValueError` that says so."""
     model = build(config)
     for enable in (model.activation_checkpointing_enable, model.gradient_checkpointing_enable):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                enable({"use_reentrant": True})
-        except ValueError as error:
-            assert "use_reentrant" in str(error), f"{enable.__name__} says only: {error}"
-        else:
-            raise AssertionError(f"{enable.__name__} accepted use_reentrant=True")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _refuses(lambda enable=enable: enable({"use_reentrant": True}), "use_reentrant")
 
 
 def documented(config: CrossLayerConfig) -> None:
@@ -302,10 +299,6 @@ def compiled_equals_eager(config: CrossLayerConfig, backend: str = "aot_eager") 
     close(compiled, plain, f"compiled with {backend}", 1e-5 if backend == "inductor" else tolerance(config))
 
 
-def _inherits_nothing(method: Method) -> bool:
-    return type(method).inherit is Method.inherit
-
-
 def _new_states(config: CrossLayerConfig, seed: int) -> dict[str, Tensor]:
     """Return the weights and buffers, by name, of a decoder that is built anew."""
     torch.manual_seed(seed)
@@ -313,21 +306,18 @@ def _new_states(config: CrossLayerConfig, seed: int) -> dict[str, Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
-def _softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    return scores.softmax(dim)
-
-
 def _same(result: Tensor, expected: Tensor, what: str) -> None:
     assert torch.equal(result, expected), f"{what}: {result.tolist()} is not {expected.tolist()}"
 
 
-def _refuses_embeddings(model: CrossLayerForCausalLM, embeddings: Tensor) -> None:
+def _refuses(call: Callable[[], Any], named: str) -> None:
+    """Assert that a call is a `ValueError` that names something."""
     try:
-        model(inputs_embeds=embeddings)
+        call()
     except ValueError as error:
-        assert "give input_ids" in str(error), f"inputs_embeds are refused with only: {error}"
+        assert named in str(error), f"what is to be refused, naming {named}, says only: {error}"
     else:
-        raise AssertionError("inputs_embeds are accepted, though a method reads tokens")
+        raise AssertionError(f"what is to be refused, naming {named}, is accepted")
 
 
 def _holds(cache: Cache, expected: int, what: str) -> None:

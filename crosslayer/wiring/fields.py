@@ -164,8 +164,7 @@ def _mask(kind: str, window: int | None, every: int | None, selected: int | None
 
 
 def _rotates(config: PreTrainedConfig, layer: int) -> bool:
-    """Return whether a layer has rotary embedding, where the config says so by layer."""
-    rotating = field(config, "no_rope_layers")  # 1: rotary, 0: none
+    rotating = field(config, "no_rope_layers")  # by layer, 1: rotary, 0: none
     return not rotating or bool(rotating[layer])
 
 

@@ -79,7 +79,21 @@ class ModelPlan(Shown):
 
     def sentences(self) -> list[str]:
         """Return the wiring as it is drawn, and what it is and costs, in sentences."""
-        return [self.diagram(), self._count(), f"Residual: {self.residual}.", *self._cost()]
+        headline, stored = self.headline(), self.stored_bytes
+        kept = f", {headline['owners']} with keys or values of their own" if self.caches else ""
+        by = f", wired by {', '.join(self.methods)}" if self.methods else ""
+        cost = (
+            f"KV cache at {self.length:,} tokens in {self.dtype}: {stored:,} bytes stored "
+            f"({stored / self.length:,.0f} a token), {self.kv_share:.2%} of a full one; {self.read_bytes:,} bytes read "
+            "for the last token."
+        )
+        return [
+            self.diagram(),
+            f"{self.model} ({self.type}): {len(self.layers)} layers, {headline['attention_layers']} with softmax "
+            f"attention{kept}{by}.",
+            f"Residual: {self.residual}.",
+            cost if self.caches else "It is an encoder and keeps no KV cache.",
+        ]
 
     def headline(self) -> dict[str, Any]:
         """Return the figures of the last line of the command line."""
@@ -96,22 +110,3 @@ class ModelPlan(Shown):
             "read_bytes": self.read_bytes,
             "kv_share": round(self.kv_share, 4),
         }
-
-    def _count(self) -> str:
-        headline = self.headline()
-        kept = f", {headline['owners']} with keys or values of their own" if self.caches else ""
-        by = f", wired by {', '.join(self.methods)}" if self.methods else ""
-        return (
-            f"{self.model} ({self.type}): {len(self.layers)} layers, {headline['attention_layers']} with softmax "
-            f"attention{kept}{by}."
-        )
-
-    def _cost(self) -> list[str]:
-        if not self.caches:
-            return ["It is an encoder and keeps no KV cache."]
-        stored, read = self.stored_bytes, self.read_bytes
-        return [
-            f"KV cache at {self.length:,} tokens in {self.dtype}: {stored:,} bytes stored "
-            f"({stored / self.length:,.0f} a token), {self.kv_share:.2%} of a full one; {read:,} bytes read for the "
-            "last token."
-        ]

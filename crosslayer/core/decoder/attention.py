@@ -51,7 +51,6 @@ class CrossLayerAttention(nn.Module):
         self.compensation = Compensation(config, "heads", wiring.compensation_bias[layer_idx]) if on_heads else None
 
     def _add_projections(self, config: CrossLayerConfig, owned: list[bool], value_share: float) -> None:
-        """Add W_q, W_k and W_v of the states that are owned, their norms, and W_o."""
         assert config.num_key_value_heads is not None
         width, bias = config.hidden_size, config.attention_bias
         heads = config.num_attention_heads * self.head_dim
@@ -142,7 +141,6 @@ class CrossLayerAttention(nn.Module):
         return [q[0], k, v], mask
 
     def _attend(self, states: States, attention_mask: Any, **kwargs: Any) -> Tensor:
-        """Return what attention reads (B, T, H, D) with all three states at hand."""
         kind = self.config._attn_implementation or "eager"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0

@@ -23,20 +23,9 @@ def update_both(cache: Cache, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor,
     if _early_value_size(cache, layer) == v.shape[-1]:
         keys, values = cache.update(k, v.repeat(1, pieces, 1, 1), layer)
         return keys, values[:, : v.shape[1]]
-    keys, values = cache.update(k, _split_heads(v, pieces), layer)
-    return keys, _join_heads(values, pieces)
-
-
-def _split_heads(state: Tensor, pieces: int) -> Tensor:
-    """Lay out each head as several narrower ones: (B, h, T, D) → (B, h·pieces, T, D / pieces)."""
-    split = state.unflatten(-1, (pieces, -1))  # (B, h, T, pieces, D / pieces)
-    return split.transpose(2, 3).flatten(1, 2)
-
-
-def _join_heads(state: Tensor, pieces: int) -> Tensor:
-    """Undo `_split_heads`: (B, h·pieces, S, D / pieces) → (B, h, S, D)."""
-    split = state.unflatten(1, (-1, pieces))  # (B, h, pieces, S, D / pieces)
-    return split.transpose(2, 3).flatten(-2)
+    narrow = v.unflatten(-1, (pieces, -1)).transpose(2, 3).flatten(1, 2)  # (B, H_kv, T, D / pieces)
+    keys, values = cache.update(k, narrow, layer)  # values (B, H_kv, S, D / pieces)
+    return keys, values.unflatten(1, (-1, pieces)).transpose(2, 3).flatten(-2)
 
 
 def update_single(cache: Cache, state: Tensor, layer: int) -> Tensor:

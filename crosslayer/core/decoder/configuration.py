@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from crosslayer.core.decoder.families import load_family
 from crosslayer.core.decoder.family import Family
-from crosslayer.core.decoder.parallel import EXPERTS, LINEAR, WHOLE, tensor_parallel_plan
+from crosslayer.core.decoder.parallel import tensor_parallel_plan
 from crosslayer.core.method import Method, Wiring, mixes, state_reader
 from crosslayer.core.methods import load_method, to_entry, wire
 from crosslayer.core.plan import CACHED, STATES, DepthPlan
@@ -141,13 +141,7 @@ class CrossLayerConfig(LlamaConfig):
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
         """How transformers splits the modules over ranks (tensor parallelism)."""
-        wiring = self.wiring
-        mixes = any(type(method).heads is not Method.heads for method in wiring.methods)
-        attention = tensor_parallel_plan(self.qk_norm, mixes, any(wiring.several), wiring.compensation)
-        mlps = self.parts.mlp_split if self.num_local_experts is None else EXPERTS
-        linear = LINEAR if self.linear_layers else {}
-        positions = {"embed_positions": WHOLE} if self.parts.learned_positions else {}
-        return {"embed_tokens": "embedding_rowwise", **attention, **mlps, **linear, **positions}
+        return tensor_parallel_plan(self, self.wiring)
 
     @base_model_tp_plan.setter
     def base_model_tp_plan(self, plan: dict[str, str]) -> None:

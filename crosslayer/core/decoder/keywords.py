@@ -24,12 +24,9 @@ def check_keywords(forward: Callable[..., Any], names: Iterable[str]) -> None:
 
     """
     for name in names:
-        if name not in PASSED_ON:
-            raise TypeError(_unknown(forward, name))
-
-
-def _unknown(forward: Callable[..., Any], name: str) -> str:
-    named = [key for key in inspect.signature(forward).parameters if key not in ("self", "kwargs")]
-    close = difflib.get_close_matches(name, [*named, *LOSS, *sorted(PASSED_ON)], 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(named)}"
-    return f"{forward.__qualname__}() has no argument {name!r}; {hint}"
+        if name in PASSED_ON:
+            continue
+        named = [key for key in inspect.signature(forward).parameters if key not in ("self", "kwargs")]
+        close = difflib.get_close_matches(name, [*named, *LOSS, *sorted(PASSED_ON)], 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(named)}"
+        raise TypeError(f"{forward.__qualname__}() has no argument {name!r}; {hint}")

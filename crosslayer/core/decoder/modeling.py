@@ -79,7 +79,6 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
                 initialization.constant_(module.get_parameter("weight"), 1 - parts.gain_offset)
 
     def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize, beside the embeddings, what methods have by token."""
         embeddings = super()._resize_token_embeddings(*args, **kwargs)
         assert isinstance(embeddings, nn.Embedding)
         for module in self.modules():
@@ -300,7 +299,6 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of the last hidden states (B, T, C), `AT_ONCE` tokens at a time."""
         if shift_labels is None:
             assert labels is not None
             shift_labels = functional.pad(labels[:, 1:], (0, 1), value=ignore_index)  # (B, T)

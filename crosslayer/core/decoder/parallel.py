@@ -3,7 +3,6 @@
 Every rank holds the same slice of heads in all layers, so what layers lend to each other stays on its rank.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers.integrations.tensor_parallel import (
     TensorParallelLayer,
 )
 
-from crosslayer.core.method import INPUT, HeadMixer, Mixing
+from crosslayer.core.method import INPUT, Config, HeadMixer, Method, Mixing, Wiring
 
 WHOLE = "crosslayer_whole"
 BY_HEAD = "crosslayer_by_head"
@@ -94,26 +93,18 @@ if torch.distributed.is_available():
     ALL_PARALLEL_STYLES.register(BY_HEAD, MixingParallel())  # type: ignore[arg-type]
 
 
-def tensor_parallel_plan(
-    qk_norm: bool, mixes: bool, reads_several: bool, targets: Collection[str | None]
-) -> dict[str, str]:
-    """Return the styles of the modules beside MLPs; without the optional ones, which would be warned of.
-
-    Args:
-        qk_norm: whether queries and keys have norms.
-        mixes: whether a method mixes states of attention.
-        reads_several: whether a layer combines the states of several layers.
-        targets: where W_c of the layers write, None for a layer without it.
-
-    """
-    plan = dict(PLAN)
-    if qk_norm:
+def tensor_parallel_plan(config: Config, wiring: Wiring) -> dict[str, str]:
+    """Return the styles of the modules that a model has; transformers would warn of others."""
+    plan = {"embed_tokens": "embedding_rowwise", **PLAN}
+    plan |= config.parts.mlp_split if config.num_local_experts is None else EXPERTS
+    if config.parts.learned_positions:
+        plan["embed_positions"] = WHOLE
+    if wiring.linear:
+        plan |= LINEAR
+    if config.qk_norm:
         plan |= dict.fromkeys(NORMS, "replicated_with_grad_allreduce")
-    if mixes:
+    if any(type(method).heads is not Method.heads for method in wiring.methods):
         plan[MIXERS] = BY_HEAD
-    if reads_several:
+    if any(wiring.several):
         plan[READER] = BY_HEAD
-    for target, (name, style) in COMPENSATION.items():
-        if target in targets:
-            plan[name] = style
-    return plan
+    return plan | dict(COMPENSATION[target] for target in wiring.compensation if target is not None)

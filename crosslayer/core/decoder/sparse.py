@@ -22,29 +22,22 @@ if TYPE_CHECKING:
     from crosslayer.core.decoder.configuration import CrossLayerConfig
 
 
-class Router(MixtralTopKRouter, Mixing):
-    """Mixtral's router."""
+class _Drawn(Mixing):
+    """Weights that begin as other matrices do."""
 
-    def __init__(self, config: "CrossLayerConfig"):
-        super().__init__(config)
-        self.std = config.initializer_range
+    std = 0.02
 
     def reset(self) -> None:
-        """Draw the weights, unless a checkpoint has filled them."""
-        init.normal_(self.weight, mean=0.0, std=self.std)
-
-
-class Experts(MixtralExperts, Mixing):  # type: ignore[misc]
-    """Mixtral's experts."""
-
-    def __init__(self, config: "CrossLayerConfig"):
-        super().__init__(config)
-        self.std = config.initializer_range
-
-    def reset(self) -> None:
-        """Draw the weights, unless a checkpoint has filled them."""
         for parameter in self.parameters():
             init.normal_(parameter, mean=0.0, std=self.std)
+
+
+class Router(MixtralTopKRouter, _Drawn):
+    """Mixtral's router."""
+
+
+class Experts(MixtralExperts, _Drawn):  # type: ignore[misc]
+    """Mixtral's experts."""
 
 
 class SparseMLP(MixtralSparseMoeBlock):
@@ -52,7 +45,8 @@ class SparseMLP(MixtralSparseMoeBlock):
 
     def __init__(self, config: "CrossLayerConfig"):
         super().__init__(config)  # type: ignore[arg-type]
-        self.gate, self.experts = Router(config), Experts(config)
+        self.gate, self.experts = Router(config), Experts(config)  # type: ignore[arg-type]
+        self.gate.std = self.experts.std = config.initializer_range
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the update (B, T, C) and the router's logits (B·T, E)."""

@@ -111,18 +111,13 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
     except StrictDataclassFieldValidationError as error:  # such as no experts, for a family that has some
         raise ValueError(f"{family} cannot express it: {error.__cause__}") from error
     back = to_config(result).to_dict()
+    for one in (values, back):
+        if one["attention_output_bias"] is None:
+            one["attention_output_bias"] = one["attention_bias"]
     for key in OURS:
-        same = (
-            _output_bias(values) == _output_bias(back) if key == "attention_output_bias" else values[key] == back[key]
-        )
-        if not same:
+        if values[key] != back[key]:
             raise ValueError(f"{family} cannot express {key} = {values[key]!r}")
     return result
-
-
-def _output_bias(values: Mapping[str, Any]) -> bool:
-    own = values["attention_output_bias"]
-    return values["attention_bias"] if own is None else own
 
 
 @torch.no_grad()

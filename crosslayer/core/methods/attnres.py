@@ -119,7 +119,6 @@ class _Depth(_Reader):
             self.gain = nn.Parameter(torch.ones(config.hidden_size))
 
     def reset(self) -> None:
-        """Begin with uniform attention."""
         if not self.alone:
             init.zeros_(self.query)
             init.ones_(self.gain)
@@ -135,7 +134,6 @@ class _Depth(_Reader):
         return depth_attention(sources, self.query * self.gain, self.eps), carry
 
     def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
-        """Return the softmax of the scores."""
         if self.alone:
             return stream.new_ones(1, *stream.shape[:-1])
         direction = self.query * self.gain

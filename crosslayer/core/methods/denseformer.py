@@ -37,7 +37,13 @@ class DenseFormer(Method):
     def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual | None:
         """Sum after the last sublayer of each layer; let the very first sublayer hand the embedding upward."""
         layers = list(dict.fromkeys(owner for owner, _ in wiring.sublayers))
-        self._check(len(layers))
+        summing = len(layers) // self.period * self.period  # the last layer that sums
+        if summing == 0 or summing < self.dilation:
+            raise ValueError(
+                f"denseformer: with dilation {self.dilation} and period {self.period} none of the {len(layers)} layers "
+                f"would sum an earlier output; period may be at most {len(layers)}, dilation at most "
+                f"{summing or len(layers)}"
+            )
         first = (layer, site) == wiring.sublayers[0]
         last = (layer, site) == [place for place in wiring.sublayers if place[0] == layer][-1]
         if not last:
@@ -55,20 +61,11 @@ class DenseFormer(Method):
         residues = {reader % self.dilation for reader in readers if reader % self.period == 0}
         return [j for j in range(block + 1) if j % self.dilation in residues]
 
-    def _check(self, layers: int) -> None:
-        last = layers // self.period * self.period
-        if last == 0 or last < self.dilation:
-            raise ValueError(
-                f"denseformer: with dilation {self.dilation} and period {self.period} none of the {layers} layers "
-                f"would sum an earlier output; period may be at most {layers}, dilation at most {last or layers}"
-            )
-
 
 class _Entrance(Residual):
     """Hands the embedding upward."""
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return the stream as it is, which is X_0 here."""
         return stream, {**carry, OUTPUTS: (stream,)}
 
 
@@ -81,12 +78,10 @@ class _Sum(_Entrance):
         self.weights = nn.Parameter(_newest(len(summed))) if summed else None  # (N,), the last is a_ii
 
     def reset(self) -> None:
-        """Begin with the newest output alone."""
         if self.weights is not None:
             init.copy_(self.weights, _newest(len(self.summed)).to(self.weights))
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return the stream; in the first layer it is handed upward."""
         return super().read(stream, carry) if self.enters else (stream, carry)
 
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:

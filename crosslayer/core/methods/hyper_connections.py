@@ -110,7 +110,6 @@ class _Mix(_Collapse):
         return self._mix(wide, weights).to(stream.dtype), {**carry, MIX: (post, comb)}
 
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return the mixed streams (B, T, N, C) with the update."""
         streams, (post, comb) = self._streams(stream), carry[MIX]
         post, comb = post.to(stream.dtype), comb.to(stream.dtype)
         added = post.movedim(0, -1).unsqueeze(-1) * update.unsqueeze(-2)  # (B, T, N, C)

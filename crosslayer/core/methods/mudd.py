@@ -64,7 +64,6 @@ class _Dense(Residual):
         self.first = first
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return the stream."""
         return stream, {**carry, SOURCES: (stream,)} if self.first else carry
 
     def inputs(self, read: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +86,6 @@ class _Sum(_Dense):
         self.base = nn.Parameter(_newest(len(ways), sources))  # a: (W, J)
 
     def reset(self) -> None:
-        """Begin as a plain Transformer."""
         init.normal_(self.inner, mean=0.0, std=self.inner.shape[1] ** -0.5)
         init.zeros_(self.outer)
         init.copy_(self.base, _newest(*self.base.shape).to(self.base))

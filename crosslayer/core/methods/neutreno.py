@@ -43,7 +43,6 @@ class _Difference(ValueAdder):
         self.weight, self.first = weight, first
 
     def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
-        """Leave what is added, (B, H_kv, T, D)."""
         assert v is not None
         if self.first:
             return q, k, v, {**carry, FIRST: v}

@@ -71,12 +71,10 @@ class _Mixer(HeadMixer):
         self.weights = nn.Parameter(torch.tensor(weights)) if trained else None
 
     def reset(self) -> None:
-        """Begin at the mode's weights."""
         if self.weights is not None:
             init.copy_(self.weights, torch.tensor(self.initial, dtype=self.weights.dtype, device=self.weights.device))
 
     def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
-        """Return the states, that of the method mixed."""
         states = [q, k, v]  # (B, H, T, D), (B, H_kv, T, D) twice
         raw = states[self.state]
         assert raw is not None

@@ -83,7 +83,6 @@ class _Table(HeadMixer):
         self.table = nn.Parameter(new, requires_grad=old.requires_grad)
 
     def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
-        """Return the states, with what the table has added to the values (B, H_kv, T, D)."""
         assert v is not None
         gates = 2 * torch.sigmoid(F.linear(carry[INPUT][..., : self.channels], self.gate))  # (B, T, H_kv)
         added = F.embedding(carry[TOKENS], self.table).unflatten(-1, (v.shape[1], -1))  # (B, T, H_kv, D)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from crosslayer.core.decoder.modeling import masks_of
 from crosslayer.core.methods import load_method
 from crosslayer.probe.what_if import what_if
 from crosslayer.verbs.retrofit.calibrate import calibrate
@@ -167,7 +168,7 @@ def test_layerwise_stands_for_what_was_taken_from_each_layer_alone(source, name)
             naive(ids)
             position = torch.arange(ids.shape[1])[None]
             rotary = naive.model.rotary_emb(seen["into"], position_ids=position)
-            mask = naive.model._masks(seen["into"], None, None, position)["full_attention"]
+            mask = masks_of(naive.config, ["full_attention"], seen["into"], None, position)["full_attention"]
             original(seen["into"], {}, rotary, mask)
             error = seen["wanted"] - seen["reached"]
             for hook in hooks:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, masks_of
 
 
 class Upper:
@@ -20,8 +20,8 @@ class Upper:
         position = torch.arange(length, device=model.device)[None]
         like = torch.zeros(1, length, model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.rotary = model.model.rotary_emb(like, position_ids=position)
-        self.masks = model.model._masks(like, None, None, position)
         self.kinds = model.config.layer_types or []
+        self.masks = masks_of(model.config, self.kinds, like, None, position)
 
     def below(self, ids: Tensor) -> Tensor:
         """Return the stream (B, T, C) that enters the first layer."""

@@ -114,7 +114,7 @@ def beam_search_equals_uncached(config: CrossLayerConfig) -> None:
     """Three beams give the same tokens and scores with and without a cache: what is reordered is all that is read."""
     model: Any = build(config)
     ids = tokens(length=6)
-    options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False, "output_scores": True, "pad_token_id": 0}
+    options = {"max_new_tokens": 4, "num_beams": 3, "do_sample": False, "output_scores": True, "pad_token_id": 0}
     options |= {"return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
     cached = model.generate(ids, use_cache=True, **options)
     plain = model.generate(ids, use_cache=False, **options)
@@ -130,10 +130,10 @@ def every_way_to_generate(config: CrossLayerConfig) -> None:
     """
     model: Any = build(config)
     ids = tokens(batch=1, length=8)
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     greedy = model.generate(ids, **options)
     plain = ids
-    for _ in range(5):
+    for _ in range(4):
         plain = torch.cat([plain, model(plain, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     _same(greedy, plain, "greedy")
     static = {"cache_implementation": "static", "disable_compile": True}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from crosslayer.core.decoder.layer import CrossLayerDecoderLayer
-from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, masks_of
 from crosslayer.core.method import Carry
 
 TOKENS_EACH = 2048  # of a batch
@@ -52,9 +52,10 @@ class Streams:
         self.passed = -1  # the last layer that the original's own stream has passed
         self.carries: list[Carry] = [{} for _ in self.after]
         by_size = {len(stream): stream for stream in self.after}  # the last batch may be smaller
-        self.masks = {size: self.body._masks(stream, None, None, position) for size, stream in by_size.items()}
-        assert rewired.config.layer_types is not None
-        self.kinds = rewired.config.layer_types
+        config, kinds = rewired.config, rewired.config.layer_types
+        assert kinds is not None
+        self.kinds = kinds
+        self.masks = {size: masks_of(config, kinds, stream, None, position) for size, stream in by_size.items()}
 
     def advance(self, layer: int) -> None:
         """Take both models through a layer."""

@@ -1,11 +1,7 @@
 """Families beyond Llama: GPT-2 and Mixtral as oracles, first values, what attention can cap, bad input."""
 
 import math
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -201,46 +197,6 @@ def test_linear_attention_is_no_other_familys():
 def test_linear_attention_needs_sizes():
     with pytest.raises(ValueError, match="set linear_num_heads and linear_head_dim"):
         contract.config_of([], layer_types=LINEAR["layer_types"])
-
-
-TOY = '''
-"""Arcee: Llama with an MLP without a gate."""
-
-from crosslayer.core.decoder.family import PLAIN_MLP, Family, ModelType, PlainMLP
-
-FAMILY = Family(
-    mlp=PlainMLP, mlp_split=PLAIN_MLP, experts=False, model_types={"arcee": ModelType(("attention_bias", "mlp_bias"))}
-)
-'''
-ADDED = """
-import torch
-from transformers import ArceeConfig, ArceeForCausalLM
-
-import crosslayer
-from crosslayer.core.decoder.weights import from_model, to_model
-from crosslayer.testing import SHAPE, build, config_of, tokens
-from crosslayer.verbs.retrofit.convert import convert
-
-assert crosslayer.__file__.startswith(FOLDER), crosslayer.__file__
-built = build(config_of([{"name": "cla"}], family="toy", hidden_act="relu2"))
-assert built(tokens()).logits.isfinite().all() and not hasattr(built.model.layers[0].mlp, "gate_proj")
-source = ArceeForCausalLM(ArceeConfig(**SHAPE, head_dim=8)).double().eval()
-ours, ids = to_model(source), tokens()
-with torch.no_grad():
-    assert torch.equal(source(ids).logits, ours(ids).logits)
-    assert torch.equal(from_model(ours, "arcee")(ids).logits, ours(ids).logits)
-assert convert(source, built.config.methods).model.config.family == "toy"
-"""
-
-
-def test_a_file_in_the_folder_is_all_that_a_family_needs(tmp_path):
-    """A copy of the package with a new file: it is built, and a model type that did not convert does."""
-    shutil.copytree(ROOT / "crosslayer", tmp_path / "crosslayer", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "crosslayer" / "core" / "decoder" / "families" / "toy.py").write_text(TOY)
-    (tmp_path / "added.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{ADDED}")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "added.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_no_family_is_named_outside_its_file():

@@ -68,8 +68,11 @@ def test_its_test_passes(folder):
 
 
 ADDED = """
+import sys
+
 import torch
 
+import crosslayer.cli
 import crosslayer.core.methods
 from crosslayer import testing as contract
 from crosslayer.verbs.methods.catalogue import markdown, method_table
@@ -77,7 +80,8 @@ from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.wires import searched_methods
-from transformers import LlamaConfig, LlamaForCausalLM
+from crosslayer.core.decoder.weights import from_model, to_model
+from transformers import ArceeConfig, ArceeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 assert crosslayer.__file__.startswith(FOLDER), crosslayer.__file__
 cls = crosslayer.core.methods.method_class("scaled")
@@ -92,20 +96,41 @@ shape = {**contract.SHAPE, "num_hidden_layers": 6}
 result = convert(LlamaForCausalLM(LlamaConfig(**shape)).eval(), [method])
 assert "model.layers.3.self_attn.v_proj.weight" in result.dropped, result.dropped
 assert "model.layers.3.attn_compensation.weight" in result.new, result.new
+
+built = contract.build(contract.config_of(["cla"], family="toy", hidden_act="relu2"))
+assert built(contract.tokens()).logits.isfinite().all() and not hasattr(built.model.layers[0].mlp, "gate_proj")
+source = ArceeForCausalLM(ArceeConfig(**shape, head_dim=8)).double().eval()
+ours, ids = to_model(source), contract.tokens()
+with torch.no_grad():
+    assert torch.equal(source(ids).logits, ours(ids).logits)
+    assert torch.equal(from_model(ours, "arcee")(ids).logits, ours(ids).logits)
+assert convert(source, [method]).model.config.family == "toy"
+
+sys.argv = ["crosslayer", "methods"]
+crosslayer.cli.main()
 """
+FAMILY = '''
+"""Arcee: Llama with an MLP without a gate."""
+
+from crosslayer.core.decoder.family import PLAIN_MLP, Family, ModelType, PlainMLP
+
+FAMILY = Family(
+    mlp=PlainMLP, mlp_split=PLAIN_MLP, experts=False, model_types={"arcee": ModelType(("attention_bias", "mlp_bias"))}
+)
+'''
 
 
-def test_a_file_in_the_folder_is_all_that_a_method_needs(tmp_path):
-    """A copy of the package with a new file: the contract, the tables, a retrofit and the search know it."""
+def test_a_file_is_all_that_a_method_or_a_family_needs(tmp_path):
+    """A copy of the package with two new files.
+
+    Of the method the contract, the tables, a retrofit, the search and the command line know; of the family a model is
+    built, and a model type that did not convert does.
+    """
     shutil.copytree(ROOT / "crosslayer", tmp_path / "crosslayer", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "crosslayer" / "core" / "methods" / "scaled.py").write_text("\n".join(blocks("Step by step")))
+    (tmp_path / "crosslayer" / "core" / "decoder" / "families" / "toy.py").write_text(FAMILY)
     (tmp_path / "added.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{ADDED}")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
-
-    def output_of(*words: str) -> str:
-        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
-
-    output_of("added.py")
-    assert "scaled" in output_of("-m", "crosslayer", "methods")
+    done = subprocess.run([sys.executable, "added.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "scaled" in done.stdout

@@ -68,14 +68,18 @@ def listed(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
 
 def depth_scores(source: Tensor, direction: Tensor, eps: float) -> Tensor:
     """Return dᵀ v / rms(v) in float32 or wider for a direction (C,) and v (…, C): (…)."""
-    wide = _wide(source.dtype)
-    source = source.to(wide)
-    return source @ direction.to(wide) * inverse_rms(source, eps).squeeze(-1)
+    source = wide(source)
+    return source @ direction.to(source.dtype) * inverse_rms(source, eps).squeeze(-1)
 
 
 def inverse_rms(source: Tensor, eps: float) -> Tensor:
     """Return 1 / rms(v) of v (…, C): (…, 1)."""
     return torch.rsqrt(source.square().mean(-1, keepdim=True) + eps)
+
+
+def wide(source: Tensor) -> Tensor:
+    """Return a tensor in float32, or in its own type where that is wider."""
+    return source.to(_wide(source.dtype))
 
 
 def exact(device: torch.device) -> AbstractContextManager[Any]:
@@ -88,11 +92,11 @@ def exact(device: torch.device) -> AbstractContextManager[Any]:
 def _side_by_side(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
     """Do what `depth_attention` does by few operators, of which none keeps anything for a gradient."""
     stacked = torch.stack(tuple(sources), dim=-2)  # (…, N, C)
-    wide = stacked.to(_wide(stacked.dtype))
-    scores = torch.matmul(wide, direction.to(wide.dtype))  # (…, N)
-    inverse = torch.linalg.vector_norm(wide, dim=-1).square_().div_(len(direction)).add_(eps).rsqrt_()
+    widened = wide(stacked)
+    scores = torch.matmul(widened, direction.to(widened.dtype))  # (…, N)
+    inverse = torch.linalg.vector_norm(widened, dim=-1).square_().div_(len(direction)).add_(eps).rsqrt_()
     shares = scores.mul_(inverse).softmax(-1)
-    return torch.matmul(shares.unsqueeze(-2), wide).squeeze(-2).to(stacked.dtype)
+    return torch.matmul(shares.unsqueeze(-2), widened).squeeze(-2).to(stacked.dtype)
 
 
 class _Bank:
@@ -210,10 +214,10 @@ class _Read(torch.autograd.Function):
             shrink = (slopes * scores).mul_(inverse.square()).div_(-len(direction))
             slopes = slopes.mul_(inverse)
             toward = _toward(operands, slopes)
-            wide, task = direction.to(shares.dtype), torch._C._current_graph_task_id()
+            widened, task = direction.to(shares.dtype), torch._C._current_graph_task_id()
             results: list[Tensor | None] = []
             for number, (source, node) in enumerate(zip(sources, ctx.nodes, strict=True)):
-                part = _Part(arrived, shares[number], slopes[number], wide, shrink[number])
+                part = _Part(arrived, shares[number], slopes[number], widened, shrink[number])
                 if node is not None and torch._C._will_engine_execute_node(node):
                     node.parts.setdefault(task, []).append(part)
                 needed = ctx.needs_input_grad[2 + number] and node is None
@@ -253,12 +257,12 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the weighted sum (…, C), and scores, shares and 1 / rms of the sources, (N, T) each."""
     kept = functools.reduce(torch.promote_types, (source.dtype for source in sources))
-    wide = _wide(kept)
+    dtype = _wide(kept)
     operands = _operands(sources, nodes)
     squares = [_square(v) if node is None else node.square for v, node in zip(sources, nodes, strict=True)]
-    inverse = torch.stack(squares).to(wide).div_(len(direction)).add_(eps).rsqrt_()
-    columns = direction.to(wide)
-    scores = torch.cat([torch.mv(v.to(wide).flatten(0, 1), columns) for v in operands])  # (N · T)
+    inverse = torch.stack(squares).to(dtype).div_(len(direction)).add_(eps).rsqrt_()
+    columns = direction.to(dtype)
+    scores = torch.cat([torch.mv(v.to(dtype).flatten(0, 1), columns) for v in operands])  # (N · T)
     scores = scores.view(inverse.shape).mul_(inverse)
     shares = scores.softmax(dim=0)
     return _weighted(operands, shares.to(kept)).view(sources[0].shape), scores, shares, inverse

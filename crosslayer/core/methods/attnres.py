@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.core.depth_attention import depth_attention, depth_scores, exact, inverse_rms, keep
+from crosslayer.core.depth_attention import depth_attention, depth_scores, exact, inverse_rms, keep, wide
 from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 from crosslayer.core.options import check_choice
 
@@ -199,14 +199,14 @@ class _Ablated(_Reader):
         if self.method.weights == "static":
             return self.weight[:, None, None]
         with exact(sources[0].device):
-            wide = torch.promote_types(sources[0].dtype, torch.float32)
-            query = self.query.to(wide)
+            sources = [wide(source) for source in sources]
+            query = self.query.to(sources[0].dtype)
             if self.method.query == "input":
-                newest = sources[-1].to(wide)
+                newest = sources[-1]
                 query = nn.functional.linear(newest * inverse_rms(newest, self.eps), query)  # (B, T, C)
             if self.method.key_norm:
                 query = query * self.gain
-            scores = torch.stack([self._scores(source.to(wide), query) for source in sources])  # (N, B, T, H)
+            scores = torch.stack([self._scores(source, query) for source in sources])  # (N, B, T, H)
         return scores.softmax(dim=0) if self.method.weights == "softmax" else scores.sigmoid()
 
     def _scores(self, source: Tensor, query: Tensor) -> Tensor:

@@ -75,11 +75,11 @@ class _Sum(_Entrance):
     def __init__(self, kept: tuple[int, ...], summed: tuple[int, ...], enters: bool):
         super().__init__()
         self.kept, self.summed, self.enters = kept, summed, enters
-        self.weights = nn.Parameter(_newest(len(summed))) if summed else None  # (N,), the last is a_ii
+        self.weights = nn.Parameter(torch.eye(len(summed))[-1]) if summed else None  # (N,), the last is a_ii
 
     def reset(self) -> None:
         if self.weights is not None:
-            init.copy_(self.weights, _newest(len(self.summed)).to(self.weights))
+            init.copy_(self.weights, torch.eye(len(self.summed))[-1].to(self.weights))
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         return super().read(stream, carry) if self.enters else (stream, carry)
@@ -94,10 +94,3 @@ class _Sum(_Entrance):
         for weight, place in zip(self.weights[1:], self.summed[1:], strict=True):
             total = total + weight * available[place]
         return total, carry
-
-
-def _newest(count: int) -> Tensor:
-    """Return weights (N,): 1 for the last, 0 for the others."""
-    weights = torch.zeros(count)
-    weights[-1] = 1
-    return weights

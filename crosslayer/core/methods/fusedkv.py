@@ -59,10 +59,8 @@ class _Fusion(StateReader):
         super().__init__()
         assert config.num_key_value_heads is not None and config.head_dim is not None
         heads, size = config.num_key_value_heads, config.head_dim
-        self.key_weights = nn.Parameter(torch.empty(heads, 2, size // 2))  # (H_kv, 2, D / 2)
-        self.value_weights = nn.Parameter(torch.empty(heads, 2, size))  # (H_kv, 2, D)
-        nn.init.zeros_(self.key_weights)
-        nn.init.zeros_(self.value_weights)
+        self.key_weights = nn.Parameter(torch.zeros(heads, 2, size // 2))  # (H_kv, 2, D / 2)
+        self.value_weights = nn.Parameter(torch.zeros(heads, 2, size))  # (H_kv, 2, D)
 
     def reset(self) -> None:
         """Begin with the keys of the last layer of the lower half and the values of the first layer."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from crosslayer.core.depth_attention import inverse_rms, wide
 from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 
 EPS = 1e-6
@@ -74,18 +75,17 @@ class _Collapse(Residual):
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return the mix (B, T, C) of the streams (B, T, N, C)."""
-        wide = _wide(stream)
-        return self._mix(wide, self._weights(wide)).to(stream.dtype), carry
+        streams = wide(stream)
+        return self._mix(streams, self._weights(streams)).to(stream.dtype), carry
 
-    def _weights(self, wide: Tensor) -> Tensor:
+    def _weights(self, streams: Tensor) -> Tensor:
         """Return W r of the streams (B, T, N, C), token by token the last: (K, B, T)."""
-        flat = wide.flatten(2)  # (B, T, N·C)
-        norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.eps)
-        return (flat @ self.fn.to(flat.dtype).T * norm).movedim(-1, 0).contiguous()
+        flat = streams.flatten(2)  # (B, T, N·C)
+        return (flat @ self.fn.to(flat.dtype).T * inverse_rms(flat, self.eps)).movedim(-1, 0).contiguous()
 
-    def _mix(self, wide: Tensor, weights: Tensor) -> Tensor:
+    def _mix(self, streams: Tensor, weights: Tensor) -> Tensor:
         pre = self._scaled(weights, 0, slice(0, self.streams)).sigmoid() + EPS  # (N, B, T)
-        return (pre.movedim(0, -1).unsqueeze(-2) @ wide).squeeze(-2)  # (B, T, 1, N) @ (B, T, N, C) → (B, T, C)
+        return (pre.movedim(0, -1).unsqueeze(-2) @ streams).squeeze(-2)  # (B, T, 1, N) @ (B, T, N, C) → (B, T, C)
 
     def _scaled(self, weights: Tensor, part: int, rows: slice) -> Tensor:
         """Return s W r + b of some of the weights, (rows, B, T)."""
@@ -102,12 +102,12 @@ class _Mix(_Collapse):
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return the mix (B, T, C) of the streams (B, T, N, C), of the very first sublayer the embedding (B, T, C)."""
-        wide, count = _wide(self._streams(stream)), self.streams
-        weights = self._weights(wide)
+        streams, count = wide(self._streams(stream)), self.streams
+        weights = self._weights(streams)
         post = 2 * self._scaled(weights, 1, slice(count, 2 * count)).sigmoid()  # (N, B, T)
         comb = self._scaled(weights, 2, slice(2 * count, None)).unflatten(0, (count, count))  # (N, N, B, T): from, to
         comb = doubly_stochastic(comb.softmax(dim=1) + EPS, self.iterations)
-        return self._mix(wide, weights).to(stream.dtype), {**carry, MIX: (post, comb)}
+        return self._mix(streams, weights).to(stream.dtype), {**carry, MIX: (post, comb)}
 
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         streams, (post, comb) = self._streams(stream), carry[MIX]
@@ -127,7 +127,3 @@ def doubly_stochastic(matrix: Tensor, iterations: int) -> Tensor:
         matrix = matrix / (matrix.sum(dim=1, keepdim=True) + EPS)
         matrix = matrix / (matrix.sum(dim=0, keepdim=True) + EPS)
     return matrix
-
-
-def _wide(stream: Tensor) -> Tensor:
-    return stream.to(torch.promote_types(stream.dtype, torch.float32))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import initialization as init
 
+from crosslayer.core.depth_attention import inverse_rms, wide
 from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import STATES
@@ -98,11 +99,10 @@ class _Sum(_Dense):
 
     def _shares(self, output: Tensor) -> Tensor:
         """Return A of a layer's output (B, T, C), the tokens last: (W, J, B, T)."""
-        wide = output.to(torch.promote_types(output.dtype, torch.float32))
-        norm = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        inner = functional.gelu(wide @ self.inner.to(wide.dtype).T * norm)
-        dynamic = (inner @ self.outer.to(wide.dtype).T).movedim(-1, 0)  # (W·J, B, T)
-        shares = dynamic.unflatten(0, self.base.shape) + self.base.to(wide.dtype)[:, :, None, None]
+        source = wide(output)
+        inner = functional.gelu(source @ self.inner.to(source.dtype).T * inverse_rms(source, self.eps))
+        dynamic = (inner @ self.outer.to(source.dtype).T).movedim(-1, 0)  # (W·J, B, T)
+        shares = dynamic.unflatten(0, self.base.shape) + self.base.to(source.dtype)[:, :, None, None]
         return shares.to(output.dtype)
 
 

@@ -33,7 +33,7 @@ class Conversion:
 
 @torch.no_grad()
 def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first") -> Conversion:
-    """Rewire a model of a family that converts (decoder/weights.py).
+    """Rewire a model of a family that converts (decoder/families).
 
     Where whole layers go and nothing else changes, the model is of the source's own class.
 

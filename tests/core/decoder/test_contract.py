@@ -46,7 +46,7 @@ def mutated_carry(monkeypatch):
 
 def no_mask(monkeypatch):
     """No mask function is registered, so that every layer gets None."""
-    monkeypatch.setattr(modeling.CrossLayerModel, "_masks", lambda self, *args: dict.fromkeys(modeling.MASKS))
+    monkeypatch.setattr(modeling, "masks_of", lambda *args: dict.fromkeys(modeling.MASKS))
 
 
 def reentrant(monkeypatch):

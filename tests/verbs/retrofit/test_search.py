@@ -8,6 +8,8 @@ from crosslayer.core.methods import method_class
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.verbs.retrofit.blocks import fixed_blocks
 from crosslayer.verbs.retrofit.cache import CacheShare
+from crosslayer.verbs.retrofit.options import RetrofitOptions
+from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.search import PASSES, Search
 from crosslayer.verbs.retrofit.wires import Wires, searched_methods
 
@@ -143,7 +145,8 @@ def test_wires_follow_the_rules_of_plans():
     passed = chain.take(DROP, 2)  # a borrower past a dropped layer still reads its leader
     assert passed.valid and passed.plan.keys == (0, 1, None, 1, 4, 5)
     assert passed.names() == ["own", "own", "drop", "cla", "own", "own"]
-    assert [method.compensation for method in passed.methods({CLA: "mlp", DROP: "attention"})] == ["mlp", "attention"]
+    request = Request(RetrofitOptions(kv_budget=0.7, target="mlp"))
+    assert [request.compensated(method).compensation for method in passed.methods()] == ["mlp", "attention"]
     assert not own(6).take(CLA, 2).take(UNIATTN, 3).valid  # layer 2 owns no keys
     shapes = (SHAPE, SHAPE, LayerShape(4, 2, 8, 8, True, window=8), *[SHAPE] * 3)
     assert not Wires((None,) * 6, shapes).take(CLA, 2).valid and Wires((None,) * 6, shapes).take(CLA, 3).valid

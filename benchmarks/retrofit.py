@@ -28,8 +28,7 @@ from crosslayer.verbs.retrofit.cache import allocated
 from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.damage import damage
 from crosslayer.verbs.retrofit.losses import logits_of, losses
-from crosslayer.verbs.retrofit.options import RetrofitOptions
-from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from crosslayer.verbs.retrofit.rewire import rewire
 
 PARTS = ("damage", "times", "table")

@@ -125,14 +125,14 @@ def _domains(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Sequence[str]
 def _fitted(retrofit: Retrofit, name: str) -> range:
     """Return which windows of a domain a retrofit was fitted to: they follow those that judged it."""
     texts = retrofit.receipt.texts
-    parts = Texts({}, tuple(texts.fitted), tuple(texts.judged)).parts(Request(retrofit.receipt.options))
+    parts = Texts({}, tuple(texts.fitted), tuple(texts.judged)).parts(Request(retrofit.receipt.settings))
     start = parts["evaluation"].get(name, 0)
     count = sum(parts[part].get(name, 0) for part in ("calibration", "choice", "search") if part in parts)
     return range(start, start + count)
 
 
 def _options(retrofits: Sequence[Retrofit], name: str) -> list[Any]:
-    return [vars(retrofit.receipt.options)[name] for retrofit in retrofits]
+    return [vars(retrofit.receipt.settings)[name] for retrofit in retrofits]
 
 
 def _shared(retrofits: Sequence[Retrofit], what: str, values: Sequence[Any], key: str | None = None) -> Any:

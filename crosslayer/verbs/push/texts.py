@@ -57,7 +57,7 @@ def eval_entries(record: Receipt) -> list[EvalResultEntry]:
         named = domain.name.split("/")  # OWNER, NAME, often a configuration, and the split
         if len(named) not in (3, 4):
             continue
-        note = f"perplexity of {domain.windows} windows of {record.options.length} tokens"
+        note = f"perplexity of {domain.windows} windows of {record.settings.length} tokens"
         before = f"{domain.perplexity_before:.4f} before the retrofit"
         entries.append(
             EvalResultEntry(

@@ -26,9 +26,8 @@ class CacheShare:
 
     def of(self, plan: DepthPlan) -> float:
         """Return the share that a plan keeps."""
-        kept = 0.0
-        for layer, size in enumerate(self.sizes):
-            kept += sum(plan.stored_share(state, layer) * size[state] for state in size)
+        layers = enumerate(self.sizes)
+        kept = sum(plan.stored_share(state, layer) * size[state] for layer, size in layers for state in size)
         return kept / self.total
 
     def saved(self, states: Sequence[str], layer: int) -> float:

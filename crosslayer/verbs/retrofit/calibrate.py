@@ -59,15 +59,13 @@ def calibrate(
 
     """
     domains = [text] if isinstance(text, Tensor) else list(text.values())
-    sizes = [len(ids) for ids in domains]
     _check(model, domains, fit, groups)
     streams = Streams(original, model, torch.cat(domains), follow=FOLLOWED.get(fit, "both"))
-    fitted = fitted_layers(model, fit)
+    fitted, fits = fitted_layers(model, fit), []
     highest = fitted[-1]
-    fits = []
     for layer in range(highest + 1):
         if layer in fitted:
-            fits.append(fit_layer(streams, layer, fit, sizes, groups))
+            fits.append(fit_layer(streams, layer, fit, [len(ids) for ids in domains], groups))
         if layer < highest:
             streams.advance(layer)
         if progress is not None:
@@ -103,39 +101,30 @@ def is_reader(block: CrossLayerDecoderLayer) -> bool:
 
 def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: int = 1) -> Fit:
     """Fit W_c and W_o of a layer, as far as it has them and the fit asks for them, to what the layer lacks."""
-    rewired = streams.layers_after[layer]
-    compensation, refits = rewired.compensation, fit in REFITS and is_reader(rewired)
+    block = streams.layers_after[layer]
+    compensation, attention = block.compensation, block.self_attn if fit in REFITS and is_reader(block) else None
     assert compensation is None or isinstance(compensation, Compensation)
     if compensation is not None:
         compensation.reset()
-    width = streams.after[0].shape[-1]
-    blocks = {"heads": rewired.self_attn.o_proj.in_features} if refits and rewired.self_attn is not None else {}
-    blocks |= {"normed": width} if compensation is not None else {}
+    inputs = {} if attention is None else {"heads": attention.o_proj.in_features}
+    heads = sum(inputs.values())
+    inputs |= {"normed": streams.after[0].shape[-1]} if compensation is not None else {}
     biased = compensation is not None and compensation.bias is not None
-    moments = Moments(streams.after[0], sizes, groups, biased, list(blocks.values()))
-    first = 0  # sequence of the batch
+    moments = Moments(streams.after[0], sizes, groups, biased, list(inputs.values()))
     target = "attention" if compensation is None else compensation.target
-    for inputs, lack in streams.gaps(layer, target, list(blocks)):  # (B, T, I), (B, T, C)
-        moments.add(inputs, lack, first)
-        first += len(inputs)
+    for x, lack in streams.gaps(layer, target, list(inputs)):  # (B, T, I), (B, T, C)
+        moments.add(x, lack)
     weight, penalties, left_out = moments.solve(fit)  # (I [+ 1, the bias], C)
-    by_block = dict(zip(blocks, penalties, strict=False))
-    if refits:
-        _add_to_output(rewired, weight[: blocks["heads"]])
+    penalty_of = dict(zip(inputs, penalties, strict=False))
+    if attention is not None:
+        old = attention.o_proj.weight  # whose tensor may be the original model's, too
+        refitted = (old.double() + weight[:heads].T).to(old.dtype)
+        attention.o_proj.weight = nn.Parameter(refitted, old.requires_grad)
     if compensation is not None:
-        own = weight[blocks.get("heads", 0) :]  # (C [+ 1], C)
-        weight = torch.cat([weight[: blocks.get("heads", 0)], _write(rewired, compensation, own)])
+        weight = torch.cat([weight[:heads], _write(block, compensation, weight[heads:])])
     return moments.report(
-        layer, weight, penalty=by_block.get("normed"), left_out=left_out, output_penalty=by_block.get("heads")
+        layer, weight, penalty=penalty_of.get("normed"), left_out=left_out, output_penalty=penalty_of.get("heads")
     )
-
-
-def _add_to_output(block: CrossLayerDecoderLayer, change: Tensor) -> None:
-    """Add a change (H·D, C) to W_o, whose tensor may be the original model's, too."""
-    assert block.self_attn is not None
-    projection = block.self_attn.o_proj
-    refitted = projection.weight.double() + change.T
-    projection.weight = nn.Parameter(refitted.to(projection.weight.dtype), projection.weight.requires_grad)
 
 
 def _write(block: CrossLayerDecoderLayer, compensation: Compensation, weight: Tensor) -> Tensor:
@@ -190,18 +179,13 @@ def changed_alone(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM,
     That is a layer without W_c, such as a leader whose keys and values were merged, or an MLP that is gone and that W_c
     does not write to. The models share their weights' tensors.
     """
-    fitted, targets = fitted_layers(model, fit), model.config.wiring.compensation
-    alone = []
+    fitted, targets, alone = fitted_layers(model, fit), model.config.wiring.compensation, []
     for layer, (before, after) in enumerate(zip(layers_of(original), layers_of(model), strict=True)):
-        target = targets[layer] or ("attention" if layer in fitted else None)
-        if not _is_covered(before, after, target):
+        if layer not in fitted:
+            covered = computes_the_same(before, after)
+        else:
+            assert before.mlp is not None
+            covered = targets[layer] == "mlp" or (after.mlp is not None and same_weights(before.mlp, after.mlp))
+        if not covered:
             alone.append(layer)
     return alone
-
-
-def _is_covered(before: CrossLayerDecoderLayer, after: CrossLayerDecoderLayer, target: str | None) -> bool:
-    """Return whether all that changes in a layer is in the target of what is fitted, None where nothing is."""
-    if target is None:
-        return computes_the_same(before, after)
-    assert before.mlp is not None
-    return target == "mlp" or (after.mlp is not None and same_weights(before.mlp, after.mlp))

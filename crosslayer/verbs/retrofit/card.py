@@ -16,6 +16,7 @@ LIMITS = """- The figures hold for the text they were measured on; other text, t
 
 def model_card(record: Receipt, tokenizer: bool = True) -> str:
     """Return the card as Markdown; `tokenizer`: whether there is one beside the model."""
+    form = "crosslayer" if record.takes_shim else "hf"
     versions = ", ".join(f"{name} {version}" for name, version in record.environment.versions.items() if version)
     body = [
         f"# {record.architecture.name}, rewired",
@@ -23,25 +24,20 @@ def model_card(record: Receipt, tokenizer: bool = True) -> str:
         "## What it costs",
         _costs(record),
         "## Use",
-        use(_form(record), tokenizer),
+        use(form, tokenizer),
         "## Who reads from whom",
         f"```text\n{record.plan.diagram()}\n```",
         "## How it came about",
         _how(record),
-        f"Seed {record.options.seed}. {versions}.",
+        f"Seed {record.settings.seed}. {versions}.",
         "## Limits",
         LIMITS,
     ]
-    return card(_facts(record), "\n\n".join(body) + "\n")
+    return card(_facts(record, form), "\n\n".join(body) + "\n")
 
 
-def _form(record: Receipt) -> str:
-    return "crosslayer" if record.architecture.is_ours else "hf"
-
-
-def _facts(record: Receipt) -> dict[str, Any]:
+def _facts(record: Receipt, form: str) -> dict[str, Any]:
     """Return what the hub reads of a card: among it the perplexity on each domain, as `model-index`."""
-    name = record.architecture.name
     results = [
         EvalResult(
             task_type="text-generation",
@@ -54,9 +50,9 @@ def _facts(record: Receipt) -> dict[str, Any]:
         )
         for domain in record.damage.domains
     ]
-    index = ModelCardData(model_name=f"{name}, rewired", eval_results=results).to_dict()
+    index = ModelCardData(model_name=f"{record.architecture.name}, rewired", eval_results=results).to_dict()
     tags = ["crosslayer", *(entry["name"] for entry in record.methods)]
-    return {**common_facts(_form(record)), **record.architecture.origin, "tags": tags, **index}
+    return {**common_facts(form), **record.architecture.origin, "tags": tags, **index}
 
 
 def _costs(record: Receipt) -> str:
@@ -65,9 +61,9 @@ def _costs(record: Receipt) -> str:
         "|---|---|---|---|---|---|",
     ]
     for domain in record.damage.domains:
-        before, after = f"{domain.perplexity_before:.2f}", f"{domain.perplexity_after:.2f}"
-        cells = [domain.name.replace("|", "\\|"), "yes" if domain.seen else "no", before, after, ratio(domain)]
-        rows.append(f"| {' | '.join([*cells, kl(domain)])} |")
+        name, seen = domain.name.replace("|", "\\|"), "yes" if domain.seen else "no"
+        perplexities = f"{domain.perplexity_before:.2f} | {domain.perplexity_after:.2f}"
+        rows.append(f"| {name} | {seen} | {perplexities} | {ratio(domain)} | {kl(domain)} |")
     return "\n".join(rows)
 
 
@@ -75,13 +71,11 @@ def _how(record: Receipt) -> str:
     """Return the command line, or the call from Python."""
     if record.command is not None:
         return f"```sh\n{record.command}\n```"
-    texts, names = record.texts, [f"model: {record.architecture.name!r}", f"text: {_listed(record.texts.judged)}"]
-    options = "".join(f", {name}={value!r}" for name, value in record.options.changed().items())
+    texts, options = record.texts, [f"{name}={value!r}" for name, value in record.settings.changed().items()]
+    names = {"model": [record.architecture.name], "text": texts.judged}
     if texts.fitted and set(texts.fitted) != set(texts.judged):
-        names.append(f"calibration_text: {_listed(texts.fitted)}")
-        options += ", calibration_text=calibration_text"
-    return f"```python\n# {'; '.join(names)}\ncrosslayer.retrofit(model, text, tokenizer{options})\n```"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names))
+        names["calibration_text"] = texts.fitted
+        options.append("calibration_text=calibration_text")
+    comment = "; ".join(f"{name}: {', '.join(map(repr, values))}" for name, values in names.items())
+    call = f"crosslayer.retrofit({', '.join(['model', 'text', 'tokenizer', *options])})"
+    return f"```python\n# {comment}\n{call}\n```"

@@ -1,5 +1,6 @@
 """Which layers a method acts on: as named, the top half, or by what the model does on text."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
@@ -15,7 +16,7 @@ from crosslayer.output.progress import Meter
 from crosslayer.probe.intercept import no_cache
 from crosslayer.probe.measures import mean_cosine
 from crosslayer.probe.stream import LayerStream, streams
-from crosslayer.probe.what_if import Sublayers, look, what_if
+from crosslayer.probe.what_if import look, what_if
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.run import diagnose
 from crosslayer.verbs.retrofit.correlation import error_bounds
@@ -25,39 +26,31 @@ from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.trade_off import methods_by_damage
 from crosslayer.verbs.retrofit.wires import Kind
 
-RANKED = ("attention", "layer")  # what may go by the similarity of what enters and leaves it
-
 
 def choose(
     model: PreTrainedModel, request: Request, windows: dict[str, Windows], progress: Meter
 ) -> tuple[list[Method], Choice]:
     """Return the methods with their layers, and what the record says of the choice.
 
-    Args:
-        model: the original.
-        request: what was asked for.
-        windows: text by purpose; "search", "trade-off" and "calibration" for a budget, "choice" for automatic layers.
-        progress: shows what is being done.
+    `windows` is text by purpose, as `Texts.parts` names them.
 
     Raises:
         ValueError: the layers may not share, or a budget cannot be met; the message says why.
 
     """
-    layers = model.config.num_hidden_layers
+    layers, kind, named = model.config.num_hidden_layers, request.kind, request.options.layers
     if request.whole is not None:
         look(model).check(request.whole.plan(layers))
         return [request.whole], Choice(how="as options")
-    if request.kind is None:
+    if kind is None:
         return methods_by_damage(model, windows, request, progress)
-    named = request.options.layers
     if named == "auto":
-        ids = windows["calibration" if request.many_tokens else "choice"].ids
-        groups = Automatic(model, request, request.kind, progress).groups(ids)
+        groups = _automatic(model, request, kind, windows["calibration" if request.many_tokens else "choice"], progress)
     elif named == "top-half":
-        groups = _top_half(model, request.kind, request.options.size)
+        groups = _top_half(model, kind, request.options.size)
     else:
         groups = parse_layers(named, layers)
-    method = request.built(groups, layers)
+    method = request.compensated(request.from_groups(groups, layers))
     look(model).check(method.plan(layers))  # says which layers may not share, and why
     return [method], Choice(how=named, groups=groups)
 
@@ -70,98 +63,74 @@ def _top_half(model: PreTrainedModel, kind: Kind, size: int) -> Groups:
             f"the top half has no {size} neighbouring layers of the same mask; name the layers (18+20,19+21 are groups "
             "that leave layers out)"
         )
+    return blocks if kind.grouped else [[layer] for block in blocks for layer in block[1:]]
+
+
+def _automatic(model: PreTrainedModel, request: Request, kind: Kind, windows: Windows, progress: Meter) -> Groups:
+    """Return layers by what the model does on text, in the way that the request selects."""
+    ids, layers, options = windows.ids, model.config.num_hidden_layers, request.options
+    count = options.count or max(1, layers // 2 // PAPER_SIZE * (PAPER_SIZE - 1))
+    if count >= layers:
+        raise ValueError(f"`count` {count}: the model has {layers} layers, and at least 1 must stay")
+
+    def plan_of(groups: Groups) -> DepthPlan:
+        if not groups:
+            return DepthPlan.identity(layers)
+        return merge_plans([request.from_groups(groups, layers)], layers)
+
+    if request.select == "distance":
+        with progress("choosing layers", count) as bar:
+            return dissimilar_groups(model, ids, plan_of, count, options.threshold, bar.step)
     if kind.grouped:
-        return blocks
-    return [[layer] for block in blocks for layer in block[1:]]
+        return _similar_maps(model, ids, count, progress)
+    first = plan_of([[0]])
+    if first.attends(0):
+        raise ValueError("`layers` auto ranks attention and whole layers; name the layers whose MLP goes")
+    taken = "attention" if first.mlps[0] is not None else "layer"
+    if request.select == "greedy":
+        chosen = _greedy(model, ids, taken, count, plan_of)
+    elif request.select == "similarity":
+        diagnosis = diagnose(model, ids, progress=progress)
+        similarity = diagnosis.attention_io_similarity if taken == "attention" else diagnosis.layer_io_similarity
+        chosen = np.argsort(-similarity, kind="stable")[:count]  # of (L,)
+    elif taken != "attention":
+        raise ValueError("`select` correlation ranks attention; use similarity or greedy for whole layers")
+    else:
+        with progress("choosing layers", layers) as bar:
+            chosen = np.argsort(error_bounds(model, ids, bar.step), kind="stable")[:count]
+    return [[int(layer)] for layer in sorted(chosen)]
 
 
-class Automatic:
-    """Layers by what the model does on text, in the way that the request selects."""
-
-    def __init__(self, model: PreTrainedModel, request: Request, kind: Kind, progress: Meter):
-        self.model, self.request, self.kind, self.progress = model, request, kind, progress
-        self.layers = model.config.num_hidden_layers
-        self.count = request.options.count or max(1, self.layers // 2 // PAPER_SIZE * (PAPER_SIZE - 1))
-
-    def groups(self, ids: Tensor) -> Groups:
-        """Return the layers, chosen on token ids (N, T)."""
-        if self.count >= self.layers:
-            raise ValueError(f"`count` {self.count}: the model has {self.layers} layers, and at least 1 must stay")
-        if self.request.select == "distance":
-            return self._dissimilar_states(ids)
-        return self._similar_maps(ids) if self.kind.grouped else [[layer] for layer in sorted(self._single(ids))]
-
-    def _dissimilar_states(self, ids: Tensor) -> Groups:
-        def plan_of(groups: Groups) -> DepthPlan:
-            return self.kind.from_groups(groups, self.layers).plan(self.layers)
-
-        with self.progress("choosing layers", self.count) as bar:
-            return dissimilar_groups(self.model, ids, plan_of, self.count, self.request.options.threshold, bar.step)
-
-    def _single(self, ids: Tensor) -> list[int]:
-        taken = self._what_goes()
-        if taken not in RANKED:
-            raise ValueError("`layers` auto ranks attention and whole layers; name the layers whose MLP goes")
-        if self.request.select == "greedy":
-            return self._greedy(ids, taken)
-        if self.request.select == "similarity":
-            return self._least_turning(ids, taken)
-        if taken != "attention":
-            raise ValueError("`select` correlation ranks attention; use similarity or greedy for whole layers")
-        with self.progress("choosing layers", self.layers) as bar:
-            bounds = error_bounds(self.model, ids, bar.step)
-        return [int(layer) for layer in np.argsort(bounds, kind="stable")[: self.count]]
-
-    def _similar_maps(self, ids: Tensor) -> Groups:
-        similarity = diagnose(self.model, ids, progress=self.progress).map_similarity_without_first  # (L, L)
-        groups = similar_groups(similarity, look(self.model).shapes, self.count)
-        reached = sum(len(group) - 1 for group in groups)
-        if reached < self.count:
-            raise ValueError(f"`count` {self.count}: masks allow at most {reached} layers to follow another")
-        return groups
-
-    def _what_goes(self) -> str:
-        """Return what a layer loses by the method: its attention, its MLP, or all of the layer."""
-        plan = self._plan([0])
-        if plan.attends(0):
-            return "mlp"
-        return "attention" if plan.mlps[0] is not None else "layer"
-
-    def _plan(self, layers: list[int]) -> DepthPlan:
-        if not layers:
-            return DepthPlan.identity(self.layers)
-        method = self.request.from_groups([[layer] for layer in layers], self.layers)
-        return merge_plans([method], self.layers)
-
-    def _least_turning(self, ids: Tensor, taken: str) -> list[int]:
-        diagnosis = diagnose(self.model, ids, progress=self.progress)
-        layers, attention = diagnosis.layer_io_similarity, diagnosis.attention_io_similarity
-        similarity = attention if taken == "attention" else layers  # (L,)
-        return [int(layer) for layer in np.argsort(-similarity, kind="stable")[: self.count]]
-
-    @torch.no_grad()
-    def _greedy(self, ids: Tensor, taken: str) -> list[int]:
-        """Take layer after layer whatever turns the stream least, measured with those before it already gone."""
-        sublayers, chosen = look(self.model), []
-        while len(chosen) < self.count:
-            cosines = _cosines(self.model, ids, taken, self._plan(chosen), sublayers)
-            chosen.append(max((layer for layer in cosines if layer not in chosen), key=cosines.__getitem__))
-        return chosen
+def _similar_maps(model: PreTrainedModel, ids: Tensor, count: int, progress: Meter) -> Groups:
+    """Return neighbours with the most similar maps, `count` followers in all."""
+    similarity = diagnose(model, ids, progress=progress).map_similarity_without_first  # (L, L)
+    groups = similar_groups(similarity, look(model).shapes, count)
+    reached = sum(len(group) - 1 for group in groups)
+    if reached < count:
+        raise ValueError(f"`count` {count}: masks allow at most {reached} layers to follow another")
+    return groups
 
 
-def _cosines(
-    model: PreTrainedModel, ids: Tensor, taken: str, plan: DepthPlan, sublayers: Sublayers
-) -> dict[int, float]:
-    """Return by layer the mean cosine of the stream before and after what would go, under a plan."""
-    samples: dict[int, list[float]] = {}
+@torch.no_grad()
+def _greedy(
+    model: PreTrainedModel, ids: Tensor, taken: str, count: int, plan_of: Callable[[Groups], DepthPlan]
+) -> list[int]:
+    """Take layer after layer whatever turns the stream least, measured with those before it already gone.
+
+    That is the mean cosine of the stream before and after what would go (`taken`: attention, or a layer).
+    """
+    sublayers, chosen, samples = look(model), [], {}
 
     def see(stream: LayerStream) -> None:
         after = stream.after_attention if taken == "attention" else stream.after
-        if after is not None:
+        if after is not None and stream.layer not in chosen:
             samples.setdefault(stream.layer, []).append(float(mean_cosine(stream.before, after)))
 
-    whole = plan == DepthPlan.identity(plan.layers)
-    with nullcontext() if whole else what_if(model, plan, sublayers), streams(model, see):
-        for sequence in ids:
-            model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
-    return {layer: float(np.mean(cosines)) for layer, cosines in samples.items()}
+    while len(chosen) < count:
+        samples.clear()
+        changed = what_if(model, plan_of([[layer] for layer in chosen]), sublayers) if chosen else nullcontext()
+        with changed, streams(model, see):
+            for sequence in ids:
+                model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
+        chosen.append(max(samples, key=lambda layer: float(np.mean(samples[layer]))))
+    return chosen

@@ -16,14 +16,22 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import rotary
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.decoder.weights import to_config
-from crosslayer.core.method import Method, Mixing
+from crosslayer.core.method import Method, Mixing, Wiring, mixes
 from crosslayer.core.methods import to_entry
-from crosslayer.verbs.retrofit.shorten import layers_gone, without_layers
+from crosslayer.core.plan import DepthPlan
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The rewired model, and what became of the source's weights (names)."""
+    """The rewired model, and what became of the source's weights.
+
+    Attributes:
+        model: the rewired model.
+        dropped: names of the source's weights that are gone.
+        merged: names of the weights that were merged from several layers'.
+        new: names of the weights that the source does not have.
+
+    """
 
     model: PreTrainedModel
     dropped: list[str]
@@ -50,28 +58,27 @@ def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first"
     if broken:
         raise ValueError(f"{len(broken)} weights hold NaN or infinity, the first is {broken[0]}; they must be finite")
     config = to_config(source.config, [to_entry(method) for method in methods])
-    gone = layers_gone(config.wiring)
+    gone = _layers_gone(config.wiring)
     if gone and merge == "first":
-        model, lost = without_layers(source, gone)
-        return Conversion(model, dropped=sorted(lost), merged=[], new=[])
+        return _without_layers(source, gone)
     weights = dict(source.state_dict())
     merged = _inherit(weights, config, merge)
     model = _rewired(source, config, weights)
     names = set(model.state_dict())
-    return Conversion(
-        model,
-        dropped=sorted(set(weights) - names),
-        merged=[name for name in merged if name in names],
-        new=sorted(names - set(weights)),
-    )
+    kept = [name for name in merged if name in names]
+    return Conversion(model, dropped=sorted(set(weights) - names), merged=kept, new=sorted(names - set(weights)))
+
+
+def plain_decoder(source: PreTrainedModel) -> CrossLayerForCausalLM:
+    """Return a pretrained model as a decoder of ours without methods, of the very same tensors."""
+    model = convert(source, []).model
+    assert isinstance(model, CrossLayerForCausalLM)
+    return model
 
 
 def _is_finite(weight: Tensor) -> bool:
     """Return whether a weight holds neither NaN nor infinity; its extremes tell in a tenth of the time."""
-    if not weight.numel():
-        return True
-    least, largest = weight.aminmax()
-    return bool(least.isfinite() & largest.isfinite())
+    return not weight.numel() or all(bool(extreme.isfinite()) for extreme in weight.aminmax())
 
 
 def _inherit(weights: dict[str, Tensor], config: CrossLayerConfig, merge: str) -> list[str]:
@@ -80,9 +87,7 @@ def _inherit(weights: dict[str, Tensor], config: CrossLayerConfig, merge: str) -
     if merge != "first" and not knowing:
         rules = sorted({rule for method in config.wiring.methods for rule in method.merges})
         raise ValueError(f"merge {merge!r} is not known to these methods; use {' or '.join(rules) or 'first'}")
-    merged = []
-    for method in knowing:
-        merged += method.inherit(weights, config, config.wiring, merge)
+    merged = [name for method in knowing for name in method.inherit(weights, config, config.wiring, merge)]
     if merge != "first" and not merged:
         raise ValueError(f"merge {merge!r} merges what groups of layers share, and there are none; use first")
     return merged
@@ -90,17 +95,30 @@ def _inherit(weights: dict[str, Tensor], config: CrossLayerConfig, merge: str) -
 
 def _rewired(source: PreTrainedModel, config: CrossLayerConfig, weights: dict[str, Tensor]) -> CrossLayerForCausalLM:
     """Return our model with these weights; modules of methods begin with their first values."""
-    model = _empty(config, source)
+    config._experts_implementation = source.config._experts_implementation
+    model: Any = _empty(CrossLayerForCausalLM, config, source)
+    tables = rotary(config)  # which no checkpoint holds
+    model.model.rotary_emb = None if tables is None else tables.to(source.device)
     names = set(model.state_dict())
     model.load_state_dict({name: weights[name] for name in names if name in weights}, strict=False, assign=True)
     model.tie_weights()
     for module in _of_methods(model):
-        _begin(model, module, source)
+        inherited = {name: weight for name, weight in module.state_dict().items() if not weight.is_meta}
+        module.to_empty(device=source.device).to(source.dtype)
+        module.apply(model._init_weights)
+        module.load_state_dict(inherited, strict=False, assign=True)
     lost = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if lost:
         raise ValueError(f"{type(source).__name__} has no weight {lost[0]}; unload adapters before a retrofit")
     model.generation_config = copy.deepcopy(source.generation_config)
     return model.eval()
+
+
+def _empty(kind: type[PreTrainedModel], config: Any, source: PreTrainedModel) -> PreTrainedModel:
+    """Build a model without memory."""
+    attention = source.config._attn_implementation
+    with torch.device("meta"):
+        return kind._from_config(config, dtype=source.dtype, attn_implementation=attention)
 
 
 def _of_methods(module: nn.Module) -> Iterator[Mixing]:
@@ -112,21 +130,42 @@ def _of_methods(module: nn.Module) -> Iterator[Mixing]:
             yield from _of_methods(child)
 
 
-def _begin(model: CrossLayerForCausalLM, module: Mixing, source: PreTrainedModel) -> None:
-    """Give a method's module, with all inside of it, memory and first values; weights that it inherited stay."""
-    inherited = {name: weight for name, weight in module.state_dict().items() if not weight.is_meta}
-    module.to_empty(device=source.device).to(source.dtype)
-    module.apply(model._init_weights)
-    module.load_state_dict(inherited, strict=False, assign=True)
+def _layers_gone(wiring: Wiring) -> list[int]:
+    """Return the layers without attention, MLP and W_c, if that is all that a wiring changes; otherwise nothing."""
+    plan = wiring.plan
+    gone = [
+        layer
+        for layer in range(plan.layers)
+        if not plan.attends(layer) and plan.mlps[layer] is None and wiring.compensation[layer] is None
+    ]
+    sources = tuple(None if layer in gone else layer for layer in range(plan.layers))
+    nothing_else = plan == DepthPlan(sources, sources, sources, sources)
+    return gone if nothing_else and not any(mixes(method) for method in wiring.methods) else []
 
 
-def _empty(config: CrossLayerConfig, source: PreTrainedModel) -> CrossLayerForCausalLM:
-    """Build the model without memory; only the rotary tables, which no checkpoint holds, are real."""
-    config._experts_implementation = source.config._experts_implementation
-    with torch.device("meta"):
-        model: Any = CrossLayerForCausalLM._from_config(
-            config, dtype=source.dtype, attn_implementation=source.config._attn_implementation
-        )
-    tables = rotary(config)
-    model.model.rotary_emb = None if tables is None else tables.to(source.device)
-    return model
+def _without_layers(source: PreTrainedModel, gone: list[int]) -> Conversion:
+    """Return a model of the source's own class without some layers; what stays is the very tensor of the source."""
+    kept = [layer for layer in range(source.config.num_hidden_layers) if layer not in gone]
+    config = copy.deepcopy(source.config)
+    config.num_hidden_layers = len(kept)
+    if "layer_types" in config.to_dict() and config.layer_types is not None:
+        config.layer_types = [config.layer_types[layer] for layer in kept]
+    model: Any = _empty(type(source), config, source)
+    if source.model.rotary_emb is not None:  # positions that are learned are weights
+        model.model.rotary_emb = type(source.model.rotary_emb)(config=config).to(source.device)
+    for name, table in source.model.embed_tokens.named_buffers():  # Gemma's scale, which no checkpoint holds
+        setattr(model.model.embed_tokens, name, table)
+    place = {str(old): str(new) for new, old in enumerate(kept)}
+    weights, dropped = {}, []
+    for name, weight in source.state_dict().items():
+        parts = name.split(".")  # of a layer: model.layers.N.…
+        if parts[:2] != ["model", "layers"]:
+            weights[name] = weight
+        elif parts[2] in place:
+            weights[".".join([*parts[:2], place[parts[2]], *parts[3:]])] = weight
+        else:
+            dropped.append(name)
+    model.load_state_dict(weights, strict=True, assign=True)
+    model.tie_weights()
+    model.generation_config = copy.deepcopy(source.generation_config)
+    return Conversion(model.eval(), dropped=sorted(dropped), merged=[], new=[])

@@ -9,18 +9,15 @@ arXiv 2505.21077 ranks layers; its code takes these x and y. W_c reads Norm(x), 
 Shapes: N sequences, B of a batch, T tokens, C hidden, L layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.moments import NEEDED
+from crosslayer.verbs.retrofit.convert import plain_decoder
+from crosslayer.verbs.retrofit.moments import NEEDED, SMALLEST
 from crosslayer.verbs.retrofit.streams import Streams
-
-SMALLEST = 1e-13  # of the largest eigenvalue: below it a direction of no weight
 
 
 @torch.no_grad()
@@ -33,8 +30,7 @@ def error_bounds(model: PreTrainedModel, ids: Tensor, step: Callable[[int, int],
         ValueError: there are too few tokens, so that any two streams would seem correlated.
 
     """
-    plain = convert(model, []).model
-    assert isinstance(plain, CrossLayerForCausalLM)
+    plain = plain_decoder(model)
     width, layers = plain.config.hidden_size, plain.config.num_hidden_layers
     if ids.numel() < NEEDED * width:
         raise ValueError(
@@ -44,41 +40,27 @@ def error_bounds(model: PreTrainedModel, ids: Tensor, step: Callable[[int, int],
     streams = Streams(plain, plain, ids, follow="rewired")
     bounds = []
     for layer in range(layers):
-        moments = _JointMoments(width, streams.after[0])
-        for before, after in streams.around_attention(layer):
-            moments.add(before.flatten(0, 1), after.flatten(0, 1))
-        bounds.append(moments.bound())
+        bounds.append(_bound(streams.around_attention(layer), width, streams.after[0].device))
         if layer < layers - 1:
             streams.advance(layer)
         step(layer + 1, layers)
     return bounds
 
 
-class _JointMoments:
-    """First and second moments of rows x and y, in float64."""
-
-    def __init__(self, width: int, like: Tensor):
-        double = {"dtype": torch.float64, "device": like.device}
-        self.rows, self.width = 0, width
-        self.sum = torch.zeros(2 * width, **double)  # of x and y, (2C,)
-        self.gram = torch.zeros(2 * width, 2 * width, **double)
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Add rows of x and y, (B·T, C) each."""
-        both = torch.cat([x.double(), y.double()], dim=1)
-        self.rows += len(both)
-        self.sum += both.sum(0)
-        self.gram += both.T @ both
-
-    def bound(self) -> float:
-        """Return rank Cov(y) − Σ ρ_i²."""
-        mean = self.sum / self.rows
-        covariance = self.gram / self.rows - torch.outer(mean, mean)
-        x, y = slice(0, self.width), slice(self.width, None)
-        left, _ = _whitening(covariance[x, x])
-        right, rank = _whitening(covariance[y, y])
-        correlations = torch.linalg.svdvals(left.T @ covariance[x, y] @ right).clamp(max=1)
-        return rank - float(correlations.square().sum())
+def _bound(pairs: Iterable[tuple[Tensor, Tensor]], width: int, device: torch.device) -> float:
+    """Return rank Cov(y) − Σ ρ_i², from batches of x and y, (B, T, C) each; in float64."""
+    rows, total = 0, torch.zeros(2 * width, dtype=torch.float64, device=device)  # of x and y, (2C,)
+    gram = torch.zeros(2 * width, 2 * width, dtype=torch.float64, device=device)
+    for pair in pairs:
+        both = torch.cat(pair, dim=-1).flatten(0, 1).double()  # (B·T, 2C)
+        rows += len(both)
+        total += both.sum(0)
+        gram += both.T @ both
+    covariance = gram / rows - torch.outer(total / rows, total / rows)
+    left, _ = _whitening(covariance[:width, :width])
+    right, rank = _whitening(covariance[width:, width:])
+    correlations = torch.linalg.svdvals(left.T @ covariance[:width, width:] @ right).clamp(max=1)
+    return rank - float(correlations.square().sum())
 
 
 def _whitening(covariance: Tensor) -> tuple[Tensor, int]:

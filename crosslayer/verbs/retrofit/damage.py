@@ -37,6 +37,12 @@ def damage(losses: Losses, seed: int = 0) -> Damage:
     )
 
 
+def difference(losses: Losses, other: Losses, seed: int = 0) -> tuple[float, Interval]:
+    """Return the mean KL of the first minus that of the other, paired by window, and its 95 % interval."""
+    gap = losses.kl - other.kl  # (N,)
+    return float(gap.mean()), Bootstrap(losses.documents, seed).interval(gap)
+
+
 def by_domain(after: Losses, without: Losses | None, seen: frozenset[str], seed: int = 0) -> Domains:
     """Return the damage of each domain, the worst first among those that nothing was fitted to, then the others.
 
@@ -44,19 +50,10 @@ def by_domain(after: Losses, without: Losses | None, seen: frozenset[str], seed:
     """
     rows = []
     for name in dict.fromkeys(after.domains):
-        measured = damage(after.of(name), seed)
-        gain = None if without is None else _gain(after.of(name), without.of(name), seed)
-        rows.append(DomainDamage(**dict(measured), name=name, seen=name in seen, gain=gain))
+        own, gain = after.of(name), None
+        if without is not None:
+            gap, interval = difference(own, without.of(name), seed)
+            gain = Gain(without=damage(without.of(name), seed), kl=gap, kl_ci95=interval)
+        rows.append(DomainDamage(**dict(damage(own, seed)), name=name, seen=name in seen, gain=gain))
     rows.sort(key=lambda row: (row.seen, -row.kl))
     return Domains(domains=rows, all=damage(after, seed))
-
-
-def difference(losses: Losses, other: Losses, seed: int = 0) -> tuple[float, Interval]:
-    """Return the mean KL of the first minus that of the other, paired by window, and its 95 % interval."""
-    gap = losses.kl - other.kl  # (N,)
-    return float(gap.mean()), Bootstrap(losses.documents, seed).interval(gap)
-
-
-def _gain(after: Losses, without: Losses, seed: int) -> Gain:
-    gap, interval = difference(after, without, seed)
-    return Gain(without=damage(without, seed), kl=gap, kl_ci95=interval)

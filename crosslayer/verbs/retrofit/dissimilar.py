@@ -20,7 +20,7 @@ from crosslayer.core.plan import DepthPlan
 from crosslayer.probe.intercept import AttentionCall, no_cache, visited
 from crosslayer.probe.measures import working
 from crosslayer.probe.shapes import LayerShape, may_share
-from crosslayer.probe.what_if import Sublayers, look, what_if
+from crosslayer.probe.what_if import look, what_if
 from crosslayer.verbs.diagnose.groups import Groups
 
 States = dict[int, tuple[Tensor, Tensor]]  # keys and values by layer, (H, T, D) each
@@ -35,15 +35,10 @@ def dissimilar_groups(
     threshold: float,
     step: Callable[[int, int], None],
 ) -> Groups:
-    """Return groups with `count` followers in all, each led by its lowest layer.
+    """Return groups with `count` followers in all, each led by its lowest layer, chosen on token ids (N, T).
 
-    Args:
-        model: the original.
-        ids: token ids (N, T) to choose on.
-        plan_of: the wiring that groups of layers make.
-        count: how many layers are to follow another.
-        threshold: the least cosine of the last hidden states to the original's.
-        step: called after each pair that is taken with (taken, `count`).
+    `plan_of` makes the wiring of groups of layers, `threshold` is the least cosine of the last hidden states to the
+    original's, and `step` is called after each pair that is taken with (taken, `count`).
 
     Raises:
         ValueError: fewer pairs stay above the threshold.
@@ -58,8 +53,12 @@ def dissimilar_groups(
             break
         if upper in leader:
             continue
-        candidate = _follow(leader, upper, lower)
-        if _cosine(model, ids, original, plan_of(_groups(candidate)), sublayers) > threshold:
+        end = leader.get(lower, lower)  # nobody follows a follower
+        candidate = {layer: end if other == upper else other for layer, other in leader.items()} | {upper: end}
+        with what_if(model, plan_of(_groups(candidate)), sublayers):
+            last = [_last_hidden(model, sequence) for sequence in ids]
+        cosines = [functional.cosine_similarity(*pair, dim=0) for pair in zip(last, original, strict=True)]
+        if float(torch.stack(cosines).mean()) > threshold:
             leader = candidate
             step(len(leader), count)
     if len(leader) < count:
@@ -93,20 +92,9 @@ def ranked_pairs(states: States, shapes: Sequence[LayerShape | None]) -> list[tu
     for upper in states:
         for lower in states:
             if lower < upper and may_share(shapes[upper], shapes[lower]):
-                distances[upper, lower] = _distance(states[upper], states[lower])
+                both = zip(states[upper], states[lower], strict=True)  # keys, and values
+                distances[upper, lower] = float(sum((own - other).norm(dim=-1).mean() for own, other in both) / 2)
     return sorted(distances, key=lambda pair: -distances[pair])
-
-
-def _distance(states: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> float:
-    apart = [(state - other).norm(dim=-1).mean() for state, other in zip(states, others, strict=True)]
-    return float(sum(apart) / 2)
-
-
-def _follow(leader: dict[int, int], upper: int, lower: int) -> dict[int, int]:
-    """Return the leaders with `upper` as a follower too; nobody follows a follower."""
-    end = leader.get(lower, lower)
-    moved = {layer: end if other == upper else other for layer, other in leader.items()}
-    return {**moved, upper: end}
 
 
 def _groups(leader: dict[int, int]) -> Groups:
@@ -121,13 +109,3 @@ def _last_hidden(model: PreTrainedModel, sequence: Tensor) -> Tensor:
     """Return what the final norm returns for a sequence (T,), as a single vector (T·C,)."""
     output = model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
     return working(output.last_hidden_state).flatten()
-
-
-def _cosine(
-    model: PreTrainedModel, ids: Tensor, original: Sequence[Tensor], plan: DepthPlan, sublayers: Sublayers
-) -> float:
-    """Return the mean over sequences of the cosine of the last hidden states under a plan to the original's."""
-    with what_if(model, plan, sublayers):
-        last = [_last_hidden(model, sequence) for sequence in ids]
-    cosines = [functional.cosine_similarity(a, b, dim=0) for a, b in zip(last, original, strict=True)]
-    return float(torch.stack(cosines).mean())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -48,22 +49,14 @@ def logits_of(model: PreTrainedModel) -> Run:
 
 def logits_without(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> Run:
     """Return the forward pass of a rewired model as if nothing was fitted: W_c is zero, W_o the original's, by name."""
-    compensations = [module for module in model.modules() if isinstance(module, Compensation)]
+    weights = dict(refitted)
+    for place, module in model.named_modules():
+        if isinstance(module, Compensation):
+            weights |= {f"{place}.{name}": torch.zeros_like(weight) for name, weight in module.named_parameters()}
 
     def run(ids: Tensor) -> Tensor:
-        hooks = [
-            module.register_forward_hook(lambda _, args, out: out.new_zeros(out.shape)) for module in compensations
-        ]
-        fitted = {name: model.get_parameter(name).data for name in refitted}
-        try:
-            for name, weight in refitted.items():
-                model.get_parameter(name).data = weight
-            return logits_of(model)(ids)
-        finally:
-            for name, weight in fitted.items():
-                model.get_parameter(name).data = weight
-            for hook in hooks:
-                hook.remove()
+        words = {"input_ids": ids.to(model.device), "use_cache": False}
+        return functional_call(model, weights, kwargs=words, strict=False).logits
 
     return run
 

@@ -33,6 +33,7 @@ PENALTIES = tuple(10.0**exponent for exponent in range(-7, 4))  # times the mean
 LARGEST_CUTOFF = 0.01  # of singular values, as a share of the largest
 HELD_OUT = 8  # every n-th sequence is left out where there is a single domain
 COMPARED = 96  # combinations of E's entries on which penalties are compared, at most
+SMALLEST = 1e-13  # of the largest eigenvalue: below it a direction of no weight
 NEEDED = 2  # tokens for each input of W_c, below which least squares memorise
 
 
@@ -63,13 +64,7 @@ def folds(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> None:
-    """Refuse too little text for W_c.
-
-    Args:
-        width: inputs of what is fitted.
-        sizes: sequences of each domain.
-        length: tokens of a sequence.
-        fit: how W_c is fitted.
+    """Refuse too little text for what has `width` inputs: so many sequences of each domain, of `length` tokens.
 
     Raises:
         ValueError: the message says how many tokens are needed, and how many of them are held out.
@@ -81,14 +76,12 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
     evenly = ([len(range(first, count, domains)) for first in range(domains)] for count in itertools.count(1))
     least = next(shared for shared in evenly if is_enough(width, shared, length, fit))
     held = _held_out(least, fit)
-    parts = (
-        f"{sum(least) - held} to fit, with {NEEDED} tokens for each of the {width} inputs of {REFITTED.get(fit, 'W_c')}"
-    )
-    if held:
-        parts += f", and {held} held out{' in turn' if domains > 1 else ''} to choose a penalty"
+    turns = " in turn" if domains > 1 else ""
+    held_words = f", and {held} held out{turns} to choose a penalty" if held else ""
     raise ValueError(
         f"calibration text has {sum(sizes) * length} tokens; {fit} needs at least {sum(least) * length} tokens "
-        f"({sum(least)} windows of {length}: {parts})"
+        f"({sum(least)} windows of {length}: {sum(least) - held} to fit, with {NEEDED} tokens for each of the {width} "
+        f"inputs of {REFITTED.get(fit, 'W_c')}{held_words})"
     )
 
 
@@ -133,28 +126,27 @@ class Moments:
         self.inputs = torch.zeros(groups, length, inputs, **double)  # sums of X, (v, T, I)
         self.errors = torch.zeros(groups, length, width, **double)  # sums of E, (v, T, C)
         self.members = torch.zeros(groups, **double)  # sequences in each group, (v,)
+        self.added = 0  # sequences so far
 
-    def add(self, x: Tensor, error: Tensor, first: int) -> None:
-        """Add a batch of X (B, T, I without the bias) and E (B, T, C); its first sequence has the number `first`."""
+    def add(self, x: Tensor, error: Tensor) -> None:
+        """Add the next sequences: X (B, T, I without the bias) and E (B, T, C)."""
         x, error = x.double(), error.double()  # least squares invert what float32 products leave of dependent inputs
         if self.bias:
             x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1)  # (B, T, I)
-        for row in range(len(x)):
-            number = first + row
-            part, group = self.parts[number], number * self.groups // self.sequences
-            self.gram[part] += x[row].T @ x[row]
-            self.cross[part] += x[row].T @ error[row]
-            self.energy[part] += error[row].square().sum()
-            self.inputs[group] += x[row]
-            self.errors[group] += error[row]
+        for own, lack in zip(x, error, strict=True):  # (T, I), (T, C)
+            part, group = self.parts[self.added], self.added * self.groups // self.sequences
+            self.gram[part] += own.T @ own
+            self.cross[part] += own.T @ lack
+            self.energy[part] += lack.square().sum()
+            self.inputs[group] += own
+            self.errors[group] += lack
             self.members[group] += 1
+            self.added += 1
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Return X̄ (v·T, I) and Ē (v·T, C)."""
         members = self.members[:, None, None]
-        x = self.inputs / members  # (v, T, C)
-        error = self.errors / members
-        return x.flatten(0, 1), error.flatten(0, 1)
+        return (self.inputs / members).flatten(0, 1), (self.errors / members).flatten(0, 1)
 
     def solve(self, fit: str) -> tuple[Tensor, tuple[float, ...], float | None]:
         """Return W (I, C) with X W ≈ E, and if they were chosen the penalties of its blocks, with what they leave.
@@ -166,14 +158,37 @@ class Moments:
         if fit == "mean":
             return self._interpolated(), (), None
         penalties, left = self._penalties() if fit in CHOSEN else ((), None)
-        return self._system().solve(penalties or (0.0,)), penalties, left
+        return self._solved(penalties), penalties, left
 
-    def _system(self, without: int | None = None, combinations: Tensor | None = None) -> "_System":
-        """Return the normal equations of all parts, or of all but one; for E, or for combinations (C, K) of it."""
+    def _solved(
+        self, penalties: Sequence[float], without: int | None = None, combinations: Tensor | None = None
+    ) -> Tensor:
+        """Solve XᵀX W = XᵀE over all parts, or all but one; for E, or for combinations (C, K) of it.
+
+        Penalties, one a block, are in mean squares of an input; without any it is least squares.
+        """
         gram, cross = self.gram.sum(0), self.cross.sum(0)
         if without is not None:
             gram, cross = gram - self.gram[without], cross - self.cross[without]
-        return _System(gram, cross if combinations is None else cross @ combinations, self.bias, self.blocks)
+        if combinations is not None:
+            cross = cross @ combinations
+        if not self.bias:
+            return self._ridge(gram, cross, penalties)
+        tokens = gram[-1, -1]
+        center, offset = gram[-1, :-1] / tokens, cross[-1] / tokens  # means of X and E, (I,) and (C,)
+        gram = gram[:-1, :-1] - tokens * torch.outer(center, center)
+        weight = self._ridge(gram, cross[:-1] - tokens * torch.outer(center, offset), penalties)
+        return torch.cat([weight, (offset - center @ weight)[None]])
+
+    def _ridge(self, gram: Tensor, cross: Tensor, penalties: Sequence[float]) -> Tensor:
+        if not penalties:
+            return torch.linalg.pinv(gram, rtol=SMALLEST, hermitian=True) @ cross
+        blocks = gram.diagonal().split(list(self.blocks))
+        added = [
+            torch.full_like(block, penalty * (float(block.mean()) or 1.0))  # of nothing but zeros: weights of zero
+            for penalty, block in zip(penalties, blocks, strict=True)
+        ]
+        return torch.cholesky_solve(cross, torch.linalg.cholesky(gram + torch.cat(added).diag()))
 
     def _interpolated(self) -> Tensor:
         """Return pinv(X̄) Ē, with a bias that of what deviates from the means over all rows."""
@@ -189,15 +204,20 @@ class Moments:
 
         Ridge fits each entry of E by itself, so a few random combinations of them tell penalties apart.
         """
-        combinations = self._combinations()  # (C, K)
-        systems = {part: self._system(part, combinations) for part in self.held}
+        width = self.cross.shape[-1]
+        combinations = torch.eye(width)  # orthonormal, (C, K)
+        if width > 2 * COMPARED:
+            generator = torch.Generator().manual_seed(0)
+            combinations = torch.linalg.qr(torch.randn(width, COMPARED, dtype=torch.float64, generator=generator)).Q
+        combinations = combinations.to(self.cross)
         crosses = {part: self.cross[part] @ combinations for part in self.held}
 
         @functools.cache
         def error(places: tuple[int, ...]) -> float:  # but for the energy of E, which no penalty changes
             penalties = [PENALTIES[place] for place in places]
             return sum(
-                _explained(system.solve(penalties), self.gram[part], crosses[part]) for part, system in systems.items()
+                _explained(self._solved(penalties, part, combinations), self.gram[part], cross)
+                for part, cross in crosses.items()
             )
 
         equal = [(place,) * len(self.blocks) for place in range(len(PENALTIES))]
@@ -207,16 +227,8 @@ class Moments:
             best, nearer = nearer, min(_neighbours(nearer), key=error)
         penalties = tuple(PENALTIES[place] for place in best)
         energy = float(self.energy[self.held].sum())
-        rest = sum(self._error(self._system(part).solve(penalties), [part]) for part in self.held)
+        rest = sum(self._error(self._solved(penalties, part), [part]) for part in self.held)
         return penalties, (max(rest, 0.0) / energy) ** 0.5 if energy else 0.0
-
-    def _combinations(self) -> Tensor:
-        """Return orthonormal combinations of the entries of E, (C, K); of few entries all as they are."""
-        width = self.cross.shape[-1]
-        if width <= 2 * COMPARED:
-            return torch.eye(width).to(self.cross)
-        drawn = torch.randn(width, COMPARED, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        return torch.linalg.qr(drawn).Q.to(self.cross)
 
     def _error(self, weight: Tensor, parts: list[int]) -> float:
         return float(self.energy[parts].sum()) + _explained(weight, self.gram[parts].sum(0), self.cross[parts].sum(0))
@@ -244,12 +256,9 @@ def _explained(weight: Tensor, gram: Tensor, cross: Tensor) -> float:
 
 def _neighbours(places: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the places in `PENALTIES` that are one step away for a single block."""
-    near = []
-    for block, place in enumerate(places):
-        for other in (place - 1, place + 1):
-            if 0 <= other < len(PENALTIES):
-                near.append((*places[:block], other, *places[block + 1 :]))
-    return near
+    steps = itertools.product(range(len(places)), (-1, 1))
+    near = [(*places[:block], places[block] + step, *places[block + 1 :]) for block, step in steps]
+    return [others for others in near if min(others) >= 0 and max(others) < len(PENALTIES)]
 
 
 def pseudo_inverse(x: Tensor, epsilon: float) -> Tensor:
@@ -260,39 +269,3 @@ def pseudo_inverse(x: Tensor, epsilon: float) -> Tensor:
     beyond that, what the text says goes too.
     """
     return torch.linalg.pinv(x, rtol=min(epsilon * max(x.shape), LARGEST_CUTOFF))
-
-
-class _System:
-    """The normal equations XᵀX W = XᵀE, solved for any penalties; with a bias, those of centred X and E."""
-
-    def __init__(self, gram: Tensor, cross: Tensor, bias: bool, blocks: Sequence[int]):
-        self.bias, self.blocks = bias, blocks
-        if bias:
-            tokens = gram[-1, -1]
-            self.center, self.offset = gram[-1, :-1] / tokens, cross[-1] / tokens  # means of X and E, (I,) and (C,)
-            gram = gram[:-1, :-1] - tokens * torch.outer(self.center, self.center)
-            cross = cross[:-1] - tokens * torch.outer(self.center, self.offset)
-        self.gram, self.cross = gram, cross
-        if len(blocks) == 1:  # one decomposition serves every penalty
-            self.scale = float(gram.diagonal().mean())
-            values, self.vectors = torch.linalg.eigh(gram)
-            self.values = torch.where(values > values[-1] * 1e-13, values, 0)  # 0: a direction of no weight
-
-    def solve(self, penalties: Sequence[float]) -> Tensor:
-        """Return W (I, C); penalties, one a block, are in mean squares of an input."""
-        weight = self._of_one(*penalties) if len(self.blocks) == 1 else self._of_blocks(penalties)
-        return torch.cat([weight, (self.offset - self.center @ weight)[None]]) if self.bias else weight
-
-    def _of_one(self, penalty: float) -> Tensor:
-        penalized = torch.where(self.values > 0, self.values + penalty * self.scale, 1)
-        inverse = torch.where(self.values > 0, 1 / penalized, 0)
-        return self.vectors @ (inverse[:, None] * (self.vectors.T @ self.cross))  # (I, C)
-
-    def _of_blocks(self, penalties: Sequence[float]) -> Tensor:
-        """Penalise each block in its own mean square; one of nothing but zeros gets weights of zero."""
-        squares = [float(block.mean()) for block in self.gram.diagonal().split(list(self.blocks))]
-        scales = self.gram.new_tensor([square or 1.0 for square in squares])
-        added = [
-            (penalty * scale).expand(size) for penalty, scale, size in zip(penalties, scales, self.blocks, strict=True)
-        ]
-        return torch.cholesky_solve(self.cross, torch.linalg.cholesky(self.gram + torch.cat(added).diag()))  # (I, C)

@@ -7,8 +7,6 @@ from crosslayer.stats import Interval
 from crosslayer.verbs.needles.lookup import Lookup
 from crosslayer.verbs.retrofit.moments import Fit
 
-SCHEMA = "crosslayer/retrofit/3"
-
 
 class Architecture(Frozen):
     """The model before and after."""
@@ -23,11 +21,6 @@ class Architecture(Frozen):
     parameters_before: int
     parameters_after: int
     dtype: str
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the retrofit is of our class; all others open without this package."""
-        return self.retrofit_class == "CrossLayerForCausalLM"
 
 
 class CurvePoint(Frozen):

@@ -37,34 +37,22 @@ class Entering:
         """Return the streams of the original and of a rewired model where they enter a layer."""
         return Streams(self.plain, model, self.layers[layer], follow)
 
-    def hidden(self, model: CrossLayerForCausalLM) -> Tensor:
-        """Return what leaves the last layer of a rewired model, (N, T, C)."""
-        lowest = lowest_changed(model.config.plan)
-        if lowest == len(self.layers):
-            return torch.cat(self.last)
-        streams = self.at(lowest, model, follow="rewired")
-        for layer in range(lowest, len(self.layers)):
-            streams.advance(layer)
-        return torch.cat(streams.after)
-
     def logits(self, model: CrossLayerForCausalLM) -> list[Tensor]:
         """Return the logits of a rewired model, (T, V) of each sequence."""
-        return [model._logits(model.model.norm(hidden)) for hidden in self.hidden(model)]
+        lowest, hidden = lowest_changed(model.config.plan), self.last
+        if lowest < len(self.layers):
+            streams = self.at(lowest, model, follow="rewired")
+            for layer in range(lowest, len(self.layers)):
+                streams.advance(layer)
+            hidden = streams.after
+        return [model._logits(model.model.norm(each)) for each in torch.cat(hidden)]
 
 
 class Repairs:
     """Repairs of single layers, each fitted when it is first asked for, and then known."""
 
     def __init__(self, plain: CrossLayerForCausalLM, text: Mapping[str, Tensor], fit: str, inputs: int):
-        """Look at the original.
-
-        Args:
-            plain: the original, as a model of ours.
-            text: token ids (N, T) of each domain.
-            fit: what is fitted, as in calibrate.py.
-            inputs: how many inputs that has at the most.
-
-        """
+        """Look at the original on token ids (N, T) of each domain; `fit` is as in calibrate.py, of so many inputs."""
         domains = _few(list(text.values()), fit, inputs)
         self.fit, self.sizes = fit, [len(ids) for ids in domains]
         self.entering = Entering(plain, torch.cat(domains))
@@ -80,10 +68,9 @@ class Repairs:
                 block.load_state_dict(self.known[wired], strict=False, assign=True)
             else:
                 self._fit(model, layer, {lender for read in reads for lender in read} - {layer})
-                weights = block.state_dict()
-                self.known[wired] = {
-                    name: weights[name] for name in weights if "compensation" in name or "o_proj" in name
-                }
+                fitted = ("compensation", "o_proj")
+                weights = block.state_dict().items()
+                self.known[wired] = {name: one for name, one in weights if any(part in name for part in fitted)}
 
     def _fit(self, model: CrossLayerForCausalLM, layer: int, lenders: set[int]) -> None:
         """Fit a layer that reads states of lenders, all of them on the original's own streams."""

@@ -1,17 +1,77 @@
-"""What options mean for the methods at hand: an option that would do nothing beside the others is refused."""
+"""What a retrofit is asked for: its options, and what they mean for the methods at hand.
+
+An option that would do nothing beside the others is refused.
+"""
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
 
 from crosslayer.core.method import Compensated, Method
-from crosslayer.core.methods import load_method, method_class
+from crosslayer.core.methods import Entry, load_method, method_class, to_entry
 from crosslayer.core.options import check_choice
-from crosslayer.verbs.retrofit.moments import REFITS
-from crosslayer.verbs.retrofit.options import RetrofitOptions
+from crosslayer.output.record import Options, Seed
+from crosslayer.verbs.retrofit.moments import ALONE, FITS, REFITS
 from crosslayer.verbs.retrofit.wires import searched_methods
 
-SINGLE, NEIGHBOURS, ANY = ("similarity", "greedy", "correlation"), ("similarity",), ("distance", "similarity")
+SELECTS = ("similarity", "greedy", "correlation", "distance")
+Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+
+
+class RetrofitOptions(Options):
+    """The options of `crosslayer retrofit`, checked against one another as far as that needs no method.
+
+    Raises:
+        ValueError: an option is out of range, or two contradict each other.
+
+    """
+
+    method: str | dict[str, Any] | None = None
+    layers: str = "top-half"
+    kv_budget: Budget = None
+    kv_context: int | None = Field(default=None, ge=2)
+    kl_budget: Budget = None
+    compensation: str | None = None
+    bias: bool = False
+    target: str | None = None
+    groups: int = Field(default=1, ge=1)
+    merge: str = "first"
+    part: str | None = None
+    select: str | None = None
+    threshold: float = Field(default=0.5, ge=-1, le=1)
+    size: int = Field(default=4, ge=2)
+    count: int | None = Field(default=None, ge=1)
+    windows: int = 96
+    calibration: int = Field(default=128, ge=1)
+    length: int = Field(default=512, ge=2)
+    needles: bool = True
+    seed: Seed = 0
+    bos: str = "auto"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if sum(value is not None for value in (self.method, self.kv_budget, self.kl_budget)) != 1:
+            raise ValueError("give `method`, or `kv_budget` or `kl_budget`, which choose methods and layers themselves")
+        check_choice("retrofit", "compensation", self.compensation, ("none", *FITS, None))
+        check_choice("retrofit", "select", self.select, (*SELECTS, None))
+        if self.compensation in REFITS and self.target not in (None, "attention"):
+            raise ValueError(
+                f"`compensation` {self.compensation} refits W_o beside a W_c that writes to the stream; use `target` "
+                "attention"
+            )
+        if self.compensation in ALONE and self.merge != "first":
+            raise ValueError(
+                f"`compensation` {self.compensation} makes up for followers alone, and `merge` {self.merge} also "
+                "changes their leader; use ridge"
+            )
+        return self
+
+    def changed(self) -> dict[str, Any]:
+        """Return the options that are not at their default."""
+        return self.model_dump(exclude_defaults=True)
 
 
 class Request:
@@ -21,7 +81,13 @@ class Request:
         options: what was asked for.
         kind: the method whose layers are to be chosen; None for a whole method, or where a budget chooses.
         whole: the method that came with all its options, None otherwise.
-        post_norms: whether the model has a norm on attention's update, through which W_o is not refitted.
+        searches: whether a budget chooses methods and layers.
+        part: what of a layer the method acts on; None where it has no choice.
+        select: how layers are chosen; None where they are not.
+        many_tokens: whether the choice of layers needs as many tokens as W_c; it then reads the same.
+        fit: how W_c is fitted: as asked, or by default wherever there can be a W_c.
+        fits: whether anything is fitted to calibration text.
+        adds: whether a W_c is added wherever a method may have one.
 
     Raises:
         ValueError: the method is not known, its options are wrong, or an option would do nothing.
@@ -29,47 +95,19 @@ class Request:
     """
 
     def __init__(self, options: RetrofitOptions, post_norms: bool = False):
-        self.options, self.post_norms = options, post_norms
-        self.kind, self.whole = _method_of(options)
-        self._refuse_idle()
-        self._check_choices()
-
-    @property
-    def searches(self) -> bool:
-        """Whether a budget chooses methods and layers."""
-        return self.kind is None and self.whole is None
-
-    @property
-    def part(self) -> str | None:
-        """What of a layer the method acts on; None where it has no choice."""
-        if self.kind is None or not self.kind.parts:
-            return None
-        return self.options.part or self.kind.parts[0]
-
-    @property
-    def select(self) -> str | None:
-        """How layers are chosen; None where they are not."""
-        if self.kind is None or self.options.layers != "auto":
-            return None
-        return self.options.select or selects(self.kind)[0]
-
-    @property
-    def many_tokens(self) -> bool:
-        """Whether the choice of layers needs as many tokens as W_c; it then reads the same."""
-        return self.select == "correlation"
-
-    @property
-    def fit(self) -> str:
-        """How W_c is fitted: as asked, or by default wherever there can be a W_c."""
-        if self.options.compensation is not None:
-            return self.options.compensation
-        if not self._may_compensate():
-            return "none"
-        if self.options.merge != "first":
-            return "ridge"  # a merged leader is in no layerwise target
-        method = self.kind if self.whole is None else type(self.whole)
-        borrows = method is None or method.grouped  # a search may take a method on groups
-        return "refit" if borrows and self._writes_to_the_stream() and not self.post_norms else "layerwise"
+        """Read options; `post_norms`: the model has a norm on attention's update, through which W_o is not refitted."""
+        self.options = options
+        self.kind, self.whole = _method_of(options.method)
+        self.searches = self.kind is None and self.whole is None
+        self.part = self.select = None
+        if self.kind is not None and self.kind.parts:
+            self.part = options.part or self.kind.parts[0]
+        if self.kind is not None and options.layers == "auto":
+            self.select = options.select or selects(self.kind)[0]
+        self.many_tokens = self.select == "correlation"
+        self.fit = options.compensation or self._default_fit(post_norms)
+        self.fits, self.adds = self.fit not in ("none", "zero"), self.fit not in ("none", "refit-o")
+        self._check()
 
     def fit_of(self, methods: Sequence[Method]) -> str:
         """Return how the methods that were chosen are fitted: a search may end without a layer that borrows."""
@@ -77,30 +115,11 @@ class Request:
             return self.fit
         return "layerwise" if self.adds else "none"
 
-    def _writes_to_the_stream(self) -> bool:
-        """Return whether W_c, where there is one, writes beside attention's update."""
-        target = self.options.target if self.whole is None else _compensation(self.whole)
-        return target in (None, "attention")
-
-    @property
-    def fits(self) -> bool:
-        """Whether W_c is fitted to calibration text."""
-        return self.fit not in ("none", "zero")
-
-    @property
-    def adds(self) -> bool:
-        """Whether a W_c is added wherever a method may have one."""
-        return self.fit not in ("none", "refit-o")
-
     def target(self, kind: type[Method]) -> str | None:
         """Return where W_c of a method writes, None without W_c: as asked, or else the method's first choice."""
         if not self.adds or not kind.targets:
             return None
         return self.options.target if self.options.target in kind.targets else kind.targets[0]
-
-    def built(self, groups: list[list[int]], layers: int) -> Method:
-        """Return the method whose layers were chosen, with its W_c."""
-        return self.compensated(self.from_groups(groups, layers))
 
     def from_groups(self, groups: list[list[int]], layers: int) -> Method:
         """Return the method on groups of layers, or on a part of them, without W_c."""
@@ -114,66 +133,67 @@ class Request:
             return method
         return dataclasses.replace(method, compensation=target, compensation_bias=self.options.bias)
 
-    def _may_compensate(self) -> bool:
-        """Return whether there can be a W_c: it writes where the part that a method takes away has written."""
-        return self._has_targets() and (self.kind is None or self.part is None or self.part in self.kind.targets)
-
     def _has_targets(self) -> bool:
         """Return whether a method has somewhere for a W_c to write, whatever part of a layer it takes away."""
         if self.whole is not None:
             return _compensation(self.whole) is not None
         return self.kind is None or bool(self.kind.targets)
 
-    def _refuse_idle(self) -> None:
-        """Refuse an option that would do nothing beside the others."""
-        options, kind = self.options, self.kind
-        named = kind is not None
+    def _default_fit(self, post_norms: bool) -> str:
+        if not self._has_targets() or (self.kind is not None and self.part not in (None, *self.kind.targets)):
+            return "none"  # W_c writes where the part that goes has written
+        if self.options.merge != "first":
+            return "ridge"  # a merged leader is in no layerwise target
+        borrows = (self.whole or self.kind or Method).grouped  # a search may take a method on groups
+        target = self.options.target if self.whole is None else _compensation(self.whole)
+        return "refit" if borrows and target in (None, "attention") and not post_norms else "layerwise"
+
+    def _check(self) -> None:
+        """Refuse an option that does nothing beside the others, and a choice that the methods do not have."""
+        options, kind, single = self.options, self.kind, self.whole is None
         merges = (self.whole or kind or Method).merges
+        targets = {target for each in ([kind] if kind else searched_methods()) for target in each.targets}
+        choices = {  # of options whose values depend on the method; none: the option does nothing
+            "merge": merges if len(merges) > 1 else (),
+            "part": kind.parts if kind else (),
+            "select": selects(kind) if kind and self.select else (),
+            "target": sorted(targets) if self.adds and single and (kind is None or len(targets) > 1) else (),
+        }
         acts = {
-            "layers": named,
-            "part": named and bool(kind.parts),
-            "select": self.select is not None,
+            "layers": kind is not None,
             "threshold": self.select == "distance",
-            "size": named and options.layers == "top-half",
-            "count": named and options.layers == "auto",
-            "merge": len(merges) > 1,
+            "size": kind is not None and options.layers == "top-half",
+            "count": kind is not None and options.layers == "auto",
             "groups": self.fit == "mean",
             "calibration": self.fits or self.many_tokens,
-            "bias": self.adds and self.whole is None and (kind is None or bool(kind.targets)),
-            "target": self.adds and self.whole is None and (kind is None or len(kind.targets) > 1),
+            "bias": self.adds and single and (kind is None or bool(kind.targets)),
             "compensation": not self.adds or self._has_targets(),
         }
-        asked = options.changed()
-        for option, does in acts.items():
-            if option in asked and not does:
-                value = "" if asked[option] is True else f" {asked[option]}"
+        for option, value in options.changed().items():
+            if not acts.get(option, True) or not choices.get(option, True):
+                value = "" if value is True else f" {value}"
                 raise ValueError(f"`{option}`{value} does nothing with these options; leave it out")
-
-    def _check_choices(self) -> None:
-        """Refuse a choice that the methods do not have."""
-        options = self.options
-        if options.merge != "first":
-            check_choice("retrofit", "merge", options.merge, (self.whole or self.kind or Method).merges)
-        if options.part is not None and self.kind is not None:
-            check_choice("retrofit", "part", options.part, self.kind.parts)
-        if options.select is not None and self.kind is not None:
-            check_choice("retrofit", "select", options.select, selects(self.kind))
-        chosen = type(self.whole) if self.whole is not None else self.kind
+            if option in choices:
+                check_choice("retrofit", option, value, choices[option])
+        chosen = self.whole or kind
         if self.fit in REFITS and chosen is not None and not chosen.grouped:
             raise ValueError(
                 f"`compensation` {self.fit} refits W_o of layers that attend to borrowed states, and {chosen.name()} "
                 "has none; use layerwise"
             )
-        if options.target is not None:
-            kinds = searched_methods() if self.kind is None else [self.kind]
-            check_choice(
-                "retrofit", "target", options.target, sorted({name for kind in kinds for name in kind.targets})
-            )
 
 
-def _method_of(options: RetrofitOptions) -> tuple[type[Method] | None, Method | None]:
+def plain_method(method: Entry | None) -> str | dict[str, Any] | None:
+    """Return a method as the plain data that options hold; a class is its name."""
+    if isinstance(method, type):
+        return method.name()
+    if isinstance(method, Method):
+        return to_entry(method)
+    return dict(method) if isinstance(method, Mapping) else method
+
+
+def _method_of(asked: str | dict[str, Any] | None) -> tuple[type[Method] | None, Method | None]:
     """Return the method whose layers are to be chosen, or the whole method; neither where a budget chooses."""
-    asked = options.method
     if asked is None:
         return None, None
     if isinstance(asked, dict):
@@ -186,12 +206,8 @@ def _method_of(options: RetrofitOptions) -> tuple[type[Method] | None, Method | 
         except RecursionError:
             raise ValueError("`method` is JSON that is nested too deeply; write a name or an object") from None
     kind = method_class(asked)
-    return (kind, None) if takes_groups(kind) else (None, load_method(asked))
-
-
-def takes_groups(kind: type[Method]) -> bool:
-    """Return whether a method can be built from groups of layers."""
-    return kind.from_groups.__func__ is not Method.from_groups.__func__  # type: ignore[attr-defined]
+    takes_groups = kind.from_groups.__func__ is not Method.from_groups.__func__  # type: ignore[attr-defined]
+    return (kind, None) if takes_groups else (None, load_method(asked))
 
 
 def _compensation(method: Method) -> str | None:
@@ -202,5 +218,5 @@ def _compensation(method: Method) -> str | None:
 def selects(kind: type[Method]) -> tuple[str, ...]:
     """Return the ways to choose the layers of a method, by default the first."""
     if not kind.grouped:
-        return SINGLE
-    return NEIGHBOURS if kind.consecutive else ANY
+        return ("similarity", "greedy", "correlation")
+    return ("similarity",) if kind.consecutive else ("distance", "similarity")

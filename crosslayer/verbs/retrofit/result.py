@@ -8,15 +8,13 @@ import numpy as np
 from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.core.plan import DepthPlan
+from crosslayer.core.plan import STATES, DepthPlan
 from crosslayer.environment import quiet_transformers
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.result import Result
 from crosslayer.verbs.needles.lookup import count_found
-from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.record import (
-    SCHEMA,
     Architecture,
     CacheRecord,
     Calibration,
@@ -27,6 +25,7 @@ from crosslayer.verbs.retrofit.record import (
     TextsRecord,
     Weights,
 )
+from crosslayer.verbs.retrofit.request import RetrofitOptions
 
 SHIM_FILE = "modeling_shim.py"
 SHIM = '''"""Lets `trust_remote_code=True` find the installed package: pip install crosslayer."""
@@ -41,6 +40,10 @@ class CrossLayerConfig(crosslayer.CrossLayerConfig):
 class CrossLayerForCausalLM(crosslayer.CrossLayerForCausalLM):
     config_class = CrossLayerConfig
 '''
+AUTO_MAP = {
+    "AutoConfig": "modeling_shim.CrossLayerConfig",
+    "AutoModelForCausalLM": "modeling_shim.CrossLayerForCausalLM",
+}
 
 
 class Receipt(Result):
@@ -51,7 +54,7 @@ class Receipt(Result):
     Shapes: D domains, the worst that nothing was fitted to first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/3"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["crosslayer/retrofit/4"] = Field(default="crosslayer/retrofit/4", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as a config has them")
     title: str = Field(description="the methods with the options that were set, in words")
@@ -64,7 +67,7 @@ class Receipt(Result):
     needles: Needles | None = Field(
         default=None, description="None where none were asked for, or the model's positions or tokens do not allow it"
     )
-    options: RetrofitOptions = Field(description="what was asked for")
+    settings: RetrofitOptions = Field(description="what was asked for")
     texts: TextsRecord
     seconds: Seconds
 
@@ -118,7 +121,7 @@ class Receipt(Result):
     @property
     def takes_shim(self) -> bool:
         """Whether the model is of a class of ours, which a shim lets other tools find."""
-        return self.architecture.is_ours
+        return self.architecture.retrofit_class == "CrossLayerForCausalLM"
 
     @property
     def kv_share(self) -> float:
@@ -164,25 +167,27 @@ class Receipt(Result):
     @property
     def fit_r2(self) -> np.ndarray:
         """Share of the squared error that W_c takes away on its calibration text, (L,); NaN without a fitted W_c."""
-        shares = np.full(self.architecture.layers, np.nan)
-        for fit in self.calibration.layers:
-            shares[fit.layer] = 1 - (fit.token_after / fit.token_before) ** 2 if fit.token_before else np.nan
-        return shares
+        left = {fit.layer: fit.token_after / fit.token_before for fit in self.calibration.layers if fit.token_before}
+        return np.array([1 - left.get(layer, np.nan) ** 2 for layer in range(self.architecture.layers)])
 
     @property
     def fit_r2_left_out(self) -> np.ndarray:
         """The same on text that was left out in turn (below 0: worse than no W_c), (L,); NaN where none was."""
-        shares = np.full(self.architecture.layers, np.nan)
-        for fit in self.calibration.layers:
-            shares[fit.layer] = np.nan if fit.left_out is None else 1 - fit.left_out**2
-        return shares
+        left = {fit.layer: fit.left_out for fit in self.calibration.layers if fit.left_out is not None}
+        return np.array([1 - left.get(layer, np.nan) ** 2 for layer in range(self.architecture.layers)])
+
+    @property
+    def changed_layers(self) -> list[int]:
+        """Layers of the original that do not own everything."""
+        vectors = [self.plan.sources(state) for state in (*STATES, "mlps")]
+        return [layer for layer in range(self.plan.layers) if any(vector[layer] != layer for vector in vectors)]
 
     def headline(self) -> dict[str, Any]:
         """Return the few figures that the last line of the command line holds."""
         worst = self.damage.domains[0]
         return {
             "method": "+".join(entry["name"] for entry in self.methods),
-            "layers": self.sibling("page").changed_layers(self),
+            "layers": self.changed_layers,
             "kv_share": round(self.cache.share, 6),
             "worst_domain": worst.name,
             "seen": worst.seen,
@@ -219,22 +224,12 @@ class Receipt(Result):
                 if self._tokenizer is not None:
                     self._tokenizer.save_pretrained(partial)
             if remote_code_shim:
-                _add_shim(partial)
+                (partial / SHIM_FILE).write_text(SHIM, encoding="utf-8")
+                config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+                config["auto_map"] = AUTO_MAP
+                (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             self._write(partial)
             card = self.sibling("card").model_card(self, self._tokenizer is not None)
             (partial / "README.md").write_text(card, encoding="utf-8")
             write_manifest(partial, model)  # of all that lies there
         return target / "report.html"
-
-
-def _add_shim(folder: Path) -> None:
-    """Let tools that run a model's own code find the installed package."""
-    (folder / SHIM_FILE).write_text(SHIM, encoding="utf-8")
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    module = SHIM_FILE.removesuffix(".py")
-    config["auto_map"] = {
-        "AutoConfig": f"{module}.CrossLayerConfig",
-        "AutoModelForCausalLM": f"{module}.CrossLayerForCausalLM",
-    }
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

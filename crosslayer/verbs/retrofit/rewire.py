@@ -13,33 +13,25 @@ from crosslayer.core.methods import Entry, load_methods, merge_plans
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, changed_alone, why_no_refit
-from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.convert import Conversion, convert, plain_decoder
 from crosslayer.verbs.retrofit.moments import ALONE, FITS, REFITS, Fit
 
 OUTPUT = "model.layers.{}.self_attn.o_proj.weight"  # W_o of a layer, in all families that convert
 
 
 @dataclass(frozen=True)
-class Rewired:
+class Rewired(Conversion):
     """A model with another wiring, before it is judged.
 
     Attributes:
-        model: the rewired model.
         methods: what it is wired by.
-        dropped: names of the original's weights that are gone.
-        merged: names of the weights that were merged from several layers'.
-        new: names of the weights that the original does not have.
         fit: how W_c and W_o were fitted; None where neither was.
         fits: what they do in each layer that was fitted, from below.
         refitted: the original's tensor of every W_o that was refitted, by name.
 
     """
 
-    model: PreTrainedModel
     methods: list[Method]
-    dropped: list[str]
-    merged: list[str]
-    new: list[str]
     fit: str | None
     fits: list[Fit]
     refitted: dict[str, Tensor]
@@ -79,16 +71,19 @@ def rewire(
         ValueError: the family, the wiring or the options are not possible, or the calibration text is too short.
 
     """
-    chosen = load_methods(methods)
+    chosen, layers = load_methods(methods), model.config.num_hidden_layers
     check_choice("rewire", "fit", fit, (*FITS, None))
-    _check_changes(chosen, model.config.num_hidden_layers)
+    same = merge_plans(chosen, layers) == DepthPlan.identity(layers)
+    if same and not any(mixes(method) for method in chosen):
+        names = ", ".join(method.name() for method in chosen) or "no method"
+        raise ValueError(f"{names} as it stands changes nothing; name layers")
     conversion, fits = convert(model, chosen, merge), []
     rewired = conversion.model
     if fit not in REFITS and not any(isinstance(module, Compensation) for module in rewired.modules()):
         fit = None
     elif fit != "zero":
-        plain = convert(model, []).model
-        assert isinstance(plain, CrossLayerForCausalLM) and isinstance(rewired, CrossLayerForCausalLM)
+        plain = plain_decoder(model)
+        assert isinstance(rewired, CrossLayerForCausalLM)
         fit = _fit(plain, rewired, fit)
         if calibration is None:
             raise ValueError(f"fit {fit!r} needs calibration=… (token ids); without text use fit='zero'")
@@ -99,15 +94,7 @@ def rewire(
     originals = model.state_dict()
     outputs = [OUTPUT.format(fitted.layer) for fitted in fits if fitted.output_penalty is not None]
     refitted = {name: originals[name] for name in outputs}
-    return Rewired(rewired, chosen, conversion.dropped, conversion.merged, conversion.new, fit, fits, refitted)
-
-
-def _check_changes(methods: list[Method], layers: int) -> None:
-    """Refuse methods that leave everything as it is."""
-    same = merge_plans(methods, layers) == DepthPlan.identity(layers)
-    if same and not any(mixes(method) for method in methods):
-        names = ", ".join(method.name() for method in methods) or "no method"
-        raise ValueError(f"{names} as it stands changes nothing; name layers")
+    return Rewired(**vars(conversion), methods=chosen, fit=fit, fits=fits, refitted=refitted)
 
 
 def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | None) -> str:
@@ -120,8 +107,6 @@ def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | 
             f"fit {fit!r} makes up for nothing in layers {alone}, which change outside of what it stands for "
             "(a merged leader, an MLP that goes); use ridge"
         )
-    if fit is not None:
-        return fit
-    if alone:
-        return "ridge"
-    return "refit" if why_no_refit(model) is None else "layerwise"
+    if fit is None:
+        fit = "ridge" if alone else "refit" if why_no_refit(model) is None else "layerwise"
+    return fit

@@ -7,7 +7,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.weights import to_config
-from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, merge_plans, to_entry
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import Ready, load_config, ready_model
@@ -23,7 +22,6 @@ from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.damage import by_domain
 from crosslayer.verbs.retrofit.losses import logits_of, logits_without, losses
 from crosslayer.verbs.retrofit.moments import REFITS, check_enough
-from crosslayer.verbs.retrofit.options import RetrofitOptions, plain_method
 from crosslayer.verbs.retrofit.record import (
     Architecture,
     CacheRecord,
@@ -34,7 +32,7 @@ from crosslayer.verbs.retrofit.record import (
     TextsRecord,
     Weights,
 )
-from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
 from crosslayer.verbs.retrofit.result import Receipt
 from crosslayer.verbs.retrofit.rewire import Rewired, rewire
 from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
@@ -117,7 +115,8 @@ def retrofit(
     options = RetrofitOptions(**{name: asked[name] for name in RetrofitOptions.model_fields})
     request, texts = _read(options, model, text, calibration_text, progress)
     ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
-    return Job(ready, request, texts, progress).receipt()
+    with evaluating(ready.model):
+        return _receipt(ready, request, texts, progress)
 
 
 def _read(
@@ -134,119 +133,107 @@ def _read(
         texts = Texts.load(text, calibration_text, options.seed)
     if request.fit in REFITS and config.has_post_norms:
         raise ValueError(NORMED)
-    width = inputs(config, request.fit)
     parts = texts.parts(request)  # says if there are too few windows
     if request.fits:
         sizes = [count for count in parts["calibration"].values() if count]
-        check_enough(width, sizes, request.options.length, request.fit)
+        check_enough(inputs(config, request.fit), sizes, options.length, request.fit)
     return request, texts
 
 
-class Job:
-    """A request on a model that is ready."""
-
-    def __init__(self, ready: Ready, request: Request, texts: Texts, progress: Meter):
-        self.model, self.tokenizer, self.name = ready.model, ready.tokenizer, ready.name
-        self.share_weights = ready.loaded_here
-        self.request, self.texts, self.progress = request, texts, progress
-        self.layers = self.model.config.num_hidden_layers
-
-    def receipt(self) -> Receipt:
-        """Do everything."""
-        with evaluating(self.model):
-            return self._receipt()
-
-    def _receipt(self) -> Receipt:
-        started = time.perf_counter()
-        windows = self._windows()
-        choosing = time.perf_counter()
-        methods, choice = choose(self.model, self.request, windows, self.progress)
-        rewiring = time.perf_counter()
-        rewired = self._rewire(methods, windows)
-        judging = time.perf_counter()
-        damage = self._judge(rewired, windows["evaluation"])
-        needles = self._needles(rewired) if self.request.options.needles else None
-        done = time.perf_counter()
-        seconds = Seconds(
+def _receipt(ready: Ready, request: Request, texts: Texts, progress: Meter) -> Receipt:
+    """Do what was requested on a model that is ready."""
+    model, tokenizer, options = ready.model, ready.tokenizer, request.options
+    started = time.perf_counter()
+    with progress("cutting the text into tokens", 0):
+        windows = texts.windows(tokenizer, request)
+    for part in windows.values():
+        check_ids(model, part.ids)
+    calibration = windows["calibration"].by_domain() if request.fits else {}
+    choosing = time.perf_counter()
+    methods, choice = choose(model, request, windows, progress)
+    rewiring = time.perf_counter()
+    fit = request.fit_of(methods)
+    with progress("calibrating", model.config.num_hidden_layers) as bar:
+        rewired = rewire(
+            model,
+            methods,
+            calibration=calibration or None,
+            fit=None if fit == "none" else fit,
+            groups=options.groups,
+            merge=options.merge,
+            progress=bar.step,
+            share_weights=ready.loaded_here,
+        )
+    judging = time.perf_counter()
+    damage = _judge(model, rewired, windows["evaluation"], texts.seen(request), options.seed, progress)
+    needles = _needles(model, rewired.model, tokenizer, options.seed, progress) if options.needles else None
+    done = time.perf_counter()
+    receipt = Receipt(
+        architecture=_architecture(ready, rewired.model),
+        methods=[to_entry(method) for method in methods],
+        title=title(methods),
+        plan=merge_plans(methods, model.config.num_hidden_layers),
+        choice=choice,
+        weights=Weights(
+            dropped=rewired.dropped, merged=rewired.merged, new=rewired.new, refitted=list(rewired.refitted)
+        ),
+        calibration=Calibration(
+            fit=rewired.fit if rewired.fits and rewired.fit is not None else request.fit,
+            windows={name: len(ids) for name, ids in calibration.items()},
+            layers=rewired.fits,
+        ),
+        cache=_cache(model, rewired.model, options.kv_context),
+        damage=damage,
+        needles=needles,
+        settings=options,
+        texts=TextsRecord(judged=list(texts.judging), fitted=list(texts.read(request))),
+        seconds=Seconds(
             choose=rewiring - choosing, rewire=judging - rewiring, damage=done - judging, all=done - started
-        )
-        receipt = Receipt(
-            architecture=self._architecture(rewired),
-            methods=[to_entry(method) for method in methods],
-            title=title(methods),
-            plan=merge_plans(methods, self.layers),
-            choice=choice,
-            weights=Weights(
-                dropped=rewired.dropped, merged=rewired.merged, new=rewired.new, refitted=list(rewired.refitted)
-            ),
-            calibration=self._calibration(rewired, windows),
-            cache=self._cache(rewired.model),
-            damage=damage,
-            needles=needles,
-            options=self.request.options,
-            texts=TextsRecord(judged=list(self.texts.judging), fitted=list(self.texts.read(self.request))),
-            seconds=seconds,
-        )
-        return receipt.of_model(rewired.model, self.tokenizer)
+        ),
+    )
+    return receipt.of_model(rewired.model, tokenizer)
 
-    def _windows(self) -> dict[str, Windows]:
-        with self.progress("cutting the text into tokens", 0):
-            windows = self.texts.windows(self.tokenizer, self.request)
-        for part in windows.values():
-            check_ids(self.model, part.ids)
-        return windows
 
-    def _rewire(self, methods: list[Method], windows: dict[str, Windows]) -> Rewired:
-        request, fit = self.request, self.request.fit_of(methods)
-        with self.progress("calibrating", self.layers) as bar:
-            return rewire(
-                self.model,
-                methods,
-                calibration=windows["calibration"].by_domain() if request.fits else None,
-                fit=None if fit == "none" else fit,
-                groups=request.options.groups,
-                merge=request.options.merge,
-                progress=bar.step,
-                share_weights=self.share_weights,
-            )
+def _judge(
+    model: PreTrainedModel, rewired: Rewired, windows: Windows, seen: frozenset[str], seed: int, progress: Meter
+) -> Domains:
+    """Measure the damage, with what was fitted and, where anything was, without."""
+    runs = {"after": logits_of(rewired.model)}
+    if rewired.fits:
+        runs["without"] = logits_without(rewired.model, rewired.refitted)
+    with progress("measuring the damage", len(windows)) as bar:
+        measured = losses(logits_of(model), runs, windows, bar.step)
+    return by_domain(measured["after"], measured.get("without"), seen, seed)
 
-    def _judge(self, rewired: Rewired, windows: Windows) -> Domains:
-        """Measure the damage, with what was fitted and, where anything was, without."""
-        runs = {"after": logits_of(rewired.model)}
-        if rewired.fits:
-            runs["without"] = logits_without(rewired.model, rewired.refitted)
-        with self.progress("measuring the damage", len(windows)) as bar:
-            measured = losses(logits_of(self.model), runs, windows, bar.step)
-        seen = self.texts.seen(self.request)
-        return by_domain(measured["after"], measured.get("without"), seen, self.request.options.seed)
 
-    def _needles(self, rewired: Rewired) -> Needles | None:
-        seed = self.request.options.seed
-        retrofit = look_up(rewired.model, self.tokenizer, seed, self.progress)
-        if not retrofit:
-            return None
-        return Needles(original=look_up(self.model, self.tokenizer, seed, self.progress), retrofit=retrofit)
+def _needles(
+    model: PreTrainedModel,
+    rewired: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seed: int,
+    progress: Meter,
+) -> Needles | None:
+    retrofit = look_up(rewired, tokenizer, seed, progress)
+    return Needles(original=look_up(model, tokenizer, seed, progress), retrofit=retrofit) if retrofit else None
 
-    def _architecture(self, rewired: Rewired) -> Architecture:
-        return Architecture(
-            name=self.name,
-            origin=origin(self.model),
-            source_class=type(self.model).__name__,
-            retrofit_class=type(rewired.model).__name__,
-            layers=self.layers,
-            parameters_before=sum(parameter.numel() for parameter in self.model.parameters()),
-            parameters_after=sum(parameter.numel() for parameter in rewired.model.parameters()),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-        )
 
-    def _calibration(self, rewired: Rewired, windows: dict[str, Windows]) -> Calibration:
-        fit = rewired.fit if rewired.fits and rewired.fit is not None else self.request.fit
-        domains = windows["calibration"].by_domain() if self.request.fits else {}
-        return Calibration(fit=fit, windows={name: len(ids) for name, ids in domains.items()}, layers=rewired.fits)
+def _architecture(ready: Ready, rewired: PreTrainedModel) -> Architecture:
+    model = ready.model
+    return Architecture(
+        name=ready.name,
+        origin=origin(model),
+        source_class=type(model).__name__,
+        retrofit_class=type(rewired).__name__,
+        layers=model.config.num_hidden_layers,
+        parameters_before=sum(parameter.numel() for parameter in model.parameters()),
+        parameters_after=sum(parameter.numel() for parameter in rewired.parameters()),
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
 
-    def _cache(self, rewired: PreTrainedModel) -> CacheRecord:
-        context = CacheShare(look(self.model).shapes, self.request.options.kv_context).context
-        before, after = allocated(self.model, context), allocated(rewired, context)
-        return CacheRecord(
-            context=context, bytes_per_token_before=before, bytes_per_token_after=after, share=after / before
-        )
+
+def _cache(model: PreTrainedModel, rewired: PreTrainedModel, context: int | None) -> CacheRecord:
+    context = CacheShare(look(model).shapes, context).context
+    before, after = allocated(model, context), allocated(rewired, context)
+    return CacheRecord(
+        context=context, bytes_per_token_before=before, bytes_per_token_after=after, share=after / before
+    )

@@ -51,11 +51,17 @@ class Search:
             ValueError: the share cannot be reached; the message names the nearest.
 
         """
-        self._check_budget(share, kl)
+        assert (share is None) != (kl is None)
+        if share is not None and not self.cache.least <= share < 1:
+            raise ValueError(
+                f"a KV budget of {share:g} cannot be met; with {len(self.shapes)} layers it lies from "
+                f"{self.cache.least:.4f} to 1"
+            )
         wires, damage = Wires((None,) * len(self.shapes), tuple(self.shapes)), 0.0
         self.curve = [(wires, damage)]
-        costs = self._first_ranking(wires)
-        refused: set[Move] = set()
+        moves, refused = self._moves(wires), set()
+        step = math.ceil(len(moves) / RANKED)
+        costs = {move: self._cost(wires, move, 0.0) for move in moves if move[1] % step == 0}
         while share is None or self.cache.of(wires.plan) > share + 1e-9:
             move = self._best(wires, damage, costs, refused)
             if move is None:
@@ -73,30 +79,11 @@ class Search:
             )
         return wires
 
-    def _check_budget(self, share: float | None, kl: float | None) -> None:
-        if (share is None) == (kl is None):
-            raise ValueError("give either a share of the cache or a damage, not both")
-        if share is not None and not self.cache.least <= share < 1:
-            raise ValueError(
-                f"a KV budget of {share:g} cannot be met; with {len(self.shapes)} layers it lies from "
-                f"{self.cache.least:.4f} to 1"
-            )
-
-    def _first_ranking(self, wires: Wires) -> dict[Move, float]:
-        """Measure every move, of deep models those of every n-th layer."""
-        moves = self._moves(wires)
-        step = math.ceil(len(moves) / RANKED)
-        return {move: self._cost(wires, move, 0.0) for move in moves if move[1] % step == 0}
-
     def _moves(self, wires: Wires) -> list[Move]:
-        moves = []
-        for layer, shape in enumerate(self.shapes):
-            if wires.kinds[layer] is not None or shape is None:
-                continue
-            for kind in self.kinds:
-                if self._saved((kind, layer)) and wires.take(kind, layer).valid:
-                    moves.append((kind, layer))
-        return moves
+        """Return the moves that save something and leave valid wires."""
+        free = [layer for layer, shape in enumerate(self.shapes) if shape is not None and wires.kinds[layer] is None]
+        moves = [(kind, layer) for layer in free for kind in self.kinds]
+        return [move for move in moves if self._saved(move) and wires.take(*move).valid]
 
     def _saved(self, move: Move) -> float:
         """Return what a move saves, in states of a layer of mean size."""
@@ -128,6 +115,4 @@ def _cost_nearby(move: Move, costs: dict[Move, float]) -> float:
     """Return the cost of the nearest layer's move, for a move that was not ranked."""
     kind, layer = move
     known = [other for other in costs if other[0] is kind]
-    if not known:
-        return -math.inf
-    return costs[min(known, key=lambda other: abs(other[1] - layer))]
+    return costs[min(known, key=lambda other: abs(other[1] - layer))] if known else -math.inf

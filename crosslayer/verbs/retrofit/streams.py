@@ -61,11 +61,10 @@ class Streams:
         """Take both models through a layer."""
         self._separate(layer)
         for number, stream in enumerate(self.after):
-            output, carry = self._run(self.layers_after[layer], layer, stream, self.carries[number])
+            output, self.carries[number] = self._run(self.layers_after[layer], layer, stream, self.carries[number])
             if self.follow == "original":
                 output = self._run(self.layers_before[layer], layer, stream, {})[0]
             stream.copy_(output)  # in place: freed and new streams in turns would scatter over the memory
-            self.carries[number] = _lent(carry)
         if self.before is not None and self.passed < layer:
             for stream in self.before:
                 stream.copy_(self._run(self.layers_before[layer], layer, stream, {})[0])
@@ -73,8 +72,7 @@ class Streams:
     def borrow(self, layer: int) -> None:
         """Keep what a layer lends, of streams that enter it; the streams stay where they are."""
         for number, stream in enumerate(self.after):
-            _, carry = self._run(self.layers_after[layer], layer, stream, self.carries[number])
-            self.carries[number] = _lent(carry)
+            _, self.carries[number] = self._run(self.layers_after[layer], layer, stream, self.carries[number])
 
     def gaps(self, layer: int, target: str, reads: Sequence[str] = ("normed",)) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield X (B, T, I) and E (B, T, C) of each batch: what is fitted to, and what the rewired stream lacks.
@@ -84,48 +82,66 @@ class Streams:
         """
         self._separate(layer)
         for number, stream in enumerate(self.after):
-            wanted = self._wanted(layer, number, target)
-            rewired = self._watched(self.layers_after[layer], layer, stream, self.carries[number], target, stop=True)
-            yield torch.cat([rewired.seen[name] for name in reads], dim=-1), wanted - rewired.reached
+            if self.before is None:
+                original = self._watch(self.layers_before[layer], layer, stream, {}, target)
+            else:
+                original = self._watch(self.layers_before[layer], layer, self.before[number], {}, target, stop=False)
+                self.before[number].copy_(original["output"])
+            seen = self._watch(self.layers_after[layer], layer, stream, self.carries[number], target)
+            yield torch.cat([seen[name] for name in reads], dim=-1), original["reached"] - seen["reached"]
         self.passed = layer
 
     def around_attention(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rewired model's stream of each batch before a layer and after its attention, (B, T, C) each."""
-        block = self.layers_after[layer]
         for stream, carry in zip(self.after, self.carries, strict=True):
-            yield stream, self._watched(block, layer, stream, carry, "attention", stop=True).reached
+            yield stream, self._watch(self.layers_after[layer], layer, stream, carry, "attention")["reached"]
 
-    def _wanted(self, layer: int, number: int, target: str) -> Tensor:
-        """Return the stream that W_c of the rewired layer should reach, (B, T, C)."""
-        block = self.layers_before[layer]
-        if self.before is None:
-            return self._watched(block, layer, self.after[number], {}, target, stop=True).reached
-        original = self._watched(block, layer, self.before[number], {}, target, stop=False)
-        assert original.output is not None
-        self.before[number].copy_(original.output)
-        return original.reached
+    def _watch(
+        self, block: CrossLayerDecoderLayer, layer: int, stream: Tensor, carry: Carry, target: str, stop: bool = True
+    ) -> dict[str, Tensor]:
+        """Run a layer, with `stop` only as far as W_c needs it, and return what was seen by name.
 
-    def _watched(
-        self, block: CrossLayerDecoderLayer, layer: int, stream: Tensor, carry: Carry, target: str, stop: bool
-    ) -> "_Watch":
-        """Run a layer, with `stop` only as far as W_c needs it, and return what was seen."""
-        with _Watch(block, target, stop) as watch, contextlib.suppress(_EnoughError):
-            watch.output = self._run(block, layer, stream, carry)[0]
-        return watch
+        "normed" and "heads" are what W_c and W_o read; "reached" is the stream to which W_c writes, "output" what
+        leaves the layer, if it came so far.
+        """
+        seen: dict[str, Tensor] = {}
+
+        def keep_normed(_: nn.Module, args: Any, output: Tensor) -> None:
+            seen["normed"] = output
+
+        def keep_heads(_: nn.Module, args: Any) -> None:
+            seen["heads"] = args[0]
+
+        def keep_reached(_: nn.Module, args: Any) -> None:
+            seen["reached"] = args[0]
+            if stop:
+                raise _EnoughError
+
+        assert block.input_layernorm is not None
+        handles = [block.input_layernorm.register_forward_hook(keep_normed)]
+        if block.self_attn is not None:
+            handles.append(block.self_attn.o_proj.register_forward_pre_hook(keep_heads))
+        if target != "mlp" and block.mlp is not None:
+            assert block.mlp_norm is not None
+            handles.append(block.mlp_norm.register_forward_pre_hook(keep_reached))
+        try:
+            with contextlib.suppress(_EnoughError):
+                seen["output"] = self._run(block, layer, stream, carry)[0]
+        finally:
+            for handle in handles:
+                handle.remove()
+        return {"reached": seen["output"], **seen} if "output" in seen else seen
 
     def _run(self, block: CrossLayerDecoderLayer, layer: int, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        return block(stream, carry, self.rotary, self.masks[len(stream)][self.kinds[layer]])
+        """Return what leaves a layer, (B, T, C), and what it lends."""
+        output, carry = block(stream, carry, self.rotary, self.masks[len(stream)][self.kinds[layer]])
+        return output, {name: state for name, state in carry.items() if name != "read"}
 
     def _separate(self, layer: int) -> None:
         """Give the original a stream of its own where a layer begins to differ."""
-        if self.follow != "both" or self.before is not None:
-            return
-        if not computes_the_same(self.layers_before[layer], self.layers_after[layer]):
+        together = self.follow == "both" and self.before is None
+        if together and not computes_the_same(self.layers_before[layer], self.layers_after[layer]):
             self.before = [stream.clone() for stream in self.after]
-
-
-def _lent(carry: Carry) -> Carry:
-    return {name: state for name, state in carry.items() if name != "read"}
 
 
 def layers_of(model: CrossLayerForCausalLM) -> list[CrossLayerDecoderLayer]:
@@ -151,47 +167,3 @@ def same_weights(module: nn.Module, other: nn.Module) -> bool:
 
 class _EnoughError(Exception):
     """The stream after attention is there; the MLP need not run."""
-
-
-class _Watch:
-    """Keeps what W_c and W_o of a layer read, by name, and the stream to which W_c writes."""
-
-    def __init__(self, layer: CrossLayerDecoderLayer, target: str, stop: bool):
-        self.layer, self.stop = layer, stop
-        self.early = target != "mlp" and layer.mlp is not None  # else the layer's output is what W_c changes
-        self.seen: dict[str, Tensor] = {}
-        self.stream: Tensor | None = None
-        self.output: Tensor | None = None
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> "_Watch":
-        assert self.layer.input_layernorm is not None
-        self.handles.append(self.layer.input_layernorm.register_forward_hook(self._keep_normed))
-        if self.layer.self_attn is not None:
-            self.handles.append(self.layer.self_attn.o_proj.register_forward_pre_hook(self._keep_heads))
-        if self.early:
-            assert self.layer.mlp_norm is not None
-            self.handles.append(self.layer.mlp_norm.register_forward_pre_hook(self._keep_stream))
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    @property
-    def reached(self) -> Tensor:
-        """The stream after attention, or the layer's output where W_c acts on that; (B, T, C)."""
-        stream = self.stream if self.early else self.output
-        assert stream is not None
-        return stream
-
-    def _keep_normed(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.seen["normed"] = output
-
-    def _keep_heads(self, module: nn.Module, args: Any) -> None:
-        self.seen["heads"] = args[0]
-
-    def _keep_stream(self, module: nn.Module, args: Any) -> None:
-        self.stream = args[0]
-        if self.stop:
-            raise _EnoughError

@@ -50,7 +50,9 @@ class Texts:
         """
         judges, fits = _by_name(judging, "text"), _by_name(fitted, "calibration text")
         for name in judges.keys() & fits.keys():
-            if judges[name] is not fits[name] and not _same_source(judges[name], fits[name]):
+            one, other = judges[name], fits[name]
+            are_sources = isinstance(one, TextSource) and isinstance(other, TextSource)
+            if one is not other and not (are_sources and one == other):
                 raise ValueError(f"two texts are called {name!r}; a domain goes by its name, so rename either")
         domains = {name: _read(text, seed) for name, text in {**judges, **fits}.items()}
         if judges:
@@ -77,9 +79,16 @@ class Texts:
                 for that, or token ids have another length.
 
         """
-        options = request.options
-        self._check_windows(options.windows)
-        self._check_ids(options.length)
+        options, least = request.options, FEWEST * len(self.judging)
+        if options.windows < least:
+            each = f" for each of the {len(self.judging)} domains" if len(self.judging) > 1 else ""
+            raise ValueError(f"`windows` {options.windows} is too few for an interval{each}; use at least {least}")
+        for name, domain in self.domains.items():
+            if isinstance(domain, Tensor) and (domain.dim() != 2 or domain.shape[1] != options.length):
+                raise ValueError(
+                    f"{name}: token ids are {tuple(domain.shape)}, and length is {options.length}; give ids (N, T) and "
+                    "length=T"
+                )
         counts = {"evaluation": shared_out(options.windows, self.judging)}
         if request.fits or request.many_tokens:
             counts["calibration"] = shared_out(options.calibration, self.fitted)
@@ -102,27 +111,8 @@ class Texts:
 
         """
         options = request.options
-        return split_domains(
-            self.domains,
-            tokenizer,
-            parts=self.parts(request),
-            length=options.length,
-            seed=options.seed,
-            bos=options.bos,
-        )
-
-    def _check_windows(self, windows: int) -> None:
-        least = FEWEST * len(self.judging)
-        if windows < least:
-            each = f" for each of the {len(self.judging)} domains" if len(self.judging) > 1 else ""
-            raise ValueError(f"`windows` {windows} is too few for an interval{each}; use at least {least}")
-
-    def _check_ids(self, length: int) -> None:
-        for name, domain in self.domains.items():
-            if isinstance(domain, Tensor) and (domain.dim() != 2 or domain.shape[1] != length):
-                raise ValueError(
-                    f"{name}: token ids are {tuple(domain.shape)}, and length is {length}; give ids (N, T) and length=T"
-                )
+        cut = {"length": options.length, "seed": options.seed, "bos": options.bos}
+        return split_domains(self.domains, tokenizer, parts=self.parts(request), **cut)
 
 
 def _by_name(text: DomainTexts, name: str) -> dict[str, Documents]:
@@ -141,25 +131,18 @@ def _by_name(text: DomainTexts, name: str) -> dict[str, Documents]:
         return {name: text}  # type: ignore[dict-item]
     if all(isinstance(document, str) for document in text):
         return {name: text} if text else {}  # type: ignore[dict-item]
+    by_name: dict[str, Documents] = {}
     for source in text:
         if not isinstance(source, TextSource):
             raise ValueError(
                 f"{name} holds a {type(source).__name__}; give sources alone, texts alone, or each by the name of its "
                 "domain: {'web': …, 'code': …}"
             )
-    by_name: dict[str, Documents] = {}
-    sources: Iterable[TextSource] = dict.fromkeys(text)  # type: ignore[arg-type]
-    for source in sources:
-        if source.describe() in by_name:
+        if by_name.setdefault(source.describe(), source) != source:
             raise ValueError(
                 f"two texts are called {source.describe()!r}; a domain goes by its file's name, so rename either"
             )
-        by_name[source.describe()] = source
     return by_name
-
-
-def _same_source(text: Documents, other: Documents) -> bool:
-    return isinstance(text, TextSource) and isinstance(other, TextSource) and text == other
 
 
 def _read(text: Documents, seed: int) -> Tensor | Iterable[str]:

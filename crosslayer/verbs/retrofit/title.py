@@ -9,17 +9,15 @@ from crosslayer.output.words import ranges
 
 def title(methods: Sequence[Method]) -> str:
     """Return the methods with the layers that they act on, such as "NAME (groups 18-21, 22-25) + NAME"."""
-    return " + ".join(_title(method) for method in methods)
-
-
-def _title(method: Method) -> str:
-    options = []
-    for option in options_of(method):
-        value = vars(method)[option.name]
-        if value in (None, ()) or (value == option.default and option.name != "compensation"):
-            continue
-        options.append(f"{option.name} {_shown(value)}")
-    return f"{method.name()} ({', '.join(options)})" if options else method.name()
+    titles = []
+    for method in methods:
+        set_ones = []
+        for option in options_of(method):
+            value = vars(method)[option.name]
+            if value not in (None, ()) and (value != option.default or option.name == "compensation"):
+                set_ones.append(f"{option.name} {_shown(value)}")
+        titles.append(f"{method.name()} ({', '.join(set_ones)})" if set_ones else method.name())
+    return " + ".join(titles)
 
 
 def _shown(value: Any) -> str:
@@ -28,10 +26,8 @@ def _shown(value: Any) -> str:
         return str(value)
     if all(isinstance(entry, int) for entry in value):
         return ranges(value)
-    return ", ".join(_group(entry) for entry in value)
-
-
-def _group(value: Any) -> str:
-    if list(value) != sorted(value):
-        return f"({', '.join(map(str, value))})"
-    return _shown(value).replace(", ", "+")
+    pairs = [list(entry) != sorted(entry) for entry in value]
+    return ", ".join(
+        f"({', '.join(map(str, entry))})" if is_pair else _shown(entry).replace(", ", "+")
+        for entry, is_pair in zip(value, pairs, strict=True)
+    )

@@ -1,7 +1,7 @@
 """Meet a budget by measured damage, and measure the trade-off on text that was not searched."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,18 +11,20 @@ from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Method
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
+from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.what_if import look
-from crosslayer.verbs.retrofit.blocks import Blocks, fixed_blocks
+from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups
+from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.calibrate import inputs
-from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.convert import convert, plain_decoder
 from crosslayer.verbs.retrofit.damage import damage, difference
-from crosslayer.verbs.retrofit.losses import Losses, compare, logits_of, losses
+from crosslayer.verbs.retrofit.losses import compare, logits_of, losses
 from crosslayer.verbs.retrofit.moments import REFITS
 from crosslayer.verbs.retrofit.record import Choice, CurvePoint, FixedBlocks, SearchRecord
 from crosslayer.verbs.retrofit.repairs import Entering, Repairs
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.search import PASSES, Search
-from crosslayer.verbs.retrofit.wires import Wires
+from crosslayer.verbs.retrofit.wires import Kind, Wires
 
 POINTS = 5  # of the curve, at most
 
@@ -33,12 +35,8 @@ def methods_by_damage(
 ) -> tuple[list[Method], Choice]:
     """Return the methods that meet the request's budget, and what the record says of the choice.
 
-    Args:
-        model: the original.
-        windows: text by purpose: "search", on which moves are measured, "trade-off", on which the curve is, and
-            "calibration", to which repairs are fitted if the request fits anything.
-        request: names the budget.
-        progress: shows both.
+    `windows` is text by purpose: "search", on which moves are measured, "trade-off", on which the curve is, and
+    "calibration", to which repairs are fitted if the request fits anything.
 
     Raises:
         ValueError: the budget cannot be met; the message names the nearest.
@@ -74,8 +72,7 @@ class Measure:
     def __init__(self, model: PreTrainedModel, windows: Windows, request: Request, calibration: Windows | None = None):
         self.model, self.request = model, request
         self.ids, self.repeated = repeating(windows.ids)
-        plain = convert(model, []).model
-        assert isinstance(plain, CrossLayerForCausalLM)
+        plain = plain_decoder(model)
         self.entering = Entering(plain, self.ids)
         self.original = self.entering.logits(plain)
         self.repairs = None
@@ -114,56 +111,60 @@ def repeating(ids: Tensor) -> tuple[Tensor, int]:
     return torch.cat([ids[:, :begins], ids[:, 1 : ids.shape[1] - begins + 1]], dim=1), begins
 
 
+def fixed_blocks(
+    kind: Kind, shapes: Sequence[LayerShape | None], share: float, cache: CacheShare
+) -> tuple[Groups, float] | None:
+    """Return blocks of equal size in the top half, as arXiv 2502.00439 lays its superblocks, and their cached share.
+
+    It is the size whose share is nearest to `share`, of two that are equally near the paper's; None where no two
+    layers may share.
+    """
+    candidates = []
+    for size in range(2, max(3, len(shapes) // 2 + 1)):
+        groups = paper_groups(list(shapes), size)
+        if groups:
+            reached = cache.of(kind.from_groups(groups, len(shapes)).plan(len(shapes)))
+            candidates.append((abs(reached - share), size != PAPER_SIZE, groups, reached))
+    return min(candidates)[2:] if candidates else None
+
+
 def _measured(
     model: PreTrainedModel, measure: Measure, search: Search, windows: Windows, progress: Meter
 ) -> tuple[list[CurvePoint], list[FixedBlocks]]:
-    """Measure the picks on the unsearched windows, and fixed blocks beside the last of them; all are repaired."""
-    picks = _spread_out(search.curve[1:])
+    """Measure some picks, evenly spread, on unsearched windows, and fixed blocks beside the last; all are repaired."""
+    step = max(1, math.ceil(len(search.curve[1:]) / POINTS))
+    picks = search.curve[1:][::-1][::step][::-1]
     if not picks:
         return [], []
-    reached = search.cache.of(picks[-1][0].plan)
-    candidates = [fixed_blocks(kind, search.shapes, reached, search.cache) for kind in search.kinds if kind.grouped]
-    yardsticks = [blocks for blocks in candidates if blocks is not None]
-    runs = {}
-    for number, (wires, _) in enumerate(picks):
-        runs[f"pick {number}"] = logits_of(measure.candidate(measure.methods(wires)))
-    for blocks in yardsticks:
-        method = measure.request.compensated(blocks.kind.from_groups(blocks.groups, len(search.shapes)))
-        runs[blocks.kind.name()] = logits_of(measure.candidate([method]))
+    reached, yardsticks = search.cache.of(picks[-1][0].plan), {}
+    methods = {str(number): measure.methods(wires) for number, (wires, _) in enumerate(picks)}
+    for kind in search.kinds:
+        blocks = fixed_blocks(kind, search.shapes, reached, search.cache) if kind.grouped else None
+        if blocks is not None:
+            yardsticks[kind.name()] = blocks
+            method = kind.from_groups(blocks[0], len(search.shapes))
+            methods[kind.name()] = [measure.request.compensated(method)]
+    runs = {name: logits_of(measure.candidate(chosen)) for name, chosen in methods.items()}
     with progress("measuring the trade-off on unseen text", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
-    curve = [_point(search, wires, kl, measured[f"pick {number}"]) for number, (wires, kl) in enumerate(picks)]
-    last = measured[f"pick {len(picks) - 1}"]
-    return curve, [_compared(blocks, measured[blocks.kind.name()], last) for blocks in yardsticks]
-
-
-def _spread_out(picks: list[tuple[Wires, float]]) -> list[tuple[Wires, float]]:
-    """Return at most `POINTS` of the picks, evenly spread, the last among them."""
-    step = max(1, math.ceil(len(picks) / POINTS))
-    return picks[::-1][::step][::-1]
-
-
-def _point(search: Search, wires: Wires, kl: float, measured: Losses) -> CurvePoint:
-    cost = damage(measured)
-    return CurvePoint(
-        share=search.cache.of(wires.plan),
-        kl_search=kl,
-        kl=cost.kl,
-        kl_ci95=cost.kl_ci95,
-        layers={kind.name(): wires.count(kind) for kind in search.kinds},
-    )
-
-
-def _compared(blocks: Blocks, measured: Losses, search: Losses) -> FixedBlocks:
-    """Return the damage of fixed blocks, and by how much the search's wiring costs more."""
-    cost = damage(measured)
-    gap, interval = difference(search, measured)
-    return FixedBlocks(
-        method=blocks.kind.name(),
-        blocks=blocks.groups,
-        share=blocks.share,
-        kl=cost.kl,
-        kl_ci95=cost.kl_ci95,
-        search_minus_fixed=gap,
-        search_minus_fixed_ci95=interval,
-    )
+    curve, fixed = [], []
+    for number, (wires, kl) in enumerate(picks):
+        cost = damage(measured[str(number)])
+        layers = {kind.name(): wires.kinds.count(kind) for kind in search.kinds}
+        share = search.cache.of(wires.plan)
+        curve.append(CurvePoint(share=share, kl_search=kl, kl=cost.kl, kl_ci95=cost.kl_ci95, layers=layers))
+    for name, (groups, share) in yardsticks.items():
+        cost = damage(measured[name])
+        gap, interval = difference(measured[str(len(picks) - 1)], measured[name])
+        fixed.append(
+            FixedBlocks(
+                method=name,
+                blocks=groups,
+                share=share,
+                kl=cost.kl,
+                kl_ci95=cost.kl_ci95,
+                search_minus_fixed=gap,
+                search_minus_fixed_ci95=interval,
+            )
+        )
+    return curve, fixed

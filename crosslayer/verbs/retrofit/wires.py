@@ -33,17 +33,14 @@ class Wires:
 
         Layers between them may borrow by the same method, be changed by themselves, or be of another shape.
         """
-        below = layer - 1
-        while below >= 0 and (not self._may_share(below, layer) or self._is_passed(below, layer)):
-            below -= 1
-        return below if below >= 0 and self.kinds[below] is None else None
+        for below in range(layer - 1, -1, -1):
+            kind = self.kinds[below]
+            if self._may_share(below, layer) and (kind is None or (kind.grouped and kind is not self.kinds[layer])):
+                return below if kind is None else None
+        return None
 
     def _may_share(self, layer: int, other: int) -> bool:
         return self.shapes is None or may_share(self.shapes[layer], self.shapes[other])
-
-    def _is_passed(self, below: int, layer: int) -> bool:
-        kind = self.kinds[below]
-        return kind is not None and (kind is self.kinds[layer] or not kind.grouped)
 
     @property
     def valid(self) -> bool:
@@ -52,17 +49,12 @@ class Wires:
         for layer, kind in enumerate(self.kinds):
             if kind is not None and kind.grouped and self.leader(layer) is None:
                 return False
-            if kind is None and (self.shapes is None or self.shapes[layer] is not None):
-                keeps_attention = True
+            keeps_attention |= kind is None and (self.shapes is None or self.shapes[layer] is not None)
         return keeps_attention
 
     def take(self, kind: Kind, layer: int) -> "Wires":
         """Return the wires with a method on a further layer."""
         return Wires((*self.kinds[:layer], kind, *self.kinds[layer + 1 :]), self.shapes)
-
-    def count(self, kind: Kind) -> int:
-        """Return on how many layers a method acts."""
-        return sum(other is kind for other in self.kinds)
 
     def names(self) -> list[str]:
         """Return the method of each layer by name."""
@@ -70,27 +62,19 @@ class Wires:
 
     def methods(self) -> list[Method]:
         """Return the methods that make these wires, by name, without W_c."""
-        kinds = {kind for kind in self.kinds if kind is not None}
-        methods = []
-        for kind in sorted(kinds, key=lambda kind: kind.name()):
-            groups = self._groups(kind) if kind.grouped else self._single_layers(kind)
-            methods.append(kind.from_groups(groups, len(self.kinds)))
-        return methods
-
-    def _single_layers(self, kind: Kind) -> list[list[int]]:
-        return [[layer] for layer, other in enumerate(self.kinds) if other is kind]
+        kinds = sorted({kind for kind in self.kinds if kind is not None}, key=lambda kind: kind.name())
+        return [kind.from_groups(self._groups(kind), len(self.kinds)) for kind in kinds]
 
     def _groups(self, kind: Kind) -> list[list[int]]:
-        """Return each leader with all layers up to its last borrower that may share with it."""
-        last: dict[int, int] = {}
-        for layer, other in enumerate(self.kinds):
-            leader = self.leader(layer) if other is kind else None
-            if leader is not None:
-                last[leader] = layer
-        groups = []
-        for leader, borrower in last.items():
-            groups.append([layer for layer in range(leader, borrower + 1) if self._may_share(layer, leader)])
-        return groups
+        """Return each leader with all layers up to its last borrower that may share with it, or just the layers."""
+        layers = [layer for layer, other in enumerate(self.kinds) if other is kind]
+        if not kind.grouped:
+            return [[layer] for layer in layers]
+        last = {leader: layer for layer in layers if (leader := self.leader(layer)) is not None}
+        return [
+            [layer for layer in range(leader, borrower + 1) if self._may_share(layer, leader)]
+            for leader, borrower in last.items()
+        ]
 
     @property
     def plan(self) -> DepthPlan:

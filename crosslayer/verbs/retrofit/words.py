@@ -2,22 +2,51 @@
 
 from collections.abc import Sequence
 
+from crosslayer.output.words import listed, signed, signed_interval
 from crosslayer.stats import Interval
 from crosslayer.verbs.needles.lookup import lookup_words
 from crosslayer.verbs.retrofit.moments import REFITTED
-from crosslayer.verbs.retrofit.record import Damage, DomainDamage, FixedBlocks, Gain
+from crosslayer.verbs.retrofit.record import Damage, DomainDamage, FixedBlocks
 from crosslayer.verbs.retrofit.result import Receipt
 
 
 def sentences(record: Receipt) -> list[str]:
-    """Return what the retrofit is, what it costs and what that rests on."""
-    fixed = record.choice.search.fixed if record.choice.search is not None else []
-    return [
-        _savings(record),
-        *_damage(record),
-        *([lookup_words(record.needles.retrofit, record.needles.original)] if record.needles is not None else []),
-        *(_search(record, blocks) for blocks in fixed),
+    """Return what the retrofit saves, what it costs and what that rests on."""
+    cache, model, domains = record.cache, record.architecture, record.damage.domains
+    worst = domains[0]
+    said = [
+        f"{record.title}: the KV cache allocates {cache.share:.2%} of the original's "
+        f"({cache.bytes_per_token_before:,.0f} → {cache.bytes_per_token_after:,.0f} bytes a token at "
+        f"{cache.context:,.0f} tokens), parameters {model.parameters_before / 1e6:.1f} → "
+        f"{model.parameters_after / 1e6:.1f} M.",
+        f"Worst {'fitted' if worst.seen else 'unseen'} domain, {worst.name}: perplexity "
+        f"{worst.perplexity_before:.2f} → {worst.perplexity_after:.2f}, ratio {ratio(worst)}; KL to the original "
+        f"{kl(worst, 4)} nats a token.",
     ]
+    if len(domains) > 1:
+        kinds = {"unseen": False, "fitted": True}
+        by_kind = {
+            kind: ", ".join(f"{domain.name} {ratio(domain)}" for domain in domains if domain.seen == seen)
+            for kind, seen in kinds.items()
+        }
+        parts = "; ".join(f"{kind}: {ratios}" for kind, ratios in by_kind.items() if ratios)
+        said.append(f"Perplexity ratio by domain, {parts}.")
+    if any(domain.gain is not None for domain in domains):
+        said.append(gain_sentence(domains, record.calibration.fit))
+    if all(domain.seen for domain in domains):
+        said.append(
+            "All domains were fitted to: what it costs on other text was not measured; fit it to some text "
+            "(--calibration-text) and judge it on others (--text)."
+        )
+    counts = "-".join(str(count) for count in sorted({domain.windows for domain in domains}))
+    said.append(
+        f"Measured on {record.damage.all.windows} windows of {record.settings.length} tokens, {counts} a domain, to "
+        f"which nothing was fitted; 95 % intervals: paired bootstrap, {drawn(domains)}, conditional on these texts."
+    )
+    if record.needles is not None:
+        said.append(lookup_words(record.needles.retrofit, record.needles.original))
+    fixed = record.choice.search.fixed if record.choice.search is not None else []
+    return said + [_search(record, blocks) for blocks in fixed]
 
 
 def with_interval(value: float, interval: Interval, digits: int = 3) -> str:
@@ -36,73 +65,25 @@ def kl(damage: Damage, digits: int = 3) -> str:
     return with_interval(damage.kl, damage.kl_ci95, digits)
 
 
-def _savings(record: Receipt) -> str:
-    cache, model = record.cache, record.architecture
-    return (
-        f"{record.title}: the KV cache allocates {cache.share:.2%} of the original's "
-        f"({cache.bytes_per_token_before:,.0f} → {cache.bytes_per_token_after:,.0f} bytes a token, "
-        f"at {cache.context:,.0f} tokens); "
-        f"parameters {model.parameters_before / 1e6:.1f} → {model.parameters_after / 1e6:.1f} M."
-    )
-
-
-def _damage(record: Receipt) -> list[str]:
-    """Say the worst domain, all domains, whether W_c helps, and what the figures rest on."""
-    domains = record.damage.domains
-    worst = domains[0]
-    kind = "text that it was fitted to (other windows)" if worst.seen else "text that it was not fitted to"
-    said = [
-        f"Worst on {kind}, {worst.name}: perplexity {worst.perplexity_before:.2f} → {worst.perplexity_after:.2f}, "
-        f"ratio {ratio(worst)}; KL to the original {kl(worst, 4)} nats a token, before any training."
-    ]
-    if len(domains) > 1:
-        said.append(_ratios(domains))
-    gains = [(domain, domain.gain) for domain in domains if domain.gain is not None]
-    if gains:
-        said.append(gain_sentence(gains, record.calibration.fit))
-    if all(domain.seen for domain in domains):
-        said.append(
-            "All of this is text of the kind that it was fitted to: what it costs on other text was not measured; "
-            "fit it to some text (--calibration-text) and judge it on others (--text)."
-        )
-    counts = "-".join(str(count) for count in sorted({domain.windows for domain in domains}))
-    said.append(
-        f"{record.damage.all.windows} windows of {record.options.length} tokens, {counts} of each domain, none of them "
-        f"fitted to; 95 % paired bootstrap, {drawn(domains)}: conditional on these texts."
-    )
-    return said
-
-
-def _ratios(domains: Sequence[DomainDamage]) -> str:
-    """Say the perplexity ratio of each domain, those first that nothing was fitted to."""
-    parts = []
-    for title, seen in (("not fitted to", False), ("fitted to", True)):
-        listed = ", ".join(f"{domain.name} {ratio(domain)}" for domain in domains if domain.seen == seen)
-        if listed:
-            parts.append(f"{title}: {listed}")
-    return f"Perplexity ratio by domain, {'; '.join(parts)}."
-
-
 def drawn(domains: Sequence[DomainDamage]) -> str:
     """Say within what windows were drawn."""
     single = [domain.name for domain in domains if domain.strata == 1]
-    independent = "drawn by window, taken as independent"
     if len(single) == len(domains):
-        return independent
-    return f"drawn within documents (of {', '.join(single)}: {independent})" if single else "drawn within documents"
+        return "windows taken as independent"
+    return "windows drawn within documents" + (f" (of {listed(single)}: taken as independent)" if single else "")
 
 
-def gain_sentence(gains: Sequence[tuple[DomainDamage, Gain]], fit: str) -> str:
+def gain_sentence(domains: Sequence[DomainDamage], fit: str) -> str:
     """Say on which domains what was fitted lowers the KL, on which it raises it, and on which neither can be told."""
-    lowers, raises, unclear = [], [], []
-    for domain, gain in gains:
-        low, high = gain.kl_ci95
-        listed = lowers if high < 0 else raises if low > 0 else unclear
-        listed.append(f"{domain.name} ({gain.without.kl:.3f} → {domain.kl:.3f})")
-    verdicts = {"lowers the KL on": lowers, "raises the KL on": raises, "is not told apart from none on": unclear}
-    said = [f"{verdict} {', '.join(listed)}" for verdict, listed in verdicts.items() if listed]
-    fitted = f"the fit of {REFITTED[fit]}" if fit in REFITTED else "W_c"
-    return f"Against the same wiring without it, {fitted} {'; '.join(said)}."
+    verdicts: dict[str, list[str]] = {}
+    for domain in domains:
+        if domain.gain is not None:
+            low, high = domain.gain.kl_ci95
+            verdict = "lowers" if high < 0 else "raises" if low > 0 else "does not clearly change"
+            change = f"{domain.name} ({domain.gain.without.kl:.3f} → {domain.kl:.3f})"
+            verdicts.setdefault(verdict, []).append(change)
+    said = "; ".join(f"{verdict} the KL on {', '.join(changes)}" for verdict, changes in verdicts.items())
+    return f"{'The fit of ' + REFITTED[fit] if fit in REFITTED else 'W_c'} {said}."
 
 
 def _search(record: Receipt, blocks: FixedBlocks) -> str:
@@ -111,7 +92,7 @@ def _search(record: Receipt, blocks: FixedBlocks) -> str:
     verdict = "better than" if high < 0 else "worse than" if low > 0 else "not told apart from"
     repaired = "each layer repaired by itself" if record.calibration.layers else "without a repair"
     return (
-        f"On windows that were not searched, {repaired}, the search's wiring "
-        f"({record.cache.share:.2%} of the cache) is {verdict} fixed blocks of {blocks.method} ({blocks.share:.2%}): "
-        f"KL {blocks.search_minus_fixed:+.4f} ({low:+.4f} to {high:+.4f})."
+        f"On unsearched windows, {repaired}, the searched wiring ({record.cache.share:.2%} of the cache) is {verdict} "
+        f"fixed blocks of {blocks.method} ({blocks.share:.2%}): KL {signed(blocks.search_minus_fixed)} "
+        f"({signed_interval(blocks.search_minus_fixed_ci95)})."
     )

@@ -49,7 +49,7 @@ def receipts_parts(base, name):
     """The windows of a receipt, cut as the retrofit cut them."""
     (retrofit,), tokenizer = opened(base, name)
     code = {"code": list(embedded_domains(["code"])["code"])}
-    return Texts(code, ("code",), ("code",)).windows(tokenizer, Request(retrofit.receipt.options))
+    return Texts(code, ("code",), ("code",)).windows(tokenizer, Request(retrofit.receipt.settings))
 
 
 def test_without_a_word_of_the_recipe_the_damage_before_is_the_receipts_own(base, tmp_path):
@@ -100,7 +100,7 @@ def test_retrofits_that_were_judged_otherwise_are_refused(option, value, evaluat
     for file in ("config.json", "model.safetensors"):
         (other / file).symlink_to(base / "without" / file)
     receipt = json.loads((base / "without" / "record.json").read_text())
-    receipt["texts" if option == "judged" else "options"][option] = value
+    receipt["texts" if option == "judged" else "settings"][option] = value
     (other / "record.json").write_text(json.dumps(receipt))
     retrofits, _ = open_retrofits([base / "without", other], str(base / "original"))
     recipe = load_heal_recipe(recipe_in(tmp_path, eval=evaluation))

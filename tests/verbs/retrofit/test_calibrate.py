@@ -111,7 +111,7 @@ def test_the_pseudo_inverse_does_not_invert_what_float32_rounds():
     basis = torch.randn(8, 64, generator=torch.Generator().manual_seed(8))
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(9)) / 8
     moments = Moments(torch.zeros(1, 60, 64), [12], 1)
-    moments.add(*drawn(0), 0)
+    moments.add(*drawn(0))
     solved, *_ = moments.solve("mean")
     x, error = drawn(1)
     mean, target = moments.means()
@@ -125,11 +125,11 @@ def test_ridge_leaves_one_domain_out(source):
     generator = torch.Generator().manual_seed(0)
     shared = torch.eye(32) * (torch.arange(32) < 16)
     moments, single = Moments(torch.zeros(1, 64, 32), [8, 8, 8], 1), Moments(torch.zeros(1, 64, 32), [24], 1)
-    for domain, sign in enumerate((1.0, -1.0, 1.0)):
+    for sign in (1.0, -1.0, 1.0):
         x = torch.randn(8, 64, 32, generator=generator)
         error = 0.1 * x @ shared + sign * 3 * x @ (torch.eye(32) - shared)
-        moments.add(x, error, 8 * domain)
-        single.add(x, error, 8 * domain)
+        moments.add(x, error)
+        single.add(x, error)
     (_, (penalty,), left), (_, (other,), _) = moments.solve("ridge"), single.solve("ridge")
     assert penalty >= 10 * other and left > 1 - 1e-3  # what was learnt of one domain does not hold in the next
 
@@ -275,10 +275,10 @@ def test_no_penalty_shrinks_a_bias():
     center, offset = torch.randn(2, 8, generator=generator, dtype=torch.float64) * 5
     moments = Moments(torch.zeros(1, 16, 8), [8, 8], 1, bias=True)
     rows = []
-    for domain in range(2):
+    for _ in range(2):
         x = center + torch.randn(8, 16, 8, generator=generator, dtype=torch.float64)
         error = offset + torch.randn(8, 16, 8, generator=generator, dtype=torch.float64)  # x says nothing of it
-        moments.add(x, error, 8 * domain)
+        moments.add(x, error)
         rows.append((x.flatten(0, 1), error.flatten(0, 1)))
     solved, (penalty,), left = moments.solve("ridge")
     x, error = (torch.cat(parts) for parts in zip(*rows, strict=True))

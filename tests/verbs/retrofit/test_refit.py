@@ -128,8 +128,8 @@ def test_the_receipt_says_what_was_refitted_and_what_it_brings(source, fit, tmp_
     assert len(refitted.weights.refitted) == 3 and (fit == "refit") == bool(refitted.weights.new)
     gains = [domain.gain for domain in refitted.damage.domains]
     assert [gain.without.kl for gain in gains] == pytest.approx([domain.kl for domain in bare.damage.domains])
-    named = "the fit of W_o and W_c" if fit == "refit" else "the fit of W_o"
-    assert f"Against the same wiring without it, {named} " in " ".join(refitted.sentences())
+    named = "The fit of W_o and W_c" if fit == "refit" else "The fit of W_o"
+    assert f"{named} lowers the KL on" in " ".join(refitted.sentences())
     refitted.save(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = text(2, seed=9)

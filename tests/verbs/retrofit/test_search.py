@@ -6,11 +6,10 @@ import pytest
 
 from crosslayer.core.methods import method_class
 from crosslayer.probe.shapes import LayerShape
-from crosslayer.verbs.retrofit.blocks import fixed_blocks
 from crosslayer.verbs.retrofit.cache import CacheShare
-from crosslayer.verbs.retrofit.options import RetrofitOptions
-from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from crosslayer.verbs.retrofit.search import PASSES, Search
+from crosslayer.verbs.retrofit.trade_off import fixed_blocks
 from crosslayer.verbs.retrofit.wires import Wires, searched_methods
 
 SHAPE = LayerShape(4, 2, 8, 8, True)
@@ -158,8 +157,8 @@ def test_fixed_blocks_are_of_the_size_nearest_to_the_share():
     shapes = [SHAPE] * 30
     blocks = fixed_blocks(UNIATTN, shapes, 0.85, CacheShare(shapes))
     fours = [[18, 19, 20, 21], [22, 23, 24, 25], [26, 27, 28, 29]]
-    assert (blocks.kind, blocks.groups, blocks.share) == (UNIATTN, fours, 0.85)
-    blocks = fixed_blocks(UNIATTN, shapes, 0.88, CacheShare(shapes))
-    assert blocks.share == pytest.approx(53 / 60) and len(blocks.groups) == 7
-    assert fixed_blocks(CLA, shapes, 0.70, CacheShare(shapes)).groups == fours
+    assert blocks == (fours, 0.85)
+    groups, share = fixed_blocks(UNIATTN, shapes, 0.88, CacheShare(shapes))
+    assert share == pytest.approx(53 / 60) and len(groups) == 7
+    assert fixed_blocks(CLA, shapes, 0.70, CacheShare(shapes))[0] == fours
     assert fixed_blocks(CLA, [SHAPE, None] * 15, 0.7, CacheShare(shapes)) is None

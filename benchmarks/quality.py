@@ -26,7 +26,7 @@ from crosslayer.eviction.running import evicting_if
 from crosslayer.output.progress import Progress
 from crosslayer.verbs.evaluate import summary
 from crosslayer.verbs.evaluate.cost import measure_cost
-from crosslayer.verbs.needles.score import difference, is_found
+from crosslayer.verbs.needles.record import difference, is_found
 
 LENGTH = 512  # tokens of a window of text
 
@@ -80,7 +80,7 @@ def measure(row, baseline, options):
         for length, right in raw["needles"].items()
     ]
     if baseline is not None and options.cost:
-        cost = measure_cost(model, baseline["model"], evict, {}, Progress)
+        cost = measure_cost(model, baseline["model"], evict, Progress)
         result["cost"] = cost.model_dump()
     return result, raw
 
@@ -111,7 +111,7 @@ def main():
             "environment": environment().model_dump(),
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        shares = {task["task"]: task["candidate"]["value"] for task in result["tasks"]}
+        shares = {task["name"]: task["candidate"]["value"] for task in result["tasks"]}
         cells = [round(cell["share"], 3) for cell in result["needles"]]
         print(row, shares, round(result["perplexity"], 3), cells, flush=True)
 

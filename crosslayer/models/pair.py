@@ -1,28 +1,65 @@
 """A model and, where one is wanted, another that it is compared with: each a name, or loaded already."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.models.load import Ready, is_causal, load_config, model_source, public_name, ready_model
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.models.load import (
+    is_causal,
+    load_config,
+    load_model,
+    load_tokenizer,
+    model_source,
+    public_name,
+    resolve_device,
+)
+from crosslayer.output.progress import Meter
 
 Named = PreTrainedModel | str | Path
 
 
-def check_causal(verb: str, sides: Sequence[Named]) -> None:
-    """Refuse models that are not there, or no causal language models, before any is loaded."""
-    for side in sides:
-        if isinstance(side, PreTrainedModel):
-            fits, name = side.can_generate() and not side.config.is_encoder_decoder, type(side).__name__
-        else:
-            model_source(str(side))
-            config, name = load_config(str(side)), public_name(side)
-            fits = is_causal(config) and not config.is_encoder_decoder
-        if not fits:
-            raise ValueError(f"{verb} needs a causal LM; {name} is none")
+@dataclass(frozen=True)
+class Loadable:
+    """A causal language model that is looked at by its config and its tokenizer, and loaded when it is to run."""
+
+    source: Named
+    name: str
+    config: PreTrainedConfig
+    words: PreTrainedTokenizerBase | Named  # the tokenizer, or the model that has it
+    dtype: str | torch.dtype | None
+    device: str | torch.device | None
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, loaded without the model."""
+        return self.words if isinstance(self.words, PreTrainedTokenizerBase) else load_tokenizer(str(self.words))
+
+    @property
+    def positions(self) -> int:
+        """How many positions it has; far more than enough where its config names no limit."""
+        return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31
+
+    def load(self, progress: Meter) -> PreTrainedModel:
+        """Return the model; one that is named is loaded at every call, and its memory is free once nobody holds it."""
+        if isinstance(self.source, PreTrainedModel):
+            return self.source
+        with progress(f"loading {self.source}", 0):
+            return load_model(str(self.source), dtype=self.dtype, device=self.device)[0]
+
+    def facts(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return what a record tells of the model once it is loaded: the fields of `ModelFacts`."""
+        return {
+            "name": self.name,
+            "class_": type(model).__name__,
+            "layers": self.config.get_text_config().num_hidden_layers,
+            "parameters": model.num_parameters(),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": model.device.type,
+        }
 
 
 def pair(
@@ -34,35 +71,45 @@ def pair(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     needs_tokenizer: bool = True,
-    meter: Meter = Silent,
-) -> list[Ready]:
-    """Return a causal language model and its baseline, where there is one, each loaded once.
+) -> list[Loadable]:
+    """Return a causal language model and its baseline, where there is one, checked and not yet loaded.
 
-    One that is named is loaded in the dtype and on the device of the other, unless others are asked for. One that is
-    loaded has `tokenizer`, or that of the other.
+    One that is named gets the dtype and the device of the other, unless others are asked for. One that is loaded has
+    `tokenizer`, or that of the other.
 
     Raises:
-        ValueError: a model cannot be loaded or is no causal LM, there is no tokenizer, or an option is of no use.
+        ValueError: a model is not there or is no causal LM, there is no tokenizer, or an option is of no use.
 
     """
-    sides = [model] if baseline is None else [model, baseline]
-    check_causal(verb, sides)
-    loaded = [side for side in sides if isinstance(side, PreTrainedModel)]
-    named = len(sides) - len(loaded)
+    sources = [model] if baseline is None else [model, baseline]
+    configs = [_causal_config(verb, source) for source in sources]
+    loaded = [source for source in sources if isinstance(source, PreTrainedModel)]
+    named = [source for source in sources if not isinstance(source, PreTrainedModel)]
     if not named and (dtype is not None or device is not None):
         raise ValueError("dtype and device are for a model that is named; none is")
     if not loaded and tokenizer is not None:
         raise ValueError("a model that is named brings its own tokenizer; leave tokenizer=… out")
     if not named and tokenizer is None and needs_tokenizer:
         raise ValueError("a model that is loaded needs tokenizer=…, its own")
-    like, ready = next(iter(loaded), None), []
-    for side in sides:
-        if isinstance(side, PreTrainedModel):
-            ready.append(ready_model(side, tokenizer))
-            continue
-        wanted = dtype if dtype is not None or like is None else like.dtype
-        place = device if device is not None or like is None else like.device
-        ready.append(ready_model(side, dtype=wanted, device=place, meter=meter))
-        like = like or ready[-1].model
-    known = next((side.tokenizer for side in ready if side.tokenizer is not None), None)
-    return [side if side.tokenizer is not None else side._replace(tokenizer=known) for side in ready]
+    if loaded:
+        dtype, device = dtype or loaded[0].dtype, device or loaded[0].device
+    elif dtype is None and len(named) > 1 and resolve_device(device).type != "cpu":
+        dtype = configs[0].dtype  # the baseline is loaded in the candidate's
+    sides = []
+    for source, config in zip(sources, configs, strict=True):
+        words = (tokenizer or [*named, source][0]) if isinstance(source, PreTrainedModel) else source
+        sides.append(Loadable(source, public_name(source), config, words, dtype, device))
+    return sides
+
+
+def _causal_config(verb: str, source: Named) -> PreTrainedConfig:
+    """Return a model's config; a model that is not there, or no causal language model, is refused."""
+    if isinstance(source, PreTrainedModel):
+        config, fits, name = source.config, source.can_generate(), type(source).__name__
+    else:
+        model_source(str(source))
+        config, name = load_config(str(source)), public_name(source)
+        fits = is_causal(config)
+    if not fits or config.is_encoder_decoder:
+        raise ValueError(f"{verb} needs a causal LM; {name} is none")
+    return config

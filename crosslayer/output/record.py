@@ -2,18 +2,39 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from crosslayer import _start
 
 LARGEST = 2**28  # bytes of a record; a diagnosis of 30 layers has 0.8 MB
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch takes no larger seed
 DEEPEST = 32  # lists and objects inside of each other, far more than any record has
+
+
+def _unique(numbers: Any, field: ValidationInfo) -> Any:
+    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+        raise ValueError(f"{field.field_name} is {numbers!r}; give a list of whole numbers")
+    unique = tuple(dict.fromkeys(numbers))
+    if not unique:
+        raise ValueError(f"{field.field_name} is empty; give at least one")
+    return unique
+
+
+SEVERAL = BeforeValidator(_unique)  # of an option that takes any list of numbers, in their order, each once
 
 
 class Frozen(BaseModel):

@@ -8,7 +8,7 @@ from scipy.stats import binom
 
 from crosslayer.stats import LEVEL
 
-Verdict = Literal["faster", "slower", "undecided"]
+Verdict = Literal["faster", "slower", "no difference seen"]
 
 CLEAR = 0.9  # the coverage from which an interval decides: 5 pairs
 FEWEST = 3  # pairs that give an interval
@@ -35,9 +35,9 @@ def coverage(pairs: int) -> float:
 
 
 def verdict(interval: Sequence[float] | None, pairs: int) -> Verdict:
-    """Return faster, slower, or undecided where the interval holds 1, is missing, or covers less than `CLEAR`."""
+    """Return what an interval says: no difference where it holds 1, is missing, or covers less than `CLEAR`."""
     if interval is None or coverage(pairs) < CLEAR or interval[0] <= 1 <= interval[1]:
-        return "undecided"
+        return "no difference seen"
     return "faster" if interval[1] < 1 else "slower"
 
 

@@ -35,15 +35,15 @@ class Attention:
 
     def read(self, length: int) -> int:
         """Return elements of keys and values that a new token reads of `length` cached ones, for a batch of 1."""
-        seen = length if self.window is None else min(length, self.window)
-        keys, values = self.sources
-        return seen * self.kv_heads * (keys * self.key_size + values * self.value_size)
+        return self._elements(length, self.sources)
 
     def kept(self, length: int) -> int:
         """Return elements that the cache holds for `length` tokens, for a batch of 1."""
+        return self._elements(length, self.stored)
+
+    def _elements(self, length: int, counts: tuple[float, float]) -> int:
         seen = length if self.window is None else min(length, self.window)
-        keys, values = self.stored
-        return round(seen * self.kv_heads * (keys * self.key_size + values * self.value_size))
+        return round(seen * self.kv_heads * (counts[0] * self.key_size + counts[1] * self.value_size))
 
     def flops(self, tokens: int) -> int:
         """Return FLOPs of a causal prompt: 2 for each product of a pair, QKᵀ and AV.
@@ -105,40 +105,33 @@ def attentions(model: PreTrainedModel) -> tuple[Attention, ...]:
     config = model.config.get_text_config()
     attention = []
     for layer, call in sorted(calls.items()):
-        sizes = (call.query.shape[1], call.key.shape[1], call.key.shape[-1], call.value.shape[-1])
         shares, sources = stored_shares(config, layer), read_counts(config, layer)
-        row = call.key.shape[2] // call.query.shape[2]  # more than 1 where keys of several layers stand in a row
-        stored = (shares["keys"], shares["values"])
-        attention.append(Attention(*sizes, call.window, stored, (sources["keys"], sources["values"]), row))
+        attention.append(
+            Attention(
+                heads=call.query.shape[1],
+                kv_heads=call.key.shape[1],
+                key_size=call.key.shape[-1],
+                value_size=call.value.shape[-1],
+                window=call.window,
+                stored=(shares["keys"], shares["values"]),
+                sources=(sources["keys"], sources["values"]),
+                row=call.key.shape[2] // call.query.shape[2],  # more than 1 where keys of several layers stand in a row
+            )
+        )
     return tuple(attention)
 
 
 def structure(model: PreTrainedModel) -> Structure:
     """Return what the costs of a causal language model depend on; it runs once over two tokens.
 
+    Its matrices are what every token passes: neither embeddings nor head, nor what methods keep by head (tables, of
+    which a token reads a row, and weights of channels).
+
     Raises:
         ValueError: its attention cannot be seen, or it has weights that not every token reads (experts).
 
     """
-    attention = attentions(model)
-    weights = _matrices(model)
-    head = model.get_output_embeddings()
-    largest = max(weights, key=lambda weight: weight.numel())
-    return Structure(
-        matrices=sum(weight.numel() for weight in weights),
-        head=0 if head is None else head.weight.numel(),  # type: ignore[union-attr, operator]
-        shape=(largest.shape[0], largest.shape[1]),
-        attention=attention,
-        itemsize=weights[0].element_size(),
-    )
-
-
-def _matrices(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the weight matrices that every token passes: not the embeddings, not the head.
-
-    Nor what methods keep by head: tables, of which a token reads a row, and weights of channels.
-    """
-    head, matrices = model.get_output_embeddings(), []
+    attention, matrices, head = attentions(model), [], model.get_output_embeddings()
     for module in model.modules():
         by_head = isinstance(module, Mixing) and module.split_by_head
         if isinstance(module, nn.Embedding) or module is head or by_head:
@@ -146,6 +139,12 @@ def _matrices(model: PreTrainedModel) -> list[nn.Parameter]:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim > 2:
                 raise ValueError(f"{type(module).__name__}.{name} has {parameter.ndim} dimensions: experts, say")
-            if parameter.ndim == 2:
-                matrices.append(parameter)
-    return matrices
+            matrices += [parameter] if parameter.ndim == 2 else []
+    largest = max(matrices, key=lambda weight: weight.numel())
+    return Structure(
+        matrices=sum(weight.numel() for weight in matrices),
+        head=0 if head is None else head.weight.numel(),  # type: ignore[union-attr, operator]
+        shape=(largest.shape[0], largest.shape[1]),
+        attention=attention,
+        itemsize=matrices[0].element_size(),
+    )

@@ -7,6 +7,7 @@ rows read memory far below the speed of a plain copy, and short prompts waste ha
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,28 +24,19 @@ from crosslayer.verbs.bench.prediction import Load, Rates
 
 BUFFER = 256 * 2**20  # bytes to stream over: well above a last-level cache
 LONGEST = 4096  # tokens of the prompt at which rates are measured: longer ones run at the same rate
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
+SMALL = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 64) | {
     "num_hidden_layers": 4,
     "num_attention_heads": 1,
-    "max_position_embeddings": 64,
 }
-
-
-def wait(device: torch.device) -> None:
-    """Wait for the device, so that times are of the work and not of its launch."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def seconds(work: Callable[[], Any], device: torch.device) -> float:
     """Return how long a call takes, its work on the device included."""
-    wait(device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     started = time.perf_counter()
     work()
-    wait(device)
+    wait()
     return time.perf_counter() - started
 
 
@@ -78,10 +70,11 @@ def measure_rates(model: Structure, load: Load, target: PreTrainedModel, attenti
     def filled(*sizes: int) -> Tensor:
         return torch.full(sizes, 0.5, device=device, dtype=dtype)
 
+    products, weights = _matrices(model, load, filled)
     return Rates(
-        matrices=_matrices(model, load, filled),
+        matrices=products,
         attention=_attention(model, load, filled, attention),
-        weights=_weights(model, load, filled),
+        weights=weights,
         states=_states(model, load, filled, attention),
         copies=_copies(model, load, filled),
         operator=_operator(device, dtype),
@@ -94,61 +87,53 @@ def _median(work: Callable[[], Any], device: torch.device) -> float:
     return statistics.median(seconds(work, device) for _ in range(3))
 
 
-def _matrices(model: Structure, load: Load, filled: Callable[..., Tensor]) -> float:
-    """Return FLOP/s of the largest matrix on the prompt's rows."""
+def _matrices(model: Structure, load: Load, filled: Callable[..., Tensor]) -> tuple[float, float]:
+    """Return FLOP/s of the largest matrix on the prompt's rows, and bytes/s of weights with a row for each sequence."""
     rows, (outputs, inputs) = min(load.batch * load.context, LONGEST), model.shape
-    x, weight = filled(rows, inputs), filled(outputs, inputs)
-    return 2 * rows * inputs * outputs / _median(lambda: functional.linear(x, weight), x.device)
-
-
-def _weights(model: Structure, load: Load, filled: Callable[..., Tensor]) -> float:
-    """Return bytes/s of weights that are multiplied with as many rows as sequences are decoded."""
-    outputs, inputs = model.shape
+    x, row, weight = filled(rows, inputs), filled(load.batch, 1, inputs), filled(outputs, inputs)
+    prompt = _median(lambda: functional.linear(x, weight), x.device)
     size = outputs * inputs * model.itemsize
     buffers = [filled(outputs, inputs) for _ in range(max(1, min(BUFFER, model.weight_bytes()) // size))]
-    x = filled(load.batch, 1, inputs)
-    return len(buffers) * size / _median(lambda: [functional.linear(x, weight) for weight in buffers], x.device)
+    step = _median(lambda: [functional.linear(row, weight) for weight in buffers], x.device)
+    return 2 * rows * inputs * outputs / prompt, len(buffers) * size / step
 
 
-def _interface(name: str, heads: int, kv_heads: int) -> tuple[Callable, Any]:
-    """Return an attention function, and what it takes for its module."""
+def _interface(name: str, heads: int, kv_heads: int) -> Callable[..., Any]:
+    """Return an attention function, called without a module."""
     module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True, training=False)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward), module
+    return partial(ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward), module)
 
 
 def _attention(model: Structure, load: Load, filled: Callable[..., Tensor], name: str) -> float:
     """Return FLOP/s of causal attention over the prompt, those of pairs that may attend."""
     layer, tokens = model.attention[0], min(load.context, LONGEST)
-    attend, module = _interface(name, layer.heads, layer.kv_heads)
+    attend = _interface(name, layer.heads, layer.kv_heads)
     q, k = filled(1, layer.heads, tokens, layer.key_size), filled(1, layer.kv_heads, tokens, layer.key_size)
     v = filled(1, layer.kv_heads, tokens, layer.value_size)
     work = 2 * (tokens * (tokens + 1) // 2) * layer.heads * (layer.key_size + layer.value_size)
     mask = None
     if name == "eager":  # it knows no causality of its own
-        mask = torch.full((tokens, tokens), torch.finfo(q.dtype).min, device=q.device, dtype=q.dtype).triu(1)[
-            None, None
-        ]
-    options = {"scaling": layer.key_size**-0.5, "dropout": 0.0}
-    return work / _median(lambda: attend(module, q, k, v, mask, **options), q.device)
+        mask = q.new_full((1, 1, tokens, tokens), torch.finfo(q.dtype).min).triu(1)
+    return work / _median(lambda: attend(q, k, v, mask, scaling=layer.key_size**-0.5, dropout=0.0), q.device)
 
 
 def _states(model: Structure, load: Load, filled: Callable[..., Tensor], name: str) -> float:
     """Return bytes/s of keys and values that a query of each sequence attends to."""
     layer, length = model.attention[0], load.total
-    attend, module = _interface(name, layer.heads, layer.kv_heads)
+    attend = _interface(name, layer.heads, layer.kv_heads)
     k, v = (load.batch, layer.kv_heads, length, layer.key_size), (load.batch, layer.kv_heads, length, layer.value_size)
     size = load.batch * layer.read(length) * model.itemsize
     pairs = [(filled(*k), filled(*v)) for _ in range(max(1, min(len(model.attention), BUFFER // size)))]
-    q, options = filled(load.batch, layer.heads, 1, layer.key_size), {"scaling": 1.0, "dropout": 0.0}
-    work = _median(lambda: [attend(module, q, *pair, None, **options) for pair in pairs], q.device)
+    q = filled(load.batch, layer.heads, 1, layer.key_size)
+    work = _median(lambda: [attend(q, *pair, None, scaling=1.0, dropout=0.0) for pair in pairs], q.device)
     return len(pairs) * size / work
 
 
 def _copies(model: Structure, load: Load, filled: Callable[..., Tensor]) -> float:
     """Return bytes/s, read and written, of appending a token as a dynamic cache does: into fresh memory."""
     layer = model.attention[0]
-    old, new = filled(load.batch, layer.kv_heads, load.total, layer.key_size), (load.batch, layer.kv_heads, 1)
-    token, count = filled(*new, layer.key_size), max(2, min(2 * len(model.attention), BUFFER // old.nbytes))
+    old = filled(load.batch, layer.kv_heads, load.total, layer.key_size)
+    token, count = old[:, :, :1].clone(), max(2, min(2 * len(model.attention), BUFFER // old.nbytes))
     states = [old.clone() for _ in range(count)]
 
     def step() -> None:
@@ -163,9 +148,6 @@ def _operator(device: torch.device, dtype: torch.dtype) -> float:
     with torch.random.fork_rng():
         small = LlamaForCausalLM(LlamaConfig(**SMALL)).to(device, dtype).eval()  # type: ignore[call-overload]
     token, cache = torch.ones(1, 1, dtype=torch.long, device=device), DynamicCache(config=small.config)
-
-    def step() -> None:
-        small(token, past_key_values=cache, use_cache=True)
-
+    step = partial(small, token, past_key_values=cache, use_cache=True)
     count = operators(step)
     return statistics.median(seconds(step, device) for _ in range(30)) / count

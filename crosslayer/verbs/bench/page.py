@@ -1,42 +1,145 @@
-"""The page of a bench, from its record alone."""
+"""The page of a bench, from its record alone: a short table, ratios and times by context, and all figures."""
 
-from crosslayer.output.page import Page
-from crosslayer.verbs.bench.figures import drawn_panels
-from crosslayer.verbs.bench.record import Row
+import itertools
+
+from crosslayer.output.page import Page, Table
+from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
+from crosslayer.output.words import percent
+from crosslayer.verbs.bench.record import MEASURES, SIDES, Bytes, Comparison, Row
 from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.tables import details, overview
-from crosslayer.verbs.bench.units import percent
-from crosslayer.verbs.bench.words import TITLES, sentences, setting
+from crosslayer.verbs.bench.words import TITLES, duration, durations, far_off, ratio, sentences, setting, size
+
+UNKNOWN = "–"
 
 
 def layout(record: Benchmark) -> Page:
     """Return the parts of the page."""
+    settings, baseline, threads = record.settings, record.models.baseline, record.environment.machine.threads
+    last = record.rows[-1]
+    cards = [("KV cache", f"{last.cache.dynamic.ratio:.1%}", f"of the baseline's bytes, {setting(last)}")]
+    for measure, time in last.times().items():
+        low, high = time.interval or (None, None)
+        interval = "no interval" if low is None else f"{_covered(record)}: {low:.2f}-{high:.2f}"
+        note = f"{interval}, {time.verdict}, {setting(last)}"
+        cards.append((TITLES[measure].capitalize(), f"{time.ratio:.2f}x", note))
     return Page(
-        title=f"Bench of {record.models.candidate.name} beside {record.models.baseline.name}",
-        subtitle=_subtitle(record),
-        cards=_cards(record.rows[-1], record.interval_coverage),
+        title=f"Bench of {record.models.candidate.name} beside {baseline.name}",
+        subtitle=(
+            f"random tokens, {settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of runs, in "
+            f"turns · {baseline.dtype} on {baseline.device}, {threads} thread{'s' if threads > 1 else ''} · "
+            f"{settings.attention} attention"
+        ),
+        cards=cards,
         words=sentences(record),
-        panels=drawn_panels(record),
-        tables=details(record),
+        panels=_panels(record),
+        tables=_details(record),
         lead=[overview(record)],
     )
 
 
-def _subtitle(record: Benchmark) -> str:
-    settings, baseline, threads = record.settings, record.models.baseline, record.environment.machine.threads
-    return (
-        f"random tokens, {settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of runs, in "
-        f"turns · {baseline.dtype} on {baseline.device}, {threads} thread{'s' if threads > 1 else ''} · "
-        f"{settings.attention} attention"
-    )
+def overview(record: Benchmark) -> Table:
+    """Return the short table: a row for each context and batch size."""
+    covered = f"{_covered(record)} interval" if record.interval_coverage else "no interval"
+    heads = [f"{title}\n({covered})".replace(", ", ",\n") for title in TITLES.values()]
+    title = f"Candidate ÷ baseline, and below it their own figures (median of {record.settings.repeats} pairs of runs)"
+    rows = []
+    for row in record.rows:
+        cache, peak = row.cache.dynamic, row.peak_memory
+        cells = [f"{cache.ratio:.3f}x\n{size(cache.candidate)} / {size(cache.baseline)}"]
+        cells += [
+            f"{ratio(time.ratio, time.interval)}\n{time.verdict}\n{durations(time)}" for time in row.times().values()
+        ]
+        sizes = " / ".join(size(side) for side in peak.sides() if side is not None)
+        cells.append(UNKNOWN if peak.ratio is None else f"{peak.ratio:.2f}x\n{sizes}")
+        rows.append([str(row.context), str(row.batch), *cells])
+    return title, ["context", "batch", "KV cache", *heads, "peak memory"], rows
 
 
-def _cards(row: Row, covered: float) -> list[tuple[str, str, str]]:
-    place = setting(row)
-    cards = [("KV cache", f"{row.cache.dynamic.ratio:.1%}", f"of the baseline's bytes, {place}")]
-    for measure, time in row.times().items():
-        interval = "no interval"
-        if time.interval is not None:
-            interval = f"{percent(covered)}: {time.interval[0]:.2f}-{time.interval[1]:.2f}"
-        cards.append((TITLES[measure].capitalize(), f"{time.ratio:.2f}x", f"{interval}, {time.verdict}, {place}"))
-    return cards
+def _covered(record: Benchmark) -> str:
+    return percent(record.interval_coverage, 1)
+
+
+def _details(record: Benchmark) -> list[Table]:
+    """Return the long tables: every figure, and where a prediction is off."""
+    head = ["setting", "measure", *SIDES, f"candidate ÷ baseline ({_covered(record)})", "predicted"]
+    tables: list[Table] = [("All figures (times with quartiles)", head, figures(record))]
+    off = [[setting(row), TITLES[measure], note.words] for row, measure, note in far_off(record)]
+    if off:
+        tables.append(("Predictions more than 20 % off", ["setting", "measure", "how far, and why"], off))
+    return tables
+
+
+def figures(record: Benchmark) -> list[list[str]]:
+    """Return a row of text for each setting and measure."""
+    rows = []
+    for row in record.rows:
+        lines = [_cache_row(kind, cache) for kind, cache in row.cache]
+        lines += [_time_row(TITLES[measure], time) for measure, time in row.times().items()]
+        for kind, time in (("dynamic", row.tpot_dynamic), ("static", row.tpot_static)):
+            speeds = [f"{row.batch / side.median:.1f}" for side in time.sides()]
+            lines.append([f"tokens/s, {kind} cache", *speeds, f"{1 / time.ratio:.3f}x", ""])
+        peak, title = row.peak_memory, "time to first token, both eager"
+        sizes = [UNKNOWN if side is None else size(side) for side in peak.sides()]
+        words = peak.reason or ("" if peak.ratio is None else f"{peak.ratio:.2f}x")
+        lines.append(["peak memory above the weights", *sizes, words, ""])
+        no_eager = [title, UNKNOWN, UNKNOWN, row.no_eager or "", ""]
+        lines.append(no_eager if row.eager is None else _time_row(title, row.eager))
+        rows += [[setting(row), *cells] for cells in lines]
+    return rows
+
+
+def _cache_row(kind: str, cache: Bytes) -> list[str]:
+    predicted = "" if cache.predicted_ratio is None else f"{cache.predicted_ratio:.3f}x"
+    return [f"KV cache, {kind}, allocated", *map(size, cache.sides()), f"{cache.ratio:.3f}x", predicted]
+
+
+def _time_row(title: str, time: Comparison) -> list[str]:
+    sides = [f"{duration(side.median)} ({' - '.join(map(duration, side.quartiles))})" for side in time.sides()]
+    predicted = ""
+    if time.predicted_ratio is not None:
+        seconds = [duration(side.predicted.seconds) for side in time.sides() if side.predicted is not None]
+        far = " (more than 20 % off)" if time.notes else ""
+        predicted = f"{time.predicted_ratio:.3f}x; {' and '.join(seconds)}{far}"
+    return [title, *sides, f"{ratio(time.ratio, time.interval)} {time.verdict}", predicted]
+
+
+def _panels(record: Benchmark) -> list[Panel]:
+    """Return both figures of each batch size; the second is missing where nothing is predicted."""
+    ratios, predictions = [], []
+    for batch in dict.fromkeys(row.batch for row in record.rows):
+        group = sorted((row for row in record.rows if row.batch == batch), key=lambda row: row.context)
+        ratios.append(_ratios(group, _covered(record) if record.interval_coverage else None))
+        if all(side.predicted is not None for row in group for side in row.tpot_dynamic.sides()):
+            predictions.append(_prediction(group))
+    pairs = itertools.zip_longest(same_scale(ratios), same_scale(predictions))
+    return [panel for pair in pairs for panel in pair if panel is not None]
+
+
+def _ratios(group: list[Row], covered: str | None) -> Panel:
+    x, lines = [float(row.context) for row in group], []
+    for measure in MEASURES:
+        times = [row.times()[measure] for row in group]
+        intervals = [time.interval for time in times if time.interval is not None]
+        low, high = zip(*intervals, strict=True) if len(intervals) == len(times) else (None, None)
+        lines.append(Line(TITLES[measure], x, [time.ratio for time in times], low, high))
+    lines.append(Line("KV cache", x, [row.cache.dynamic.ratio for row in group]))
+    bands = "" if covered is None else f" Bands: {covered} intervals of the median."
+    words = f"Below 1 the candidate needs less.{bands}"
+    return _panel("ratios", "Ratios by context", words, "candidate ÷ baseline", group, lines)
+
+
+def _prediction(group: list[Row]) -> Panel:
+    x, lines = [float(row.context) for row in group], []
+    for number, (side, color) in enumerate(zip(SIDES, (COLORS[0], QUIET), strict=True)):
+        timings = [row.tpot_dynamic.sides()[number] for row in group]
+        predicted = [1e3 * timing.predicted.seconds for timing in timings if timing.predicted is not None]
+        lines.append(Line(f"{side}, measured", x, [1e3 * timing.median for timing in timings], color=color))
+        lines.append(Line(f"{side}, predicted", x, predicted, color=color, dashed=True))
+    words = "Dynamic cache. Predicted from bytes read and copied and the machine's own rates in this run."
+    return _panel("prediction", "Time per token", words, "milliseconds a token", group, lines)
+
+
+def _panel(key: str, title: str, words: str, axis: str, group: list[Row], lines: list[Line]) -> Panel:
+    batch, ticks = group[0].batch, {float(row.context): str(row.context) for row in group}
+    heading, titles = f"{title}, batch {batch}", ("context (tokens)", axis)
+    return Panel(f"{key}_batch_{batch}", heading, words, *titles, lines, log_x=len(group) > 1, x_ticks=ticks)

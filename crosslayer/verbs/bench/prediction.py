@@ -54,14 +54,6 @@ class Prediction(Frozen):
         return self.operators / self.seconds
 
 
-class Predictions(Frozen):
-    """The first token, and each further token with a dynamic and with a static cache."""
-
-    ttft: Prediction
-    tpot_dynamic: Prediction
-    tpot_static: Prediction
-
-
 @dataclass(frozen=True)
 class Load:
     """A setting: B sequences of `context` tokens, then `new_tokens` decoded step by step."""
@@ -76,8 +68,8 @@ class Load:
         return self.context + self.new_tokens
 
 
-def predict(model: Structure, rates: Rates, load: Load, operators: Operators) -> Predictions:
-    """Return seconds of the first token and of each further token, with a dynamic and a static cache, and their terms.
+def predict(model: Structure, rates: Rates, load: Load, operators: Operators) -> dict[str, Prediction]:
+    """Return what the first token and each further token should take, with a dynamic and a static cache, by measure.
 
     With a dynamic cache the states are as many as halfway through decoding; a static cache is read whole from the
     beginning.
@@ -96,13 +88,12 @@ def predict(model: Structure, rates: Rates, load: Load, operators: Operators) ->
         "copies": model.copied_bytes(load.batch, halfway) / rates.copies,
     }
     static = {"weights": weights, "states": model.state_bytes(load.batch, load.total) / rates.states}
-    return Predictions(
-        ttft=_prediction(rates, prefill, operators.dynamic),
-        tpot_dynamic=_prediction(rates, dynamic, operators.dynamic),
-        tpot_static=_prediction(rates, static, operators.static),
-    )
-
-
-def _prediction(rates: Rates, work: dict[str, float], operators: int) -> Prediction:
-    seconds = rates.seconds(sum(work.values()), operators)
-    return Prediction(seconds=seconds, work=work, operators=operators * rates.operator)
+    predictions = {}
+    for measure, work, count in (
+        ("ttft", prefill, operators.dynamic),
+        ("tpot_dynamic", dynamic, operators.dynamic),
+        ("tpot_static", static, operators.static),
+    ):
+        seconds = rates.seconds(sum(work.values()), count)
+        predictions[measure] = Prediction(seconds=seconds, work=work, operators=count * rates.operator)
+    return predictions

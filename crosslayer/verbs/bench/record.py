@@ -1,17 +1,45 @@
 """What `record.json` of a bench holds: times in seconds, sizes in bytes, a row for each context and batch size."""
 
-from typing import Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, Self, TypeVar
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from crosslayer.output.record import Frozen
+from crosslayer.eviction.eviction import parse_eviction
+from crosslayer.output.record import SEVERAL, Frozen, ModelFacts, Options, Seed
 from crosslayer.stats.ratios import Verdict
 from crosslayer.verbs.bench.prediction import Operators, Prediction, Rates
 
 Side = Literal["candidate", "baseline"]
 SIDES: tuple[Side, Side] = ("candidate", "baseline")
 MEASURES = ("ttft", "tpot_dynamic", "tpot_static")
+ATTENTION = ("sdpa", "eager")
 Part = TypeVar("Part")
+
+
+class BenchSettings(Options):
+    """What is measured: every context (tokens of the prompt) with every batch size.
+
+    Raises:
+        ValueError: a number below 1, no context, no batch, an attention that is not offered, or an eviction that cannot
+            be read.
+
+    """
+
+    contexts: Annotated[tuple[PositiveInt, ...], SEVERAL]
+    batches: Annotated[tuple[PositiveInt, ...], SEVERAL] = (1,)
+    new_tokens: PositiveInt
+    repeats: PositiveInt
+    attention: str = "sdpa"
+    seed: Seed = 0
+    evict: str | None = Field(default=None, description="what the candidate's cache evicts")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.attention not in ATTENTION:
+            raise ValueError(f"attention {self.attention!r} is not measured; use {' or '.join(ATTENTION)}")
+        if self.evict is not None:
+            parse_eviction(self.evict)
+        return self
 
 
 class Both(Frozen, Generic[Part]):
@@ -24,32 +52,11 @@ class Both(Frozen, Generic[Part]):
         """Return the candidate's and the baseline's."""
         return self.candidate, self.baseline
 
-    def named_sides(self) -> tuple[tuple[Side, Part], tuple[Side, Part]]:
-        """Return both with their names."""
-        return ("candidate", self.candidate), ("baseline", self.baseline)
 
+class MeasuredModel(ModelFacts):
+    """A model that runs in transformers."""
 
-class ByCache(Frozen, Generic[Part]):
-    """The same of both kinds of cache."""
-
-    dynamic: Part
-    static: Part
-
-    def kinds(self) -> tuple[tuple[str, Part], tuple[str, Part]]:
-        """Return both with their names."""
-        return ("dynamic", self.dynamic), ("static", self.static)
-
-
-class ModelFacts(Frozen):
-    """What a model is; `bytes` are of its parameters."""
-
-    name: str = Field(description="name without folders above it, or the class")
-    class_: str = Field(validation_alias="class", serialization_alias="class")
-    layers: int
-    parameters: int
-    bytes: int
-    dtype: str
-    device: str
+    bytes: int = Field(description="of its parameters")
 
 
 class Timing(Frozen):
@@ -82,17 +89,18 @@ class Comparison(Both[Timing]):
     notes: tuple[Note, ...] = ()
 
 
-class CacheBytes(Both[int]):
-    """Bytes that a cache allocates; `predicted_ratio` is the plan's."""
+class Bytes(Both[int]):
+    """Bytes of both sides; `predicted_ratio` is the plan's."""
 
     ratio: float
-    predicted_ratio: float | None
+    predicted_ratio: float | None = None
 
 
-class ReadBytes(Both[int]):
-    """Bytes of keys and values that the last decoding step reads: storing less is not reading less."""
+class CacheBytes(Frozen):
+    """Bytes that each kind of cache allocates."""
 
-    ratio: float
+    dynamic: Bytes
+    static: Bytes
 
 
 class PeakMemory(Both[int | None]):
@@ -120,12 +128,11 @@ class Row(Frozen):
 
     context: PositiveInt
     batch: PositiveInt
-    cache: ByCache[CacheBytes]
-    reads: ReadBytes | None = Field(description="None where nothing is predicted")
+    cache: CacheBytes
+    reads: Bytes | None = Field(description="keys and values that the last step reads; None where nothing is predicted")
     ttft: Comparison = Field(description="time to first token")
     tpot_dynamic: Comparison = Field(description="time per further token with a dynamic cache")
     tpot_static: Comparison = Field(description="time per further token with a static cache")
-    tokens_per_second: ByCache[Both[float]]
     peak_memory: PeakMemory
     rates: Rates | None = Field(description="the machine's own; None where nothing is predicted")
     unsteadiest_rate: UnsteadyRate | None
@@ -144,3 +151,40 @@ class Skip(Frozen):
     context: int
     batch: int
     reason: str
+
+
+class ServedModel(Frozen):
+    """A model as vLLM holds it; `kv_tokens` fit into the memory for the cache."""
+
+    name: str
+    class_: str = Field(alias="class")
+    layers: int
+    kv_blocks: PositiveInt
+    kv_tokens: PositiveInt
+    not_saved: str | None = Field(description="what its plan saves, and vLLM does not, in words")
+
+
+class ServingSettings(Options):
+    """What is measured in vLLM: every context with every number of requests at once."""
+
+    contexts: Annotated[tuple[PositiveInt, ...], SEVERAL]
+    requests: Annotated[tuple[PositiveInt, ...], SEVERAL]
+    new_tokens: PositiveInt
+    repeats: PositiveInt
+    kv_bytes: PositiveInt = Field(description="memory for the cache of each side")
+    dtype: str | None = Field(description="None: as vLLM has it")
+    seed: Seed
+
+
+class ServingRow(Frozen):
+    """Requests of `context` random tokens, all sent at once; `time` until the last new token of the last."""
+
+    context: PositiveInt
+    requests: PositiveInt
+    time: Comparison
+    tokens_per_second: Both[PositiveFloat] = Field(description="new tokens of all requests")
+
+    def throughput(self) -> tuple[float, tuple[float, float] | None]:
+        """Return the throughput, candidate / baseline, and its interval: the ratio of the times turned over."""
+        ends = self.time.interval
+        return 1 / self.time.ratio, None if ends is None else (1 / ends[1], 1 / ends[0])

@@ -7,8 +7,7 @@ from pydantic import Field
 
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
-from crosslayer.verbs.bench.record import Both, ModelFacts, Row, Skip
-from crosslayer.verbs.bench.settings import Settings
+from crosslayer.verbs.bench.record import BenchSettings, Both, MeasuredModel, Row, Skip
 
 
 class Benchmark(Result):
@@ -18,9 +17,9 @@ class Benchmark(Result):
     static cache. The axis of sides is candidate, baseline.
     """
 
-    schema_: Literal["crosslayer/bench/2"] = Field(default="crosslayer/bench/2", alias="schema")
-    models: Both[ModelFacts]
-    settings: Settings
+    schema_: Literal["crosslayer/bench/3"] = Field(default="crosslayer/bench/3", alias="schema")
+    models: Both[MeasuredModel]
+    settings: BenchSettings
     rows: tuple[Row, ...] = Field(min_length=1)
     skipped: tuple[Skip, ...]
     no_prediction: str | None = Field(description="why nothing is predicted")
@@ -72,7 +71,7 @@ class Benchmark(Result):
 
     def tables(self) -> list[Table]:
         """Return the short table: a row for each setting."""
-        return [self.sibling("tables").overview(self)]
+        return [self.sibling("page").overview(self)]
 
     def headline(self) -> dict[str, Any]:
         """Return both names, what an interval covers, and the ratios of every setting."""
@@ -92,6 +91,6 @@ def _figures(row: Row) -> dict[str, Any]:
         "cache": round(row.cache.dynamic.ratio, 4),
     }
     for measure, time in row.times().items():
-        interval = None if time.interval is None else [round(end, 3) for end in time.interval]
+        interval = time.interval and [round(end, 3) for end in time.interval]
         figures[measure] = {"ratio": round(time.ratio, 3), "interval": interval}
     return figures

@@ -19,11 +19,9 @@ from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.running import NewCache
 from crosslayer.verbs.bench.costs import Structure
 from crosslayer.verbs.bench.machine import measure_rates, operators, seconds
-from crosslayer.verbs.bench.memory import peak_memory
+from crosslayer.verbs.bench.memory import Models, eager_skip, peak_memory
 from crosslayer.verbs.bench.prediction import Load, Operators, Rates
-from crosslayer.verbs.bench.record import MEASURES, SIDES, Row, Side
-from crosslayer.verbs.bench.room import Models, eager_skip
-from crosslayer.verbs.bench.settings import Settings
+from crosslayer.verbs.bench.record import MEASURES, SIDES, BenchSettings, Row, Side
 from crosslayer.verbs.bench.summary import WarmUp, row
 
 EAGER_REPEATS = 2  # eager prefill is many times slower and nobody's choice: a figure to quote, without an interval
@@ -64,7 +62,7 @@ class SideBySide:
         models: Models,
         structures: Mapping[Side, Structure],
         load: Load,
-        settings: Settings,
+        settings: BenchSettings,
         new_cache: NewCache | None = None,
     ):
         self.models, self.structures, self.load, self.settings = models, structures, load, settings
@@ -77,8 +75,7 @@ class SideBySide:
             self.times[measure] = {side: [] for side in SIDES}
         self.evictions: dict[Side, NewCache] = {} if new_cache is None else {"candidate": new_cache}
         self.no_eager = "attention is eager already" if settings.attention == "eager" else None
-        if self.evictions:
-            self.no_eager = "tokens are evicted"
+        self.no_eager = "tokens are evicted" if self.evictions else self.no_eager
 
     def run(self, tick: Callable[[], None]) -> Row:
         """Return the row of the record; `tick` is called after the warm-up and after every round."""
@@ -90,7 +87,9 @@ class SideBySide:
             order = SIDES if repeat % 2 else SIDES[::-1]
             self._round(order)
             if repeat < EAGER_REPEATS and self.no_eager is None:
-                self._time_eager(order)
+                with attention_of(self.models, "eager"):
+                    for side in order:
+                        self._time("eager", side, partial(self.prefill, side))
             if self.structures:
                 baseline, attention = self.models["baseline"], self.settings.attention
                 rates.append(measure_rates(self.structures["baseline"], self.load, baseline, attention))
@@ -119,7 +118,9 @@ class SideBySide:
         """
         if side in self.evictions:
             return self.prefill(side)
-        if all(_is_whole(layer) for layer in cache.layers):
+        if all(
+            type(layer) in (DynamicLayer, EMPTY_LAYER) for layer in cache.layers
+        ):  # the states of all tokens, or none
             return static_copy(self.models[side], cache, self.load)
         filled = StaticCache(config=self.models[side].config, max_cache_len=self.load.total)
         self.models[side](self.ids[:, : self.load.context], past_key_values=filled, use_cache=True)
@@ -135,8 +136,9 @@ class SideBySide:
         del dynamic
         self.decode(side, static)
         config, new_cache = self.models[side].config, self.evictions.get(side)
-        kinds = (DynamicCache(config=config), StaticCache(config=config, max_cache_len=2))
-        kinds = kinds if new_cache is None else (new_cache(), new_cache())
+        kinds: tuple[Cache, Cache] = (DynamicCache(config=config), StaticCache(config=config, max_cache_len=2))
+        if new_cache is not None:
+            kinds = new_cache(), new_cache()
         counts = Operators(dynamic=self._operators(side, kinds[0]), static=self._operators(side, kinds[1]))
         return WarmUp(peak.bytes, peak.reason, dynamic_bytes, _allocated(static), counts)
 
@@ -160,11 +162,6 @@ class SideBySide:
             static = self.static(side, caches.pop(side))
             self._time("tpot_static", side, partial(self.decode, side, static), self.load.new_tokens)
 
-    def _time_eager(self, order: tuple[Side, ...]) -> None:
-        with attention_of(self.models, "eager"):
-            for side in order:
-                self._time("eager", side, partial(self.prefill, side))
-
     def _time(self, measure: str, side: Side, work: Callable[[], Any], steps: int = 1) -> None:
         self.times[measure][side].append(seconds(work, self.device) / steps)
 
@@ -172,8 +169,3 @@ class SideBySide:
 def _allocated(cache: Cache) -> int:
     """Return the bytes of a cache's states, with what is known of the tokens where some are evicted."""
     return cache_bytes(cache) + (cache.overhead_bytes() if isinstance(cache, EvictionCache) else 0)
-
-
-def _is_whole(layer: Any) -> bool:
-    """Return whether a layer of a dynamic cache has the states of every token, or of none: of a follower."""
-    return type(layer) in (DynamicLayer, EMPTY_LAYER)

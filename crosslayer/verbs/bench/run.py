@@ -6,8 +6,8 @@ the median over pairs of candidate / baseline, with an interval whose ends are p
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -15,20 +15,18 @@ from transformers import PreTrainedModel
 
 from crosslayer.environment import quiet_transformers
 from crosslayer.eviction.running import NewCache, evicting_if
-from crosslayer.models.load import public_name
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
 from crosslayer.stats.ratios import coverage
 from crosslayer.verbs.bench.costs import Structure, structure
+from crosslayer.verbs.bench.memory import Models, too_large
 from crosslayer.verbs.bench.prediction import Load
-from crosslayer.verbs.bench.record import SIDES, Both, ModelFacts, Row, Side, Skip
+from crosslayer.verbs.bench.record import SIDES, BenchSettings, Both, MeasuredModel, Row, Side, Skip
 from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.room import Models, too_large
 from crosslayer.verbs.bench.rounds import SideBySide, attention_of
 from crosslayer.verbs.bench.serving import bench_vllm
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
-from crosslayer.verbs.bench.settings import Settings
 
 LEARNED = 8  # a table of learned positions has up to so many rows more than positions
 
@@ -74,55 +72,57 @@ def bench(
             than a context, or nothing fits in memory.
 
     """
+    asked = {"contexts": contexts, "batches": batches, "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
     if engine == "vllm":
         if device is not None or attention != "sdpa" or evict is not None:
             raise ValueError("`device`, `attention` and `evict` are for `engine` transformers; vLLM has its own")
         memory = 1.0 if kv_memory is None else kv_memory
-        return bench_vllm(model, baseline, contexts, batches, new_tokens, repeats, memory, seed, dtype, progress)
+        return bench_vllm(model, baseline, **asked, kv_memory=memory, dtype=dtype, progress=progress)
     if engine != "transformers":
         raise ValueError(f"`engine` is {engine!r}; it must be transformers or vllm")
     if kv_memory is not None:
         raise ValueError("`kv_memory` is for `engine` vllm; transformers allocates what is needed")
-    settings = Settings(
-        contexts=contexts,  # type: ignore[arg-type]
-        batches=batches,  # type: ignore[arg-type]
-        new_tokens=new_tokens,
-        repeats=repeats,
-        attention=attention,
-        evict=evict,
-        seed=seed,
-    )
+    settings = BenchSettings(**asked, attention=attention, evict=evict)
     return in_turns(model, baseline, settings, dtype, device, progress)
 
 
 def in_turns(
     model: Named,
     baseline: Named,
-    settings: Settings,
-    dtype: str | torch.dtype | None,
-    device: str | torch.device | None,
-    progress: Meter,
+    settings: BenchSettings,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    progress: Meter = Silent,
 ) -> Benchmark:
     """Measure two models here, in this process, in turns."""
     if settings.evict is not None and model is baseline and isinstance(model, PreTrainedModel):
         raise ValueError("with an eviction candidate and baseline run in turns; load the baseline by itself")
-    ready = pair("bench", model, baseline, dtype=dtype, device=device, needs_tokenizer=False, meter=progress)
-    models: dict[Side, PreTrainedModel] = {side: one.model for side, one in zip(SIDES, ready, strict=True)}
-    check(models, settings)
+    sides = pair("bench", model, baseline, dtype=dtype, device=device, needs_tokenizer=False)
+    models: dict[Side, PreTrainedModel] = {}
+    for name, side in zip(SIDES, sides, strict=True):
+        models[name] = side.load(progress)
+    _check(models, settings)
     started = time.perf_counter()
-    with torch.no_grad(), quiet_transformers(), _ready(models, settings):
-        structures, reason = _structures(models)
-        if settings.evict is not None:
-            reason = "no prediction: tokens are evicted"
+    structures: dict[Side, Structure] = {}
+    reason = None if settings.evict is None else "no prediction: tokens are evicted"
+    with torch.no_grad(), quiet_transformers(), ExitStack() as stack:
+        for one in models.values():
+            stack.enter_context(evaluating(one))
+        stack.enter_context(attention_of(models, settings.attention))
+        try:
+            structures |= {side: structure(models[side]) for side in SIDES}
+        except ValueError as error:
+            reason = reason or f"no prediction: {error}"
         with evicting_if(models["candidate"], settings.evict) as new_cache:
             rows, skipped = _measured(models, new_cache, structures, settings, progress)
     if not rows:
         raise ValueError(f"nothing was measured: {skipped[0].reason}")
+    facts = {}
+    for side, (name, one) in zip(sides, models.items(), strict=True):
+        size = sum(parameter.numel() * parameter.element_size() for parameter in one.parameters())
+        facts[name] = MeasuredModel(**side.facts(one), bytes=size)
     return Benchmark(
-        models=Both(
-            candidate=_facts(models["candidate"], public_name(model)),
-            baseline=_facts(models["baseline"], public_name(baseline)),
-        ),
+        models=Both(**facts),
         settings=settings,
         rows=tuple(rows),
         skipped=tuple(skipped),
@@ -132,43 +132,27 @@ def in_turns(
     )
 
 
-@contextmanager
-def _ready(models: Models, settings: Settings) -> Iterator[None]:
-    """Run all models in evaluation mode, with the same attention."""
-    with ExitStack() as stack:
-        for model in models.values():
-            stack.enter_context(evaluating(model))
-        stack.enter_context(attention_of(models, settings.attention))
-        yield
-
-
-def check(models: Models, settings: Settings) -> None:
+def _check(models: Models, settings: BenchSettings) -> None:
     """Refuse what cannot be measured, before anything runs; see `bench`."""
     for model in models.values():
-        name, config = type(model).__name__, model.config.get_text_config()
-        limit, learned = config.max_position_embeddings, _has_learned_positions(model)
-        longest = max(settings.contexts)
+        limit, longest = model.config.get_text_config().max_position_embeddings, max(settings.contexts)
+        tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+        tables = [table for table in tables if table is not model.get_input_embeddings()]
+        learned = any(limit <= table.num_embeddings < limit + LEARNED for table in tables)
         needed = longest + settings.new_tokens if learned else longest  # rotary positions go on, learned ones end
         if needed > limit:
             extra = f" + {settings.new_tokens} new tokens" if learned else ""
-            raise ValueError(f"context {longest}{extra} is above the {limit} positions of {name}")
+            raise ValueError(f"context {longest}{extra} is above the {limit} positions of {type(model).__name__}")
     devices = {model.device for model in models.values()}
     if len(devices) > 1:
         raise ValueError(f"the models are on {' and '.join(map(str, devices))}; both must be on one device")
-
-
-def _has_learned_positions(model: PreTrainedModel) -> bool:
-    """Return whether a table beside that of the tokens is as long as there are positions."""
-    limit, tokens = model.config.get_text_config().max_position_embeddings, model.get_input_embeddings()
-    tables = [part for part in model.modules() if isinstance(part, nn.Embedding) and part is not tokens]
-    return any(limit <= table.num_embeddings < limit + LEARNED for table in tables)
 
 
 def _measured(
     models: Models,
     new_cache: NewCache | None,
     structures: dict[Side, Structure],
-    settings: Settings,
+    settings: BenchSettings,
     progress: Meter,
 ) -> tuple[list[Row], list[Skip]]:
     """Measure every setting that fits into memory; `new_cache` makes the candidate's caches, if tokens go."""
@@ -191,23 +175,3 @@ def _measured(
             for _ in range(rounds):
                 tick()
     return rows, skipped
-
-
-def _structures(models: Models) -> tuple[dict[Side, Structure], str | None]:
-    """Return both structures, or none and the reason."""
-    try:
-        return {side: structure(models[side]) for side in SIDES}, None
-    except ValueError as error:
-        return {}, f"no prediction: {error}"
-
-
-def _facts(model: PreTrainedModel, name: str) -> ModelFacts:
-    return ModelFacts(
-        name=name,
-        class_=type(model).__name__,
-        layers=model.config.get_text_config().num_hidden_layers,
-        parameters=model.num_parameters(),
-        bytes=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=model.device.type,
-    )

@@ -1,21 +1,21 @@
 """Tokens held and throughput of two models in vLLM, beside each other in one run."""
 
+import importlib.metadata
 import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from pydantic import ValidationError
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.methods import allowed_modules
 from crosslayer.output.progress import Meter
 from crosslayer.stats.ratios import coverage
-from crosslayer.verbs.bench.record import SIDES, Both, Side
-from crosslayer.verbs.bench.serving_record import ServedModel, ServingRow, ServingSettings
+from crosslayer.verbs.bench.record import SIDES, Both, ServedModel, ServingRow, ServingSettings, Side
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
 from crosslayer.verbs.bench.summary import compared
 from crosslayer.verbs.serve.caches import not_saved
@@ -30,8 +30,9 @@ GPU_SHARE = 0.45  # of its memory, for each of two engines
 def bench_vllm(
     candidate: Any,
     baseline: Any,
+    *,
     contexts: Sequence[int],
-    requests: Sequence[int],
+    batches: Sequence[int],
     new_tokens: int,
     repeats: int,
     kv_memory: float,
@@ -43,7 +44,15 @@ def bench_vllm(
 
     See `bench`, of which these are the options; dtype None is as vLLM has it.
     """
-    settings = _settings(contexts, requests, new_tokens, repeats, memory_bytes(kv_memory), dtype, seed)
+    settings = ServingSettings(
+        contexts=contexts,  # type: ignore[arg-type]
+        requests=batches,  # type: ignore[arg-type]
+        new_tokens=new_tokens,
+        repeats=repeats,
+        kv_bytes=memory_bytes(kv_memory),
+        dtype=dtype,
+        seed=seed,
+    )
     longest = max(settings.contexts) + new_tokens
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -58,54 +67,21 @@ def bench_vllm(
         rows = _measured(engines, served, settings, progress)
         models = {side: _facts(served[side], engines[side]) for side in SIDES}
     return ServingBenchmark(
-        models=Both(candidate=models["candidate"], baseline=models["baseline"]),
+        models=Both(**models),
         settings=settings,
-        engine=f"vLLM {_version()}",
+        engine=f"vLLM {importlib.metadata.version('vllm')}",
         rows=tuple(rows),
         interval_coverage=coverage(repeats),
         seconds=time.perf_counter() - started,
     )
 
 
-def _settings(
-    contexts: Sequence[int],
-    requests: Sequence[int],
-    new_tokens: int,
-    repeats: int,
-    kv_bytes: int,
-    dtype: str | None,
-    seed: int,
-) -> ServingSettings:
-    try:
-        return ServingSettings(
-            contexts=tuple(dict.fromkeys(contexts)),
-            requests=tuple(dict.fromkeys(requests)),
-            new_tokens=new_tokens,
-            repeats=repeats,
-            kv_bytes=kv_bytes,
-            dtype=dtype,
-            seed=seed,
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{first['loc'][0]} is {first['input']!r}; {first['msg']}") from None
-
-
 @contextmanager
 def _environment() -> Iterator[None]:
     """Let vLLM be quiet, and its processes allow the methods that are allowed here; all is as before afterwards."""
-    changes = {name: value for name, value in QUIET.items() if name not in os.environ}
-    changes[ALLOWED] = ",".join(allowed_modules())
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
+    quiet = {name: value for name, value in QUIET.items() if name not in os.environ}
+    with patch.dict(os.environ, quiet | {ALLOWED: ",".join(allowed_modules())}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _started(served: Served, settings: ServingSettings, longest: int, progress: Meter, stack: ExitStack) -> Any:
@@ -169,15 +145,9 @@ def _facts(served: Served, engine: Any) -> ServedModel:
     cache, config = engine.llm_engine.vllm_config.cache_config, served.config
     return ServedModel(
         name=served.name,
-        class_=(config.architectures or [type(config).__name__])[0],
+        **{"class": (config.architectures or [type(config).__name__])[0]},
         layers=config.get_text_config().num_hidden_layers,
         kv_blocks=cache.num_gpu_blocks,
         kv_tokens=cache.kv_cache_size_tokens,
         not_saved=not_saved(config) if isinstance(config, CrossLayerConfig) else None,
     )
-
-
-def _version() -> str:
-    import vllm  # type: ignore[import-not-found]
-
-    return vllm.__version__

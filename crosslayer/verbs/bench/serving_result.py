@@ -6,17 +6,15 @@ from pydantic import Field
 
 from crosslayer.output.page import Page, Table
 from crosslayer.output.result import Result
-from crosslayer.verbs.bench.record import Both
-from crosslayer.verbs.bench.serving_record import ServedModel, ServingRow, ServingSettings
-from crosslayer.verbs.bench.units import duration, percent, size
-
-HEAD = ["context", "requests", "tokens/s, candidate", "tokens/s, baseline", "time, both", "throughput ratio"]
+from crosslayer.output.words import listed, percent
+from crosslayer.verbs.bench.record import Both, ServedModel, ServingRow, ServingSettings
+from crosslayer.verbs.bench.words import NO_INTERVAL, durations, ratio, size
 
 
 class ServingBenchmark(Result):
     """What `crosslayer.bench` returns for engine vllm: the tokens that the cache holds, and a row for each setting."""
 
-    schema_: Literal["crosslayer/serving/1"] = Field(default="crosslayer/serving/1", alias="schema")
+    schema_: Literal["crosslayer/serving/2"] = Field(default="crosslayer/serving/2", alias="schema")
     models: Both[ServedModel]
     settings: ServingSettings
     engine: str = Field(description="vLLM and its version")
@@ -32,19 +30,17 @@ class ServingBenchmark(Result):
     def layout(self) -> Page:
         """Return the parts of the page."""
         models, settings = self.models, self.settings
+        cards = [("KV tokens", f"{self.kv_tokens_ratio:.2f}x", "held in the same memory, against the baseline")]
+        for row in self.rows:
+            note = f"{row.requests} requests of {row.context} tokens, {row.time.verdict}"
+            cards.append(("Throughput", ratio(*row.throughput()), note))
         return Page(
             title=f"{models.candidate.name} beside {models.baseline.name} in vLLM",
             subtitle=(
                 f"{self.engine} · {size(settings.kv_bytes)} of KV cache each · random tokens, {settings.new_tokens} "
                 f"decoded after each prompt · {settings.repeats} pairs of runs, in turns"
             ),
-            cards=[
-                ("KV tokens", f"{self.kv_tokens_ratio:.2f}x", "held in the same memory, against the baseline"),
-                *(
-                    ("Throughput", _ratio(row), f"{row.requests} requests of {row.context} tokens, {row.time.verdict}")
-                    for row in self.rows
-                ),
-            ],
+            cards=cards,
             words=self.sentences(),
             panels=[],
             tables=[],
@@ -53,9 +49,15 @@ class ServingBenchmark(Result):
 
     def tables(self) -> list[Table]:
         """Return the table: a row for each setting."""
-        rows = [_cells(row) for row in self.rows]
-        covered = f", {percent(self.interval_coverage)} interval" if self.interval_coverage else ""
-        return [(f"Throughput (ratio: candidate / baseline{covered})", HEAD, rows)]
+        head = ["context", "requests", "tokens/s, candidate", "tokens/s, baseline", "time, both", "throughput ratio"]
+        rows = []
+        for row in self.rows:
+            speeds = [f"{speed:.1f}" for speed in row.tokens_per_second.sides()]
+            times = durations(row.time)
+            verdict = f"{ratio(*row.throughput())} {row.time.verdict}"
+            rows.append([str(row.context), str(row.requests), *speeds, times, verdict])
+        covered = f", {percent(self.interval_coverage, 1)} interval" if self.interval_coverage else ""
+        return [(f"Throughput (ratio: candidate / baseline{covered})", head, rows)]
 
     def sentences(self) -> list[str]:
         """Return what was measured."""
@@ -66,49 +68,27 @@ class ServingBenchmark(Result):
         ]
         words += [f"{model.name}: {model.not_saved}" for model in (candidate, baseline) if model.not_saved is not None]
         if self.settings.repeats < 3:
-            words.append("Fewer than three pairs of runs give no interval, so nothing is called faster or slower.")
+            words.append(NO_INTERVAL)
         longest = max(self.settings.contexts) + self.settings.new_tokens
         needed = longest * max(self.settings.requests)
         waiting = [model.name for model in (candidate, baseline) if model.kv_tokens < needed]
         if waiting:
-            words.append(f"The cache of {' and '.join(waiting)} is too small for all requests at once: some wait.")
+            words.append(f"The cache of {listed(waiting)} is too small for all requests at once: some wait.")
         return words
 
     def headline(self) -> dict[str, Any]:
         """Return both names and the ratios."""
+        throughput = []
+        for row in self.rows:
+            middle, interval = row.throughput()
+            ends = interval and [round(end, 3) for end in interval]
+            setting = {"context": row.context, "requests": row.requests}
+            throughput.append({**setting, "ratio": round(middle, 3), "interval": ends})
         return {
             "candidate": self.models.candidate.name,
             "baseline": self.models.baseline.name,
             "kv_tokens": [self.models.candidate.kv_tokens, self.models.baseline.kv_tokens],
             "kv_tokens_ratio": round(self.kv_tokens_ratio, 4),
             "interval_coverage": self.interval_coverage,
-            "throughput": [
-                {
-                    "context": row.context,
-                    "requests": row.requests,
-                    "ratio": round(1 / row.time.ratio, 3),
-                    "interval": _interval(row, 3),
-                }
-                for row in self.rows
-            ],
+            "throughput": throughput,
         }
-
-
-def _interval(row: ServingRow, digits: int) -> list[float] | None:
-    """Return the ends of the throughput's ratio, which is that of the times turned over."""
-    if row.time.interval is None:
-        return None
-    low, high = row.time.interval
-    return [round(1 / high, digits), round(1 / low, digits)]
-
-
-def _ratio(row: ServingRow) -> str:
-    interval = _interval(row, 3)
-    ends = "" if interval is None else f" ({interval[0]:.3f}-{interval[1]:.3f})"
-    return f"{1 / row.time.ratio:.3f}x{ends}"
-
-
-def _cells(row: ServingRow) -> list[str]:
-    speeds = [f"{speed:.1f}" for speed in row.tokens_per_second.sides()]
-    both = " / ".join(duration(side.median) for side in row.time.sides())
-    return [str(row.context), str(row.requests), *speeds, both, f"{_ratio(row)} {row.time.verdict}"]

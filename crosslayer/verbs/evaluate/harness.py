@@ -6,28 +6,33 @@ import functools
 import importlib.metadata
 import importlib.util
 import io
+import json
 import logging
-import os
 import random
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import yaml
 
 from crosslayer.corpus.hub import reading_dataset
-from crosslayer.environment import quiet_transformers
-from crosslayer.verbs.evaluate.groups import GROUPS, Selection, select
+from crosslayer.verbs.evaluate.record import EvaluateSettings
 
 SCRIPT = "python -m crosslayer.verbs.evaluate.local_tasks"
+LOCAL = "_local"  # what the name of a task that reads local files ends in
 LM_EVAL_SEED = 1234  # lm-eval's own of numpy, torch and few-shot examples; ours counts on from it
 SENTENCE = 160  # characters of a library's error that are shown
 REFUSALS = (AssertionError, AttributeError, LookupError, StopIteration, SyntaxError, TypeError)  # of a task, by lm-eval
 AWAY = ("OfflineModeIsEnabled", "Couldn't reach", "offline", "ConnectionError", "Max retries", "LocalEntryNotFound")
+# the tasks on which a paper reports a mean; each is a list of names, the last of which is lm-eval's own task
+GROUPS: dict[str, list[list[str]]] = {
+    name: group["tasks"]
+    for name, group in json.loads(Path(__file__).with_name("groups.json").read_text(encoding="utf-8")).items()
+}
 
 
 def check_installed() -> str:
@@ -45,23 +50,21 @@ def check_installed() -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence lm-eval inside the block: log, bars, prints, import warnings; random numbers stay as they were."""
-    import datasets
+    """Run lm-eval without its log, bars and prints; random numbers stay as they were."""
     from lm_eval import evaluator
     from tqdm.std import tqdm
 
-    commit = evaluator.get_git_commit_hash
+    start, logs = tqdm.__init__, logging.root.manager.disable
     python, numpy, devices = random.getstate(), np.random.get_state(), [*range(torch.cuda.device_count())]
-    logs = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
-    levels, bars, start = [log.level for log in logs], datasets.are_progress_bars_disabled(), tqdm.__init__
-    for log in logs:
-        log.setLevel(logging.CRITICAL)
-    datasets.disable_progress_bars()
-    evaluator.get_git_commit_hash = functools.partial(_unheard, commit)
-    tqdm.__init__ = functools.partialmethod(start, disable=True)  # type: ignore[assignment, method-assign]
+
+    def hide(bar: tqdm, *args: Any, **options: Any) -> None:
+        start(bar, *args, **options | {"disable": True})
+
+    logging.disable()
     try:
         with (
-            quiet_transformers(),
+            patch.object(tqdm, "__init__", hide),
+            patch.object(evaluator, "get_git_commit_hash", return_value=None),  # git complains where there is none
             torch.random.fork_rng(devices),
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),
@@ -70,37 +73,40 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*use of fork\\(\\)", category=DeprecationWarning)
             yield
     finally:
+        logging.disable(logs)
         random.setstate(python)
         np.random.set_state(numpy)
-        evaluator.get_git_commit_hash = commit
-        tqdm.__init__ = start  # type: ignore[method-assign]
-        if not bars:
-            datasets.enable_progress_bars()
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
 
 
-def _unheard(ask: Callable[[], str | None]) -> str | None:
-    """Ask git for the commit of the working directory; where there is none, git itself would complain on stderr."""
-    sys.stderr.flush()
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        return ask()
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
+def select(names: Sequence[str], local: Collection[str] = ()) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """Return the tasks that names stand for, each once, and those of each group in `GROUPS` that is named.
+
+    A group takes the local form of a task wherever `local`, the tasks of the user's folder, has it.
+    """
+    groups = {}
+    for name in (name for name in names if name in GROUPS):
+        chosen = []
+        for options in GROUPS[name]:
+            chosen.append(next((option + LOCAL for option in options if option + LOCAL in local), options[-1]))
+        groups[name] = tuple(chosen)
+    return list(dict.fromkeys(task for name in names for task in groups.get(name, (name,)))), groups
 
 
 class Tasks:
-    """Tasks of lm-eval, and of a folder of one's own, by name."""
+    """Tasks of lm-eval, and of a folder of the user's own, by name.
+
+    Attributes:
+        groups: tasks of each group in `GROUPS` that was named.
+        loaded: tasks and groups of lm-eval, with their data.
+
+    """
 
     def __init__(self, names: Sequence[str], include_path: Path | None, allow_code: bool = False):
-        """Find tasks, without their data.
+        """Find tasks and read their data.
 
         Raises:
-            ValueError: a name is unknown, or the folder is none, holds no tasks, or tasks that run code.
+            ValueError: a name is unknown, the folder is none, or holds no tasks, or tasks that run code; data cannot
+                be had, or a task is wrong.
 
         """
         from lm_eval.tasks import TaskManager
@@ -112,61 +118,40 @@ class Tasks:
             own = set(self.manager.all_tasks)
             if not own:
                 raise ValueError(f"{include_path.name!r} holds no tasks of lm-eval: YAML files with task: NAME")
-        self.selection: Selection = select(names, own)
-        if not own >= set(self.selection.tasks):  # to read lm-eval's own thousands takes seconds
+        tasks, self.groups = select(names, own)
+        if not own >= set(tasks):  # to read lm-eval's own thousands takes seconds
             self.manager = TaskManager(include_path=None if include_path is None else str(include_path))
-        _check_names(self.selection.tasks, self.manager.all_tasks, own)
+        for name in tasks:
+            if name not in self.manager.all_tasks:
+                known = sorted({*self.manager.all_tasks, *own, *GROUPS})
+                near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+                advice = f"the nearest are {', '.join(near)}" if near else f"groups are {', '.join(GROUPS)}"
+                raise ValueError(f"there is no task {name!r}; {advice}")
+        self.loaded = [part for name in tasks for part in self._load(name)]
 
-    def load(self) -> list[Any]:
-        """Return the tasks and groups with their data.
+    def _load(self, name: str) -> list[Any]:
+        """Return a task, or a group with its tasks in it."""
+        import datasets
 
-        Raises:
-            ValueError: data cannot be had, or a task is wrong.
+        load, formats = datasets.load_dataset, Path(datasets.__file__).parent / "packaged_modules"  # json, say
 
-        """
-        loaded = []
-        for name in self.selection.tasks:
-            try:
-                with _asking_first():
-                    found = self.manager.load([name])
-            except Exception as error:
-                raise ValueError(f"task {name!r} cannot be loaded: {_reason(error)}") from error
-            groups, tasks = found.get("groups", {}), found["tasks"]
-            inside = {child for children in found.get("group_map", {}).values() for child in children}
-            loaded += [group for label, group in groups.items() if label not in inside]
-            loaded += [task for label, task in tasks.items() if not groups]
-        return loaded
+        def load_dataset(path: str, *rest: Any, **options: Any) -> Any:
+            """Ask whether the hub answers before a data set is loaded from it."""
+            here = (formats / path).is_dir() or Path(path).exists()
+            with contextlib.nullcontext() if here else reading_dataset(path):
+                return load(path, *rest, **options)
 
-
-@contextlib.contextmanager
-def _asking_first() -> Iterator[None]:
-    """Have tasks ask whether the hub answers before they load a data set of it inside the block."""
-    import datasets
-
-    load, formats = datasets.load_dataset, Path(datasets.__file__).parent / "packaged_modules"  # json, say
-
-    def load_dataset(path: str, *rest: Any, **options: Any) -> Any:
-        here = (formats / path).is_dir() or Path(path).exists()
-        with contextlib.nullcontext() if here else reading_dataset(path):
-            return load(path, *rest, **options)
-
-    datasets.load_dataset = load_dataset
-    try:
-        yield
-    finally:
-        datasets.load_dataset = load
+        try:
+            with patch.object(datasets, "load_dataset", load_dataset):
+                found = self.manager.load([name])
+        except Exception as error:
+            raise ValueError(f"task {name!r} cannot be loaded: {_reason(error)}") from error
+        inside = {child for children in found.get("group_map", {}).values() for child in children}
+        groups = [group for label, group in found.get("groups", {}).items() if label not in inside]
+        return groups or list(found["tasks"].values())
 
 
-def score(
-    lm: Any,
-    loaded: Sequence[Any],
-    manager: Any,
-    *,
-    limit: int | None,
-    num_fewshot: int | None,
-    seed: int,
-    allow_code: bool = False,
-) -> dict[str, Any]:
+def score(lm: Any, tasks: Tasks, settings: EvaluateSettings, allow_code: bool = False) -> dict[str, Any]:
     """Return what lm-eval's simple_evaluate returns; run inside of `quiet`, since it sets all seeds.
 
     Raises:
@@ -175,20 +160,21 @@ def score(
     """
     from lm_eval.evaluator import simple_evaluate
 
+    seed = settings.seed + LM_EVAL_SEED
     try:
         results = simple_evaluate(
             model=lm,
-            tasks=list(loaded),
-            task_manager=manager,
-            num_fewshot=num_fewshot,
+            tasks=list(tasks.loaded),
+            task_manager=tasks.manager,
+            num_fewshot=settings.num_fewshot,
             batch_size=lm.batch_size,
             device=str(lm.device),
-            limit=limit,
+            limit=settings.limit,
             log_samples=True,
-            random_seed=seed,
-            numpy_random_seed=(seed + LM_EVAL_SEED) % 2**32,
-            torch_random_seed=seed + LM_EVAL_SEED,
-            fewshot_random_seed=seed + LM_EVAL_SEED,
+            random_seed=settings.seed,
+            numpy_random_seed=seed % 2**32,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
             confirm_run_unsafe_code=allow_code,
         )
     except ValueError as error:  # with a sentence of its own
@@ -199,87 +185,62 @@ def score(
     return dict(results)
 
 
-def _check_names(names: Sequence[str], known: Sequence[str], own: set[str]) -> None:
-    """Refuse unknown names, the nearest beside them."""
-    for name in names:
-        if name in known:
-            continue
-        near = difflib.get_close_matches(name, sorted({*known, *own, *GROUPS}), n=3, cutoff=0.6)
-        advice = f"the nearest are {', '.join(near)}" if near else f"groups are {', '.join(GROUPS)}"
-        raise ValueError(f"there is no task {name!r}; {advice}")
-
-
 def _check_folder(folder: Path, allow_code: bool) -> None:
     """Refuse what is no folder, and task files in it that name Python code of their own, unless that is allowed."""
     if not folder.is_dir():
         raise ValueError(f"`include_path` {str(folder)!r} is no folder; it holds YAML files of tasks")
     for path in sorted(folder.rglob("*.yaml")):
-        if not allow_code and _names_code(path):
+        if not allow_code and _names_code(path, set()):
             raise ValueError(
                 f"{path.name!r} in {folder.name!r} names Python code (!function, class: or a metric that is none of "
                 "lm-eval's), which runs when the task does; read it, and set `allow_code` if it may"
             )
 
 
-def _names_code(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
-    """Return whether a task file, or one that it includes, names code that is not lm-eval's own."""
+def _names_code(path: Path, seen: set[Path]) -> bool:
+    """Return whether a task file, or one that it includes and that is not in `seen`, names code of its own."""
     path = path.resolve()
-    if path.is_relative_to(stock_folder()):
+    if path in seen or path.is_relative_to(stock_folder()):
         return False
+    seen.add(path)
     try:
-        node = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)  # bytes in any encoding, as lm-eval reads it
+        root = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)  # bytes in any encoding, as lm-eval reads it
     except OSError:
         return False  # lm-eval cannot open it, either
     except (RecursionError, ValueError, yaml.YAMLError) as error:
-        deep = isinstance(error, RecursionError)
-        reason = "it is nested too deeply" if deep else str(error).splitlines()[0]
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
         raise ValueError(f"{path.name!r} in {path.parent.name!r} is no YAML file: {reason}") from error
-    included: list[str] = []
-    if any(_walk(node, included)):
-        return True
-    files = [path.parent / name for name in included]
-    return any(_names_code(file, seen | {path}) for file in files if file.resolve() not in seen | {path})
-
-
-def _walk(root: yaml.Node | None, included: list[str]) -> Iterator[bool]:
-    """Yield for each part of a task file whether it names code; collect what is included.
-
-    Each part is looked at once, however often others refer to it.
-    """
-    waiting, seen = [root], set()
+    nodes: dict[int, yaml.Node] = {}  # each once, however often others refer to it
+    waiting, included = [root], []
     while waiting:
         node = waiting.pop()
-        if node is None or id(node) in seen:
+        if node is None or id(node) in nodes:
             continue
-        seen.add(id(node))
-        yield not node.tag.startswith("tag:yaml.org,2002:") or node.tag.startswith("tag:yaml.org,2002:python")
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        elif isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                waiting += [key, value]
-                yield _is_code(key.value, value, included)
+        nodes[id(node)] = node
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        waiting += node.value if isinstance(node, yaml.SequenceNode) else [part for pair in pairs for part in pair]
+        if _is_code(node.tag) or any(_runs(key.value, value) for key, value in pairs):
+            return True
+        for value in (value for key, value in pairs if key.value == "include"):
+            parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            included += [path.parent / str(part.value) for part in parts]
+    return any(_names_code(file, seen) for file in included)
 
 
-def _is_code(name: Any, value: yaml.Node, included: list[str]) -> bool:
-    """Return whether an entry of a task file names code; collect what it includes."""
-    if name == "include":
-        parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
-        included += [str(part.value) for part in parts]
+def _is_code(tag: str) -> bool:
+    return not tag.startswith("tag:yaml.org,2002:") or tag.startswith("tag:yaml.org,2002:python")
+
+
+def _runs(name: Any, value: yaml.Node) -> bool:
+    """Return whether an entry of a task file has lm-eval run code that is not its own."""
+    if not isinstance(value, yaml.ScalarNode):
+        return name == "class"
     if name == "metric":  # lm-eval hands a name that it does not know to `evaluate`, which runs a script
-        return isinstance(value, yaml.ScalarNode) and value.value not in _metrics()
-    if name in ("hf_evaluate", "unsafe_code"):
-        return isinstance(value, yaml.ScalarNode) and value.value.lower() in ("true", "yes", "on")
-    return name == "class"
+        from lm_eval.api import metrics, registry
 
-
-@functools.cache
-def _metrics() -> frozenset[str]:
-    """Return the names of lm-eval's own metrics."""
-    from lm_eval.api import metrics, registry
-
-    assert metrics is not None  # which registers them
-    return frozenset(registry.METRIC_REGISTRY)
+        assert metrics is not None  # which registers them
+        return value.value not in registry.METRIC_REGISTRY
+    return name == "class" or name in ("hf_evaluate", "unsafe_code") and value.value.lower() in ("true", "yes", "on")
 
 
 @functools.cache

@@ -18,11 +18,10 @@ import yaml
 
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.progress import print_to
-from crosslayer.verbs.evaluate.groups import LOCAL
-from crosslayer.verbs.evaluate.harness import check_installed, stock_folder
+from crosslayer.verbs.evaluate.harness import LOCAL, check_installed, stock_folder
 
-SPLITS = ("train", "validation", "test")
-HEADING = re.compile(r"^ = [^=].* = $")  # of an article of WikiText; sections have more signs
+SPLITS = {"training_split": "train", "validation_split": "validation", "test_split": "test"}  # of a task, of a file
+HEADING = re.compile(r"^(?= = [^=].* = $)", re.M)  # of an article of WikiText; sections have more signs
 LARGEST = 2**28  # bytes of a file inside of BLiMP.zip
 
 
@@ -31,9 +30,11 @@ class Stock(NamedTuple):
 
     file: str
     stems: tuple[str, ...] = ()
-    changes: Mapping[str, Any] = {}
+    changes: dict[str, Any] = {}
 
 
+# the set itself has `answer`, true or false, where its copy in SuperGLUE has `label`, 1 or 0
+BOOLQ = "{{ 1 if (answer if answer is defined else label) else 0 }}"
 STOCK = {
     "hellaswag": Stock("hellaswag/hellaswag.yaml"),
     "piqa": Stock("piqa/piqa.yaml"),
@@ -43,12 +44,7 @@ STOCK = {
     "winogrande": Stock("winogrande/default.yaml"),
     "social_iqa": Stock("siqa/siqa.yaml", ("social_i_qa", "siqa")),
     "commonsense_qa": Stock("commonsense_qa/default.yaml"),
-    # the set itself has `answer`, true or false, where its copy in SuperGLUE has `label`, 1 or 0
-    "boolq": Stock(
-        "super_glue/boolq/default.yaml",
-        (),
-        {"doc_to_target": "{{ 1 if (answer if answer is defined else label) else 0 }}"},
-    ),
+    "boolq": Stock("super_glue/boolq/default.yaml", changes={"doc_to_target": BOOLQ}),
     "sciq": Stock("sciq/sciq.yaml"),
     "lambada_openai": Stock("lambada/lambada_openai.yaml"),
     "pubmedqa": Stock("pubmedqa/pubmedqa.yaml", ("pubmedqa_l",)),
@@ -88,11 +84,11 @@ def write_local_tasks(data: str | Path, out: str | Path, force: bool = False) ->
         for name, stock in STOCK.items():
             files = _files(source, (name, *stock.stems))
             if files:
-                config = _including(stock_folder() / stock.file, files) | dict(stock.changes)
-                names.append(_write(folder, name, config))
+                names.append(_write(folder, name, _including(stock_folder() / stock.file, files) | stock.changes))
         files = _files(source, ("medqa_5options", "medqa"))
         if files:
-            names.append(_write(folder, "medqa_5options", MEDQA | _places(files) | _splits(files)))
+            splits = {field: split if split in files else None for field, split in SPLITS.items()}
+            names.append(_write(folder, "medqa_5options", MEDQA | _data(files) | splits))
         names += _wikitext(source, folder, target) + _blimp(source, folder, target)
         if not names:
             raise ValueError(f"{source.name!r} holds no data that is known, such as arc_easy.test.jsonl")
@@ -104,11 +100,12 @@ def write_local_tasks(data: str | Path, out: str | Path, force: bool = False) ->
 
 
 def _files(source: Path, stems: tuple[str, ...]) -> dict[str, str]:
+    """Return the first file of each split that is there."""
     found = {}
     for stem in stems:
-        pattern = re.compile(rf"^{re.escape(stem)}\.({'|'.join(SPLITS)})\d*\.jsonl(\.gz)?$")
+        pattern = re.compile(rf"{re.escape(stem)}\.({'|'.join(SPLITS.values())})\d*\.jsonl(\.gz)?")
         for path in sorted(source.iterdir()):
-            match = pattern.match(path.name)
+            match = pattern.fullmatch(path.name)
             if match:
                 found.setdefault(match[1], str(path))
     return found
@@ -119,26 +116,18 @@ def _including(stock: Path, files: Mapping[str, str]) -> dict[str, Any]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     own = load_yaml(stock, resolve_func=False)
-    missing = {}
-    for split in ("training_split", "validation_split", "test_split"):
-        if own.get(split) not in (None, *files):
-            missing[split] = None
-    return {"include": str(stock), **_places(files), **missing}
+    missing = [field for field in SPLITS if own.get(field) not in (None, *files)]
+    return {"include": str(stock), **_data(files), **dict.fromkeys(missing)}
 
 
-def _places(files: Mapping[str, str]) -> dict[str, Any]:
+def _data(files: Mapping[str, str]) -> dict[str, Any]:
     return {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": dict(files)}}
 
 
-def _splits(files: Mapping[str, str]) -> dict[str, Any]:
-    names = {"training_split": "train", "validation_split": "validation", "test_split": "test"}
-    return {field: name if name in files else None for field, name in names.items()}
-
-
 def _write(folder: Path, name: str, config: Mapping[str, Any]) -> str:
-    """Write the file of a task, and return the task's name."""
+    """Write the file of a task or a group, and return its name."""
     local = name + LOCAL
-    text = yaml.safe_dump({**config, "task": local}, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump({"task": local, **config}, sort_keys=False, allow_unicode=True)
     (folder / f"{local}.yaml").write_text(text, encoding="utf-8")
     return local
 
@@ -147,12 +136,12 @@ def _wikitext(source: Path, folder: Path, target: Path) -> list[str]:
     """Write WikiText-2 article by article, as its set on the hub has it."""
     files = {}
     for split, short in (("validation", "valid"), ("test", "test")):
-        path = source / f"wikitext2_{short}.txt"
+        path, name = source / f"wikitext2_{short}.txt", f"wikitext2.{split}.jsonl"
         if path.is_file():
             pages = articles(path.read_text(encoding="utf-8"))
-            lines = [json.dumps({"page": page}, ensure_ascii=False) for page in pages]
-            (folder / f"wikitext2.{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            files[split] = str(target / f"wikitext2.{split}.jsonl")
+            lines = "".join(json.dumps({"page": page}, ensure_ascii=False) + "\n" for page in pages)
+            (folder / name).write_text(lines, encoding="utf-8")
+            files[split] = str(target / name)
     if not files:
         return []
     return [_write(folder, "wikitext2", _including(stock_folder() / "wikitext/wikitext.yaml", files))]
@@ -160,13 +149,7 @@ def _wikitext(source: Path, folder: Path, target: Path) -> list[str]:
 
 def articles(text: str) -> list[str]:
     """Return the articles of WikiText's raw text, each with its heading."""
-    pages: list[list[str]] = []
-    for line in text.splitlines(keepends=True):
-        if HEADING.match(line.rstrip("\n")):
-            pages.append([])
-        if pages:
-            pages[-1].append(line)
-    return ["".join(lines) for lines in pages]
+    return HEADING.split(text)[1:]
 
 
 def _blimp(source: Path, folder: Path, target: Path) -> list[str]:
@@ -186,10 +169,8 @@ def _blimp(source: Path, folder: Path, target: Path) -> list[str]:
             files = {"train": str(target / "blimp" / f"{name}.jsonl")}
             names.append(_write(folder, f"blimp_{name}", _including(definition, files)))
     if names:
-        group = {"include": str(stock / "_blimp.yaml"), "group": f"blimp{LOCAL}", "task": names}
-        text = yaml.safe_dump(group, sort_keys=False)
-        (folder / f"blimp{LOCAL}.yaml").write_text(text, encoding="utf-8")
-        names.append(f"blimp{LOCAL}")
+        group = {"include": str(stock / "_blimp.yaml"), "group": f"blimp{LOCAL}", "task": list(names)}
+        names.append(_write(folder, "blimp", group))
     return names
 
 

@@ -45,17 +45,18 @@ class Paired(Frozen):
     p: float | None = Field(ge=0, le=1, description="two-sided: McNemar's exact test, Student's t, or of groups normal")
     discordant: Discordant | None = None
     verdict: Verdict
-    items_for_a_point: int | None = Field(description="for 1 point, or 1 % of a perplexity, with a power of 80 %")
+    items_for_a_point: int | None = Field(
+        default=None, description="for 1 point, or 1 % of a perplexity, with a power of 80 %"
+    )
 
 
 def compare_shares(candidate: np.ndarray, baseline: np.ndarray, higher_is_better: bool = True) -> Paired:
     """Return the paired difference of shares of items (n,) that are 0 or 1."""
     only = int(((candidate == 1) & (baseline == 0)).sum()), int(((candidate == 0) & (baseline == 1)).sum())
-    count, p = len(candidate), mcnemar(*only)
-    interval = share_difference(*only, count)
+    interval, p = share_difference(*only, len(candidate)), mcnemar(*only)
     return Paired(
         form="difference",
-        estimate=(only[0] - only[1]) / count,
+        estimate=(only[0] - only[1]) / len(candidate),
         interval=interval,
         p=p,
         discordant=Discordant(candidate=only[0], baseline=only[1]),
@@ -68,31 +69,40 @@ def compare_means(
     candidate: np.ndarray, baseline: np.ndarray, weights: np.ndarray, higher_is_better: bool = True
 ) -> Paired:
     """Return the paired difference of weighted means of items (n,)."""
-    estimate, error = _weighted(candidate - baseline, weights)
-    interval = _interval(estimate, error, len(candidate))
-    return Paired(
-        form="difference",
-        estimate=estimate,
-        interval=interval,
-        p=_p_value(estimate, error, len(candidate)),
-        verdict=verdict_of(interval, higher_is_better),
-        items_for_a_point=None,
-    )
+    estimate, _, interval, p = _weighted(candidate - baseline, weights)
+    verdict = verdict_of(interval, higher_is_better)
+    return Paired(form="difference", estimate=estimate, interval=interval, p=p, verdict=verdict)
 
 
 def compare_perplexities(candidate: np.ndarray, baseline: np.ndarray, weights: np.ndarray) -> Paired:
     """Return the ratio of perplexities exp(−Σ x / Σ w) of items (n,), whose log likelihoods are given."""
-    estimate, error = _weighted(baseline - candidate, weights)  # of the log perplexity
-    interval = _interval(estimate, error, len(candidate))
-    needed = None if error is None else _items(error * math.sqrt(len(candidate)), math.log1p(POINT))
+    estimate, spread, interval, p = _weighted(baseline - candidate, weights)  # of the log perplexity
+    needed = None
+    if spread:  # so many items that 1 % is seen in 80 % of cases
+        quantiles = NORMAL + stats.norm.ppf(POWER)
+        needed = max(FEWEST, math.ceil((quantiles * spread / math.log1p(POINT)) ** 2))
     return Paired(
         form="ratio",
         estimate=math.exp(estimate),
         interval=None if interval is None else (math.exp(interval[0]), math.exp(interval[1])),
-        p=_p_value(estimate, error, len(candidate)),
+        p=p,
         verdict=verdict_of(interval, higher_is_better=False),
         items_for_a_point=needed,
     )
+
+
+def _weighted(
+    differences: np.ndarray, weights: np.ndarray
+) -> tuple[float, float | None, Interval | None, float | None]:
+    """Return Σ d / Σ w of n items, the standard deviation of an item, the interval and p; None below `FEWEST`."""
+    count, estimate = len(differences), float(differences.sum() / weights.sum())
+    if count < FEWEST:
+        return estimate, None, None, None
+    spread = float(((differences - estimate * weights) / weights.mean()).std(ddof=1))
+    error = spread / math.sqrt(count)
+    half = error * t_quantile(count - 1)
+    p = 2 * stats.t.sf(abs(estimate) / error, count - 1) if error else float(not estimate)
+    return estimate, spread, (estimate - half, estimate + half), float(p)
 
 
 def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Paired:
@@ -110,8 +120,7 @@ def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Pa
         estimate=estimate,
         interval=interval,
         p=float(2 * stats.norm.sf(abs(estimate) / error)),
-        verdict=verdict_of(interval, higher_is_better=True),
-        items_for_a_point=None,
+        verdict=verdict_of(interval),
     )
 
 
@@ -123,35 +132,3 @@ def items_for_shares(discordance: float) -> int:
     share = max(discordance, POINT)
     high = stats.norm.ppf(POWER)
     return math.ceil(((NORMAL * math.sqrt(share) + high * math.sqrt(share - POINT**2)) / POINT) ** 2)
-
-
-def _items(spread: float, difference: float) -> int | None:
-    """Return with how many items of a standard deviation a difference is seen in 80 % of cases."""
-    if not spread:
-        return None
-    quantiles = NORMAL + stats.norm.ppf(POWER)
-    return max(FEWEST, math.ceil((quantiles * spread / difference) ** 2))
-
-
-def _weighted(differences: np.ndarray, weights: np.ndarray) -> tuple[float, float | None]:
-    """Return Σ d / Σ w of n items and its standard error; None below `FEWEST`."""
-    count, estimate = len(differences), float(differences.sum() / weights.sum())
-    if count < FEWEST:
-        return estimate, None
-    residuals = (differences - estimate * weights) / weights.mean()
-    return estimate, float(residuals.std(ddof=1) / math.sqrt(count))
-
-
-def _interval(estimate: float, error: float | None, count: int) -> Interval | None:
-    if error is None:
-        return None
-    half = error * t_quantile(count - 1)
-    return estimate - half, estimate + half
-
-
-def _p_value(estimate: float, error: float | None, count: int) -> float | None:
-    if error is None:
-        return None
-    if not error:
-        return 0.0 if estimate else 1.0
-    return float(2 * stats.t.sf(abs(estimate) / error, count - 1))

@@ -2,14 +2,14 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from crosslayer.eviction.eviction import parse_eviction
-from crosslayer.output.record import Frozen, Options, Seed
+from crosslayer.output.record import Frozen, ModelFacts, Options, Seed
 from crosslayer.verbs.evaluate.paired import Paired
 
 
-class Settings(Options):
+class EvaluateSettings(Options):
     """What is evaluated, and how.
 
     Raises:
@@ -18,8 +18,8 @@ class Settings(Options):
     """
 
     tasks: tuple[str, ...]
-    limit: int | None
-    num_fewshot: int | None
+    limit: PositiveInt | None
+    num_fewshot: NonNegativeInt | None
     batch: int | Literal["auto"]
     evict: str | None = None
     seed: Seed
@@ -35,34 +35,25 @@ class Settings(Options):
     def _check(self) -> Self:
         if not self.tasks or not all(name.strip() for name in self.tasks):
             raise ValueError("there is no task; name some, such as arc_easy,piqa")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}; it is a number of items, at least 1")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise ValueError(f"num_fewshot is {self.num_fewshot}; it must be at least 0")
         if self.evict is not None:
             parse_eviction(self.evict)
         return self
 
 
-class ModelFacts(Frozen):
-    """What a model is."""
+class EvaluatedModel(ModelFacts):
+    """A model, and what became of its requests."""
 
-    name: str = Field(description="name without folders above it, or the class")
-    class_: str = Field(validation_alias="class", serialization_alias="class")
-    parameters: int
-    dtype: str
-    device: str
-    seconds: float = Field(ge=0, description="of its evaluation, loading left out")
+    seconds: float = Field(ge=0, description="of its evaluation, without loading")
     requests: int = Field(ge=0, description="texts that were scored or continued")
-    shortened: int = Field(ge=0, description="of them without their beginning, for which positions were too few")
-    reduced: int | None = Field(default=None, ge=0, description="of them with tokens evicted before the last was read")
+    shortened: int = Field(ge=0, description="requests that lost their beginning, since they exceed the positions")
+    reduced: int | None = Field(default=None, ge=0, description="requests with tokens evicted before the last was read")
 
 
-class Models(Frozen):
-    """Both sides; a baseline need not be there."""
+class EvaluatedModels(Frozen):
+    """The candidate and, where there is one, the baseline."""
 
-    candidate: ModelFacts
-    baseline: ModelFacts | None
+    candidate: EvaluatedModel
+    baseline: EvaluatedModel | None
 
 
 class Score(Frozen):
@@ -72,29 +63,23 @@ class Score(Frozen):
     stderr: float | None = Field(default=None, ge=0)
 
 
-class Row(Frozen):
-    """A metric of a task; `kind` says what its items are, None where the score is no mean over items."""
+class ScoreRow(Frozen):
+    """A metric of a task, or its mean over the tasks of a group."""
 
-    task: str
-    metric: str
-    filter: str = Field(description="what lm-eval's tasks may do with an answer before it is judged; none is usual")
-    higher_is_better: bool
-    kind: Literal["share", "mean", "perplexity"] | None
+    name: str = Field(description="of the task or the group")
+    metric: str = Field(description="of a group: acc; or acc_norm, and acc of tasks that lack it")
+    filter: str = Field(default="none", description="what lm-eval does with an answer before it is judged")
+    higher_is_better: bool = True
+    kind: Literal["share", "mean", "perplexity"] | None = Field(description="None: the score is no mean over items")
     items: PositiveInt
-    shots: int = Field(ge=0)
+    shots: NonNegativeInt | None = Field(default=None, description="examples before an item; None of a group")
+    tasks: tuple[str, ...] = Field(default=(), description="of a group")
+    weighting: Literal["tasks", "items"] = Field(default="tasks", description="of a group: what counts the same")
     candidate: Score
     baseline: Score | None
     paired: Paired | None = Field(description="None without a baseline, or where items cannot be paired")
 
-
-class GroupRow(Frozen):
-    """The mean of a metric over tasks: each counts the same, or, as in some groups of lm-eval's own, each item does."""
-
-    group: str
-    metric: str = Field(description="acc; or acc_norm, and acc of tasks that lack it")
-    tasks: tuple[str, ...] = Field(min_length=1)
-    weighting: Literal["tasks", "items"] = Field(default="tasks", description="what counts the same")
-    items: PositiveInt
-    candidate: float
-    baseline: float | None
-    paired: Paired | None
+    @property
+    def title(self) -> str:
+        """Its name and metric, with the filter where it is not the usual one."""
+        return f"{self.name} {self.metric}" + ("" if self.filter == "none" else f" ({self.filter})")

@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
 from crosslayer.verbs.evaluate.cost import Cost
-from crosslayer.verbs.evaluate.record import GroupRow, Models, Row, Settings
+from crosslayer.verbs.evaluate.record import EvaluatedModels, EvaluateSettings, ScoreRow
 
 HARNESS = "lm_eval"  # the folder of what lm-eval returned
 
@@ -23,13 +23,15 @@ class Evaluation(Result):
     returned, unchanged, of an evaluation that was not loaded from a folder.
     """
 
-    schema_: Literal["crosslayer/eval/1"] = Field(default="crosslayer/eval/1", alias="schema")
-    models: Models
-    settings: Settings
-    rows: tuple[Row, ...] = Field(min_length=1)
-    groups: tuple[GroupRow, ...]
+    schema_: Literal["crosslayer/eval/2"] = Field(default="crosslayer/eval/2", alias="schema")
+    models: EvaluatedModels
+    settings: EvaluateSettings
+    rows: tuple[ScoreRow, ...] = Field(min_length=1)
+    groups: tuple[ScoreRow, ...]
     cost: Cost | None = Field(default=None, description="None where it was not asked for")
     lm_eval: str = Field(description="its version")
+
+    _results: dict[str, Mapping[str, Any]] = PrivateAttr(default_factory=dict)  # by side
 
     @model_validator(mode="after")
     def _check_sides(self) -> Self:
@@ -37,19 +39,11 @@ class Evaluation(Result):
         alone = self.models.baseline is None
         for row in (*self.rows, *self.groups):
             if (row.baseline is None) != alone or row.paired is not None and alone:
-                raise ValueError(f"{row.metric} has a baseline, or lacks it, unlike the record")
+                raise ValueError(f"{row.title} has a baseline, or lacks it, unlike the record")
         return self
-
-    _results: dict[str, Mapping[str, Any]] = PrivateAttr(default_factory=dict)  # by side
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Evaluation) and self.record() == other.record()
-
-    def with_results(self, results: Mapping[str, Mapping[str, Any]]) -> "Evaluation":
-        """Return the same that keeps what lm-eval returned, by side."""
-        evaluation = self.model_copy()
-        evaluation._results = dict(results)
-        return evaluation
 
     @property
     def lm_eval_results(self) -> dict[str, Mapping[str, Any]]:
@@ -84,46 +78,32 @@ class Evaluation(Result):
             "candidate": self.models.candidate.name,
             "baseline": None if baseline is None else baseline.name,
             **({} if self.cost is None else {"kv_share": round(self.cost.cache.ratio, 6)}),
-            "results": [_figures(row) for row in self.rows],
-            "groups": [_group_figures(row) for row in self.groups],
+            "results": [{"task": row.name, **_figures(row)} for row in self.rows],
+            "groups": [{"group": row.name, **_figures(row)} for row in self.groups],
         }
 
     def _write(self, folder: Path) -> None:
+        """Write lm-eval's results beside the rest, as lm-eval would: samples a line each, everything else as JSON."""
         super()._write(folder)
         for side, results in self._results.items():
-            _write_results(folder / HARNESS, side, results)
+            from lm_eval.utils import handle_non_serializable
+
+            options = {"default": handle_non_serializable, "ensure_ascii": False}
+            (folder / HARNESS).mkdir(exist_ok=True)
+            rest = {name: part for name, part in results.items() if name != "samples"}
+            (folder / HARNESS / f"{side}.json").write_text(json.dumps(rest, indent=2, **options), encoding="utf-8")
+            for task, samples in results["samples"].items():
+                path = folder / HARNESS / f"{side}.samples.{task.replace('/', '_')}.jsonl"
+                lines = "".join(json.dumps(sample, **options) + "\n" for sample in samples)
+                path.write_text(lines, encoding="utf-8")
 
 
-def _write_results(folder: Path, side: str, results: Mapping[str, Any]) -> None:
-    """Write lm-eval's results as lm-eval would: everything but samples as JSON, samples a line each."""
-    from lm_eval.utils import handle_non_serializable
-
-    folder.mkdir(exist_ok=True)
-    rest = {name: part for name, part in results.items() if name != "samples"}
-    text = json.dumps(rest, indent=2, default=handle_non_serializable, ensure_ascii=False)
-    (folder / f"{side}.json").write_text(text, encoding="utf-8")
-    for task, samples in results["samples"].items():
-        lines = [json.dumps(sample, default=handle_non_serializable, ensure_ascii=False) for sample in samples]
-        name = f"{side}.samples.{task.replace('/', '_')}.jsonl"
-        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def _figures(row: Row) -> dict[str, Any]:
-    figures: dict[str, Any] = {"task": row.task, "metric": row.metric, "candidate": round(row.candidate.value, 4)}
+def _figures(row: ScoreRow) -> dict[str, Any]:
+    figures: dict[str, Any] = {"metric": row.metric, "candidate": round(row.candidate.value, 4)}
     if row.baseline is not None:
         figures["baseline"] = round(row.baseline.value, 4)
-    return figures | _paired_figures(row)
-
-
-def _group_figures(row: GroupRow) -> dict[str, Any]:
-    figures: dict[str, Any] = {"group": row.group, "metric": row.metric, "candidate": round(row.candidate, 4)}
-    if row.baseline is not None:
-        figures["baseline"] = round(row.baseline, 4)
-    return figures | _paired_figures(row)
-
-
-def _paired_figures(row: Row | GroupRow) -> dict[str, Any]:
-    if row.paired is None:
-        return {}
-    interval = None if row.paired.interval is None else [round(end, 4) for end in row.paired.interval]
-    return {row.paired.form: round(row.paired.estimate, 4), "interval": interval, "verdict": row.paired.verdict}
+    if row.paired is not None:
+        figures[row.paired.form] = round(row.paired.estimate, 4)
+        figures["interval"] = row.paired.interval and [round(end, 4) for end in row.paired.interval]
+        figures["verdict"] = row.paired.verdict
+    return figures

@@ -1,8 +1,7 @@
 """Scores of a model on tasks of lm-eval, beside a baseline on the same items."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,14 +9,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.eviction.running import evicting_if
-from crosslayer.models.load import Ready
-from crosslayer.models.pair import Named, check_causal, pair
+from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.evaluate import harness, summary
-from crosslayer.verbs.evaluate.cost import check_positions, measure_cost
-from crosslayer.verbs.evaluate.lm import language_model
-from crosslayer.verbs.evaluate.record import ModelFacts, Models, Settings
+from crosslayer.verbs.evaluate.cost import cost_context, measure_cost
+from crosslayer.verbs.evaluate.record import EvaluatedModel, EvaluatedModels, EvaluateSettings
 from crosslayer.verbs.evaluate.result import Evaluation
 from crosslayer.verbs.evaluate.templates import sandboxed
 
@@ -67,90 +64,57 @@ def evaluate(
 
     """
     names = tuple(name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks))
-    settings = Settings(tasks=names, limit=limit, num_fewshot=num_fewshot, batch=batch, evict=evict, seed=seed)
+    settings = EvaluateSettings(tasks=names, limit=limit, num_fewshot=num_fewshot, batch=batch, evict=evict, seed=seed)
     version = harness.check_installed()
     if cost and baseline is None:
         raise ValueError("a cost is a ratio to a baseline; name one with baseline=…")
     if cost and model is baseline and isinstance(model, PreTrainedModel):
         raise ValueError("a cost is of two models that run in turns; load the baseline by itself")
-    sides = [model] if baseline is None else [model, baseline]
-    check_causal("evaluate", sides)
+    sides = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device)
     if cost:
-        check_positions(sides)
-    with harness.quiet(), sandboxed():
-        with progress("reading tasks", 0):
-            tasks_by_name = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
-            loaded_tasks = tasks_by_name.load()
-        ready = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device, meter=progress)
-        evicts = (evict, None)  # the baseline keeps all
-        scored = {
-            name: _score(side, tasks_by_name, loaded_tasks, settings, evicted, allow_code, progress)
-            for name, side, evicted in zip(("candidate", "baseline"), ready, evicts, strict=False)
-        }
-    measured = measure_cost(ready[0].model, ready[1].model, evict, progress) if cost else None
-    return _summed_up(scored, tasks_by_name, settings, version).model_copy(update={"cost": measured})
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """A side: what it is, and what lm-eval returned."""
-
-    facts: ModelFacts
-    results: dict[str, Any]
+        cost_context([side.positions for side in sides])
+    with harness.quiet(), progress("reading tasks", 0):
+        chosen = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
+    models, results = [], []
+    for side, evicted in zip(sides, (evict, None), strict=False):  # the baseline keeps all
+        facts, returned = _score(side, chosen, settings, evicted, allow_code, progress)
+        models.append(facts)
+        results.append(returned)
+    other = results[1] if len(results) > 1 else None
+    rows = summary.rows(results[0], other)
+    evaluation = Evaluation(
+        models=EvaluatedModels(candidate=models[0], baseline=None if other is None else models[1]),
+        settings=settings,
+        rows=rows,
+        groups=summary.group_rows(chosen.groups, rows, results[0], other),
+        cost=measure_cost(sides[0].load(progress), sides[1].load(progress), evict, progress) if cost else None,
+        lm_eval=version,
+    )
+    evaluation.lm_eval_results.update(zip(("candidate", "baseline"), results, strict=False))
+    return evaluation
 
 
 def _score(
-    side: Ready,
-    tasks_by_name: harness.Tasks,
-    loaded_tasks: list[Any],
-    settings: Settings,
+    side: Loadable,
+    tasks: harness.Tasks,
+    settings: EvaluateSettings,
     evict: str | None,
     allow_code: bool,
     progress: Meter,
-) -> _Scored:
-    """Evaluate a model."""
-    model, tokenizer = side.model, side.tokenizer
-    assert tokenizer is not None
+) -> tuple[EvaluatedModel, dict[str, Any]]:
+    """Load a model, evaluate it and let it go; return what it is, and what lm-eval returned."""
+    from crosslayer.verbs.evaluate.lm import language_model
+
+    model = side.load(progress)
     started = time.perf_counter()
-    with evaluating(model), evicting_if(model, evict) as new_cache:
-        lm = language_model(model, tokenizer, settings.batch, progress, evict, new_cache)
-        results = harness.score(
-            lm,
-            loaded_tasks,
-            tasks_by_name.manager,
-            limit=settings.limit,
-            num_fewshot=settings.num_fewshot,
-            seed=settings.seed,
-            allow_code=allow_code,
-        )
-    facts = ModelFacts(
-        name=side.name,
-        class_=type(model).__name__,
-        parameters=model.num_parameters(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=model.device.type,
+    with harness.quiet(), sandboxed(), evaluating(model), evicting_if(model, evict) as new_cache:
+        lm = language_model(model, side.tokenizer, settings.batch, progress, evict, new_cache)
+        results = harness.score(lm, tasks, settings, allow_code)
+    facts = EvaluatedModel(
+        **side.facts(model),
         seconds=round(time.perf_counter() - started, 3),
         requests=lm.requests,
         shortened=lm.shortened,
         reduced=None if evict is None else lm.reduced,
     )
-    return _Scored(facts, results)
-
-
-def _summed_up(
-    scored: Mapping[str, _Scored], tasks_by_name: harness.Tasks, settings: Settings, version: str
-) -> Evaluation:
-    results = {side: score.results for side, score in scored.items()}
-    candidate, baseline = results["candidate"], results.get("baseline")
-    rows = summary.rows(candidate, baseline)
-    groups = {**summary.harness_groups(candidate), **tasks_by_name.selection.groups}
-    evaluation = Evaluation(
-        models=Models(
-            candidate=scored["candidate"].facts, baseline=scored["baseline"].facts if baseline is not None else None
-        ),
-        settings=settings,
-        rows=rows,
-        groups=summary.group_rows(groups, rows, candidate, baseline),
-        lm_eval=version,
-    )
-    return evaluation.with_results(results)
+    return facts, results

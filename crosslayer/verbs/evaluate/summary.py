@@ -2,19 +2,78 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
-from crosslayer.verbs.evaluate.items import CLOSE, Items, check_same, items_of, samples_of
 from crosslayer.verbs.evaluate.paired import Paired, compare_groups, compare_means, compare_perplexities, compare_shares
-from crosslayer.verbs.evaluate.record import GroupRow, Row, Score
+from crosslayer.verbs.evaluate.record import Score, ScoreRow
 
 Results = Mapping[str, Any]  # what lm-eval's simple_evaluate returns
+Sample = Mapping[str, Any]
 GROUP_METRICS = ("acc", "acc_norm")
+CLOSE = 1e-9  # relative, within which items must give the score that is reported
 
 
-def rows(candidate: Results, baseline: Results | None) -> tuple[Row, ...]:
+@dataclass(frozen=True)
+class Items:
+    """Values and weights (n,) of a metric; of a perplexity the values are log likelihoods.
+
+    The score is Σ values / Σ weights, or exp(−Σ values / Σ weights); `kind` share says that all values are 0 or 1.
+    """
+
+    kind: Literal["share", "mean", "perplexity"]
+    values: np.ndarray
+    weights: np.ndarray
+
+
+def samples_of(samples: Sequence[Sample], metric: str, name: str) -> list[Sample]:
+    """Return the samples that hold a metric, under the name of a filter, in the order of their documents."""
+    found = [sample for sample in samples if sample["filter"] == name and metric in sample]
+    return sorted(found, key=lambda sample: sample["doc_id"])
+
+
+def items_of(samples: Sequence[Sample], metric: str, reported: float) -> Items | None:
+    """Return the items of a metric, or None where the score that is reported is neither their mean nor a perplexity.
+
+    How a task adds its items up is code of its own, which its results do not name: what gives the reported score is
+    right. An item is a number, or a pair of a log likelihood and a weight (words, bytes).
+    """
+    try:
+        entries = np.array([sample[metric] for sample in samples], dtype=float)  # (n,) or (n, 2)
+    except (TypeError, ValueError):
+        return None
+    if not entries.size or not np.isfinite(entries).all() or entries.shape[1:] not in ((), (2,)):
+        return None
+    values, weights = entries.T if entries.ndim == 2 else (entries, np.ones(len(entries)))
+    mean = values.sum() / weights.sum() if weights.sum() else math.nan
+    if _is_close(mean, reported):
+        return Items("share" if set(values.tolist()) <= {0.0, 1.0} else "mean", values, weights)
+    if reported > 0 and _is_close(-mean, math.log(reported)):
+        return Items("perplexity", values, weights)
+    if _is_close(-mean / math.log(2), reported):  # bits a byte
+        return Items("mean", -values / math.log(2), weights)
+    return None
+
+
+def _is_close(value: float, reported: float) -> bool:
+    return math.isclose(value, reported, rel_tol=CLOSE, abs_tol=CLOSE)
+
+
+def check_same(candidate: Sequence[Sample], baseline: Sequence[Sample], task: str) -> None:
+    """Refuse to pair samples of other documents, or of other prompts.
+
+    Raises:
+        ValueError: they differ.
+
+    """
+    for name in ("doc_id", "doc_hash", "prompt_hash"):
+        if [sample[name] for sample in candidate] != [sample[name] for sample in baseline]:
+            raise ValueError(f"{task}: candidate and baseline were asked different things ({name}); nothing is paired")
+
+
+def rows(candidate: Results, baseline: Results | None) -> tuple[ScoreRow, ...]:
     """Return a row for each task, metric and filter of lm-eval's results.
 
     Raises:
@@ -22,122 +81,45 @@ def rows(candidate: Results, baseline: Results | None) -> tuple[Row, ...]:
 
     """
     scored = []
-    for task, samples in candidate["samples"].items():
-        for key in _metrics(candidate, task):
+    for task in candidate["samples"]:
+        for key, value in candidate["results"][task].items():
             metric, _, name = key.partition(",")
-            candidate_samples = samples_of(samples, metric, name)
-            if not candidate_samples:
-                continue
-            items = items_of(candidate_samples, metric, candidate["results"][task][key])
-            paired = None
-            if baseline is not None:
-                baseline_samples = samples_of(baseline["samples"][task], metric, name)
-                check_same(candidate_samples, baseline_samples, task)
-                baseline_items = items_of(baseline_samples, metric, baseline["results"][task][key])
-                paired = _compared(items, baseline_items, _is_higher_better(candidate, task, metric))
-            scored.append(
-                Row(
-                    task=task,
-                    metric=metric,
-                    filter=name,
-                    higher_is_better=_is_higher_better(candidate, task, metric),
-                    kind=None if items is None else items.kind,
-                    items=len(candidate_samples),
-                    shots=candidate["n-shot"][task],
-                    candidate=_score(candidate, task, key),
-                    baseline=None if baseline is None else _score(baseline, task, key),
-                    paired=paired,
-                )
-            )
+            if name and not metric.endswith("_stderr") and isinstance(value, int | float):
+                row = _row(candidate, baseline, task, metric, name)
+                scored += [] if row is None else [row]
     return tuple(scored)
 
 
-def group_rows(
-    groups: Mapping[str, Sequence[str]], scored: Sequence[Row], candidate: Results, baseline: Results | None
-) -> tuple[GroupRow, ...]:
-    """Return the mean of acc, and that of acc_norm where tasks have it, over the tasks of each group."""
-    means = []
-    for group, tasks in groups.items():
-        shown: set[tuple[str, ...]] = set()
-        for metric in GROUP_METRICS:
-            chosen = [_row_of(scored, task, metric) for task in tasks]
-            parts = [row for row in chosen if row is not None]
-            names = tuple(row.metric for row in parts)
-            if len(parts) == len(tasks) and names not in shown:
-                shown.add(names)
-                means.append(_group_row(group, metric, parts, candidate, baseline))
-    return tuple(means)
-
-
-def harness_groups(results: Results) -> dict[str, tuple[str, ...]]:
-    """Return the tasks of lm-eval's own groups, those of groups inside of them too."""
-
-    def leaves(name: str) -> list[str]:
-        inner = results["group_subtasks"].get(name)
-        return [name] if not inner else [leaf for child in inner for leaf in leaves(child)]
-
-    return {name: tuple(leaves(name)) for name, inner in results["group_subtasks"].items() if inner}
-
-
-def _group_row(group: str, metric: str, parts: Sequence[Row], candidate: Results, baseline: Results | None) -> GroupRow:
-    scores = np.array([row.candidate.value for row in parts])
-    weights = _group_weights(candidate, group, metric, parts, scores)
-    paired, of_baseline = None, None
+def _row(candidate: Results, baseline: Results | None, task: str, metric: str, name: str) -> ScoreRow | None:
+    """Return the row of a metric under the name of a filter; None where no sample holds it."""
+    samples = samples_of(candidate["samples"][task], metric, name)
+    if not samples:
+        return None
+    key = f"{metric},{name}"
+    items, paired = items_of(samples, metric, candidate["results"][task][key]), None
+    higher_is_better = candidate["higher_is_better"].get(task, {}).get(metric) is not False  # where nothing is said
     if baseline is not None:
-        differences = [_values(candidate, row) - _values(baseline, row) for row in parts]
-        paired = compare_groups(differences, weights)
-        of_baseline = [row.baseline.value for row in parts if row.baseline is not None]
-    return GroupRow(
-        group=group,
+        others = samples_of(baseline["samples"][task], metric, name)
+        check_same(samples, others, task)
+        paired = _compared(items, items_of(others, metric, baseline["results"][task][key]), higher_is_better)
+    return ScoreRow(
+        name=task,
         metric=metric,
-        tasks=tuple(row.task for row in parts),
-        weighting="tasks" if (weights == 1).all() else "items",
-        items=sum(row.items for row in parts),
-        candidate=float(np.average(scores, weights=weights)),
-        baseline=None if of_baseline is None else float(np.average(of_baseline, weights=weights)),
+        filter=name,
+        higher_is_better=higher_is_better,
+        kind=None if items is None else items.kind,
+        items=len(samples),
+        shots=candidate["n-shot"][task],
+        candidate=_score(candidate, task, metric, name),
+        baseline=None if baseline is None else _score(baseline, task, metric, name),
         paired=paired,
     )
 
 
-def _group_weights(candidate: Results, group: str, metric: str, parts: Sequence[Row], scores: np.ndarray) -> np.ndarray:
-    """Return weights (T,) of a group's tasks: their items, where these alone give what lm-eval reports of the group."""
-    equal, items = np.ones(len(parts)), np.array([float(row.items) for row in parts])
-    reported = candidate.get("groups", {}).get(group, {}).get(f"{metric},none")
-    if not isinstance(reported, float) or math.isclose(scores.mean(), reported, rel_tol=CLOSE):
-        return equal
-    return items if math.isclose(np.average(scores, weights=items), reported, rel_tol=CLOSE) else equal
-
-
-def _row_of(scored: Sequence[Row], task: str, metric: str) -> Row | None:
-    """Return a task's row of a metric, or else of acc, if its items are right or wrong."""
-    shares = {row.metric: row for row in reversed(scored) if row.task == task and row.kind == "share"}
-    return shares.get(metric) or shares.get("acc")
-
-
-def _values(results: Results, row: Row) -> np.ndarray:
-    samples = samples_of(results["samples"][row.task], row.metric, row.filter)
-    return np.array([sample[row.metric] for sample in samples], dtype=float)
-
-
-def _metrics(results: Results, task: str) -> list[str]:
-    """Return the keys of a task's scores, "acc,none"; standard errors and what is no number are left out."""
-    numbers = []
-    for key, value in results["results"][task].items():
-        if "," in key and not key.partition(",")[0].endswith("_stderr") and isinstance(value, int | float):
-            numbers.append(key)
-    return numbers
-
-
-def _score(results: Results, task: str, key: str) -> Score:
-    metric, _, name = key.partition(",")
+def _score(results: Results, task: str, metric: str, name: str) -> Score:
     error = results["results"][task].get(f"{metric}_stderr,{name}")
-    known = isinstance(error, int | float) and error == error
-    return Score(value=results["results"][task][key], stderr=error if known else None)
-
-
-def _is_higher_better(results: Results, task: str, metric: str) -> bool:
-    """Return what the task says of a metric; where it says nothing, more is better."""
-    return results["higher_is_better"].get(task, {}).get(metric) is not False
+    known = isinstance(error, int | float) and not math.isnan(error)
+    return Score(value=results["results"][task][f"{metric},{name}"], stderr=error if known else None)
 
 
 def _compared(candidate: Items | None, baseline: Items | None, higher_is_better: bool) -> Paired | None:
@@ -151,3 +133,76 @@ def _compared(candidate: Items | None, baseline: Items | None, higher_is_better:
     if "perplexity" in kinds:
         return None
     return compare_means(candidate.values, baseline.values, candidate.weights, higher_is_better)
+
+
+def group_rows(
+    groups: Mapping[str, Sequence[str]], scored: Sequence[ScoreRow], candidate: Results, baseline: Results | None
+) -> tuple[ScoreRow, ...]:
+    """Return the mean of acc, and that of acc_norm where tasks have it, over the tasks of each group.
+
+    Args:
+        groups: tasks by group, beside lm-eval's own groups.
+        scored: the rows of the tasks.
+        candidate: lm-eval's results.
+        baseline: those of the baseline.
+
+    """
+    means = []
+    for group, tasks in {**_harness_groups(candidate), **groups}.items():
+        shown: set[tuple[str, ...]] = set()
+        for metric in GROUP_METRICS:
+            chosen = [_row_of(scored, task, metric) for task in tasks]
+            parts = [row for row in chosen if row is not None]
+            names = tuple(row.metric for row in parts)
+            if len(parts) == len(tasks) and names not in shown:
+                shown.add(names)
+                means.append(_group_row(group, metric, parts, candidate, baseline))
+    return tuple(means)
+
+
+def _harness_groups(results: Results) -> dict[str, tuple[str, ...]]:
+    """Return the tasks of lm-eval's own groups, those of groups inside of them too."""
+
+    def leaves(name: str) -> list[str]:
+        inner = results["group_subtasks"].get(name)
+        return [name] if not inner else [leaf for child in inner for leaf in leaves(child)]
+
+    return {name: tuple(leaves(name)) for name, inner in results["group_subtasks"].items() if inner}
+
+
+def _row_of(scored: Sequence[ScoreRow], task: str, metric: str) -> ScoreRow | None:
+    """Return a task's row of a metric, or else of acc, if its items are right or wrong."""
+    shares = {row.metric: row for row in reversed(scored) if row.name == task and row.kind == "share"}
+    return shares.get(metric) or shares.get("acc")
+
+
+def _group_row(
+    group: str, metric: str, parts: Sequence[ScoreRow], candidate: Results, baseline: Results | None
+) -> ScoreRow:
+    """Return the mean over tasks; they weigh by their items where only that gives what lm-eval reports of the group."""
+    scores, items = np.array([row.candidate.value for row in parts]), np.array([float(row.items) for row in parts])
+    reported = candidate.get("groups", {}).get(group, {}).get(f"{metric},none")
+    reported = reported if isinstance(reported, float) else math.nan
+    by_items = not _is_close(scores.mean(), reported) and _is_close(float(np.average(scores, weights=items)), reported)
+    weights = items if by_items else np.ones(len(parts))
+    paired, of_baseline = None, None
+    if baseline is not None:
+        paired = compare_groups([_values(candidate, row) - _values(baseline, row) for row in parts], weights)
+        others = [row.baseline.value for row in parts if row.baseline is not None]
+        of_baseline = Score(value=float(np.average(others, weights=weights)))
+    return ScoreRow(
+        name=group,
+        metric=metric,
+        kind="share",
+        items=int(items.sum()),
+        tasks=tuple(row.name for row in parts),
+        weighting="items" if by_items else "tasks",
+        candidate=Score(value=float(np.average(scores, weights=weights))),
+        baseline=of_baseline,
+        paired=paired,
+    )
+
+
+def _values(results: Results, row: ScoreRow) -> np.ndarray:
+    samples = samples_of(results["samples"][row.name], row.metric, row.filter)
+    return np.array([sample[row.metric] for sample in samples], dtype=float)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -25,16 +26,13 @@ def sandboxed() -> Iterator[None]:
     """Render lm-eval's templates in a sandbox inside the block; what they give stays the same."""
     from lm_eval import utils
 
-    own, render = utils.env, utils.apply_template
+    own = utils.env
     sandbox = ImmutableSandboxedEnvironment(
         undefined=own.undefined, keep_trailing_newline=own.keep_trailing_newline, loader=own.loader
     )
     sandbox.filters = own.filters
-    utils.apply_template = functools.partial(_render, sandbox)
-    try:
+    with patch.object(utils, "apply_template", functools.partial(_render, sandbox)):
         yield
-    finally:
-        utils.apply_template = render
 
 
 def _render(sandbox: ImmutableSandboxedEnvironment, template: str, doc: Mapping[str, Any]) -> str:

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Frozen
+from crosslayer.output.words import signed
 from crosslayer.probe.tokens import positions
-from crosslayer.verbs.needles.record import Difference
+from crosslayer.verbs.needles.record import FoundDifference, difference, is_found
 from crosslayer.verbs.needles.run import needles
-from crosslayer.verbs.needles.score import difference, is_found
 
 LENGTHS = (256, 512, 1024, 2048)
 SAMPLES = 2  # at each of five depths
@@ -47,7 +47,7 @@ def look_up(
     return tuple(lookups)
 
 
-def lookup_difference(model: Sequence[Lookup], original: Sequence[Lookup]) -> Difference:
+def lookup_difference(model: Sequence[Lookup], original: Sequence[Lookup]) -> FoundDifference:
     """Return how many more or fewer numbers a model finds than its original, over all lengths."""
     ours, theirs = ([right for lookup in side for right in lookup.found] for side in (model, original))
     return difference(0, ours, theirs)
@@ -58,7 +58,7 @@ def lookup_words(model: Sequence[Lookup], original: Sequence[Lookup]) -> str:
     compared = lookup_difference(model, original)
     counts = ", ".join(str(sum(lookup.found)) for lookup in model)
     lengths = ", ".join(f"{lookup.length:,}" for lookup in model)
-    low, high = (f"{100 * end:+.0f}".replace("-", "−") for end in compared.interval)
+    low, high = (signed(100 * end, 0) for end in compared.interval)
     return (
         f"Of {compared.n} numbers hidden in long texts it finds {count_found(model)} ({counts} of "
         f"{len(model[0].found)} at {lengths} tokens), the original {count_found(original)}: "

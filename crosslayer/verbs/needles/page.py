@@ -4,72 +4,39 @@ from collections.abc import Sequence
 
 from crosslayer.output.page import Cell, Mark, Page, Table
 from crosslayer.output.panel import Heat, Panel
-from crosslayer.verbs.needles.record import Question, Score, Side
+from crosslayer.output.words import percent, percent_interval
+from crosslayer.verbs.needles.record import AskedModel, FoundShare
 from crosslayer.verbs.needles.result import Needles
 from crosslayer.verbs.needles.text import SOURCE
-from crosslayer.verbs.needles.words import interval_of, keys_of, percent, points, sentences
+from crosslayer.verbs.needles.words import keys_of, points, sentences, share
 
 SHOWN = 12  # answers on the page; the record has all
+SCORE = ["score", "95% interval", "found", "another key's"]
 
 
 def layout(record: Needles) -> Page:
     """Return the parts of the page."""
-    beside = "" if record.baseline is None else f" beside {record.baseline.name}"
+    candidate, baseline, settings = record.candidate, record.baseline, record.settings
+    cards = []
+    for place, score in enumerate(candidate.by_length):
+        beside = "" if baseline is None else f"; baseline {share(baseline.by_length[place])}"
+        note = f"{percent_interval(score.interval)}{beside}"
+        cards.append((f"{score.length:,} tokens", percent(score.share), note))
     return Page(
-        title=f"Needles of {record.candidate.name}{beside}",
-        subtitle=_subtitle(record),
-        cards=cards(record),
+        title=f"Needles of {candidate.name}" + ("" if baseline is None else f" beside {baseline.name}"),
+        subtitle=(
+            f"needle in a haystack (RULER, arXiv 2404.06654): the number of {keys_of(settings.keys)}, in {SOURCE} · "
+            f"seed {settings.seed} · {candidate.dtype} on {candidate.device} · {record.seconds:.0f} s"
+        ),
+        cards=cards,
         words=sentences(record),
-        panels=panels(record),
-        tables=[cells(record), examples(record)],
-        lead=[overview(record)],
+        panels=[_map(key, side, record) for key, side in zip(("candidate", "baseline"), record.sides, strict=False)],
+        tables=[_by_depth(record), _examples(record)],
+        lead=[_by_length(record)],
     )
 
 
-def cards(record: Needles) -> list[tuple[str, str, str]]:
-    """Return the score at each length, and the baseline's below it."""
-    shown = []
-    for place, score in enumerate(record.candidate.by_length):
-        note = interval_of(score)
-        if record.baseline is not None:
-            other = record.baseline.by_length[place]
-            note += f"; baseline {percent(other.share)} ({interval_of(other)})"
-        shown.append((f"{score.length:,} tokens", percent(score.share), note))
-    return shown
-
-
-def panels(record: Needles) -> list[Panel]:
-    """Return a map of scores for the candidate and for the baseline."""
-    drawn = [_map("candidate", record.candidate, record)]
-    return drawn if record.baseline is None else [*drawn, _map("baseline", record.baseline, record)]
-
-
-def overview(record: Needles) -> Table:
-    """Return the score of each model by length, with the difference of both."""
-    head = ["length", "model", "score", "95% interval", "found", "another key's", "difference to the baseline"]
-    rows: list[list[Cell]] = []
-    for place, length in enumerate(record.settings.lengths):
-        for side in record.sides:
-            score = side.by_length[place]
-            differs = record.differences[place] if record.differences and side is record.candidate else None
-            words = "" if differs is None else points(differs)
-            rows.append([f"{length:,}", side.name, *_cells(score), words])
-    if record.baseline is None:
-        return "By length", head[:-1], [row[:-1] for row in rows]
-    return "By length", head, rows
-
-
-def cells(record: Needles) -> Table:
-    """Return the score of each model by length and depth."""
-    rows: list[list[Cell]] = []
-    for place, score in enumerate(record.candidate.cells):
-        for side in record.sides:
-            rows.append([f"{score.length:,}", f"{score.depth}%", side.name, *_cells(side.cells[place])])
-    head = ["length", "depth", "model", "score", "95% interval", "found", "another key's"]
-    return "By length and depth", head, rows
-
-
-def scores(side: Side, depths: Sequence[int]) -> Table:
+def scores(side: AskedModel, depths: Sequence[int]) -> Table:
     """Return the scores of a side: a row for each length, a column for each depth."""
     rows = []
     for number, whole in enumerate(side.by_length):
@@ -78,27 +45,54 @@ def scores(side: Side, depths: Sequence[int]) -> Table:
     return side.name, ["length", *(f"depth {depth}%" for depth in depths), "all"], rows
 
 
-def examples(record: Needles) -> Table:
+def _by_length(record: Needles) -> Table:
+    """Return the score of each model by length, with the difference of both."""
+    rows: list[list[Cell]] = []
+    for place, length in enumerate(record.settings.lengths):
+        for side in record.sides:
+            compared = [points(record.differences[place]) if side is record.candidate else ""] * len(record.sides[1:])
+            rows.append([f"{length:,}", side.name, *_cells(side.by_length[place]), *compared])
+    head = ["length", "model", *SCORE, *["difference to the baseline"] * len(record.sides[1:])]
+    return "By length", head, rows
+
+
+def _by_depth(record: Needles) -> Table:
+    """Return the score of each model by length and depth."""
+    rows: list[list[Cell]] = []
+    for place, score in enumerate(record.candidate.cells):
+        for side in record.sides:
+            rows.append([f"{score.length:,}", f"{score.depth}%", side.name, *_cells(side.cells[place])])
+    return "By length and depth", ["length", "depth", "model", *SCORE], rows
+
+
+def _cells(score: FoundShare) -> list[Cell]:
+    counts = [f"{score.found} of {score.n}", f"{score.other} of {score.n}"]
+    return [percent(score.share), percent_interval(score.interval), *counts]
+
+
+def _examples(record: Needles) -> Table:
     """Return the first answers, one for each length and depth."""
     rows: list[list[Cell]] = []
     for place, question in enumerate(record.questions):
         if question.index == 0 and len(rows) < SHOWN:
             for side in record.sides:
-                rows.append(_example(question, side, side.answers[place]))
+                answer = side.answers[place]
+                right = Mark(question.value, "pass" if question.value in answer else "fail")
+                cell = [f"{question.length:,}", f"{question.depth}%", side.name]
+                rows.append([*cell, question.key, right, answer.strip()])
     head = ["length", "depth", "model", "key", "number", "answer"]
     return "Answers: the first of a length and depth", head, rows
 
 
-def _example(question: Question, side: Side, answer: str) -> list[Cell]:
-    """Return an answer, with how it begins."""
-    right = Mark(question.value, "pass" if question.value in answer else "fail")
-    return [f"{question.length:,}", f"{question.depth}%", side.name, question.key, right, answer.strip()]
-
-
-def _map(key: str, side: Side, record: Needles) -> Panel:
+def _map(key: str, side: AskedModel, record: Needles) -> Panel:
     """Return the map of a side's scores, in per cent: a row for each length, a column for each depth."""
     lengths, depths = record.settings.lengths, record.settings.depths
     rows = [side.cells[start : start + len(depths)] for start in range(0, len(side.cells), len(depths))]
+    least, most = min(side.cells, key=lambda score: score.share), max(side.cells, key=lambda score: score.share)
+    words = f"Everywhere {percent(most.share)}."
+    if least.share < most.share:
+        places = [f"{share(score)} at {score.length:,} tokens, depth {score.depth}%" for score in (most, least)]
+        words = f"Most: {places[0]}. Least: {places[1]}."
     heat = Heat(
         [place - 0.5 for place in range(len(depths) + 1)],
         [*range(len(lengths))],
@@ -111,39 +105,11 @@ def _map(key: str, side: Side, record: Needles) -> Panel:
     return Panel(
         f"scores_{key}",
         side.name if record.baseline is None else f"{side.name}, {key}",
-        _sentence(side),
+        words,
         "depth of the needle, %",
         "length, tokens",
         heat=heat,
         wide=record.baseline is None,
         x_ticks={place: str(depth) for place, depth in enumerate(depths)},
         y_ticks={place: f"{length:,}" for place, length in enumerate(lengths)},
-    )
-
-
-def _sentence(side: Side) -> str:
-    """Return where a side finds least, and where most."""
-    least, most = min(side.cells, key=_share), max(side.cells, key=_share)
-    if least.share == most.share:
-        return f"Everywhere {percent(most.share)}."
-    return f"Most: {_place(most)}. Least: {_place(least)}."
-
-
-def _share(score: Score) -> float:
-    return score.share
-
-
-def _place(score: Score) -> str:
-    return f"{percent(score.share)} ({interval_of(score)}) at {score.length:,} tokens, depth {score.depth}%"
-
-
-def _cells(score: Score) -> list[Cell]:
-    return [percent(score.share), interval_of(score), f"{score.found} of {score.n}", f"{score.other} of {score.n}"]
-
-
-def _subtitle(record: Needles) -> str:
-    settings = record.settings
-    return (
-        f"needle in a haystack (RULER, arXiv 2404.06654): the number of {keys_of(settings.keys)}, in {SOURCE} · seed "
-        f"{settings.seed} · {record.candidate.dtype} on {record.candidate.device} · {record.seconds:.0f} s"
     )

@@ -7,8 +7,7 @@ from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
-from crosslayer.verbs.needles.options import NeedleOptions
-from crosslayer.verbs.needles.record import Difference, Question, Side
+from crosslayer.verbs.needles.record import AskedModel, FoundDifference, NeedlesSettings, Question
 
 
 class Needles(Result):
@@ -17,24 +16,23 @@ class Needles(Result):
     The axis of sides is the candidate and, where there is one, the baseline.
     """
 
-    schema_: Literal["crosslayer/needles/1"] = Field(default="crosslayer/needles/1", alias="schema")
-    settings: NeedleOptions
+    schema_: Literal["crosslayer/needles/2"] = Field(default="crosslayer/needles/2", alias="schema")
+    settings: NeedlesSettings
     questions: tuple[Question, ...]
-    candidate: Side
-    baseline: Side | None
-    differences: tuple[Difference, ...] = Field(description="by length; empty without a baseline")
+    candidate: AskedModel
+    baseline: AskedModel | None
+    differences: tuple[FoundDifference, ...] = Field(description="by length; empty without a baseline")
     seconds: float
 
     @property
-    def sides(self) -> tuple[Side, ...]:
+    def sides(self) -> tuple[AskedModel, ...]:
         """The candidate and, where there is one, the baseline."""
         return (self.candidate,) if self.baseline is None else (self.candidate, self.baseline)
 
     @model_validator(mode="after")
     def _check_grid(self) -> Self:
         """Refuse questions, answers and scores that are not those of the settings."""
-        lengths, depths = self.settings.lengths, self.settings.depths
-        cells = [(length, depth) for length in lengths for depth in depths]
+        lengths, cells = list(self.settings.lengths), self.settings.cells
         places = [(*cell, index) for cell in cells for index in range(self.settings.samples)]
         if [(question.length, question.depth, question.index) for question in self.questions] != places:
             raise ValueError("the questions are not those of the lengths, depths and samples")
@@ -45,22 +43,21 @@ class Needles(Result):
                 raise ValueError("the scores are not those of the lengths and depths")
             if [(score.length, score.depth) for score in side.by_length] != [(length, None) for length in lengths]:
                 raise ValueError("the scores by length are not those of the lengths")
-        compared = [] if self.baseline is None else [*lengths]
-        if [difference.length for difference in self.differences] != compared:
+        if [difference.length for difference in self.differences] != (lengths if self.baseline is not None else []):
             raise ValueError("the differences are not those of the lengths")
         return self
 
     @property
     def scores(self) -> np.ndarray:
         """The share of answers that hold the value, by side, length and depth, (S, N, D)."""
-        shape = len(self.sides), len(self.settings.lengths), len(self.settings.depths)
-        return np.array([[score.share for score in side.cells] for side in self.sides]).reshape(shape)
+        shares = np.array([[score.share for score in side.cells] for side in self.sides])
+        return shares.reshape(len(self.sides), len(self.settings.lengths), -1)
 
     @property
     def intervals(self) -> np.ndarray:
         """The ends of Wilson's 95 % intervals of `scores`, (S, N, D, 2)."""
-        shape = len(self.sides), len(self.settings.lengths), len(self.settings.depths), 2
-        return np.array([[score.interval for score in side.cells] for side in self.sides]).reshape(shape)
+        ends = np.array([[score.interval for score in side.cells] for side in self.sides])
+        return ends.reshape(*self.scores.shape, 2)
 
     @property
     def scores_by_length(self) -> np.ndarray:
@@ -81,5 +78,5 @@ class Needles(Result):
         return figures
 
 
-def _by_length(side: Side) -> dict[str, float]:
+def _by_length(side: AskedModel) -> dict[str, float]:
     return {str(score.length): round(score.share, 4) for score in side.by_length}

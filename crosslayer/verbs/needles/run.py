@@ -1,24 +1,20 @@
 """Asks a model, and a baseline, for needles in a haystack: the same samples, greedy answers, scores with intervals."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.environment import quiet_transformers
-from crosslayer.eviction.running import NewCache, evicting_if
-from crosslayer.models.load import Ready
-from crosslayer.models.pair import Named, pair
-from crosslayer.output.progress import Meter, Silent, Steps
+from crosslayer.eviction.running import evicting_if
+from crosslayer.models.pair import Loadable, Named, pair
+from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
-from crosslayer.probe.tokens import positions
 from crosslayer.verbs.needles.answers import answers
-from crosslayer.verbs.needles.options import NeedleOptions
-from crosslayer.verbs.needles.record import Difference, Question, Score, Side
+from crosslayer.verbs.needles.record import AskedModel, NeedlesSettings, Question, difference, is_found, score
 from crosslayer.verbs.needles.result import Needles
 from crosslayer.verbs.needles.sample import Sample, Samples, prompt_ids
-from crosslayer.verbs.needles.score import difference, is_found, score
 
 
 def needles(
@@ -65,7 +61,7 @@ def needles(
             than a length, there is no tokenizer, or a length has no room for the needles.
 
     """
-    options = NeedleOptions(
+    settings = NeedlesSettings(
         lengths=lengths,  # type: ignore[arg-type]
         depths=depths,  # type: ignore[arg-type]
         keys=keys,
@@ -75,125 +71,88 @@ def needles(
         evict=evict,
         seed=seed,
     )
-    ready = pair("needles", model, baseline, tokenizer, dtype=dtype, device=device, meter=progress)
-    for side in ready:
-        _check(side, max(options.lengths))
+    sides = pair("needles", model, baseline, tokenizer, dtype=dtype, device=device)
+    longest = max(settings.lengths)
+    for side in sides:
+        if longest > side.positions:
+            raise ValueError(f"length {longest} is above the {side.positions} positions of {side.name}")
     started = time.monotonic()
-    questions = _questions(ready[0], options, progress)
-    for side in ready:
-        _check_ids(side, questions, options.new_tokens)
-    batches = len(ready) * len(options.lengths) * _batches(options)
-    sides: list[Side] = []
-    with quiet_transformers(), progress("asking", batches) as meter:
-        for side in ready:
-            with evicting_if(side.model, None if sides else options.evict) as new_cache:
-                done = len(sides) * batches // len(ready)
-                sides.append(_ask(side, questions, options, new_cache, meter, done, batches))
+    asked = _samples(sides[0].tokenizer, settings, progress)
+    prompts = [_prompts(side, asked, new_tokens) for side in sides]
+    models = [
+        _ask(side, asked, ids, settings, evicted, progress)
+        for side, ids, evicted in zip(sides, prompts, (evict, None), strict=False)  # the baseline keeps all
+    ]
+    right = [[is_found(text, sample.value) for sample, text in zip(asked, one.answers, strict=True)] for one in models]
+    differences = []
+    for length in settings.lengths if baseline is not None else ():
+        of_length = [[found[i] for i, sample in enumerate(asked) if sample.length == length] for found in right]
+        differences.append(difference(length, *of_length))
     return Needles(
-        settings=options,
-        questions=tuple(_question(sample) for sample in questions),
-        candidate=sides[0],
-        baseline=sides[1] if len(sides) > 1 else None,
-        differences=tuple(_differences(questions, sides, options)) if len(sides) > 1 else (),
+        settings=settings,
+        questions=tuple(Question(**sample.model_dump(exclude={"text", "prefix"})) for sample in asked),
+        candidate=models[0],
+        baseline=models[1] if baseline is not None else None,
+        differences=tuple(differences),
         seconds=round(time.monotonic() - started, 1),
     )
 
 
-def _check(side: Ready, longest: int) -> None:
-    """Refuse a model that has too few positions."""
-    if longest > positions(side.model):
-        raise ValueError(f"length {longest} is above the {positions(side.model)} positions of {side.name}")
-
-
-def _questions(side: Ready, options: NeedleOptions, progress: Meter) -> list[Sample]:
+def _samples(tokenizer: PreTrainedTokenizerBase, settings: NeedlesSettings, progress: Meter) -> list[Sample]:
     """Return the samples in the order of lengths, depths and indices."""
-    assert side.tokenizer is not None
-    source, samples = Samples(side.tokenizer, options.keys, options.new_tokens, options.seed), []
-    total = len(options.lengths) * len(options.depths) * options.samples
+    source, samples = Samples(tokenizer, settings.keys, settings.new_tokens, settings.seed), []
+    total = len(settings.cells) * settings.samples
     with progress("hiding needles", total) as meter:
-        for length in options.lengths:
-            for depth in options.depths:
-                for index in range(options.samples):
-                    samples.append(source.sample(length, depth, index))
-                    meter.step(len(samples), total)
+        for cell in settings.cells:
+            for index in range(settings.samples):
+                samples.append(source.sample(*cell, index))
+                meter.step(len(samples), total)
     return samples
 
 
-def _batches(options: NeedleOptions) -> int:
-    return -(-len(options.depths) * options.samples // options.batch)
+def _prompts(side: Loadable, samples: Sequence[Sample], new_tokens: int) -> list[list[int]]:
+    """Return the prompts by a model's own tokenizer; a baseline may have another one, whose ids it must know."""
+    prompts = [prompt_ids(side.tokenizer, sample.prompt) for sample in samples]
+    largest, longest = max(map(max, prompts)), max(map(len, prompts)) + new_tokens
+    size = side.config.get_text_config().vocab_size
+    if largest >= size:
+        raise ValueError(f"token id {largest} is not in the vocabulary of {size} of {side.name}; use its own tokenizer")
+    if longest > side.positions:
+        raise ValueError(f"{longest} tokens by its own tokenizer are above the {side.positions} of {side.name}")
+    return prompts
 
 
 def _ask(
-    side: Ready,
-    questions: list[Sample],
-    options: NeedleOptions,
-    new_cache: NewCache | None,
-    meter: Steps,
-    done: int,
-    total: int,
-) -> Side:
-    """Ask a model for all needles, length by length, and score what it says; `done` of `total` batches are behind."""
-    model, tokenizer = side.model, side.tokenizer
-    responses: list[str] = []
-    assert tokenizer is not None
-    with evaluating(model):
-        for length in options.lengths:
-            prompts = [prompt_ids(tokenizer, sample.prompt) for sample in questions if sample.length == length]
-            settings = {"new_tokens": options.new_tokens, "batch": options.batch, "new_cache": new_cache}
-            for texts in answers(model, tokenizer, prompts, **settings):
+    side: Loadable,
+    samples: Sequence[Sample],
+    prompts: Sequence[Sequence[int]],
+    settings: NeedlesSettings,
+    evict: str | None,
+    progress: Meter,
+) -> AskedModel:
+    """Load a model, ask it for all needles, length by length, and score what it says."""
+    model, responses = side.load(progress), []
+    options = {"new_tokens": settings.new_tokens, "batch": settings.batch}
+    with (
+        quiet_transformers(),
+        evaluating(model),
+        evicting_if(model, evict) as new_cache,
+        progress(f"asking {side.name}", len(samples)) as meter,
+    ):
+        for length in settings.lengths:
+            of_length = [ids for ids, sample in zip(prompts, samples, strict=True) if sample.length == length]
+            for texts in answers(model, side.tokenizer, of_length, **options, new_cache=new_cache):
                 responses += texts
-                done += 1
-                meter.step(done, total, f"{side.name}, {length} tokens")
-    cells = [(length, depth) for length in options.lengths for depth in options.depths]
-    return Side(
-        name=side.name,
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=model.device.type,
-        parameters=model.num_parameters(),
+                meter.step(len(responses), len(samples), f"{length} tokens")
+    by_cell: dict[tuple[int, int | None], tuple[list[bool], list[bool]]] = {}
+    for sample, text in zip(samples, responses, strict=True):
+        for depth in (sample.depth, None):
+            found, stray = by_cell.setdefault((sample.length, depth), ([], []))
+            found.append(is_found(text, sample.value))
+            stray.append(any(is_found(text, value) for value in sample.others))
+    return AskedModel(
+        **side.facts(model),
         answers=tuple(responses),
-        cells=tuple(_score(questions, responses, length, depth) for length, depth in cells),
-        by_length=tuple(_score(questions, responses, length, None) for length in options.lengths),
-    )
-
-
-def _check_ids(side: Ready, questions: list[Sample], new_tokens: int) -> None:
-    """Refuse prompts that a model cannot read: a baseline may have another tokenizer than the candidate."""
-    assert side.tokenizer is not None
-    prompts = [prompt_ids(side.tokenizer, sample.prompt) for sample in questions]
-    largest, longest = max(max(ids) for ids in prompts), max(len(ids) for ids in prompts) + new_tokens
-    size = side.model.config.get_text_config().vocab_size
-    if largest >= size:
-        raise ValueError(f"token id {largest} is not in the vocabulary of {size} of {side.name}; use its own tokenizer")
-    if longest > positions(side.model):
-        raise ValueError(f"{longest} tokens by its own tokenizer are above the {positions(side.model)} of {side.name}")
-
-
-def _score(questions: Sequence[Sample], responses: Sequence[str], length: int, depth: int | None) -> Score:
-    """Score the answers of a length at a depth, or at all depths."""
-    pairs = [pair for pair in zip(questions, responses, strict=True) if pair[0].length == length]
-    if depth is not None:
-        pairs = [pair for pair in pairs if pair[0].depth == depth]
-    right = [is_found(response, sample.value) for sample, response in pairs]
-    stray = [any(is_found(response, value) for value in sample.others) for sample, response in pairs]
-    return score(length, depth, right, stray)
-
-
-def _differences(questions: Sequence[Sample], sides: Sequence[Side], options: NeedleOptions) -> Iterator[Difference]:
-    candidate, baseline = (
-        [is_found(text, sample.value) for sample, text in zip(questions, side.answers, strict=True)] for side in sides
-    )
-    for length in options.lengths:
-        places = [place for place, sample in enumerate(questions) if sample.length == length]
-        yield difference(length, [candidate[place] for place in places], [baseline[place] for place in places])
-
-
-def _question(sample: Sample) -> Question:
-    return Question(
-        length=sample.length,
-        depth=sample.depth,
-        index=sample.index,
-        tokens=sample.tokens,
-        key=sample.key,
-        value=sample.value,
-        others=sample.others,
+        cells=tuple(score(*cell, *by_cell[cell]) for cell in settings.cells),
+        by_length=tuple(score(length, None, *by_cell[length, None]) for length in settings.lengths),
     )

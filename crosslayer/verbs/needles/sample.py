@@ -13,37 +13,17 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.corpus.pieces import special_tokens, token_ids
+from crosslayer.verbs.needles.record import Question
 from crosslayer.verbs.needles.text import DIGITS, INTRODUCTION, KEYS, NEEDLE, PREFIX, QUESTION, haystack
 
 AHEAD = 50  # sentences that are too long for what is left, in a row, before no further one is tried
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A prompt, and what it should be answered with.
+class Sample(Question):
+    """A question with its text: introduction, haystack with needles, and question; and how the answer begins."""
 
-    Args:
-        length: the tokens that were asked for, new ones included.
-        depth: per cent of the other sentences that stand before the needle.
-        index: number of the sample among those of its length and depth.
-        text: introduction, haystack with needles, and question.
-        prefix: how the answer begins.
-        key: what is asked for.
-        value: the number that belongs to it.
-        others: the numbers of the other keys, in the order of the text.
-        tokens: how many tokens the prompt has, special ones included.
-
-    """
-
-    length: int
-    depth: int
-    index: int
     text: str
     prefix: str
-    key: str
-    value: str
-    others: tuple[str, ...]
-    tokens: int
 
     @property
     def prompt(self) -> str:
@@ -52,7 +32,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class Drawn:
     """What chance decides of a sample: keys and values, the needle first, where distractors stand, the first sentence.
 
     `places` are shares of the haystack, rising, of each distractor.
@@ -78,10 +58,12 @@ class Samples:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, keys: int = 4, new_tokens: int = 32, seed: int = 0):
         self.tokenizer, self.keys, self.new_tokens, self.seed = tokenizer, keys, new_tokens, seed
         self.first = special_tokens(tokenizer)[0]
-        self.costs: dict[int, int] = {}  # tokens of a sentence, by its number
+        self.costs: dict[int, int] = {}  # tokens of a sentence with the space before it, by its number
 
     def sample(self, length: int, depth: int, index: int) -> Sample:
         """Return a sample whose prompt has, with the new tokens, at most `length` tokens, and nearly as many.
+
+        The words that seed the generator name all that it follows from.
 
         Args:
             length: tokens of prompt and answer.
@@ -92,9 +74,15 @@ class Samples:
             ValueError: the length has no room for template, needles, answer and a sentence, or for more than there is.
 
         """
-        drawn = self._draw(length, depth, index)
-        sentences = self._fill(drawn, depth, length)
-        text, prefix = written(drawn, sentences, depth)
+        draw = random.Random(f"needles {self.seed} {length} {depth} {self.keys} {index}")
+        numbers = draw.sample(range(10 ** (DIGITS - 1), 10**DIGITS), self.keys)
+        drawn = Drawn(
+            keys=draw.sample(KEYS, self.keys),
+            values=[str(number) for number in numbers],
+            places=sorted(draw.random() for _ in range(self.keys - 1)),
+            start=draw.randrange(len(haystack())),
+        )
+        text, prefix = written(drawn, self._fill(drawn, depth, length), depth)
         return Sample(
             length=length,
             depth=depth,
@@ -107,24 +95,15 @@ class Samples:
             tokens=self._count(f"{text} {prefix}"),
         )
 
-    def _draw(self, length: int, depth: int, index: int) -> _Drawn:
-        """Draw what a sample is made of; the words that seed the generator name all that it follows from."""
-        draw = random.Random(f"needles {self.seed} {length} {depth} {self.keys} {index}")
-        numbers = draw.sample(range(10 ** (DIGITS - 1), 10**DIGITS), self.keys)
-        return _Drawn(
-            keys=draw.sample(KEYS, self.keys),
-            values=[str(number) for number in numbers],
-            places=sorted(draw.random() for _ in range(self.keys - 1)),
-            start=draw.randrange(len(haystack())),
-        )
-
-    def _fill(self, drawn: _Drawn, depth: int, length: int) -> list[str]:
+    def _fill(self, drawn: Drawn, depth: int, length: int) -> list[str]:
         """Return the sentences of the haystack: from the first on, all that fit; at the end long ones are left out."""
         room, bare = length - self.new_tokens, self._count(" ".join(written(drawn, [], depth)))
         left, missed, chosen = room - bare, 0, []
         for step in range(len(haystack())):
             number = (drawn.start + step) % len(haystack())
-            cost = self._cost(number)
+            if number not in self.costs:
+                self.costs[number] = len(token_ids(self.tokenizer, f" {haystack()[number]}"))
+            cost = self.costs[number]
             if cost <= left:
                 chosen.append(haystack()[number])
                 left, missed = left - cost, 0
@@ -143,12 +122,6 @@ class Samples:
             )
         return chosen
 
-    def _cost(self, number: int) -> int:
-        """Return how many tokens a sentence has, with the space before it."""
-        if number not in self.costs:
-            self.costs[number] = len(token_ids(self.tokenizer, f" {haystack()[number]}"))
-        return self.costs[number]
-
     def _count(self, text: str) -> int:
         return len(self.first) + len(token_ids(self.tokenizer, text))
 
@@ -158,7 +131,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return [*special_tokens(tokenizer)[0], *token_ids(tokenizer, prompt)]
 
 
-def written(drawn: _Drawn, sentences: Sequence[str], depth: int) -> tuple[str, str]:
+def written(drawn: Drawn, sentences: Sequence[str], depth: int) -> tuple[str, str]:
     """Return the text of a sample with these sentences for its haystack, and how the answer begins."""
     needles = [NEEDLE.format(key=key, value=value) for key, value in zip(drawn.keys, drawn.values, strict=True)]
     lines = [*sentences]

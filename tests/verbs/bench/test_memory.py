@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from crosslayer.verbs.bench import memory, room
+from crosslayer.verbs.bench import memory
 from crosslayer.verbs.bench.memory import free_memory, peak_memory
 from crosslayer.verbs.bench.prediction import Load
 from crosslayer.verbs.bench.words import sentences
@@ -16,24 +16,24 @@ from tests.helpers.tiny import tiny
 def test_eager_and_what_is_too_large_are_skipped_with_a_word(monkeypatch):
     models = (tiny("llama"), tiny("llama"))
     need = 2 * 2 * 4 * 12**2 * 4
-    monkeypatch.setattr(room, "free_memory", lambda device: 2 * need - 1)
-    assert room.eager_skip(models[1], Load(12, 2, 1)) is not None
-    monkeypatch.setattr(room, "free_memory", lambda device: 2 * need)
-    assert room.eager_skip(models[1], Load(12, 2, 1)) is None
-    monkeypatch.setattr(room, "free_memory", lambda device: 60_000)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * need - 1)
+    assert memory.eager_skip(models[1], Load(12, 2, 1)) is not None
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * need)
+    assert memory.eager_skip(models[1], Load(12, 2, 1)) is None
+    monkeypatch.setattr(memory, "free_memory", lambda device: 60_000)
     meter = Recorder()
     benchmark = short(*models, (2, 60), progress=meter)
     assert [*benchmark.contexts] == [2] and meter.steps[-1][:2] == (4, 4)
     assert benchmark.rows[0].eager is not None and benchmark.rows[0].no_eager is None
     assert benchmark.skipped[0].context == 60 and "needs about" in benchmark.skipped[0].reason
     assert any(word.startswith("context 60, batch 1: skipped, ") for word in sentences(benchmark))
-    monkeypatch.setattr(room, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
     with pytest.raises(ValueError, match="nothing was measured: context 60"):
         short(*models, 60)
 
 
 def test_a_prompt_that_is_read_with_eviction_needs_a_mask_for_each_head(monkeypatch):
-    monkeypatch.setattr(room, "free_memory", lambda device: 400_000)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 400_000)
     assert not short(tiny("llama"), tiny("llama"), 60).skipped
     mask = 4 * 60**2 * (2 + 8)  # heads, pairs of tokens, bytes: beside 271,616 bytes of all else
     assert mask == 144_000
@@ -42,9 +42,9 @@ def test_a_prompt_that_is_read_with_eviction_needs_a_mask_for_each_head(monkeypa
 
 
 def test_eager_that_does_not_fit_is_a_row_with_the_reason(monkeypatch):
-    monkeypatch.setattr(room, "_activation_bytes", lambda structure, tokens: 0)
+    monkeypatch.setattr(memory, "_activation_bytes", lambda structure, tokens: 0)
     free = 2 * 4 * 60**2 * 4
-    monkeypatch.setattr(room, "free_memory", lambda device: 2 * free - 1)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * free - 1)
     row = short(tiny("llama"), tiny("llama"), 60).rows[0]
     assert row.eager is None and row.no_eager.startswith("skipped: eager maps need")
     row = short(tiny("llama"), tiny("llama"), 4, attention="eager").rows[0]

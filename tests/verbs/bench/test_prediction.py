@@ -22,10 +22,10 @@ def test_prediction_is_the_sum_of_its_terms():
         "tpot_static": weights + model.state_bytes(2, 13) / 5e6 + 0.2,
     }
     predictions = predict(model, rates, load, Operators(dynamic=100, static=200))
-    for measure, prediction in predictions:
+    for measure, prediction in predictions.items():
         assert prediction.seconds == pytest.approx(hand[measure]), measure
         assert sum(prediction.work.values()) + prediction.operators == pytest.approx(prediction.seconds), measure
-    assert predictions.tpot_static.operator_share == pytest.approx(0.2 / hand["tpot_static"])
+    assert predictions["tpot_static"].operator_share == pytest.approx(0.2 / hand["tpot_static"])
 
 
 def test_operators_are_launched_while_an_asynchronous_device_computes():

@@ -57,7 +57,7 @@ def test_the_attention_of_a_model_comes_back(monkeypatch):
     short(*models, 4)
     assert {"sdpa", "eager"} <= set(seen)
     assert [model.config._attn_implementation for model in models] == ["eager", "sdpa"]
-    monkeypatch.setattr(module, "_structures", lambda *_: 1 / 0)
+    monkeypatch.setattr(module, "structure", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         short(*models, 4)
     assert [model.config._attn_implementation for model in models] == ["eager", "sdpa"]

@@ -14,7 +14,7 @@ def side(quartiles, share):
 
 
 def comparison(candidate, baseline):
-    return Comparison(candidate=candidate, baseline=baseline, ratio=1.0, interval=None, verdict="undecided")
+    return Comparison(candidate=candidate, baseline=baseline, ratio=1.0, interval=None, verdict="no difference seen")
 
 
 def copies(spread):

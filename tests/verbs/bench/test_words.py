@@ -8,9 +8,9 @@ import pytest
 from crosslayer.cli.printing import print_table
 from crosslayer.stats.ratios import coverage
 from crosslayer.testing import build, config_of
+from crosslayer.verbs.bench.page import figures
 from crosslayer.verbs.bench.record import MEASURES
 from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.tables import figures
 from crosslayer.verbs.bench.words import sentences
 from tests.helpers.benches import UNIATTN, short
 
@@ -24,7 +24,7 @@ def six():
         row = copy.deepcopy({**record["rows"][0], "context": context, "batch": batch})
         for measure in MEASURES:
             row[measure] |= {"ratio": 1.25, "interval": [1.2, 1.3], "verdict": "slower", "notes": []}
-        row["tpot_static"] |= {"ratio": 0.9 + batch / 100, "interval": [0.8, 1.1], "verdict": "undecided"}
+        row["tpot_static"] |= {"ratio": 0.9 + batch / 100, "interval": [0.8, 1.1], "verdict": "no difference seen"}
         rows.append(row)
     rows[0]["ttft"] |= {"ratio": 0.5, "interval": [0.4, 0.6], "verdict": "faster"}
     for off in (0.3, -0.7):
@@ -40,7 +40,10 @@ def test_losses_are_said_as_plainly_as_gains_and_briefly(six):
         "= 512 × 4, 2048 × 1, 2048 × 4, 8192 × 1, 8192 × 4 (1.250x of the baseline)."
     )
     assert words[2] == "Time per token, dynamic cache: slower in every setting (1.250x of the baseline)."
-    assert words[3] == "Time per token, static cache: undecided in every setting (0.910x to 0.940x of the baseline)."
+    assert (
+        words[3]
+        == "Time per token, static cache: no difference seen in every setting (0.910x to 0.940x of the baseline)."
+    )
     off = "2 of 54 predictions are more than 20 % off; the farthest, time to first token at 512 × 4: the ratio is -0.7"
     assert f"{off} off." in words and len(words) <= 8
     table = next(row for row in figures(six) if row[1] == "time to first token" and row[5].endswith("off)"))
@@ -53,7 +56,7 @@ def test_the_printed_table_has_a_row_a_setting_and_cuts_nothing(six, capsys):
     print_table(*six.tables()[0])
     lines = capsys.readouterr().out.splitlines()
     assert "median of 5 pairs of runs" in lines[0] and not any("…" in line for line in lines)
-    assert sum(line.count("(93.8 % interval)") for line in lines) == 3
+    assert sum(line.count("(93.8% interval)") for line in lines) == 3
     assert sum("(1.200-1.300)" in line for line in lines) == 6 and len({len(line) for line in lines[1:]}) == 1
     starts = [line.split()[:2] for line in lines if "0.833x" in line]
     assert starts == [[str(c), str(b)] for c in (512, 2048, 8192) for b in (1, 4)]

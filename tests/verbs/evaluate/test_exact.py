@@ -2,12 +2,14 @@
 
 import copy
 import random
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
 import crosslayer
+from crosslayer.models import pair as loading
 from crosslayer.models.embedded import embedded_folder
 from crosslayer.verbs.evaluate import harness
 from tests.helpers.meters import Recorder
@@ -47,10 +49,10 @@ def test_a_tiny_model_scores_to_the_digit_as_in_the_harness(pair, tasks, shots):
     check_equal(evaluation.lm_eval_results["candidate"], theirs)
     assert len(evaluation.rows) == (12 if shots is None else 4)
     for row in evaluation.rows:
-        assert row.candidate.value == theirs["results"][row.task][f"{row.metric},{row.filter}"]
+        assert row.candidate.value == theirs["results"][row.name][f"{row.metric},{row.filter}"]
     if shots is None:
-        found = {row.group: row for row in evaluation.groups}["blimp_local"]
-        assert found.candidate == pytest.approx(theirs["groups"]["blimp_local"]["acc,none"])
+        found = {row.name: row for row in evaluation.groups}["blimp_local"]
+        assert found.candidate.value == pytest.approx(theirs["groups"]["blimp_local"]["acc,none"])
 
 
 @pytest.mark.slow
@@ -87,3 +89,17 @@ def test_a_model_in_memory_and_its_batch_change_nothing_that_counts(pair, tasks)
     np.testing.assert_allclose(loaded.scores[:, 0], named.scores[:, 0], rtol=1e-5)
     assert all(row.paired.verdict == "no difference seen" for row in loaded.rows)
     assert np.isnan(named.scores[:, 1]).all() and np.isnan(named.differences).all()
+
+
+def test_only_one_of_two_models_is_held_at_a_time(monkeypatch, pair, tasks):
+    load, held = loading.load_model, []
+
+    def watched(name, **options):
+        assert not any(reference() for reference in held)
+        model, tokenizer = load(name, **options)
+        held.append(weakref.ref(model))
+        return model, tokenizer
+
+    monkeypatch.setattr(loading, "load_model", watched)
+    crosslayer.evaluate(pair[0], baseline=pair[1], tasks="piqa_local", include_path=tasks, limit=2)
+    assert len(held) == 2

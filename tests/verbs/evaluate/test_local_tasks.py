@@ -21,7 +21,7 @@ def test_every_task_is_written_and_runs(tmp_path, pair):
     names = crosslayer.write_local_tasks(data, tmp_path / "tasks")
     assert set(names) == WRITTEN
     evaluation = crosslayer.evaluate(pair[0], tasks=names[:-3], include_path=tmp_path / "tasks", limit=3)
-    kinds = {(row.task, row.metric): row.kind for row in evaluation.rows}
+    kinds = {(row.name, row.metric): row.kind for row in evaluation.rows}
     assert kinds[("lambada_openai_local", "perplexity")] == "perplexity"
     assert kinds[("wikitext2_local", "word_perplexity")] == "perplexity"
     assert kinds[("wikitext2_local", "bits_per_byte")] == "mean"

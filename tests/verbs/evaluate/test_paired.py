@@ -9,7 +9,7 @@ from scipy import stats
 
 from crosslayer.stats.shares import mcnemar
 from crosslayer.verbs.evaluate import paired
-from crosslayer.verbs.evaluate.items import check_same, items_of
+from crosslayer.verbs.evaluate.summary import check_same, items_of
 
 
 def naive_t(differences):

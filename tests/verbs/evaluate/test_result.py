@@ -7,7 +7,7 @@ import pytest
 
 import crosslayer
 from crosslayer.environment import environment
-from crosslayer.verbs.evaluate.metered import cpu_batch
+from crosslayer.verbs.evaluate.lm import cpu_batch
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, resize
 from tests.output.test_page import LOOK
@@ -50,7 +50,7 @@ def test_what_the_harness_returned_is_kept_as_it_is(evaluation, folder):
 
 def test_rows_are_the_scores_and_the_differences_of_samples(evaluation):
     for row in evaluation.rows:
-        ours, theirs = (evaluation.lm_eval_results[side]["samples"][row.task] for side in ("candidate", "baseline"))
+        ours, theirs = (evaluation.lm_eval_results[side]["samples"][row.name] for side in ("candidate", "baseline"))
         if row.kind != "share":
             continue
         differences = [a[row.metric] - b[row.metric] for a, b in zip(ours, theirs, strict=True)]
@@ -62,8 +62,8 @@ def test_rows_are_the_scores_and_the_differences_of_samples(evaluation):
     for row in ratios.values():
         assert row.paired.estimate == pytest.approx(row.candidate.value / row.baseline.value)
     (group,) = evaluation.groups
-    assert group.group == "blimp_local" and len(group.tasks) == 2 and group.items == 28
-    rows = [row for row in evaluation.rows if row.task in group.tasks]
+    assert group.name == "blimp_local" and len(group.tasks) == 2 and group.items == 28
+    rows = [row for row in evaluation.rows if row.name in group.tasks]
     assert group.paired.estimate == pytest.approx(sum(row.paired.estimate for row in rows) / 2)
 
 
@@ -112,14 +112,14 @@ def larger(evaluation):
     """The same with a task of a long name, a win, a loss, and a group of ours."""
     record = evaluation.record()
     row = copy.deepcopy(record["rows"][0])
-    row |= {"task": "a_task_with_a_rather_long_name_local", "filter": "strict-match", "items": 10042}
+    row |= {"name": "a_task_with_a_rather_long_name_local", "filter": "strict-match", "items": 10042}
     row["candidate"], row["baseline"] = {"value": 0.43, "stderr": 0.005}, {"value": 0.4, "stderr": 0.005}
     row["paired"] |= {"estimate": 0.03, "interval": [0.02, 0.04], "p": 1e-7, "verdict": "better"}
     row["paired"] |= {"discordant": {"candidate": 800, "baseline": 500}, "items_for_a_point": 10231}
     loss = copy.deepcopy(row)
     loss["paired"] |= {"estimate": -0.03, "interval": [-0.04, -0.02], "verdict": "worse"}
-    record["rows"] += [row, {**loss, "task": "loss"}]
-    record["groups"] = [{**record["groups"][0], "group": "resformer", "tasks": [f"task{i}" for i in range(6)]}]
+    record["rows"] += [row, {**loss, "name": "loss"}]
+    record["groups"] = [{**record["groups"][0], "name": "resformer", "tasks": [f"task{i}" for i in range(6)]}]
     record["environment"], record["command"] = (
         environment().model_dump(),
         "crosslayer evaluate small --baseline smollm2",

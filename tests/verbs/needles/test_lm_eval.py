@@ -12,8 +12,8 @@ import torch
 
 import crosslayer
 from crosslayer.verbs.needles import tasks, text
-from crosslayer.verbs.needles.sample import Samples, _Drawn, written
-from crosslayer.verbs.needles.score import string_match
+from crosslayer.verbs.needles.record import string_match
+from crosslayer.verbs.needles.sample import Drawn, Samples, written
 from crosslayer.verbs.needles.tasks.dataset import needles
 from tests.verbs.needles.oracle import TOKENIZER, random_model
 
@@ -128,7 +128,7 @@ def test_the_words_are_those_of_rulers_own_generator(generator, keys):
     lines = text.sentences_of(prompt.split("\n")[1])
     told = [line for line in lines if line.startswith("One of the special magic")]
     assert len(told) == keys and text.NEEDLE.format(key=key, value=answers[0]) in told
-    drawn = _Drawn([key], answers, [], 0)
+    drawn = Drawn([key], answers, [], 0)
     ours, _ = written(drawn, [line for line in lines if answers[0] not in line], 0)
     assert [*ours.split("\n")[::2]] == [*prompt.split("\n")[::2]]  # introduction and question
     assert sorted(text.sentences_of(ours.split("\n")[1])) == sorted(lines)

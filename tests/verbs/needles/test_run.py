@@ -45,7 +45,7 @@ def test_what_strays_to_another_key_is_counted():
     result = found(oracle(stray=True), lengths=[512])
     (whole,) = result.candidate.by_length
     assert (whole.found, whole.other, whole.n) == (0, 9, 9)
-    assert "100% of all its answers hold another key's instead" in sentences(result)[0]
+    assert "100% of its answers hold another key's instead" in sentences(result)[0]
     alone = found(oracle(), lengths=[512], keys=1)
     assert alone.candidate.by_length[0].share == 1 and "another key" not in sentences(alone)[0]
 
@@ -106,13 +106,13 @@ def test_a_record_that_does_not_fit_is_refused(compared, change, tmp_path):
         ({"lengths": []}, "^lengths is empty; give at least one$"),
         ({"lengths": "512"}, "^lengths is '512'; give a list of whole numbers$"),
         ({"lengths": [4096]}, "^length 4096 is above the 2048 positions of Oracle$"),
-        ({"depths": [101]}, "^depth 101 is no per cent; use 0"),
-        ({"depths": [-1]}, "^depth -1 is no per cent; use 0"),
+        ({"depths": [101]}, "^depth is 101; use 0"),
+        ({"depths": [-1]}, "^depth is -1; use 0"),
         ({"keys": 0}, "^keys is 0; use 1 to 1600$"),
         ({"keys": 40}, "^length 512 has no room for a haystack: template and 40 needles take "),
-        ({"samples": 0}, "^samples is 0; it must be at least 1$"),
-        ({"new_tokens": 0}, "^new_tokens is 0; it must be at least 1$"),
-        ({"batch": 0}, "^batch is 0; it must be at least 1$"),
+        ({"samples": 0}, "^samples: Input should be greater than 0$"),
+        ({"new_tokens": 0}, "^new_tokens: Input should be greater than 0$"),
+        ({"batch": 0}, "^batch: Input should be greater than 0$"),
         ({"seed": -1}, "^seed: "),
         ({"dtype": "float32"}, "^dtype and device are for a model that is named"),
         ({"baseline": tiny("bert", max_position_embeddings=2048)}, "^needles needs a causal LM; BertModel is none$"),
@@ -155,8 +155,8 @@ def test_the_command_says_what_the_call_returns(monkeypatch, folder, tmp_path, c
     [
         (["--lengths", "64"], "length 64 is too short; use at least 256 tokens"),
         (["--lengths", "512,x"], "--lengths is '512,x'; it takes whole numbers"),
-        (["--depths", "-5"], "depth -5 is no per cent; use 0"),
-        (["--depths", "200"], "depth 200 is no per cent"),
+        (["--depths", "-5"], "--depth is -5; use 0"),
+        (["--depths", "200"], "depth is 200"),
         (["--lengths", "4096"], "length 4096 is above the 2048 positions of model"),
         (["--baseline", "./nowhere"], "model folder './nowhere' does not exist"),
     ],

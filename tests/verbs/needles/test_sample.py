@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosslayer.verbs.needles.sample import Samples, _Drawn, prompt_ids, written
+from crosslayer.verbs.needles.sample import Drawn, Samples, prompt_ids, written
 from crosslayer.verbs.needles.text import ADJECTIVES, KEYS, NOUNS, haystack, sentences_of
 from tests.helpers.text import tokenizer
 from tests.verbs.needles.oracle import TOKENIZER
@@ -62,7 +62,7 @@ def test_the_needle_stands_where_it_was_asked_for(length, depth, keys, index):
 
 
 def test_needles_stand_at_their_places():
-    drawn = _Drawn(KEYS[:3], ["1000000", "2000000", "3000000"], [0.0, 0.99], 0)
+    drawn = Drawn(KEYS[:3], ["1000000", "2000000", "3000000"], [0.0, 0.99], 0)
     sentences = [f"S{number}." for number in range(8)]
     for depth, place in ((0, 0), (50, 5), (99, 9), (100, 10)):
         lines = sentences_of(written(drawn, sentences, depth)[0].split("\n")[1])

@@ -7,7 +7,7 @@ import pytest
 
 from crosslayer.stats.means import paired_difference
 from crosslayer.stats.shares import share_difference, wilson
-from crosslayer.verbs.needles.score import difference, score, string_match
+from crosslayer.verbs.needles.record import difference, score, string_match
 
 Z = 1.959963984540054
 

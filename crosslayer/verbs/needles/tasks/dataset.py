@@ -9,9 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.models.load import load_tokenizer
-from crosslayer.verbs.needles.options import NeedleOptions
+from crosslayer.verbs.needles.record import NeedlesSettings, string_match
 from crosslayer.verbs.needles.sample import Samples
-from crosslayer.verbs.needles.score import string_match
 
 NAMES = ("tokenizer", "pretrained", "model")  # of model arguments, the first that is there counts
 
@@ -42,34 +41,22 @@ def needles(
     """
     from datasets import Dataset
 
-    options = NeedleOptions(
+    given = [arguments[name] for name in NAMES if arguments.get(name)]
+    options = NeedlesSettings(
         lengths=(length,), depths=tuple(depths), keys=keys, samples=samples, new_tokens=new_tokens, batch=1, seed=seed
     )
-    made = Samples(_tokenizer(arguments), options.keys, options.new_tokens, options.seed)
-    rows = [_row(made, length, depth, index) for depth in options.depths for index in range(options.samples)]
+    if not given:
+        raise ValueError("needles counts tokens: give pretrained=… or tokenizer=… in --model_args, or in --metadata")
+    tokenizer = given[0] if isinstance(given[0], PreTrainedTokenizerBase) else load_tokenizer(str(given[0]))
+    made, rows = Samples(tokenizer, options.keys, options.new_tokens, options.seed), []
+    for depth in options.depths:
+        for index in range(options.samples):
+            sample = made.sample(length, depth, index)
+            row = {"input": sample.text, "gen_prefix": sample.prefix, "outputs": [sample.value]}
+            rows.append({**row, "length": length, "depth": depth, "tokens": sample.tokens})
     return {"test": Dataset.from_list(rows)}
 
 
 def process_results(row: dict[str, Any], results: list[str]) -> dict[str, float]:
     """Return the score of a row's answer: RULER's `string_match`, 0 or 1."""
     return {"string_match": string_match(results[0], row["outputs"])}
-
-
-def _tokenizer(arguments: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that a model's arguments name."""
-    given = [arguments[name] for name in NAMES if arguments.get(name)]
-    if not given:
-        raise ValueError("needles counts tokens: give pretrained=… or tokenizer=… in --model_args, or in --metadata")
-    return given[0] if isinstance(given[0], PreTrainedTokenizerBase) else load_tokenizer(str(given[0]))
-
-
-def _row(made: Samples, length: int, depth: int, index: int) -> dict[str, Any]:
-    sample = made.sample(length, depth, index)
-    return {
-        "input": sample.text,
-        "gen_prefix": sample.prefix,
-        "outputs": [sample.value],
-        "length": length,
-        "depth": depth,
-        "tokens": sample.tokens,
-    }

@@ -211,7 +211,7 @@ CASES = [
     ("needles {kit}/model --lengths 64", "length 64 is too short; use at least 256 tokens"),
     ("needles {kit}/model --lengths 256", "length 256 is above the 64 positions"),
     ("needles {kit}/model --lengths ''", "--lengths is ''; it takes whole numbers"),
-    ("needles {kit}/model --depths 0,101", "depth is 101; use 0"),
+    ("needles {kit}/model --depths 0,101", "--depths is 101; use 0"),
     ("needles {kit}/model --keys 2000", "keys is 2000; use 1 to 1600"),
     ("needles {kit}/bert", "needles needs a causal LM"),
     ("needles {kit}/model --baseline {kit}/nothing", "does not exist"),

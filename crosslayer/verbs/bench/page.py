@@ -60,7 +60,6 @@ def _covered(record: Benchmark) -> str:
 
 
 def _details(record: Benchmark) -> list[Table]:
-    """Return the long tables: every figure, and where a prediction is off."""
     head = ["setting", "measure", *SIDES, f"candidate ÷ baseline ({_covered(record)})", "predicted"]
     tables: list[Table] = [("All figures (times with quartiles)", head, figures(record))]
     off = [[setting(row), TITLES[measure], note.words] for row, measure, note in far_off(record)]

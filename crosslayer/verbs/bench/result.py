@@ -84,7 +84,6 @@ class Benchmark(Result):
 
 
 def _figures(row: Row) -> dict[str, Any]:
-    """Return the ratios of a setting, rounded."""
     figures: dict[str, Any] = {
         "context": row.context,
         "batch": row.batch,

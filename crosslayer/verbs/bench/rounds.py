@@ -127,7 +127,6 @@ class SideBySide:
         return filled
 
     def _warm_up(self, side: Side) -> WarmUp:
-        """Run a side for the first time; see `WarmUp`."""
         with peak_memory(self.device) as peak:
             dynamic = self.prefill(side)
             self.decode(side, dynamic)

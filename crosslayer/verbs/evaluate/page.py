@@ -50,7 +50,6 @@ def tables(record: Evaluation) -> list[Table]:
 
 
 def _together(record: Evaluation) -> Table:
-    """Return cache, times and the first scores in a table."""
     cost, rows = record.cost, (record.groups or record.rows)[:4]
     assert cost is not None
     ours = [size(cost.cache.candidate), f"{cost.cache.ratio:.2%}", times(cost.ttft), times(cost.tpot)]
@@ -118,7 +117,6 @@ def _dots(rows: list[ScoreRow], nothing: float) -> Dots:
 
 
 def _models(record: Evaluation) -> Table:
-    """Return the table of models and of the tasks of each group."""
     rows = []
     for side, facts in (("candidate", record.models.candidate), ("baseline", record.models.baseline)):
         if facts is not None:

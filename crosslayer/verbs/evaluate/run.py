@@ -73,7 +73,7 @@ def evaluate(
     sides = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device)
     if cost:
         cost_context([side.positions for side in sides])
-    with harness.quiet(), progress("reading tasks", 0):
+    with harness.quiet(), sandboxed(), progress("reading tasks", 0):  # reading renders templates, too
         chosen = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
     models, results = [], []
     for side, evicted in zip(sides, (evict, None), strict=False):  # the baseline keeps all

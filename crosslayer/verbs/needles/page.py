@@ -46,18 +46,17 @@ def scores(side: AskedModel, depths: Sequence[int]) -> Table:
 
 
 def _by_length(record: Needles) -> Table:
-    """Return the score of each model by length, with the difference of both."""
     rows: list[list[Cell]] = []
     for place, length in enumerate(record.settings.lengths):
         for side in record.sides:
-            compared = [points(record.differences[place]) if side is record.candidate else ""] * len(record.sides[1:])
-            rows.append([f"{length:,}", side.name, *_cells(side.by_length[place]), *compared])
-    head = ["length", "model", *SCORE, *["difference to the baseline"] * len(record.sides[1:])]
+            rows.append([f"{length:,}", side.name, *_cells(side.by_length[place])])
+            if record.differences:
+                rows[-1].append(points(record.differences[place]) if side is record.candidate else "")
+    head = ["length", "model", *SCORE, *(["difference to the baseline"] if record.differences else [])]
     return "By length", head, rows
 
 
 def _by_depth(record: Needles) -> Table:
-    """Return the score of each model by length and depth."""
     rows: list[list[Cell]] = []
     for place, score in enumerate(record.candidate.cells):
         for side in record.sides:
@@ -71,7 +70,6 @@ def _cells(score: FoundShare) -> list[Cell]:
 
 
 def _examples(record: Needles) -> Table:
-    """Return the first answers, one for each length and depth."""
     rows: list[list[Cell]] = []
     for place, question in enumerate(record.questions):
         if question.index == 0 and len(rows) < SHOWN:

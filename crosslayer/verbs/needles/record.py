@@ -49,7 +49,7 @@ class NeedlesSettings(Options):
             raise ValueError(f"length {min(self.lengths)} is too short; use at least {SHORTEST} tokens")
         wrong = [depth for depth in self.depths if not 0 <= depth <= 100]
         if wrong:
-            raise ValueError(f"depth is {wrong[0]}; use 0 (the beginning) to 100 (the end), in per cent")
+            raise ValueError(f"depths is {wrong[0]}; use 0 (the beginning) to 100 (the end), in per cent")
         if not 1 <= self.keys <= len(KEYS):
             raise ValueError(f"keys is {self.keys}; use 1 to {len(KEYS)}")
         if self.evict is not None:

@@ -1,7 +1,7 @@
 """Asks a model, and a baseline, for needles in a haystack: the same samples, greedy answers, scores with intervals."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +12,15 @@ from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.needles.answers import answers
-from crosslayer.verbs.needles.record import AskedModel, NeedlesSettings, Question, difference, is_found, score
+from crosslayer.verbs.needles.record import (
+    AskedModel,
+    FoundDifference,
+    NeedlesSettings,
+    Question,
+    difference,
+    is_found,
+    score,
+)
 from crosslayer.verbs.needles.result import Needles
 from crosslayer.verbs.needles.sample import Sample, Samples, prompt_ids
 
@@ -83,23 +91,17 @@ def needles(
         _ask(side, asked, ids, settings, evicted, progress)
         for side, ids, evicted in zip(sides, prompts, (evict, None), strict=False)  # the baseline keeps all
     ]
-    right = [[is_found(text, sample.value) for sample, text in zip(asked, one.answers, strict=True)] for one in models]
-    differences = []
-    for length in settings.lengths if baseline is not None else ():
-        of_length = [[found[i] for i, sample in enumerate(asked) if sample.length == length] for found in right]
-        differences.append(difference(length, *of_length))
     return Needles(
         settings=settings,
         questions=tuple(Question(**sample.model_dump(exclude={"text", "prefix"})) for sample in asked),
         candidate=models[0],
         baseline=models[1] if baseline is not None else None,
-        differences=tuple(differences),
+        differences=tuple(_differences(asked, models)) if baseline is not None else (),
         seconds=round(time.monotonic() - started, 1),
     )
 
 
 def _samples(tokenizer: PreTrainedTokenizerBase, settings: NeedlesSettings, progress: Meter) -> list[Sample]:
-    """Return the samples in the order of lengths, depths and indices."""
     source, samples = Samples(tokenizer, settings.keys, settings.new_tokens, settings.seed), []
     total = len(settings.cells) * settings.samples
     with progress("hiding needles", total) as meter:
@@ -156,3 +158,12 @@ def _ask(
         cells=tuple(score(*cell, *by_cell[cell]) for cell in settings.cells),
         by_length=tuple(score(length, None, *by_cell[length, None]) for length in settings.lengths),
     )
+
+
+def _differences(samples: Sequence[Sample], models: Sequence[AskedModel]) -> Iterator[FoundDifference]:
+    right: dict[int, tuple[list[bool], list[bool]]] = {}
+    for sample, *texts in zip(samples, *(model.answers for model in models), strict=True):
+        for found, text in zip(right.setdefault(sample.length, ([], [])), texts, strict=True):
+            found.append(is_found(text, sample.value))
+    for length, both in right.items():
+        yield difference(length, *both)

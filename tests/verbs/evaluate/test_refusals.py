@@ -180,7 +180,7 @@ def test_a_request_without_its_beginning_and_other_numbers_of_examples_are_said(
     evaluation = crosslayer.evaluate(pair[0], tasks="arc_easy_local", include_path=tasks, num_fewshot=9, device="cpu")
     candidate = evaluation.models.candidate
     assert candidate.shortened > 0
-    assert f"Of {candidate.shortened} requests candidate read no beginning" in " ".join(sentences(evaluation))
+    assert f"{candidate.shortened} requests to candidate lost their beginning" in " ".join(sentences(evaluation))
     rows = [row.model_copy(update={"shots": 0}) for row in evaluation.rows]
     fixed = evaluation.model_copy(update={"rows": tuple(rows)})
     assert "Not asked with 9 examples, since lm-eval fixes their number: arc_easy_local (0)." in sentences(fixed)

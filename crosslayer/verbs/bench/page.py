@@ -7,7 +7,7 @@ from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
 from crosslayer.output.words import percent
 from crosslayer.verbs.bench.record import MEASURES, SIDES, Bytes, Comparison, Row
 from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.words import TITLES, duration, durations, far_off, ratio, sentences, setting, size
+from crosslayer.verbs.bench.words import TITLES, duration, durations, far_off, judged, ratio, sentences, setting, size
 
 UNKNOWN = "–"
 
@@ -99,7 +99,7 @@ def _time_row(title: str, time: Comparison) -> list[str]:
         seconds = [duration(side.predicted.seconds) for side in time.sides() if side.predicted is not None]
         far = " (more than 20 % off)" if time.notes else ""
         predicted = f"{time.predicted_ratio:.3f}x; {' and '.join(seconds)}{far}"
-    return [title, *sides, f"{ratio(time.ratio, time.interval)} {time.verdict}", predicted]
+    return [title, *sides, judged(time), predicted]
 
 
 def _panels(record: Benchmark) -> list[Panel]:

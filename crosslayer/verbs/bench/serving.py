@@ -1,6 +1,5 @@
 """Tokens held and throughput of two models in vLLM, beside each other in one run."""
 
-import importlib.metadata
 import itertools
 import os
 import time
@@ -58,6 +57,8 @@ def bench_vllm(
     with ExitStack() as stack:
         stack.enter_context(_environment())
         check_engine()
+        import vllm  # type: ignore[import-not-found]
+
         served: dict[Side, Served] = {}
         for side, model in zip(SIDES, (candidate, baseline), strict=True):
             served[side] = servable(str(model), kv_memory=kv_memory, length=longest, dtype=dtype)
@@ -69,7 +70,7 @@ def bench_vllm(
     return ServingBenchmark(
         models=Both(**models),
         settings=settings,
-        engine=f"vLLM {importlib.metadata.version('vllm')}",
+        engine=f"vLLM {vllm.__version__}",
         rows=tuple(rows),
         interval_coverage=coverage(repeats),
         seconds=time.perf_counter() - started,

@@ -67,6 +67,11 @@ def ratio(middle: float, interval: Sequence[float] | None) -> str:
     return f"{middle:.3f}x" + ("" if interval is None else f" ({interval[0]:.3f}-{interval[1]:.3f})")
 
 
+def judged(time: Comparison) -> str:
+    """Write a ratio of times with its interval, and what it shows."""
+    return f"{ratio(time.ratio, time.interval)} {time.verdict}"
+
+
 def span(ratios: Iterable[float], digits: int) -> str:
     """Write the range of ratios: 0.85x, or 0.85x to 0.97x."""
     ends = sorted(ratios)

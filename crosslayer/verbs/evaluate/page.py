@@ -2,11 +2,11 @@
 
 from crosslayer.output.page import Mark, Page, Table
 from crosslayer.output.panel import Dots, Panel
-from crosslayer.verbs.bench.words import size
+from crosslayer.verbs.bench.words import judged, size
 from crosslayer.verbs.evaluate.harness import LOCAL
 from crosslayer.verbs.evaluate.record import ScoreRow
 from crosslayer.verbs.evaluate.result import Evaluation
-from crosslayer.verbs.evaluate.words import UNKNOWN, difference, score, sentences, times
+from crosslayer.verbs.evaluate.words import UNKNOWN, difference, score, sentences
 
 KINDS = {"better": "pass", "worse": "fail", "no difference seen": "skip"}
 HEAD = ["task", "metric", "baseline", "candidate", "difference (95 %)", "items", "verdict", "items for 1 point"]
@@ -52,9 +52,9 @@ def tables(record: Evaluation) -> list[Table]:
 def _together(record: Evaluation) -> Table:
     cost, rows = record.cost, (record.groups or record.rows)[:4]
     assert cost is not None
-    ours = [size(cost.cache.candidate), f"{cost.cache.ratio:.2%}", times(cost.ttft), times(cost.tpot)]
+    ours = [size(cost.cache.candidate), f"{cost.cache.ratio:.2%}", judged(cost.ttft), judged(cost.tpot)]
     table = [
-        ["baseline", size(cost.cache.baseline), "100%", "× 1", "× 1", *(score(row, row.baseline) for row in rows)],
+        ["baseline", size(cost.cache.baseline), "100%", "1x", "1x", *(score(row, row.baseline) for row in rows)],
         ["candidate", *ours, *(score(row, row.candidate) for row in rows)],
     ]
     head = ["", "KV cache", "share", "first token", "further tokens", *(row.title for row in rows)]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from crosslayer.eviction.eviction import parse_eviction
 from crosslayer.output.words import signed
-from crosslayer.verbs.bench.record import Comparison
+from crosslayer.verbs.bench.words import judged
 from crosslayer.verbs.evaluate.record import Score, ScoreRow
 from crosslayer.verbs.evaluate.result import Evaluation
 
@@ -48,12 +48,6 @@ def difference(row: ScoreRow) -> str:
     return figures[0] if len(figures) == 1 else f"{figures[0]} ({figures[1]} to {figures[2]})"
 
 
-def times(time: Comparison) -> str:
-    """Write a ratio of times with its interval and what it shows."""
-    low, high = time.interval or (time.ratio, time.ratio)
-    return f"× {time.ratio:.3f} ({low:.3f} to {high:.3f}, {time.verdict})"
-
-
 def _eviction_words(record: Evaluation) -> list[str]:
     evict, candidate = record.settings.evict, record.models.candidate
     if evict is None:
@@ -68,8 +62,8 @@ def _cost_words(record: Evaluation) -> list[str]:
     if cost is None:
         return []
     return [
-        f"At {cost.context} tokens its cache takes {cost.cache.ratio:.2%} of the baseline's bytes; the first token "
-        f"takes {times(cost.ttft)}, further tokens {times(cost.tpot)} of the baseline's time."
+        f"At {cost.context} tokens its cache takes {cost.cache.ratio:.2%} of the baseline's bytes; its times against "
+        f"the baseline's: first token {judged(cost.ttft)}, further tokens {judged(cost.tpot)}."
     ]
 
 

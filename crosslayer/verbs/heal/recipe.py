@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,9 +12,8 @@ from crosslayer.corpus.files import file_kind
 from crosslayer.output.record import Seed
 from crosslayer.verbs.heal.instructions import Columns, Instructions
 from crosslayer.verbs.retrofit.damage import FEWEST
-from crosslayer.verbs.train.recipe import checked
-from crosslayer.verbs.train.recipe_arguments import Misplaced, read_arguments
-from crosslayer.verbs.train.recipe_file import nearest, read_draft
+from crosslayer.verbs.train.recipe_arguments import Arguments
+from crosslayer.verbs.train.recipe_file import nearest, read_recipe
 from crosslayer.verbs.train.recipe_parts import Count, DataPart, DomainPart, Part, SchedulePart
 from crosslayer.verbs.train.texts import EVERY, Domain
 
@@ -46,10 +45,10 @@ class HealDomainPart(DomainPart):
         if self.columns is None:
             return self
         if self.source is None or file_kind(Path(self.source)) != ".jsonl":
-            raise Misplaced(f"is for a source of .jsonl files, and this one is {self.source!r}", "columns")
+            raise ValueError(f"columns is for a source of .jsonl files, and this one is {self.source!r}")
         for option in ("config", "split", "column"):
             if vars(self)[option] != DomainPart.model_fields[option].default:
-                raise Misplaced("does nothing beside columns; leave it out", option)
+                raise ValueError(f"{option} does nothing beside columns; leave it out")
         return self
 
     def domain(self) -> Domain:
@@ -79,7 +78,7 @@ class ObjectivePart(Part):
     @model_validator(mode="after")
     def _check_hidden(self) -> Self:
         if self.hidden and self.loss != "distill":
-            raise Misplaced(f"is {self.hidden:g}, and only loss: distill has hidden states to match", "hidden")
+            raise ValueError(f"hidden is {self.hidden:g}, and only loss: distill has hidden states to match")
         return self
 
 
@@ -110,22 +109,17 @@ class StagePart(Part):
     """What trains: `compensation` (W_c and nothing else), `all`, or `lora`."""
     schedule: SchedulePart
     """How long, and the learning rate on the way."""
-    train: dict[str, Any] = {}
+    train: Arguments = {}
     """Keys of transformers' `TrainingArguments` for this stage, on top of the recipe's."""
     stop: StopPart | None = None
     """When it ends early; null: never."""
     lora: LoraPart | None = None
     """Of `parameters: lora`."""
 
-    @field_validator("train")
-    @classmethod
-    def _check_train(cls, train: dict[str, Any]) -> dict[str, Any]:
-        return read_arguments(train)
-
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
         if self.lora is not None and self.parameters != "lora":
-            raise Misplaced(f"does nothing with parameters: {self.parameters}; leave it out", "lora")
+            raise ValueError(f"lora does nothing with parameters: {self.parameters}; leave it out")
         return self
 
 
@@ -147,11 +141,11 @@ class MeasurePart(Part):
     @field_validator("domains")
     @classmethod
     def _check_domains(cls, domains: list[str] | None) -> list[str] | None:
-        for place, name in enumerate(domains or ()):
+        for name in domains or ():
             if name not in EMBEDDED:
-                raise Misplaced(f"is {name!r}, no embedded domain; {nearest(name, list(EMBEDDED))}", place)
-            if domains is not None and name in domains[:place]:
-                raise Misplaced(f"is {name!r} a second time", place)
+                raise ValueError(f"{name!r} is no embedded domain; {nearest(name, list(EMBEDDED))}")
+        if domains is not None and len(set(domains)) < len(domains):
+            raise ValueError(f"{domains} names a domain twice")
         return domains
 
     @model_validator(mode="after")
@@ -160,7 +154,7 @@ class MeasurePart(Part):
             return self
         least = FEWEST * len(self.domains)
         if self.windows < least:
-            raise Misplaced(f"is {self.windows}; {len(self.domains)} domains need at least {least}", "windows")
+            raise ValueError(f"windows is {self.windows}; {len(self.domains)} domains need at least {least}")
         return self
 
 
@@ -175,7 +169,7 @@ class HealRecipe(Part):
     """What is made smaller."""
     data: HealDataPart
     """What is read."""
-    train: dict[str, Any] = {}
+    train: Arguments = {}
     """Keys of transformers' `TrainingArguments`, for all stages."""
     stages: list[StagePart] = Field(min_length=1, max_length=STAGES)
     """One after the other."""
@@ -184,37 +178,17 @@ class HealRecipe(Part):
     eval: MeasurePart = MeasurePart()
     """What is measured."""
 
-    @field_validator("train")
-    @classmethod
-    def _check_train(cls, train: dict[str, Any]) -> dict[str, Any]:
-        return read_arguments(train)
-
     @model_validator(mode="after")
-    def _check_responses(self) -> Self:
-        for place, domain in enumerate(self.data.domains):
-            if self.objective.loss == "response" and domain.columns is None:
-                raise Misplaced(
-                    "is missing; objective.loss is response, and plain text has none",
-                    "data",
-                    "domains",
-                    place,
-                    "columns",
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        """Refuse a text that would go by the name of another on which models are measured."""
+    def _check_domains(self) -> Self:
+        """Refuse plain text as responses, and text that would go by the name of another to measure on."""
         judged = EMBEDDED if self.eval.domains is None else self.eval.domains
-        for place, domain in enumerate(self.data.domains):
+        for domain in self.data.domains:
+            if self.objective.loss == "response" and domain.columns is None:
+                raise ValueError(f"domain {domain.name!r} has no columns; objective.loss is response, so it needs them")
             if domain.name in judged and not embedded_source(domain):
-                raise Misplaced(
-                    f"is {domain.name!r}, an embedded domain to measure on, and its source is {domain.source!r}; "
-                    "give that text another name",
-                    "data",
-                    "domains",
-                    place,
-                    "name",
+                raise ValueError(
+                    f"domain {domain.name!r} has the name of an embedded one to measure on, and its source is "
+                    f"{domain.source!r}; give that text another name"
                 )
         return self
 
@@ -226,18 +200,8 @@ class HealRecipe(Part):
 
 
 def load_heal_recipe(path: str | Path, settings: Sequence[str] = ()) -> HealRecipe:
-    """Read a recipe and check it; no file of data is opened.
-
-    Args:
-        path: of a YAML file.
-        settings: values that replace the file's, such as "stages.1.schedule.tokens=20000".
-
-    Raises:
-        ValueError: in one line the file, the key, what is wrong with it, and what would be right.
-
-    """
-    draft = read_draft(Path(path), settings)
-    return checked(HealRecipe, {"name": Path(path).stem, "data": {}, **draft.values}, draft)
+    """Read a recipe and check it; arguments and errors as `read_recipe`."""
+    return read_recipe(HealRecipe, path, settings)
 
 
 def embedded_source(domain: HealDomainPart) -> bool:

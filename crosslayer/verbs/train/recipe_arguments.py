@@ -1,18 +1,16 @@
 """The keys of `train`: those of transformers' `TrainingArguments`, but for what a run sets by itself."""
 
 import dataclasses
-import enum
-import functools
-import operator
-import reprlib
-from collections.abc import Mapping
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetPydanticSchema, with_config
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+from typing_extensions import TypedDict  # that of Python 3.11 is not known to pydantic
 
 from crosslayer.core.transformers_versions import OLD_ARGUMENTS
-from crosslayer.verbs.train.recipe_file import Keys, nearest
+from crosslayer.verbs.train.recipe_file import nearest
 
 REASONS = {  # why a recipe does not set keys, and what to write instead → the keys
     "a run writes into the folder that it is given": "output_dir",
@@ -55,85 +53,59 @@ LEAST = {  # what no run can have less of
     "dataloader_prefetch_factor": 1,
     "neftune_noise_alpha": 0,
 }
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "keys and values"}
 
 
-class Misplaced(ValueError):
-    """What is wrong below the value that is being checked: `keys` lead there, the message goes on from them."""
+def one_of(names: Collection[str]) -> AfterValidator:
+    """Refuse other text than these names; say which is nearest."""
 
-    def __init__(self, message: str, *keys: str | int):
-        super().__init__(message)
-        self.keys: Keys = keys
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"{name!r} is not known; {nearest(name, list(names))}")
+        return name
 
-
-def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments in their own types; refuse keys that are none, or that a run sets, and values of other types.
-
-    Raises:
-        Misplaced: a key or value is refused; the message says what would be right.
-
-    """
-    kinds, read = argument_kinds(), {}
-    for key, value in arguments.items():
-        if key in OWNED:
-            raise Misplaced(f"is not set here: {OWNED[key]}", key)
-        if key not in kinds:
-            raise Misplaced(f"is not known; {nearest(key, [k for k in kinds if k not in OWNED])}", key)
-        read[key] = read_value(value, kinds[key], key)
-        if key in LEAST and read[key] is not None and read[key] < LEAST[key]:
-            raise Misplaced(f"is {value}; it must be at least {LEAST[key]}", key)
-    checkpointing = read.get("activation_checkpointing_kwargs")
-    if isinstance(checkpointing, str) or isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
-        raise Misplaced(
-            "must be keys and values without use_reentrant: true, which loses gradients of what layers lend",
-            "activation_checkpointing_kwargs",
-        )
-    return read
+    return AfterValidator(check)
 
 
-@functools.cache
-def argument_kinds() -> dict[str, Any]:
-    """Return the fields of `TrainingArguments`, by their names in all versions, and their types."""
-    from transformers import TrainingArguments
+def only_keys(known: Collection[str], elsewhere: Mapping[str, str]) -> Callable[[Any], Any]:
+    """Return what refuses other keys of a mapping; of those that are set elsewhere it says why."""
 
+    def check(values: Any) -> Any:
+        for key in values if isinstance(values, dict) else ():
+            if key in elsewhere:
+                raise ValueError(f"{key} is not set here: {elsewhere[key]}")
+            if key not in known:
+                raise ValueError(
+                    f"{key if key.isprintable() else ascii(key)} is not known; {nearest(key, list(known))}"
+                )
+        return values
+
+    return check
+
+
+def typed_keys(kinds: Mapping[str, Any]) -> GetPydanticSchema:
+    """Have a mapping checked as one of these keys with values of these types, all of which may be missing."""
+    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    kind = with_config(config)(TypedDict("Keys", kinds, total=False))  # type: ignore[operator, misc]
+    return GetPydanticSchema(lambda source, handler: handler(kind))
+
+
+def _not_reentrant(options: dict[str, Any] | None) -> dict[str, Any] | None:
+    if options and options.get("use_reentrant"):
+        raise ValueError("use_reentrant must not be true, which loses gradients of what layers lend")
+    return options
+
+
+def _kinds() -> dict[str, Any]:
+    """Return the keys, by their names in all versions of transformers, and their types."""
     hints, names = get_type_hints(TrainingArguments), {old: name for name, old in OLD_ARGUMENTS.items()}
     fields = [field.name for field in dataclasses.fields(TrainingArguments)]
-    return {names.get(name, name): hints[name] for name in fields}
+    kinds = {names.get(name, name): hints[name] for name in fields}
+    kinds |= {key: Annotated[kinds[key], Field(ge=least)] for key, least in LEAST.items()}
+    kinds["optim"] = Annotated[str, one_of([choice.value for choice in OptimizerNames])]
+    kinds["activation_checkpointing_kwargs"] = Annotated[dict[str, Any] | None, AfterValidator(_not_reentrant)]
+    return {key: kind for key, kind in kinds.items() if key not in OWNED}
 
 
-def read_value(value: Any, kind: Any, *keys: str | int) -> Any:
-    """Return a value in the very type, a whole number as a float; refuse others, and what is none of its choices.
-
-    Raises:
-        Misplaced: at `keys`.
-
-    """
-    choices = [choice.value for part in _parts(kind) if _is_choice(part) for choice in part]
-    if choices and isinstance(value, str):
-        if value not in choices:
-            raise Misplaced(f"is {value!r}; {nearest(value, choices)}", *keys)
-        return value
-    plain = tuple(dict if is_typeddict(part) else part for part in _parts(kind))
-    try:
-        return TypeAdapter(functools.reduce(operator.or_, plain)).validate_python(value, strict=True)
-    except ValidationError:
-        words = " or ".join(dict.fromkeys(_words(part) for part in plain))
-        raise Misplaced(f"is {reprlib.repr(value)}; it must be {words}", *keys) from None
-
-
-def _parts(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
-def _is_choice(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, enum.Enum)
-
-
-def _words(kind: Any) -> str:
-    if kind is NoneType:
-        return "null"
-    if _is_choice(kind):
-        return "text"
-    if get_origin(kind) is list:
-        return f"a list of {_words(get_args(kind)[0])}"
-    return WORDS.get(get_origin(kind) or kind, str(kind))
+KINDS = _kinds()
+Arguments = Annotated[dict[str, Any], typed_keys(KINDS), BeforeValidator(only_keys(KINDS, OWNED))]
+"""Keys of `TrainingArguments` with values in their own types."""

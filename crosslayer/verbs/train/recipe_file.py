@@ -1,44 +1,59 @@
-"""Reads the files of a recipe: YAML without surprises, files that extend one another, and settings on top.
+"""Reads recipes: YAML of the core schema, files that extend one another, settings on top, a line of what is wrong.
 
-A file may come from anyone. It is read as YAML's core schema: text, whole numbers, numbers (3e-4 is one), true, false
-and null; `yes`, dates and octal digits are text. Tags, aliases and keys that stand twice are refused.
+A file may come from anyone. `yes`, dates and octal digits are text, 3e-4 is a number; tags, aliases and keys that stand
+twice are refused.
 """
 
-import dataclasses
+import copy
 import difflib
-import math
+import json
 import os
 import re
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 LARGEST = 2**16  # bytes of a file
-SETTING = "--set"  # how errors call what is no file
-WHOLE = (("model", "method"),)  # mappings that another replaces, never extends: options belong to a method's name
-Keys = tuple[str | int, ...]  # the place of a value: ("data", "domains", 0, "weight")
+AnyRecipe = TypeVar("AnyRecipe", bound=BaseModel)
+Source = tuple[str, dict[str, Any]]  # a file or a setting, and what it says
 
 
-@dataclasses.dataclass(frozen=True)
-class Draft:
-    """The values of a recipe before they are checked, and who wrote them."""
+def read_recipe(kind: type[AnyRecipe], path: str | Path, settings: Sequence[str] = ()) -> AnyRecipe:
+    """Read a recipe and check it; no file of data is opened.
 
-    values: dict[str, Any]
-    origins: dict[Keys, str]
+    Mappings of files merge key by key, and the extending file wins; lists, methods and all else are replaced, and
+    settings replace what they name. A name is not inherited; the default is the file's.
 
-    def origin(self, keys: Keys) -> str:
-        """Return the file that wrote the value in a place, or the innermost one around it; `SETTING` for a setting."""
-        while keys not in self.origins:
-            keys = keys[:-1]
-        return self.origins[keys]
+    Args:
+        kind: what the recipe describes.
+        path: of a YAML file.
+        settings: values that replace the file's, such as "train.learning_rate=3e-4".
 
+    Raises:
+        ValueError: in one line the file or setting, the key, and what is wrong with it.
 
-def dotted(keys: Keys) -> str:
-    """Return a place as users write it: data.domains.0.weight."""
-    words = map(str, keys)
-    return ".".join(word if word.isprintable() else repr(word) for word in words)
+    """
+    sources = _files(Path(path), ())
+    values: dict[str, Any] = {"name": Path(path).stem}
+    for _, over in sources:
+        values = _merged(values, over)
+    values = copy.deepcopy(values)  # which settings change, and no source's own
+    for setting in settings:
+        sources.append(_apply(values, " ".join(setting.split())))
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        keys, cause, missing = first["loc"], first.get("ctx", {}).get("error"), first["type"] == "missing"
+        message = first["msg"] if cause is None else str(cause)
+        if cause is None and not missing:
+            message += f"; it is {'null' if first['input'] is None else reprlib.repr(first['input'])}"
+        writer = _writer(sources, keys[:-1] if missing else keys)
+        raise ValueError(": ".join(filter(None, (writer, ".".join(map(str, keys)), message)))) from None
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -47,101 +62,15 @@ def nearest(name: str, names: Sequence[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}"
 
 
-def read_draft(path: Path, settings: Sequence[str] = ()) -> Draft:
-    """Read a recipe's file and those that it extends, and apply settings such as "train.learning_rate=3e-4".
-
-    Mappings merge key by key, the extending file wins; lists, numbers, text and methods are replaced. A name is not
-    inherited.
-
-    Raises:
-        ValueError: a file is missing or no YAML, files extend one another in a circle, or a setting has no place; one
-            line names the file and the line or key.
-
-    """
-    draft = _read(path, ())
-    for setting in settings:
-        _apply(draft, " ".join(setting.split()))
-    return draft
-
-
-def _read(path: Path, above: tuple[Path, ...]) -> Draft:
-    """Read a file; `above` are those that lead to it."""
-    values = _mapping(path)
-    base = values.pop("extends", None)
-    if base is None:
-        draft = Draft({}, {(): str(path)})
-    elif not isinstance(base, str):
-        raise ValueError(f"{path}: extends is {base!r}; it must be the name of a file beside this one")
-    else:
-        below = Path(os.path.normpath(path.parent / base))
-        readers = (*above, path)
-        if below.resolve() in [reader.resolve() for reader in readers]:
-            raise ValueError(f"{path}: extends goes in a circle: {' → '.join(p.name for p in (*readers, below))}")
-        if not below.is_file():
-            raise ValueError(f"{path}: extends is {base!r}, which is no file; {_nearest_file(below, path)}")
-        draft = _read(below, readers)
-        draft.values.pop("name", None)
-        draft.origins[()] = str(path)  # whose place is named where nobody wrote a value
-    _merge(draft, draft.values, values, (), str(path))
-    return draft
-
-
-def _merge(draft: Draft, under: dict[str, Any], over: dict[str, Any], place: Keys, origin: str) -> None:
-    """Write the keys of `over` into `under`, which stands at `place` of the draft."""
-    for key, value in over.items():
-        keys = (*place, key)
-        extended = under.get(key)
-        if isinstance(value, dict) and isinstance(extended, dict) and keys not in WHOLE:
-            _merge(draft, extended, value, keys, origin)
-        else:
-            under[key] = value
-            _claim(draft, keys, origin)
-
-
-def _claim(draft: Draft, keys: Keys, origin: str) -> None:
-    """Note who wrote a value, in the place of who wrote any part of it before."""
-    for other in [other for other in draft.origins if other[: len(keys)] == keys]:
-        del draft.origins[other]
-    draft.origins[keys] = origin
-
-
-def _apply(draft: Draft, setting: str) -> None:
-    """Write a setting into the draft, whose mappings it may extend by new keys."""
-    name, equals, text = setting.partition("=")
-    words = name.strip().split(".")
-    if not equals or not all(words):
-        raise ValueError(f"{SETTING} {setting}: it must be key=value, for example train.learning_rate=3e-4")
-    value = parse_value(text, f"{SETTING} {setting}")
-    parent: Any = draft.values
-    keys: Keys = ()
-    for word in words[:-1]:
-        step = _step(parent, keys, word, setting)
-        if isinstance(parent, dict) and parent.get(word) is None:
-            parent[word] = {}
-            _claim(draft, (*keys, word), SETTING)
-        parent, keys = parent[step], (*keys, step)
-    last = _step(parent, keys, words[-1], setting)
-    parent[last] = value
-    _claim(draft, (*keys, last), SETTING)
-
-
-def _step(parent: Any, keys: Keys, word: str, setting: str) -> str | int:
-    """Return the key, or the number in a list, that a word of a setting means."""
-    if isinstance(parent, dict):
-        return word
-    if not isinstance(parent, list):
-        raise ValueError(f"{SETTING} {setting}: {dotted(keys)} is {parent!r}, which has no key {word!r}")
-    if not word.isdecimal() or int(word) >= len(parent):
-        raise ValueError(
-            f"{SETTING} {setting}: {dotted(keys)} is a list; its entries are 0 to {len(parent) - 1}, not {word!r}"
-        )
-    return int(word)
-
-
-def _mapping(path: Path) -> dict[str, Any]:
+def _files(path: Path, above: tuple[Path, ...]) -> list[Source]:
+    """Read a file and those that it extends, the lowest first; `above` are those that lead to it."""
+    if path.resolve() in [reader.resolve() for reader in above]:
+        raise ValueError(f"{above[-1]}: extends goes in a circle: {' → '.join(p.name for p in (*above, path))}")
     if not path.is_file():
-        kind = "is a folder" if path.is_dir() else "does not exist"
-        raise ValueError(f"recipe {str(path)!r} {kind}; {_nearest_file(path)}")
+        reader = f"{above[-1]}: extends: " if above else ""
+        names = sorted(str(other) for other in path.parent.glob("[!.]*.y*ml") if other not in above)
+        hint = nearest(str(path), names) if names else "it must be a YAML file"
+        raise ValueError(f"{reader}{str(path)!r} {'is a folder' if path.is_dir() else 'does not exist'}; {hint}")
     size = path.stat().st_size
     if size > LARGEST:
         raise ValueError(f"{path}: it has {size:,} bytes, and a recipe at most {LARGEST:,}")
@@ -152,34 +81,94 @@ def _mapping(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         kind = "is empty" if values is None else f"holds {type(values).__name__}"
         raise ValueError(f"{path}: it {kind}; a recipe holds keys and values, such as schedule: {{steps: 100}}")
-    return values
+    base = values.pop("extends", None)
+    if base is None:
+        return [(str(path), values)]
+    if not isinstance(base, str):
+        raise ValueError(f"{path}: extends is {base!r}; it must be the name of a file beside this one")
+    below = _files(Path(os.path.normpath(path.parent / base)), (*above, path))
+    for _, inherited in below:
+        inherited.pop("name", None)
+    return [*below, (str(path), values)]
 
 
-def _nearest_file(path: Path, *others: Path) -> str:
-    """Return what is said to a file that is not there; `others` are not meant."""
-    names = sorted(str(other) for other in path.parent.glob("[!.]*.y*ml") if other not in others)
-    return nearest(str(path), names) if names else "it must be a YAML file"
+def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = under | over
+    for key in under.keys() & over.keys() - {"method"}:  # options belong to a method's name
+        if isinstance(under[key], dict) and isinstance(over[key], dict):
+            merged[key] = _merged(under[key], over[key])
+    return merged
+
+
+def _apply(values: dict[str, Any], setting: str) -> Source:
+    """Write a setting into the values, and return it as a source."""
+    place = f"--set {setting}"
+    name, equals, text = setting.partition("=")
+    words = name.strip().split(".")
+    if not equals or not all(words):
+        raise ValueError(f"{place}: it must be key=value, for example train.learning_rate=3e-4")
+    parent: Any = values
+    keys: list[Any] = []
+    for word in words:
+        if keys:
+            parent = parent[keys[-1]]
+        above = ".".join(words[: len(keys)])
+        if isinstance(parent, list):
+            if not word.isdecimal() or int(word) >= len(parent):
+                raise ValueError(f"{place}: {above} is a list; its entries are 0 to {len(parent) - 1}, not {word!r}")
+            keys.append(int(word))
+        elif isinstance(parent, dict):
+            keys.append(word)
+            if len(keys) < len(words) and parent.get(word) is None:
+                parent[word] = {}
+        else:
+            raise ValueError(f"{place}: {above} is {parent!r}, which has no key {word!r}")
+    said = parent[keys[-1]] = parse_value(text, place)
+    for key in reversed(keys):
+        said = {key: said}
+    return place, said
+
+
+def _writer(sources: Sequence[Source], keys: Sequence[Any]) -> str:
+    """Return the last source of those that say most of the way to a value."""
+
+    def depth(source: Source) -> int:
+        values: Any = source[1]
+        for number, key in enumerate(keys):
+            known = values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
+            if key not in known:
+                return number
+            values = values[key]
+        return len(keys)
+
+    return max(reversed(sources), key=depth)[0]
 
 
 def parse_value(text: str, place: str) -> Any:
-    """Return the value of YAML text."""
+    """Return the value of YAML text: plain data that JSON can hold.
+
+    Raises:
+        ValueError: it is no such text; the line begins with `place` and names the line, where there are several.
+
+    """
     try:
-        return yaml.load(text, _Core)  # noqa: S506  a loader that builds nothing but plain data
+        value = yaml.load(text, _Core)  # noqa: S506  builds nothing but plain data
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # neither infinity nor half of a character
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark is not None and "\n" in text else ""
         raise ValueError(f"{place}{line}: {' '.join(str(error.problem or error.context).split())}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{place}: it is no YAML text: {str(error).splitlines()[0]}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{place}: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise ValueError(f"{place}: it is nested too deeply") from None
+    return value
 
 
 class _Core(yaml.SafeLoader):
     """Builds text, numbers, truth values, null, lists and mappings, and refuses everything else."""
 
     yaml_implicit_resolvers = {}
-    yaml_constructors = {}
 
     def compose_node(self, parent, index):
         """Refuse aliases, few lines of which may stand for terabytes or for themselves, and tags."""
@@ -190,53 +179,35 @@ class _Core(yaml.SafeLoader):
             raise _fault(event, f"the tag {event.tag} is not read; leave it out")
         return super().compose_node(parent, index)
 
-    def mapping(self, node: yaml.Node) -> dict[str, Any]:
-        """Build a mapping, whose keys are words and stand once."""
-        assert isinstance(node, yaml.MappingNode)
-        values = {}
-        for key_node, value_node in node.value:
+    def construct_mapping(self, node, deep=False):
+        """Refuse keys that are no words or stand twice."""
+        seen = set()
+        for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise _fault(key_node, f"the key {key!r} is not a word")
-            if key in values:
-                raise _fault(key_node, f"the key {key!r} stands twice")
-            values[key] = self.construct_object(value_node, deep=True)
-        return values
-
-    def text(self, node: yaml.Node) -> str:
-        """Build text, which any record can hold."""
-        if any("\ud800" <= character <= "\udfff" for character in node.value):
-            raise _fault(node, "text holds half of a character (a surrogate)")
-        return node.value
-
-    def number(self, node: yaml.Node) -> int | float:
-        """Build a number; a whole one written with an exponent, 2e9, is a whole number."""
-        text = node.value.replace("_", "")
-        if len(text) > 30:
-            raise _fault(node, f"{text[:20]}… has more digits than any number of a recipe")
-        value = float(text)
-        if not math.isfinite(value):
-            raise _fault(node, f"{text} is too large")
-        return int(value) if "e" in text.lower() and value.is_integer() else value
+            if not isinstance(key, str) or key in seen:
+                fault = "stands twice" if isinstance(key, str) else "is not a word"
+                raise _fault(key_node, f"the key {key!r} {fault}")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
-def _fault(node: yaml.Node | yaml.Event, problem: str) -> yaml.YAMLError:
+def _fault(node: Any, problem: str) -> yaml.YAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
-KINDS = {  # tag → how the plain text of such a value looks, and the characters that it may begin with
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    "int": (r"[-+]?[0-9][0-9_]{0,25}", list("-+0123456789")),
-    "float": (r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+def _number(text: str) -> int | float:
+    """Return a number; a whole one with an exponent, 2e9, is a whole number."""
+    value = float(text)
+    return int(value) if "e" in text.lower() and value.is_integer() else value
+
+
+PLAIN = {  # tag → how the plain text of such a value looks, the characters that it may begin with, and how it is read
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""], lambda text: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF"), lambda text: text.lower() == "true"),
+    "int": (r"[-+]?[0-9]+(_[0-9]+)*", list("-+0123456789"), int),
+    "float": (r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789"), _number),
 }
-TAG = "tag:yaml.org,2002:"
-for _kind, (_pattern, _first) in KINDS.items():
-    _Core.add_implicit_resolver(TAG + _kind, re.compile(rf"^(?:{_pattern})$"), _first)
-_Core.add_constructor(TAG + "null", lambda loader, node: None)
-_Core.add_constructor(TAG + "bool", lambda loader, node: node.value.lower() == "true")
-_Core.add_constructor(TAG + "int", lambda loader, node: int(node.value.replace("_", "")))
-_Core.add_constructor(TAG + "float", _Core.number)
-_Core.add_constructor(TAG + "str", _Core.text)
-_Core.add_constructor(TAG + "seq", lambda loader, node: [loader.construct_object(n, deep=True) for n in node.value])
-_Core.add_constructor(TAG + "map", _Core.mapping)
+for _kind, (_pattern, _first, _read) in PLAIN.items():
+    _tag = f"tag:yaml.org,2002:{_kind}"
+    _Core.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
+    _Core.add_constructor(_tag, lambda loader, node, read=_read: read(node.value))

@@ -3,24 +3,24 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+import torch
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.methods import load_methods
 from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.verbs.train.arguments import Schedule
 from crosslayer.verbs.train.attention import Attention
-from crosslayer.verbs.train.recipe_arguments import Misplaced, read_value
+from crosslayer.verbs.train.recipe_arguments import one_of, only_keys, typed_keys
 from crosslayer.verbs.train.recipe_file import nearest
 from crosslayer.verbs.train.sizes import SIZES
 
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")  # of a shape without a size
-POSITIVE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-DEEPEST = 4096  # layers; a slip of the pen shall not build them for hours
 ELSEWHERE = {  # keys of a config that a shape does not set, and why
     "cross_layer": "write model.method",
     "vocab_size": "the tokenizer decides it",
@@ -31,6 +31,16 @@ ELSEWHERE = {  # keys of a config that a shape does not set, and why
     "pretraining_tp": "it does nothing",
 }
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # a domain's, also for a folder and a metric
+POSITIVE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+DEEPEST = 4096  # layers; a slip of the pen shall not build them for hours
+CONFIG = {**LlamaConfig.__annotations__, **CrossLayerConfig.__annotations__, "rope_parameters": dict[str, Any] | None}
+SHAPE: dict[str, Any] = {
+    **{key: kind for key, kind in CONFIG.items() if key not in ELSEWHERE},
+    **{key: Annotated[CONFIG[key], Field(ge=1)] for key in POSITIVE},
+    "num_hidden_layers": Annotated[int, Field(ge=1, le=DEEPEST)],
+    "hidden_act": Annotated[str, one_of(ACT2FN)],
+}
+Shape = Annotated[dict[str, Any], typed_keys(SHAPE), BeforeValidator(only_keys(SHAPE, ELSEWHERE))]
 
 
 class Part(BaseModel):
@@ -43,18 +53,15 @@ class Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, values: Any) -> Any:
-        for key in values if isinstance(values, dict) else ():
-            if key not in cls.model_fields:
-                raise Misplaced(f"is not known; {nearest(str(key), list(cls.model_fields))}", key)
-        return values
+        return only_keys(cls.model_fields, {})(values)
 
 
 class ModelPart(Part):
     """Which model: a size, a shape or both, with a method; or one to train on."""
 
-    size: str | None = None
+    size: Annotated[str, one_of(SIZES)] | None = None
     """A shape by name; `shape` may change parts of it."""
-    shape: dict[str, Any] = {}
+    shape: Shape = {}
     """Keys of a Llama config or of `CrossLayerConfig`, such as `num_key_value_heads`; without `size` at least
     `num_hidden_layers`, `num_attention_heads`, `hidden_size` and `intermediate_size`."""
     method: str | dict[str, Any] | list[Any] | None = None
@@ -65,57 +72,48 @@ class ModelPart(Part):
     """`sdpa`, document by document; `flex`, by block masks, on a GPU; `flash`, FlashAttention-2. Null: `sdpa`, or where
     scores are capped `eager`, whose mask is dense."""
 
-    @field_validator("size")
-    @classmethod
-    def _check_size(cls, size: str | None) -> str | None:
-        if size is not None and size not in SIZES:
-            raise ValueError(f"is {size!r}; {nearest(size, list(SIZES))}")
-        return size
-
-    @field_validator("shape")
-    @classmethod
-    def _check_shape(cls, shape: dict[str, Any]) -> dict[str, Any]:
-        kinds = {**LlamaConfig.__annotations__, **CrossLayerConfig.__annotations__}
-        read = {}
-        for key, value in shape.items():
-            if key in ELSEWHERE:
-                raise Misplaced(f"is not set here: {ELSEWHERE[key]}", key)
-            if key not in kinds:
-                raise Misplaced(f"is not known; {nearest(key, [k for k in kinds if k not in ELSEWHERE])}", key)
-            read[key] = read_value(value, kinds[key], key)
-            if key in POSITIVE and value is not None and value < 1:
-                raise Misplaced(f"is {value}; it must be at least 1", key)
-            if key == "num_hidden_layers" and read[key] > DEEPEST:
-                raise Misplaced(f"is {value}; it must be at most {DEEPEST}", key)
-            if key == "hidden_act" and value not in ACT2FN:
-                raise Misplaced(f"is {value!r}; {nearest(str(value), list(ACT2FN))}", key)
-        return read
-
     @field_validator("method", mode="plain")
     @classmethod
     def _check_method(cls, method: Any) -> Any:
         if method is None:
             return None
         if not isinstance(method, str | dict | list):
-            raise ValueError(
-                f"is {method!r}; it must be a method's name, keys and values with a name, or a list of these"
-            )
-        try:
-            load_methods(method)
-        except ValueError as error:
-            raise ValueError(f": {error}") from None
+            raise ValueError(f"{method!r} is no method's name, no keys and values with a name, and no list of these")
+        load_methods(method)
         return method
 
     @model_validator(mode="after")
-    def _check_source(self) -> Self:
+    def _check_model(self) -> Self:
+        """Refuse what no model can be built of: first without the method, so that the message names the right key."""
         missing = [key for key in NEEDED if key not in self.shape]
-        if self.start is None and self.size is None and missing:
-            raise Misplaced(
-                f"is missing; write one of {', '.join(SIZES)}, or all of {', '.join(NEEDED)} in model.shape", "size"
-            )
-        if self.start is not None and (self.size or self.shape or self.method):
-            raise Misplaced("trains a model as it is; leave model.size, model.shape and model.method out", "start")
+        if self.start is not None:
+            if self.size or self.shape or self.method:
+                raise ValueError("start trains a model as it is; leave size, shape and method out")
+            return self
+        if self.size is None and missing:
+            raise ValueError(f"size is missing; write one of {', '.join(SIZES)}, or in shape {', '.join(NEEDED)}")
+        for key, part in {"shape": self.model_copy(update={"method": None}), "method": self}.items():
+            try:
+                with torch.device("meta"):
+                    CrossLayerForCausalLM(part.config(length=512, vocab_size=512))
+            except Exception as error:  # torch and transformers raise many kinds
+                words = f"{error} is not known" if isinstance(error, KeyError) else " ".join(str(error).split())
+                raise ValueError(f"{key}: {words[:300]}") from None
         return self
+
+    def config(self, length: int, vocab_size: int, **special: int | None) -> CrossLayerConfig:
+        """Return the config of a new model.
+
+        Args:
+            length: of a sequence, as far as positions reach, unless the shape says further.
+            vocab_size: of the tokenizer.
+            special: its `bos_token_id`, `eos_token_id` and `pad_token_id`.
+
+        """
+        assert self.start is None, "a model to train on brings its own config"
+        settings: dict[str, Any] = {"max_position_embeddings": length, **SIZES.get(self.size or "", {}), **self.shape}
+        settings |= {"bos_token_id": None, "eos_token_id": None, **special}
+        return CrossLayerConfig(**settings, cross_layer=self.method, vocab_size=vocab_size)
 
 
 class DomainPart(Part):
@@ -141,7 +139,7 @@ class DomainPart(Part):
     @classmethod
     def _check_name(cls, name: str) -> str:
         if not NAME.fullmatch(name):
-            raise ValueError(f"is {name!r}; it must be at most 64 letters, digits, _, - and ., a letter or digit first")
+            raise ValueError(f"{name!r} is not at most 64 letters, digits, _, - and ., a letter or digit first")
         return name
 
     @model_validator(mode="after")
@@ -149,10 +147,10 @@ class DomainPart(Part):
         if self.source is not None:
             return self
         if self.name not in EMBEDDED:
-            raise Misplaced(f"is {self.name!r}, no embedded domain; {nearest(self.name, list(EMBEDDED))}", "name")
+            raise ValueError(f"name is {self.name!r}, no embedded domain; {nearest(self.name, list(EMBEDDED))}")
         for option in ("config", "split", "column"):
             if vars(self)[option] != DomainPart.model_fields[option].default:
-                raise Misplaced("does nothing without source, for the embedded corpus; leave it out", option)
+                raise ValueError(f"{option} does nothing without source, for the embedded corpus; leave it out")
         return self
 
     def training_source(self) -> TextSource:
@@ -176,10 +174,18 @@ class DataPart(Part):
     @classmethod
     def _check_domains(cls, domains: list[DomainPart]) -> list[DomainPart]:
         names = [domain.name for domain in domains]
-        for place, domain in enumerate(domains):
-            if domain.name in names[:place]:
-                raise Misplaced(f"is {domain.name!r} a second time; names of domains must differ", place, "name")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{name!r} stands twice; names of domains must differ")
         return domains
+
+
+def _expression(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return pattern
 
 
 class OptimizerPart(Part):
@@ -188,21 +194,9 @@ class OptimizerPart(Part):
     name: Literal["muon"] | None = None
     """`muon`: torch's Muon for the matrices of linear maps but the head, AdamW for all else, at one learning rate.
     Null: `train.optim`, by default AdamW."""
-    rates: dict[str, float] = {}
+    rates: dict[Annotated[str, AfterValidator(_expression)], Annotated[float, Field(gt=0)]] = {}
     """Learning rates by regular expressions over names of parameters, as multiples of `train.learning_rate`; the first
     that is found in a name decides: `{embed_tokens: 3, "layers[.][0-3][.]": 0.5}`."""
-
-    @field_validator("rates")
-    @classmethod
-    def _check_rates(cls, rates: dict[str, float]) -> dict[str, float]:
-        for pattern, factor in rates.items():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise Misplaced(f"is no regular expression: {error}", pattern) from None
-            if not factor > 0:
-                raise Misplaced(f"is {factor:g}; it must be above 0", pattern)
-        return rates
 
 
 class SchedulePart(Part):
@@ -226,19 +220,17 @@ class SchedulePart(Part):
     @classmethod
     def _check_whole(cls, steps: float) -> float:
         if steps >= 1 and steps != int(steps):
-            raise ValueError(f"is {steps}; it must be a whole number of steps, or a share below 1")
+            raise ValueError(f"{steps} is neither a whole number of steps nor a share below 1")
         return steps
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:
-        if self.steps is None and self.tokens is None:
-            raise Misplaced("is missing; write schedule.steps or schedule.tokens", "steps")
-        if self.steps is not None and self.tokens is not None:
-            raise Misplaced(f"is {self.tokens} beside steps = {self.steps}; write null for one of the two", "tokens")
+        if (self.steps is None) == (self.tokens is None):
+            raise ValueError("steps or tokens must be given, and the other of the two be null")
         if self.kind != "wsd" and self.decay != SchedulePart.model_fields["decay"].default:
-            raise Misplaced(f"does nothing for kind: {self.kind}; leave it out, or write kind: wsd", "decay")
+            raise ValueError(f"decay does nothing for kind: {self.kind}; leave it out, or write kind: wsd")
         if self.steps is not None and self.warmup >= max(1, self.steps):
-            raise Misplaced(f"is {self.warmup:g} steps of {self.steps}; it must be fewer", "warmup")
+            raise ValueError(f"warmup is {self.warmup:g} steps of {self.steps}; it must be fewer")
         return self
 
     def total_steps(self, step_tokens: int) -> int:

@@ -30,7 +30,7 @@ from crosslayer.verbs.train.initialise import initialise
 from crosslayer.verbs.train.interrupting import resumable
 from crosslayer.verbs.train.looks import looks_in, windows_of_each
 from crosslayer.verbs.train.mixture import FixedRows, Mixture, validation_windows, windows_of
-from crosslayer.verbs.train.recipe import Recipe, config_of_recipe, load_recipe
+from crosslayer.verbs.train.recipe import Recipe, load_recipe
 from crosslayer.verbs.train.record import TrainedDomain, TrainedModel, Validation, curve_of, training_seconds
 from crosslayer.verbs.train.result import TrainingRun
 from crosslayer.verbs.train.resuming import step_sequences
@@ -233,8 +233,8 @@ def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrain
 
 
 def _config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> CrossLayerConfig:
-    return config_of_recipe(
-        recipe,
+    return recipe.model.config(
+        recipe.data.length,
         len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,  # type: ignore[arg-type]
         eos_token_id=tokenizer.eos_token_id,  # type: ignore[arg-type]

@@ -1,15 +1,15 @@
 """Rows of a training run: windows of several domains in proportion to their weights, each row a function of its number.
 
-Nothing is drawn as the run goes on and nothing is stored, so the order is the same for any number of processes, and to
-resume is to begin at another number.
+The order of a domain's windows follows from the seed, its name and the epoch, so it is the same for any number of
+processes, and to resume is to begin at another number.
 """
 
-import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -18,9 +18,6 @@ from crosslayer.verbs.train.shards import Shards
 
 IGNORED = -100  # the label of a token that is not predicted
 UNITS = 2**32  # weights are rounded to such parts of their sum
-ROUNDS = 4  # of a Feistel network
-MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd numbers of splitmix64 (Steele et al. 2014)
-WORD = 2**64 - 1
 
 
 class Rows(Protocol):
@@ -63,18 +60,18 @@ class Mixture(Dataset[dict[str, Tensor]]):
         rows: Mapping[str, Rows] | None = None,
     ):
         _check_weights(domains, weights)
-        _check_length(length)
         if items < 1:
             raise ValueError(f"a mixture of {items} rows; it needs at least 1")
         self.domains, self.length, self.seed, self.items = dict(domains), length, seed, items
-        cut = rows or {}
-        self.rows = {
-            name: cut[name] if name in cut else every_window(shards, length, name) for name, shards in domains.items()
-        }
+        self.rows: dict[str, Rows] = dict(rows or {})
+        for name, shards in domains.items():
+            if name not in self.rows:
+                self.rows[name] = FixedRows(shards, range(windows_of(shards, length, name)), length)
         self.windows = {name: len(self.rows[name]) for name in domains}
         total = math.fsum(weights[name] for name in domains)
         self.units = [max(1, round(weights[name] / total * UNITS)) for name in domains]
         self.phase = _key(seed, "phase") % UNITS
+        self.orders: dict[str, tuple[int, np.ndarray]] = {}  # of each domain the newest epoch, and its order
 
     def __len__(self) -> int:
         return self.items
@@ -95,7 +92,9 @@ class Mixture(Dataset[dict[str, Tensor]]):
             raise IndexError(f"row {item} of a mixture of {self.items}")
         name, index = self._domain(item)
         epoch, index = divmod(index, self.windows[name])
-        return name, permuted(index, self.windows[name], _key(self.seed, name, epoch))
+        if name not in self.orders or self.orders[name][0] != epoch:
+            self.orders[name] = epoch, permutation(self.windows[name], _key(self.seed, name, epoch))
+        return name, int(self.orders[name][1][index])
 
     def passes(self) -> dict[str, float]:
         """Return how often all rows together go through each domain; above 1 its text is repeated."""
@@ -133,22 +132,13 @@ class FixedRows(Dataset[dict[str, Tensor]]):
         return row(self.shards, self.numbers[item], self.length)
 
 
-def every_window(shards: Shards, length: int, name: str) -> FixedRows:
-    """Return all windows of a text, in their order; errors as `windows_of`."""
-    return FixedRows(shards, range(windows_of(shards, length, name)), length)
+def validation_windows(shards: Shards, length: int, count: int, name: str | None = None) -> FixedRows:
+    """Return so many windows of `length` tokens, or as many as there are, spread evenly over a text, always the same.
 
-
-def validation_windows(shards: Shards, length: int, count: int) -> FixedRows:
-    """Return so many windows of `length` tokens, spread evenly over a text, always the same.
-
-    Raises:
-        ValueError: there are not so many; the message says how many there are.
-
+    Errors are those of `windows_of`; `name` is the folder's by default.
     """
-    _check_length(length)
-    windows = windows_of(shards, length, shards.folder.name)
-    if not 1 <= count <= windows:
-        raise ValueError(f"{shards.folder.name}: {count} windows of {length} tokens are wanted, and it has {windows}")
+    windows = windows_of(shards, length, name or shards.folder.name)
+    count = min(count, windows)
     return FixedRows(shards, [windows * number // count for number in range(count)], length)
 
 
@@ -156,9 +146,11 @@ def windows_of(shards: Shards, length: int, name: str) -> int:
     """Return how many windows of `length` tokens a text has; what is left at its end belongs to none.
 
     Raises:
-        ValueError: not a single one; the message begins with `name`.
+        ValueError: not a single one, or a window is too short; the message begins with `name`.
 
     """
+    if length < 2:
+        raise ValueError(f"{name}: rows of {length} tokens; they need at least 2, since the first is not predicted")
     if shards.tokens < length:
         raise ValueError(f"{name}: its text has {shards.tokens:,} tokens, less than a window of {length:,}")
     return shards.tokens // length
@@ -182,45 +174,17 @@ def row(shards: Shards, window: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
 
 
-def permuted(index: int, size: int, key: int) -> int:
-    """Return where a pseudorandom order of `size` things, which `key` chooses, has number `index`.
+def permutation(size: int, key: int) -> np.ndarray:
+    """Return a random order of the numbers below `size`, which `key` chooses, in as few bytes as hold them.
 
-    A Feistel network permutes the numbers of an even count of bits; one that falls beyond `size` goes through it again
-    until it falls inside, which keeps it a permutation (Black and Rogaway 2002). On average it goes fewer than 4 times.
+    It is the order of numbers that are drawn raw, whose stream is the same in all versions of numpy.
     """
-    half = max(1, math.ceil((size - 1).bit_length() / 2))
-    while True:
-        index = _feistel(index, half, key)
-        if index < size:
-            return index
+    return np.random.PCG64(key).random_raw(size).argsort(kind="stable").astype(np.min_scalar_type(size))
 
 
-def _feistel(number: int, half: int, key: int) -> int:
-    """Permute the numbers of 2 · `half` bits."""
-    mask = 2**half - 1
-    left, right = number >> half, number & mask
-    for turn in range(1, ROUNDS + 1):
-        left, right = right, left ^ (_mixed(right + key + turn * MIX[0]) & mask)
-    return left << half | right
-
-
-def _mixed(number: int) -> int:
-    """Return 64 bits, each of which depends on all of the number's 64 (the finaliser of splitmix64)."""
-    number &= WORD
-    number = (number ^ number >> 30) * MIX[1] & WORD
-    number = (number ^ number >> 27) * MIX[2] & WORD
-    return number ^ number >> 31
-
-
-@functools.lru_cache(4096)
 def _key(seed: int, name: str, epoch: int = 0) -> int:
     """Return 64 bits of SHA-256, the same on every machine."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}/{name}".encode()).digest()[:8], "little")
-
-
-def _check_length(length: int) -> None:
-    if length < 2:
-        raise ValueError(f"rows of {length} tokens; they need at least 2, since the first is not predicted")
 
 
 def _check_weights(domains: Mapping[str, Shards], weights: Mapping[str, float]) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -32,6 +32,7 @@ class Kept(BaseModel):
     sequences: int = Field(ge=1, description="of a step, over all processes")
     loss: float = Field(description="sum of the losses since the newest that was logged")
     logged: int = Field(ge=0, description="the step of that one")
+    order: Literal["drawn"] = Field(description="of rows; earlier releases computed another")
 
 
 def step_sequences(args: TrainingArguments) -> int:

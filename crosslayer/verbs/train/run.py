@@ -29,13 +29,12 @@ from crosslayer.verbs.train.facts import matrix_flops, trained_model
 from crosslayer.verbs.train.initialise import initialise
 from crosslayer.verbs.train.interrupting import resumable
 from crosslayer.verbs.train.looks import looks_in, windows_of_each
-from crosslayer.verbs.train.mixture import FixedRows, Mixture, validation_windows, windows_of
+from crosslayer.verbs.train.mixture import FixedRows, Mixture, validation_windows
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
 from crosslayer.verbs.train.record import TrainedDomain, TrainedModel, Validation, curve_of, training_seconds
 from crosslayer.verbs.train.result import TrainingRun
 from crosslayer.verbs.train.resuming import step_sequences
 from crosslayer.verbs.train.room import check_room
-from crosslayer.verbs.train.shards import Shards
 from crosslayer.verbs.train.texts import Domain, DomainShards
 from crosslayer.verbs.train.timed import SaveByTime
 from crosslayer.verbs.train.tokenizers import kept_tokenizer
@@ -112,7 +111,8 @@ class _Run:
         weights = {domain.name: domain.weight for domain in recipe.data.domains}
         training = {name: parts.training for name, parts in shards.items()}
         mixture = Mixture(training, weights, recipe.data.length, recipe.seed, steps * sequences)
-        held_out = {name: self._held_out(name, parts.validation) for name, parts in shards.items()}
+        length, count = recipe.data.length, recipe.eval.windows
+        held_out = {name: validation_windows(parts.validation, length, count, name) for name, parts in shards.items()}
         looked_at = windows_of_each(list(held_out.values()), recipe.eval.looks)
         speed = _matrix_flops(arguments)
         with quiet_transformers(), peak_memory(arguments.device) as peak:
@@ -167,11 +167,6 @@ class _Run:
             with torch.device("meta"):
                 self._check_room(CrossLayerForCausalLM(config), arguments)
         return tokenizer, {domain.name: domain.shards(tokenizer, place, self.progress) for domain in domains}
-
-    def _held_out(self, name: str, shards: Shards) -> FixedRows:
-        """Return the validation windows of a domain: those of the recipe, or all where it has fewer."""
-        length = self.recipe.data.length
-        return validation_windows(shards, length, min(self.recipe.eval.windows, windows_of(shards, length, name)))
 
     def _result(
         self, trainer: CrossLayerTrainer, costs: _Costs, mixture: Mixture, held_out: dict[str, FixedRows]

@@ -318,7 +318,9 @@ class CrossLayerTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             self._staging = True
             loss = self.accelerator.reduce(self._tr_loss, "mean").item()  # type: ignore[union-attr]
-            kept = Kept(sequences=step_sequences(self.args), loss=loss, logged=self._globalstep_last_logged)
+            kept = Kept(
+                sequences=step_sequences(self.args), loss=loss, logged=self._globalstep_last_logged, order="drawn"
+            )
             self.state.stateful_callbacks[KEPT] = kept.model_dump()  # type: ignore[call-overload, index]
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()

@@ -109,7 +109,7 @@ def publish(folder: Path, step: int, keep: int | None) -> None:
     if target.exists():
         target.rename(folder / PARTIAL / "replaced")
     staged.rename(target)
-    _sync(folder)
+    sync(folder)
     there = checkpoints(folder)
     past = [path for number, path in there.items() if number <= step]
     later = [path for number, path in there.items() if number > step]
@@ -121,11 +121,11 @@ def _mark(checkpoint: Path) -> None:
     """Write the mark of a checkpoint, after everything else has reached the disk."""
     files = _files(checkpoint)
     for path in files.values():
-        _sync(path)
+        sync(path)
     listed = {name: File(bytes=path.stat().st_size, sha256=_digest(path)) for name, path in files.items()}
     text = Mark(schema="crosslayer/checkpoint/1", files=listed).model_dump_json(by_alias=True, indent=1)
     (checkpoint / MARK).write_text(text, encoding="utf-8")
-    _sync(checkpoint / MARK)
+    sync(checkpoint / MARK)
 
 
 def _files(checkpoint: Path) -> dict[str, Path]:
@@ -139,7 +139,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Have a file, or a folder's list of names, written to the disk; where folders cannot be opened, do without."""
     with contextlib.suppress(PermissionError):
         handle = os.open(path, os.O_RDONLY)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -22,16 +21,16 @@ class Piece(NamedTuple):
     ends: bool
 
 
-def encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[Piece]], list[np.ndarray]]:
+def encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[Piece]], list[list[int]]]:
     """Return what gives the tokens of each piece; special tokens written out in the text stay text."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy, whose settings are ours
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
 
-    def encode(batch: list[Piece]) -> list[np.ndarray]:
+    def encode(batch: list[Piece]) -> list[list[int]]:
         encodings = backend.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        return [encoding.ids for encoding in encodings]
 
     return encode
 

@@ -4,8 +4,8 @@ A folder holds `tokens-00000.bin`, `tokens-00001.bin`, … (unsigned 16- or 32-b
 after the other), `ends.bin` (64-bit: where each document ends) and `index.json` (sizes and the fingerprint). Who opens
 them reads `ends.bin` and the sizes of files, not the tokens: every process of a run does.
 
-While a folder `out` is cut its files lie in `.out.crosslayer-begun`, with `begun.json`: how far they are right. What is
-interrupted goes on from there, with the same bytes.
+While a folder `out` is cut its files lie in `.out.crosslayer-begun`, with `begun.json`: which of them are whole. What is
+interrupted goes on behind these, with the same tokens.
 """
 
 import bisect
@@ -19,7 +19,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,16 +28,17 @@ from transformers import PreTrainedTokenizerFast
 from crosslayer.corpus.files import Reading
 from crosslayer.output.folder import exclusive, filled, write_whole
 from crosslayer.output.progress import Meter, Silent, say
+from crosslayer.verbs.train.checkpoints import sync
 from crosslayer.verbs.train.encode import PART, batches, encoder, frame, pieces
 
 INDEX, ENDS, BEGUN = "index.json", "ends.bin", "begun.json"
 SCHEMA = "crosslayer/shards/2"
-FILE = 2**27  # tokens of a file
-SAVED = 2**24  # tokens between two points that an interrupted cutting goes on from
+FILE = 2**24  # tokens of a file at least; the batch with the last of them goes into it too
 LARGEST = 2**24  # bytes of an index; that of 10¹² tokens needs fewer
 TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 END_TYPE = np.dtype("<i8")
 ANEW = "remove the folder, and the text is cut into tokens anew"
+Count = Annotated[int, Field(gt=0)]
 
 
 class Index(BaseModel):
@@ -48,16 +49,16 @@ class Index(BaseModel):
     fingerprint: str
     dtype: Literal["uint16", "uint32"]
     documents: int = Field(gt=0)
-    files: list[Annotated[int, Field(gt=0)]] = Field(min_length=1)  # tokens of each
+    files: list[Count] = Field(min_length=1)  # tokens of each
 
 
 class Begun(BaseModel):
-    """What `begun.json` holds: how far the files beside it are right, and of what they are."""
+    """What `begun.json` holds: of what the files beside it are, and how far."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     key: str
-    pieces: int = Field(default=0, ge=0)  # of the text, that are cut
-    tokens: int = Field(default=0, ge=0)
+    files: list[Count] = []  # tokens of those that are whole
+    pieces: int = Field(default=0, ge=0)  # of the text, that are in them
     documents: int = Field(default=0, ge=0)  # that have ended
     ended: int = Field(default=0, ge=0)  # tokens, when the last of them had
 
@@ -68,20 +69,23 @@ class Shards:
 
     Args:
         folder: where the files are.
-        tokens: how many there are.
-        documents: how many; each has at least a single token.
         fingerprint: of the text, the tokenizer and the format.
         dtype: "uint16" or "uint32".
+        documents: how many; each has at least a single token.
         files: tokens of each file.
 
     """
 
     folder: Path
-    tokens: int
-    documents: int
     fingerprint: str
     dtype: str
+    documents: int
     files: tuple[int, ...]
+
+    @cached_property
+    def tokens(self) -> int:
+        """How many tokens there are."""
+        return sum(self.files)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return tokens [start, start + count), (count,) int64, wherever files end."""
@@ -117,9 +121,6 @@ class Shards:
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # no maps: they would be copied
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
 
 def fingerprint(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -161,12 +162,15 @@ def tokenise(
     """
     folder = folder.expanduser().resolve()
     if not _is_there(folder, fingerprint):  # what is there may lie where nothing can be written, not even a lock
+        reading = reading or Reading()
+        known = reading.total > 0
+        title = f"cutting {folder.name} into tokens"
         try:
             with exclusive(folder, wait=True):
                 if not _is_there(folder, fingerprint):
-                    with _begun(folder) as begun:
-                        steps = _write(documents, tokenizer, begun, fingerprint, parts)
-                        _show(steps, f"cutting {folder.name} into tokens", meter, reading or Reading())
+                    with _begun(folder) as begun, meter(f"{title} (%)" if known else title, 100 * known) as bar:
+                        for done in _write(documents, tokenizer, begun, fingerprint, parts):
+                            bar.step(min(100, 100 * reading.done // reading.total) if known else done, 100 * known)
         except OSError as error:
             raise ValueError(f"the folder {str(folder)!r} cannot be written: {error.strerror or error}") from error
     return open_shards(folder)
@@ -180,29 +184,21 @@ def open_shards(folder: Path) -> Shards:
 
     """
     index = _read_index(folder)
-    dtype = TYPES[index.dtype]
-    for number, tokens in enumerate(index.files):
-        _check(folder / _file_name(number), tokens * dtype.itemsize)
-    _check(folder / ENDS, index.documents * END_TYPE.itemsize)
-    files = tuple(index.files)
-    shards = Shards(folder, sum(files), index.documents, index.fingerprint, index.dtype, files)
-    lengths = np.diff(shards._ends, prepend=0)
-    if lengths.min() < 1 or shards._ends[-1] != shards.tokens:
+    sizes = {_file_name(number): tokens * TYPES[index.dtype].itemsize for number, tokens in enumerate(index.files)}
+    for name, size in {**sizes, ENDS: index.documents * END_TYPE.itemsize}.items():
+        if not (folder / name).is_file():
+            raise ValueError(f"{name} of {folder.name!r} is missing; {ANEW}")
+        there = (folder / name).stat().st_size
+        if there != size:
+            raise ValueError(f"{name} of {folder.name!r} has {there:,} bytes, not {size:,}; {ANEW}")
+    shards = Shards(folder, index.fingerprint, index.dtype, index.documents, tuple(index.files))
+    if np.diff(shards._ends, prepend=0).min() < 1 or shards._ends[-1] != shards.tokens:
         raise ValueError(f"{ENDS} of {folder.name!r} does not fit the tokens; {ANEW}")
     return shards
 
 
 def _is_there(folder: Path, fingerprint: str) -> bool:
     return folder.exists() and _read_index(folder).fingerprint == fingerprint
-
-
-def _check(path: Path, size: int) -> None:
-    """Refuse a file of another size."""
-    place = f"{path.name} of {path.parent.name!r}"
-    if not path.is_file():
-        raise ValueError(f"{place} is missing; {ANEW}")
-    if path.stat().st_size != size:
-        raise ValueError(f"{place} has {path.stat().st_size:,} bytes, not {size:,}; {ANEW}")
 
 
 def _read_index(folder: Path) -> Index:
@@ -238,121 +234,62 @@ def _begun(folder: Path) -> Iterator[Path]:
             shutil.rmtree(begun, ignore_errors=True)
 
 
-def _show(steps: Generator[int], title: str, meter: Meter, reading: Reading) -> None:
-    """Take all steps, each the number of documents that are done; show that, or how much of their files is read."""
-    known = reading.total > 0
-    with contextlib.closing(steps), meter(f"{title} (%)" if known else title, 100 * known) as bar:
-        for done in steps:
-            bar.step(min(100, 100 * reading.done // reading.total) if known else done, 100 * known)
-
-
 def _write(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, folder: Path, fingerprint: str, parts: int
 ) -> Generator[int]:
     """Write all files of a folder, or those that are not there yet; yield from time to time how many documents are."""
     dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
-    first, last = (np.array(ids, dtype=np.int64) for ids in frame(tokenizer))
+    first, last = frame(tokenizer)
     encode = encoder(tokenizer)
-    with contextlib.closing(_Writer(folder, TYPES[dtype], f"{fingerprint}/{FILE}/{PART}")) as writer:
-        if writer.at.tokens:
-            say(f"going on from {writer.at.tokens:,} tokens, which an interrupted run has cut")
-        for batch in batches(itertools.islice(pieces(documents, parts), writer.at.pieces, None)):
-            for piece, ids in zip(batch, encode(batch), strict=True):
-                writer.add(np.concatenate([*[first] * piece.opens, ids, *[last] * piece.closes]))
-                if piece.ends:
-                    ended = writer.end()
-                    assert ended or parts == 1, "a document has no tokens"
-            writer.at.pieces += len(batch)
-            writer.save()
-            yield writer.at.documents
-        yield writer.at.documents  # now the text is at its end
-    if not writer.at.tokens:
+    at = _saved(folder, f"{fingerprint}/{FILE}/{PART}", TYPES[dtype].itemsize)
+    before, tokens = sum(at.files), sum(at.files)  # those of whole files, and all
+    if tokens:
+        say(f"going on from {tokens:,} tokens, which an interrupted run has cut")
+    for batch in batches(itertools.islice(pieces(documents, parts), at.pieces, None)):
+        ends = [at.ended]
+        with (folder / _file_name(len(at.files))).open("ab") as file:
+            for piece, inner in zip(batch, encode(batch), strict=True):
+                ids = np.array([*first * piece.opens, *inner, *last * piece.closes], TYPES[dtype])
+                file.write(ids.tobytes())
+                tokens += len(ids)
+                if piece.ends and tokens > ends[-1]:
+                    ends.append(tokens)
+                elif piece.ends:
+                    assert parts == 1, "a document has no tokens"
+        with (folder / ENDS).open("ab") as file:
+            file.write(np.array(ends[1:], END_TYPE).tobytes())
+        at.pieces, at.documents, at.ended = at.pieces + len(batch), at.documents + len(ends) - 1, ends[-1]
+        if tokens - before >= FILE:
+            sync(folder / _file_name(len(at.files)))
+            sync(folder / ENDS)
+            at.files.append(tokens - before)
+            write_whole(folder / BEGUN, at.model_dump_json())
+            before = tokens
+        yield at.documents
+    if not tokens:
         raise ValueError("there is no text to cut into tokens")
-    whole, rest = divmod(writer.at.tokens, FILE)
-    index = Index(
-        schema=SCHEMA,
-        fingerprint=fingerprint,
-        dtype=dtype,
-        documents=writer.at.documents,
-        files=[FILE] * whole + [rest] * (rest > 0),
-    )
+    if tokens > before:
+        at.files.append(tokens - before)
+    for name in (_file_name(len(at.files) - 1), ENDS):
+        sync(folder / name)
+    index = Index(schema=SCHEMA, fingerprint=fingerprint, dtype=dtype, documents=at.documents, files=at.files)
     (folder / INDEX).write_text(index.model_dump_json(by_alias=True, indent=1), encoding="utf-8")
+    yield at.documents
 
 
-class _Writer:
-    """Writes tokens into files of `FILE` tokens, and where documents end; begins where it was saved last, if ever."""
-
-    def __init__(self, folder: Path, dtype: np.dtype, key: str):
-        self.folder, self.dtype = folder, dtype
-        self.at = _saved(folder, dtype, key)
-        self.saved = self.at.tokens
-        self.file: IO[bytes] | None = None
-        self.ends = _opened(folder / ENDS, self.at.documents * END_TYPE.itemsize)
-
-    def add(self, ids: np.ndarray) -> None:
-        """Append tokens."""
-        while len(ids):
-            number, inside = divmod(self.at.tokens, FILE)
-            if self.file is None:
-                self.file = _opened(self.folder / _file_name(number), inside * self.dtype.itemsize)
-            part = ids[: FILE - inside]
-            self.file.write(part.astype(self.dtype).tobytes())
-            self.at.tokens += len(part)
-            ids = ids[len(part) :]
-            if self.at.tokens % FILE == 0:
-                self._close_file()
-
-    def end(self) -> bool:
-        """End a document here; return whether it is one: it has tokens."""
-        if self.at.tokens == self.at.ended:
-            return False
-        self.ends.write(np.array([self.at.tokens], dtype=END_TYPE).tobytes())
-        self.at.ended = self.at.tokens
-        self.at.documents += 1
-        return True
-
-    def save(self) -> None:
-        """Make the present point one to go on from, if the last is `SAVED` tokens away."""
-        if self.at.tokens - self.saved >= SAVED:
-            for file in filter(None, (self.file, self.ends)):
-                _settle(file)
-            write_whole(self.folder / BEGUN, self.at.model_dump_json())
-            self.saved = self.at.tokens
-
-    def close(self) -> None:
-        """Complete the files that are being written."""
-        self._close_file()
-        self.ends.close()
-
-    def _close_file(self) -> None:
-        if self.file is not None:
-            _settle(self.file)
-            self.file.close()
-            self.file = None
-
-
-def _saved(folder: Path, dtype: np.dtype, key: str) -> Begun:
-    """Return how far the files of a folder are right; of what was begun otherwise, or is damaged, nothing is."""
+def _saved(folder: Path, key: str, size: int) -> Begun:
+    """Return how far the files of a folder are right, and remove what is not; `size` is the bytes of a token."""
     try:
         at = Begun.model_validate_json((folder / BEGUN).read_bytes())
-        tokens = sum((folder / _file_name(number)).stat().st_size for number in range(-(-at.tokens // FILE)))
-        ends = (folder / ENDS).stat().st_size
-        if at.key == key and tokens >= at.tokens * dtype.itemsize and ends >= at.documents * END_TYPE.itemsize:
+        whole = {_file_name(number): tokens * size for number, tokens in enumerate(at.files)}
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.bin")}
+        ends = at.documents * END_TYPE.itemsize
+        if at.key == key and whole.items() <= sizes.items() and sizes[ENDS] >= ends:
+            (folder / _file_name(len(at.files))).unlink(missing_ok=True)
+            os.truncate(folder / ENDS, ends)
             return at
-    except (FileNotFoundError, ValidationError):
+    except (FileNotFoundError, KeyError, ValidationError):
         pass
     shutil.rmtree(folder)
     folder.mkdir()
     return Begun(key=key)
-
-
-def _opened(path: Path, size: int) -> IO[bytes]:
-    """Open a file to write behind its first `size` bytes; what is there beyond them goes."""
-    file = path.open("ab")
-    file.truncate(size)
-    return file
-
-
-def _settle(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

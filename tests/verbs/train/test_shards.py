@@ -59,7 +59,7 @@ def test_files_end_anywhere_and_reading_does_not_see_it(tmp_path, monkeypatch):
     monkeypatch.setattr(encode, "BATCH", 5)
     monkeypatch.setattr(encode, "PART", 3)
     split = write(tmp_path / "split")
-    assert len(split.files) == -(-split.tokens // 7) and set(split.files[:-1]) == {7}
+    assert len(split.files) > 5 and min(split.files[:-1]) >= 7
     ids, starts = whole.read(0, whole.tokens), whole.starts(0, whole.tokens)
     for start, count in [(0, 1), (6, 2), (7, 7), (3, 40), (split.tokens - 1, 1), (0, split.tokens)]:
         assert split.read(start, count).tolist() == ids[start : start + count].tolist()
@@ -190,10 +190,10 @@ def test_what_is_no_text_leaves_no_folder(tmp_path, documents, message):
 
 
 def test_a_full_disk_is_a_line_and_leaves_no_folder(tmp_path, monkeypatch):
-    def full(self, ids):
+    def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module._Writer, "add", full)
+    monkeypatch.setattr(module, "sync", full)
     with pytest.raises(ValueError, match="/s' cannot be written: No space left on device"):
         write(tmp_path / "s")
     assert not list(tmp_path.iterdir())
@@ -210,9 +210,8 @@ def interrupted(documents, after):
 
 @pytest.fixture
 def small_files(monkeypatch):
-    """Files, parts and batches of a few tokens, and a way back every ten; gives the texts that are encoded."""
-    monkeypatch.setattr(module, "FILE", 16)
-    monkeypatch.setattr(module, "SAVED", 10)
+    """Files, parts and batches of a few tokens; gives the texts that are encoded."""
+    monkeypatch.setattr(module, "FILE", 10)
     monkeypatch.setattr(encode, "BATCH", 20)
     monkeypatch.setattr(encode, "PART", 10)
     encoded, encoder = [], module.encoder

@@ -7,9 +7,8 @@ The folder holds `recipe.yaml` (with every default), `log.jsonl` and checkpoints
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
@@ -24,24 +23,24 @@ from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.bench.memory import peak_memory
 from crosslayer.verbs.train.arguments import training_arguments
 from crosslayer.verbs.train.attention import check_attention, set_attention
+from crosslayer.verbs.train.callbacks import SaveByTime
 from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.facts import matrix_flops, trained_model
 from crosslayer.verbs.train.initialise import initialise
 from crosslayer.verbs.train.interrupting import resumable
 from crosslayer.verbs.train.looks import looks_in, windows_of_each
-from crosslayer.verbs.train.mixture import FixedRows, Mixture, validation_windows
+from crosslayer.verbs.train.mixture import Mixture, validation_windows
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
-from crosslayer.verbs.train.record import TrainedDomain, TrainedModel, Validation, curve_of, training_seconds
+from crosslayer.verbs.train.record import TrainedDomain, Validation, curve_of, training_seconds
 from crosslayer.verbs.train.result import TrainingRun
 from crosslayer.verbs.train.resuming import step_sequences
 from crosslayer.verbs.train.room import check_room
 from crosslayer.verbs.train.texts import Domain, DomainShards
-from crosslayer.verbs.train.timed import SaveByTime
 from crosslayer.verbs.train.tokenizers import kept_tokenizer
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 RECIPE = "recipe.yaml"
-BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}  # and Trainer's defaults
 
 
 def train(
@@ -83,134 +82,113 @@ def train(
     with held(target) if is_first() else contextlib.nullcontext():
         _prepare(target, recipe, resume)
         with resumable(target):
-            return _Run(recipe, target, progress).train(resume)
+            return _train(recipe, target, resume, progress)
 
 
-class _Costs(NamedTuple):
-    model: TrainedModel
-    peak_bytes: int | None
-    matrix_flops: float
+def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> TrainingRun:
+    length = recipe.data.length
+    on_gpu = torch.accelerator.is_available() and not recipe.train.get("use_cpu", False)
+    check_attention(recipe.model.attention, torch.device("cuda" if on_gpu else "cpu"))
+    size, accumulated = (recipe.train.get(key, default) for key, default in BATCH.items())
+    sequences = size * accumulated * int(os.environ.get("WORLD_SIZE", "1"))  # of a step, over all processes
+    steps = recipe.schedule.total_steps(sequences * length)
+    schedule = recipe.schedule.course(steps, min(recipe.eval.every, steps))
+    arguments = training_arguments(folder, recipe.seed, schedule, recipe.train)
+    assert step_sequences(arguments) == sequences
+    tokenizer, shards = _texts(recipe, arguments, progress)
+    weights = {domain.name: domain.weight for domain in recipe.data.domains}
+    training = {name: parts.training for name, parts in shards.items()}
+    mixture = Mixture(training, weights, length, recipe.seed, steps * sequences)
+    count = recipe.eval.windows
+    held_out = {name: validation_windows(parts.validation, length, count, name) for name, parts in shards.items()}
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
+    speed = matrix_flops(arguments.device, dtype) * arguments.world_size
+    with quiet_transformers(), peak_memory(arguments.device) as peak:
+        model = _first_model(recipe, tokenizer)
+        check_room(model, model.config, arguments, length, recipe.optimizer.name == "muon")
+        facts = trained_model(model, length)
+        set_attention(model, recipe.model.attention, arguments)
+        trainer = CrossLayerTrainer(
+            model,
+            arguments,
+            mixture,
+            held_out,
+            tokenizer,
+            progress,
+            recipe.eval.depth_norms,
+            windows_of_each(list(held_out.values()), recipe.eval.looks),
+            recipe.optimizer,
+        )
+        if recipe.save_minutes:
+            trainer.add_callback(SaveByTime(recipe.save_minutes))
+        trainer.train(resume_from_checkpoint=resume)
+        if steps % (schedule.evaluate or steps) or not trainer.window_losses:
+            trainer.evaluate()  # the last step is no multiple of eval.every, or the run had ended before
+        trainer.save_model(str(folder / "model"))
+    result = _result(recipe, trainer, mixture, model=facts, peak_bytes=peak.bytes, matrix_flops=speed)
+    if trainer.is_world_process_zero():
+        result.save_within(folder)
+    return result
 
 
-@dataclass
-class _Run:
-    recipe: Recipe
-    folder: Path
-    progress: Meter
+def _texts(
+    recipe: Recipe, arguments: TrainingArguments, progress: Meter
+) -> tuple[PreTrainedTokenizerFast, dict[str, DomainShards]]:
+    """Return the tokenizer, and the tokens of every domain, out of the cache where they are there.
 
-    def train(self, resume: bool) -> TrainingRun:
-        recipe = self.recipe
-        on_gpu = torch.accelerator.is_available() and not recipe.train.get("use_cpu", False)
-        check_attention(recipe.model.attention, torch.device("cuda" if on_gpu else "cpu"))
-        sequences = _sequences(recipe.train)
-        steps = recipe.schedule.total_steps(sequences * recipe.data.length)
-        schedule = recipe.schedule.course(steps, min(recipe.eval.every, steps))
-        arguments = training_arguments(self.folder, recipe.seed, schedule, recipe.train)
-        assert step_sequences(arguments) == sequences
-        tokenizer, shards = self._texts(arguments)
-        weights = {domain.name: domain.weight for domain in recipe.data.domains}
-        training = {name: parts.training for name, parts in shards.items()}
-        mixture = Mixture(training, weights, recipe.data.length, recipe.seed, steps * sequences)
-        length, count = recipe.data.length, recipe.eval.windows
-        held_out = {name: validation_windows(parts.validation, length, count, name) for name, parts in shards.items()}
-        looked_at = windows_of_each(list(held_out.values()), recipe.eval.looks)
-        speed = _matrix_flops(arguments)
-        with quiet_transformers(), peak_memory(arguments.device) as peak:
-            model = _first_model(recipe, tokenizer)
-            self._check_room(model, arguments)
-            facts = trained_model(model, recipe.data.length)
-            set_attention(model, recipe.model.attention, arguments)
-            trainer = CrossLayerTrainer(
-                model,
-                arguments,
-                mixture,
-                held_out,
-                tokenizer,
-                self.progress,
-                recipe.eval.depth_norms,
-                looked_at,
-                recipe.optimizer,
-            )
-            if recipe.save_minutes:
-                trainer.add_callback(SaveByTime(recipe.save_minutes))
-            trainer.train(resume_from_checkpoint=resume)
-            if not _evaluated(trainer.state.log_history, steps) or not trainer.window_losses:
-                trainer.evaluate()  # the last step is no multiple of eval.every, or the run had ended before
-            trainer.save_model(str(self.folder / "model"))
-        result = self._result(trainer, _Costs(facts, peak.bytes, speed), mixture, held_out)
-        if trainer.is_world_process_zero():
-            result.save_within(self.folder)
-        return result
+    In between, once its vocabulary is known, a new model that cannot fit is refused.
+    """
+    domains = [Domain(part.name, part.training_source(), part.validation_source()) for part in recipe.data.domains]
 
-    def _check_room(self, model: PreTrainedModel, arguments: TrainingArguments) -> None:
-        muon = self.recipe.optimizer.name == "muon"
-        check_room(model, model.config, arguments, self.recipe.data.length, muon)
+    def documents() -> Iterator[str]:
+        for domain in domains:
+            yield from domain.training()
 
-    def _texts(self, arguments: TrainingArguments) -> tuple[PreTrainedTokenizerFast, dict[str, DomainShards]]:
-        """Return the tokenizer, and the tokens of every domain, out of the cache where they are there.
+    place = cache_folder() / "tokens"
+    with progress("reading the tokenizer", 0):
+        digest = "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
+        tokenizer = kept_tokenizer(recipe.tokenizer, documents, place, digest)
+    if recipe.model.start is None:
+        config = _config(recipe, tokenizer)
+        with torch.device("meta"):
+            model = CrossLayerForCausalLM(config)
+        check_room(model, config, arguments, recipe.data.length, recipe.optimizer.name == "muon")
+    return tokenizer, {domain.name: domain.shards(tokenizer, place, progress) for domain in domains}
 
-        In between, once its vocabulary is known, a new model that cannot fit is refused.
-        """
-        parts = self.recipe.data.domains
-        domains = [Domain(part.name, part.training_source(), part.validation_source()) for part in parts]
 
-        def documents() -> Iterator[str]:
-            for domain in domains:
-                yield from domain.training()
-
-        place = cache_folder() / "tokens"
-        with self.progress("reading the tokenizer", 0):
-            digest = "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
-            tokenizer = kept_tokenizer(self.recipe.tokenizer, documents, place, digest)
-        if self.recipe.model.start is None:
-            config = _config(self.recipe, tokenizer)
-            with torch.device("meta"):
-                self._check_room(CrossLayerForCausalLM(config), arguments)
-        return tokenizer, {domain.name: domain.shards(tokenizer, place, self.progress) for domain in domains}
-
-    def _result(
-        self, trainer: CrossLayerTrainer, costs: _Costs, mixture: Mixture, held_out: dict[str, FixedRows]
-    ) -> TrainingRun:
-        history = trainer.state.log_history
-        names = list(held_out)
-        total = sum(mixture.units)
-        passes = mixture.passes()
-        domains = [
+def _result(recipe: Recipe, trainer: CrossLayerTrainer, mixture: Mixture, **costs: Any) -> TrainingRun:
+    history: list[dict[str, Any]] = trainer.state.log_history
+    passes, windows = mixture.passes(), {name: trainer.window_losses[f"eval_{name}_loss"] for name in mixture.domains}
+    validation: dict[int, dict[str, float]] = {}  # step → loss of every domain
+    for entry in history:
+        for name in mixture.domains:
+            if f"eval_{name}_loss" in entry:
+                validation.setdefault(entry["step"], {})[name] = entry[f"eval_{name}_loss"]
+    return TrainingRun(
+        name=recipe.name,
+        seed=recipe.seed,
+        recipe=recipe.model_dump(mode="json"),
+        domains=tuple(
             TrainedDomain(
                 name=name,
-                share=units / total,
-                tokens=mixture.domains[name].tokens,
-                documents=mixture.domains[name].documents,
-                validation_tokens=len(held_out[name]) * mixture.length,
+                share=units / sum(mixture.units),
+                tokens=shards.tokens,
+                documents=shards.documents,
+                validation_tokens=len(windows[name]) * mixture.length,
                 passes=passes[name],
-                fingerprint=mixture.domains[name].fingerprint,
+                fingerprint=shards.fingerprint,
             )
-            for name, units in zip(names, mixture.units, strict=True)
-        ]
-        return TrainingRun(  # pyright: ignore[reportCallIssue]
-            name=self.recipe.name,
-            seed=self.recipe.seed,
-            recipe=self.recipe.model_dump(mode="json"),
-            model=costs.model,
-            domains=tuple(domains),
-            curve=curve_of(history),
-            validation=tuple(
-                Validation(step=step, losses=entry) for step, entry in _validation_losses(history, names).items()
-            ),
-            windows={name: trainer.window_losses[f"eval_{name}_loss"].tolist() for name in names},
-            looks=looks_in(history),
-            steps=trainer.state.max_steps,
-            tokens=trainer.state.num_input_tokens_seen,
-            seconds=training_seconds(history),
-            peak_bytes=costs.peak_bytes,
-            matrix_flops=costs.matrix_flops,
-        )
-
-
-def _matrix_flops(arguments: TrainingArguments) -> float:
-    """Return how fast all processes together multiply matrices in the run's dtype."""
-    dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
-    return matrix_flops(arguments.device, dtype) * arguments.world_size
+            for (name, shards), units in zip(mixture.domains.items(), mixture.units, strict=True)
+        ),
+        curve=curve_of(history),
+        validation=tuple(Validation(step=step, losses=losses) for step, losses in validation.items()),
+        windows={name: losses.tolist() for name, losses in windows.items()},
+        looks=looks_in(history),
+        steps=trainer.state.max_steps,
+        tokens=trainer.state.num_input_tokens_seen,
+        seconds=training_seconds(history),
+        **costs,
+    )
 
 
 def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -237,26 +215,6 @@ def _config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> CrossLayerCon
     )
 
 
-def _sequences(train: dict[str, Any]) -> int:
-    """Return how many sequences a step reads, over all processes and the batches that it accumulates."""
-    batch, batches = train.get("per_device_train_batch_size", 8), train.get("gradient_accumulation_steps", 1)
-    return batch * batches * int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _validation_losses(history: list[dict[str, Any]], names: Sequence[str]) -> dict[int, dict[str, float]]:
-    """Return the losses of every domain by the step after which they were measured."""
-    losses: dict[int, dict[str, float]] = {}
-    for entry in history:
-        for name in names:
-            if f"eval_{name}_loss" in entry:
-                losses.setdefault(entry["step"], {})[name] = entry[f"eval_{name}_loss"]
-    return losses
-
-
-def _evaluated(history: list[dict[str, Any]], step: int) -> bool:
-    return any(entry["step"] == step and any(key.startswith("eval_") for key in entry) for entry in history)
-
-
 def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
     """Take a new folder, or one of the same recipe.
 
@@ -266,7 +224,6 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
     """
     if not is_first():  # the first process may have written into it already
         return
-    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     written = folder / RECIPE
     if folder.exists() and any(folder.iterdir()):
         if not resume:
@@ -277,7 +234,7 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
             )
     folder.mkdir(parents=True, exist_ok=True)
     if not checkpoints(folder):  # else the file says how they were trained
-        write_whole(written, text)
+        write_whole(written, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
 def _is_of(written: Path, recipe: Recipe) -> bool:

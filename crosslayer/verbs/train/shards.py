@@ -4,7 +4,7 @@ A folder holds `tokens-00000.bin`, `tokens-00001.bin`, … (unsigned 16- or 32-b
 after the other), `ends.bin` (64-bit: where each document ends) and `index.json` (sizes and the fingerprint). Who opens
 them reads `ends.bin` and the sizes of files, not the tokens: every process of a run does.
 
-While a folder `out` is cut its files lie in `.out.crosslayer-begun`, with `begun.json`: which of them are whole. What is
+While a folder `out` is cut its files lie in `.out.crosslayer-begun`, with `begun.json`: which are whole. What is
 interrupted goes on behind these, with the same tokens.
 """
 

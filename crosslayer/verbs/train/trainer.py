@@ -36,9 +36,9 @@ from crosslayer._start import EndedTooSoon
 from crosslayer.output.folder import disk_fault, set_modes
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.train.attention import document_borders
+from crosslayer.verbs.train.callbacks import Log
 from crosslayer.verbs.train.checkpoints import PARTIAL, damage, last_good, publish, stage
 from crosslayer.verbs.train.interrupting import Interruption
-from crosslayer.verbs.train.log import JsonLog, Shown
 from crosslayer.verbs.train.looks import as_number, layer_norms, look
 from crosslayer.verbs.train.optimizers import mixing_parameters, optimizer_of
 from crosslayer.verbs.train.recipe_parts import OptimizerPart
@@ -46,11 +46,6 @@ from crosslayer.verbs.train.resuming import KEPT, Kept, Resumed, step_sequences
 from crosslayer.verbs.train.room import without_logits
 
 PICKLED = "training_args.bin"  # which Trainer adds to a model
-UNSUPPORTED = {
-    "load_best_model_at_end": "the last checkpoint is the model",
-    "push_to_hub": "upload the finished folder",
-    "auto_find_batch_size": "another batch size would be another run",
-}
 
 
 class TrainingStopped(EndedTooSoon):
@@ -109,21 +104,17 @@ class CrossLayerTrainer(Trainer):
             ValueError: the arguments ask for what this trainer does not do, or for more items than there are.
 
         """
-        for name, reason in UNSUPPORTED.items():
-            if vars(args)[name]:
-                raise ValueError(f"train.{name} cannot be used here: {reason}")
         needed = args.max_steps * step_sequences(args)
         items = len(train_dataset)  # type: ignore[arg-type]
         if items < needed:
             raise ValueError(f"the training data have {items:,} items, and {args.max_steps:,} steps read {needed:,}")
         self.window_losses: dict[str, np.ndarray] = {}
-        self._staging, self._micro_batch = False, 0
+        self.interruption, self._log = Interruption(), Log(meter)
         self._resumed: Resumed | None = None
-        self.interruption = Interruption()
+        self._staging, self._micro_batch = False, 0
         self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then
         self._paused = 0.0  # seconds since then that were no training
-        self._shown, self._wants_norms, self._norms = Shown(meter), depth_norms, {}
-        self._looked_at, self._optimizer = looked_at, optimizer
+        self._looked_at, self._optimizer, self._wants_norms, self._norms = looked_at, optimizer, depth_norms, {}
         use_cache = model.config.use_cache
         super().__init__(
             model,
@@ -133,7 +124,7 @@ class CrossLayerTrainer(Trainer):
             eval_dataset if not isinstance(eval_dataset, Mapping) else dict(eval_dataset),
             tokenizer,
             compute_metrics=_over_tokens,
-            callbacks=[JsonLog(), self._shown, self.interruption],
+            callbacks=[self._log, self.interruption],
         )
         model.config.use_cache = use_cache  # the inputs turn the cache off, so the model needs no such setting
         if args.fsdp and not self.is_fsdp_enabled:
@@ -172,16 +163,15 @@ class CrossLayerTrainer(Trainer):
         try:
             with self.interruption.heeded(self.args):
                 return super().train(None if checkpoint is None else str(checkpoint))
-        except (TrainingStopped, MemoryError, torch.OutOfMemoryError):
-            raise
         except ImportError as error:
             raise ValueError(f"train: {' '.join(str(error).split())}") from error
         except Exception as error:  # a broken checkpoint makes many kinds, up to the first step of the optimizer
-            if self._resumed is None or self.state.global_step > self._resumed.step:
+            ours = isinstance(error, TrainingStopped | MemoryError | torch.OutOfMemoryError)
+            if ours or self._resumed is None or self.state.global_step > self._resumed.step:
                 raise
             raise self._resumed.explain(error) from error
         finally:
-            self._shown.close()
+            self._log.close()
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return what weight decay acts on: maps and embeddings.

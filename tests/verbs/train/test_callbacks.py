@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from crosslayer.verbs.train import timed
+from crosslayer.verbs.train import callbacks
+from crosslayer.verbs.train.callbacks import SaveByTime
 from crosslayer.verbs.train.checkpoints import checkpoints
-from crosslayer.verbs.train.timed import SaveByTime
 from tests.helpers.training import trainer_of
 
 
@@ -18,7 +18,7 @@ def test_a_checkpoint_is_saved_when_its_time_has_come(tmp_path, monkeypatch):
 
     trainer = trainer_of(tmp_path, save_steps=100, save_total_limit=9)
     trainer.add_callback(SaveByTime(6))
-    monkeypatch.setattr(timed, "time", SimpleNamespace(monotonic=later))
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=later))
     trainer.train()
     assert list(checkpoints(tmp_path)) == [3, 6, 8]  # the last is the run's end
 
@@ -27,6 +27,6 @@ def test_one_by_steps_starts_the_clock_again(tmp_path, monkeypatch):
     now = iter(range(0, 10**6, 120))
     trainer = trainer_of(tmp_path, save_steps=2, save_total_limit=9)
     trainer.add_callback(SaveByTime(6))
-    monkeypatch.setattr(timed, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: next(now)))
     trainer.train()
     assert list(checkpoints(tmp_path)) == [2, 4, 6, 8]

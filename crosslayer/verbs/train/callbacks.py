@@ -1,0 +1,92 @@
+"""What a training run tells while it runs, a line of JSON for each measurement, and its checkpoints by the clock."""
+
+import contextlib
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from crosslayer.output.folder import write_whole
+from crosslayer.output.progress import Meter, Steps
+
+LOG = "log.jsonl"
+
+
+class Log(TrainerCallback):
+    """Writes what Trainer logs into `log.jsonl`, an object a line with its `step`, and shows progress.
+
+    A run that is resumed takes back the lines after its checkpoint. Numbers that are not finite are null. Only the
+    first process writes and shows.
+    """
+
+    def __init__(self, meter: Meter):
+        self.meter, self.stack = meter, contextlib.ExitStack()
+        self.steps: Steps | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write the lines up to the checkpoint; a new run begins with none."""
+        if state.is_world_process_zero:
+            path = Path(str(args.output_dir)) / LOG
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, "".join(map(_line, state.log_history)))
+            self.steps = self.stack.enter_context(self.meter("training", state.max_steps))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Have the last step logged, and show the others, if nothing of them is logged."""
+        control.should_log |= state.global_step == state.max_steps
+        if self.steps is not None and not control.should_log:
+            self.steps.step(state.global_step, state.max_steps)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Append the newest line, and show what was measured."""
+        if state.is_world_process_zero:
+            newest = state.log_history[-1]
+            with (Path(str(args.output_dir)) / LOG).open("a", encoding="utf-8") as file:
+                file.write(_line(newest))
+            if self.steps is not None and "loss" in newest:
+                words = f"loss {newest['loss']:.4f}, {newest['tokens_per_second']:,.0f} tokens/s"
+                self.steps.step(state.global_step, state.max_steps, words)
+
+    def close(self) -> None:
+        """End the progress, however the training ended."""
+        self.stack.close()
+        self.steps = None
+
+
+class SaveByTime(TrainerCallback):
+    """Has a checkpoint saved after the step that ends so many minutes after the last one; the first process decides.
+
+    So what a run that is cut off loses is bounded in minutes.
+    """
+
+    def __init__(self, minutes: float):
+        self.seconds, self.since = 60 * minutes, 0.0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Start the clock."""
+        self.since = time.monotonic()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Have a checkpoint saved if it is due."""
+        due = time.monotonic() - self.since >= self.seconds
+        if args.world_size > 1:
+            told = torch.tensor([due], device=args.device)
+            dist.broadcast(told, 0)
+            due = bool(told.item())
+        control.should_save |= due
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Start the clock again."""
+        self.since = time.monotonic()
+
+
+def _line(values: dict[str, Any]) -> str:
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"

@@ -1,8 +1,10 @@
-"""Small training runs: random ids, a tiny decoder, a trainer."""
+"""Small training runs: random ids, a tiny decoder, a trainer, a recipe."""
 
 import copy
+import gc
 
 import torch
+import yaml
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
@@ -15,6 +17,29 @@ from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 LENGTH = 12
 STEPS = 8
+RECIPE = {
+    "model": {"size": "tiny", "shape": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}},
+    "data": {"length": 32, "domains": [{"name": "books", "weight": 3}, {"name": "code"}]},
+    "schedule": {"steps": 6, "warmup": 2},
+    "train": {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "save_steps": 2,
+        "use_cpu": True,
+    },
+    "eval": {"every": 4, "windows": 3},
+}
+
+gc.freeze()  # Trainer collects garbage before every run; that takes half a second as long as it looks at all imports
+
+
+def recipe_in(folder, **parts):
+    """Save `RECIPE` with other parts, and return its file."""
+    path = folder / "little.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, **parts}))
+    return path
 
 
 class Random(Dataset):

@@ -54,12 +54,18 @@ class Schedule:
     cosine: bool = True
 
     def arguments(self) -> dict[str, Any]:
-        """Return transformers' name of the course, and its settings."""
-        if self.cosine:
-            settings = {"min_lr_rate": self.minimum}
-            return {"lr_scheduler_type": "cosine_warmup_with_min_lr", "lr_scheduler_kwargs": settings}
-        settings = {"num_decay_steps": self.decay, "decay_type": "linear", "min_lr_ratio": self.minimum or LEAST}
-        return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": settings}
+        """Return what transformers calls it."""
+        kind, settings = "cosine_warmup_with_min_lr", {"min_lr_rate": self.minimum}
+        if not self.cosine:
+            kind = "warmup_stable_decay"
+            settings = {"num_decay_steps": self.decay, "decay_type": "linear", "min_lr_ratio": self.minimum or LEAST}
+        return {
+            "max_steps": self.steps,
+            "warmup_steps": self.warmup,
+            "lr_scheduler_type": kind,
+            "lr_scheduler_kwargs": settings,
+            "eval_steps": self.evaluate or self.steps,
+        }
 
 
 def has_bfloat16() -> bool:
@@ -87,11 +93,8 @@ def training_arguments(
         "output_dir": str(folder),
         "seed": seed,
         "data_seed": seed,
-        "max_steps": schedule.steps,
-        "warmup_steps": schedule.warmup,
         **schedule.arguments(),
         "eval_strategy": "steps",
-        "eval_steps": schedule.evaluate or schedule.steps,
         "train_sampling_strategy": "sequential",  # the data have an order of their own
         "remove_unused_columns": False,
         "logging_nan_inf_filter": False,  # such a loss ends the run
@@ -127,17 +130,18 @@ def training_arguments(
 
 def _check_choices(chosen: Mapping[str, Any]) -> None:
     """Refuse what needs a package that is not installed, and names that nobody knows, before anything is read."""
+    needed = {f"deepspeed is {chosen.get('deepspeed')!r}": "deepspeed"} if chosen.get("deepspeed") else {}
+    if chosen.get("use_liger_kernel"):
+        needed["use_liger_kernel is true"] = "liger_kernel"
     asked = chosen["report_to"]
     for name in [asked] if isinstance(asked, str) else asked or ():
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
             raise ValueError(f"train.report_to is {name!r}; {nearest(name, ['none', 'all', *INTEGRATION_TO_CALLBACK])}")
-        module = MODULES.get(name, name)
-        installed = name in get_available_reporting_integrations() or importlib.util.find_spec(module) is not None
-        if name not in ("none", "all") and not installed:
-            raise ValueError(f"train.report_to is {name!r}, and the package {module} is not installed; install it")
-    for key, package in {"deepspeed": "deepspeed", "use_liger_kernel": "liger_kernel"}.items():
-        if chosen.get(key) and importlib.util.find_spec(package) is None:
-            raise ValueError(f"train.{key} needs the package {package}, which is not installed; install it")
+        if name not in ("none", "all", *get_available_reporting_integrations()):
+            needed[f"report_to is {name!r}"] = MODULES.get(name, name)
+    for what, package in needed.items():
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"train.{what}, and the package {package} is not installed; install it")
     mode = chosen.get("torch_compile_mode")
     if mode is not None:
         from torch._inductor import list_mode_options  # takes a second to load

@@ -77,10 +77,9 @@ def damage(checkpoint: Path) -> str | None:
         size = present[name].stat().st_size
         if size != file.bytes:
             return f"{name} has {size:,} bytes instead of {file.bytes:,}"
-    for name, file in mark.files.items():
-        if _digest(present[name]) != file.sha256:
-            return f"{name} is changed"
-    return None
+    return next(
+        (f"{name} is changed" for name, file in mark.files.items() if _digest(present[name]) != file.sha256), None
+    )
 
 
 def stage(folder: Path) -> Path:
@@ -103,9 +102,14 @@ def publish(folder: Path, step: int, keep: int | None) -> None:
         keep: how many checkpoints stay; None: all.
 
     """
-    staged = folder / PARTIAL / f"checkpoint-{step}"
-    _mark(staged)
-    target = folder / staged.name
+    staged, target = folder / PARTIAL / f"checkpoint-{step}", folder / f"checkpoint-{step}"
+    files = _files(staged)
+    for path in files.values():
+        sync(path)
+    listed = {name: File(bytes=path.stat().st_size, sha256=_digest(path)) for name, path in files.items()}
+    text = Mark(schema="crosslayer/checkpoint/1", files=listed).model_dump_json(by_alias=True, indent=1)
+    (staged / MARK).write_text(text, encoding="utf-8")
+    sync(staged / MARK)
     if target.exists():
         target.rename(folder / PARTIAL / "replaced")
     staged.rename(target)
@@ -115,17 +119,6 @@ def publish(folder: Path, step: int, keep: int | None) -> None:
     later = [path for number, path in there.items() if number > step]
     for path in (folder / PARTIAL, *later, *past[: -keep if keep else 0]):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _mark(checkpoint: Path) -> None:
-    """Write the mark of a checkpoint, after everything else has reached the disk."""
-    files = _files(checkpoint)
-    for path in files.values():
-        sync(path)
-    listed = {name: File(bytes=path.stat().st_size, sha256=_digest(path)) for name, path in files.items()}
-    text = Mark(schema="crosslayer/checkpoint/1", files=listed).model_dump_json(by_alias=True, indent=1)
-    (checkpoint / MARK).write_text(text, encoding="utf-8")
-    sync(checkpoint / MARK)
 
 
 def _files(checkpoint: Path) -> dict[str, Path]:

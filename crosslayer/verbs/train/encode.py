@@ -28,11 +28,10 @@ def encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[Piece]], list[
     backend.no_padding()
     backend.encode_special_tokens = True
 
-    def encode(batch: list[Piece]) -> list[list[int]]:
-        encodings = backend.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    return encode
+    return lambda batch: [
+        encoding.ids
+        for encoding in backend.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+    ]
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -53,7 +52,12 @@ def pieces(documents: Iterable[str], parts: int) -> Iterator[Piece]:
     """Yield documents in parts, of which the first opens and the last closes; `parts` documents belong together."""
     number = 0
     for place, text in enumerate(documents):
-        _check_document(text, place)
+        if not isinstance(text, str):
+            raise ValueError(f"document {place} is a {type(text).__name__}, not a text")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"document {place} holds half of a character (a surrogate)") from None
         if not text.strip():
             assert parts == 1, "a document is blank that belongs to others"
             continue
@@ -75,13 +79,3 @@ def frame(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
     if isinstance(end, int) and end not in last:
         last = [*last, end]
     return first, last
-
-
-def _check_document(text: str, number: int) -> None:
-    """Refuse what is no text, or none that has a form in UTF-8."""
-    if not isinstance(text, str):
-        raise ValueError(f"document {number} is a {type(text).__name__}, not a text")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"document {number} holds half of a character (a surrogate)") from None

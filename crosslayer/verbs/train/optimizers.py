@@ -88,46 +88,27 @@ def optimizer_of(
         ValueError: an expression decides for no parameter, or the choices do not go together.
 
     """
-    groups = _grouped(model, decayed, arguments, chosen.rates)
-    if chosen.name is None:
-        if options.keys() & {"params", "model", "optimizer_dict"}:
-            raise ValueError(f"optimizer.rates: train.optim {arguments.optim} has groups of its own; leave one out")
-        return kind(groups, **options)
-    if arguments.fsdp:
-        raise ValueError("optimizer.name is muon, which needs whole matrices, and train.fsdp cuts them; leave one out")
-    matrices, others = _split(model, groups)
-    betas = (arguments.adam_beta1, arguments.adam_beta2)
-    return MuonAndAdamW(matrices, others, {"betas": betas, "eps": arguments.adam_epsilon})
-
-
-def _grouped(model: nn.Module, decayed: set[str], arguments: TrainingArguments, rates: Mapping[str, float]) -> Groups:
-    """Return the parameters that train by weight decay and rate; the first expression that is found decides."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = {name: next((pattern for pattern in rates if re.search(pattern, name)), None) for name in named}
-    idle = [pattern for pattern in rates if pattern not in found.values()]
-    if idle:
-        raise ValueError(
-            f"optimizer.rates: {idle[0]!r} decides for no parameter; their names are such as {next(reversed(named))}"
-        )
-    groups: dict[tuple[bool, float], dict[str, Any]] = {}
-    for name, parameter in named.items():
-        pattern = found[name]
-        rate = arguments.learning_rate * (1.0 if pattern is None else rates[pattern])
-        decay = arguments.weight_decay if name in decayed else 0.0
-        first = {"params": [], "lr": rate, "weight_decay": decay}
-        groups.setdefault((name in decayed, rate), first)["params"].append(parameter)
-    return list(groups.values())
-
-
-def _split(model: Any, groups: Groups) -> tuple[Groups, Groups]:
-    """Return groups of the matrices of linear maps but the head, and groups of all else."""
+    found = {name: next((each for each in chosen.rates if re.search(each, name)), None) for name in named}
+    for pattern in chosen.rates:
+        if pattern not in found.values():
+            last = next(reversed(named))
+            raise ValueError(f"optimizer.rates: {pattern!r} decides for no parameter; their names are such as {last}")
+    if chosen.name is None and options.keys() & {"params", "model", "optimizer_dict"}:
+        raise ValueError(f"optimizer.rates: train.optim {arguments.optim} has groups of its own; leave one out")
+    if chosen.name is not None and arguments.fsdp:
+        raise ValueError("optimizer.name is muon, which needs whole matrices, and train.fsdp cuts them; leave one out")
     head = model.get_output_embeddings()
     linear = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
-    matrices = {id(module.weight) for module in linear}
-    parts: tuple[Groups, Groups] = ([], [])
-    for group in groups:
-        for part, wanted in zip(parts, (True, False), strict=True):
-            params = [parameter for parameter in group["params"] if (id(parameter) in matrices) == wanted]
-            if params:
-                part.append({**group, "params": params})
-    return parts
+    matrices = {id(module.weight) for module in linear} if chosen.name is not None else set()
+    groups: dict[tuple[bool, float, float], dict[str, Any]] = {}  # matrix for Muon, rate, decay → parameters
+    for name, parameter in named.items():
+        rate = arguments.learning_rate * chosen.rates.get(found[name] or "", 1.0)
+        decay = arguments.weight_decay if name in decayed else 0.0
+        first = {"params": [], "lr": rate, "weight_decay": decay}
+        groups.setdefault((id(parameter) in matrices, rate, decay), first)["params"].append(parameter)
+    if chosen.name is None:
+        return kind(list(groups.values()), **options)
+    muon, adamw = ([group for key, group in groups.items() if key[0] == own] for own in (True, False))
+    betas = (arguments.adam_beta1, arguments.adam_beta2)
+    return MuonAndAdamW(muon, adamw, {"betas": betas, "eps": arguments.adam_epsilon})

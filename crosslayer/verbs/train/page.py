@@ -5,20 +5,21 @@ from crosslayer.output.panel import Line, Panel
 from crosslayer.verbs.train.result import TrainingRun
 
 LINES = 6  # of a figure with a line for each look
+UNIT = "nats a token"
 
 
 def layout(record: TrainingRun) -> Page:
     """Return the parts of the page."""
+    methods = "+".join(str(entry["name"]) for entry in record.model.methods) or "no method"
     return Page(
         title=f"Training of {record.name}",
-        subtitle=_subtitle(record),
+        subtitle=(
+            f"{methods} · {record.model.parameters:,} parameters · {record.tokens:,} tokens in {record.steps:,} steps "
+            f"· seed {record.seed}"
+        ),
         cards=_cards(record),
         words=sentences(record),
-        panels=[
-            panel
-            for panel in (_training(record), _validation(record), _norms(record), *_looks(record))
-            if panel is not None
-        ],
+        panels=[*_curves(record), *_looks(record)],
         tables=[_domains(record), _facts(record)],
     )
 
@@ -44,64 +45,43 @@ def _flops(record: TrainingRun) -> float:
     return record.tokens * record.model.flops_per_token / record.seconds if record.seconds else 0.0
 
 
-def _subtitle(record: TrainingRun) -> str:
-    names = "+".join(str(entry["name"]) for entry in record.model.methods) or "no method"
-    return (
-        f"{names} · {record.model.parameters:,} parameters · {record.tokens:,} tokens in {record.steps:,} steps · "
-        f"seed {record.seed}"
-    )
-
-
 def _cards(record: TrainingRun) -> list[tuple[str, str, str]]:
     last = record.validation[-1].losses
     worst = max(last, key=lambda name: last[name])
-    minutes = record.seconds / 60
     return [
         ("Training loss", f"{record.curve.losses[-1]:.3f}" if record.curve.losses else "—", "the last that was logged"),
         ("Validation loss", f"{last[worst]:.3f}", f"{worst}, the highest of {len(last)}"),
-        ("Time", f"{minutes:.1f} min", "of training steps"),
+        ("Time", f"{record.seconds / 60:.1f} min", "of training steps"),
     ]
 
 
-def _training(record: TrainingRun) -> Panel | None:
-    curve = record.curve
-    if len(curve.steps) < 2:
-        return None
-    line = Line("training", [float(step) for step in curve.steps], curve.losses)
-    words = "Each point is the mean since the point before."
-    return Panel("training_loss", "Training loss", words, "step", "nats a token", [line])
-
-
-def _validation(record: TrainingRun) -> Panel | None:
-    if len(record.validation) < 2:
-        return None
-    x = [float(entry.step) for entry in record.validation]
-    lines = [
-        Line(domain.name, x, [entry.losses[domain.name] for entry in record.validation]) for domain in record.domains
-    ]
-    words = "Text that is held out, domain by domain."
-    return Panel("validation_loss", "Validation loss", words, "step", "nats a token", lines)
-
-
-def _norms(record: TrainingRun) -> Panel | None:
-    curve = record.curve
-    if len(curve.steps) < 2:
-        return None
-    x = [float(step) for step in curve.steps]
-    lines = [Line("norm", x, curve.gradient_norms)]
-    words = "Of all parameters together, before it is clipped."
-    return Panel("gradient_norm", "Norm of the gradient", words, "step", "norm", lines, log_y=True)
+def _curves(record: TrainingRun) -> list[Panel]:
+    """Return losses and the gradient's norm by step, where there are two steps to draw between."""
+    curve, panels = record.curve, []
+    logged, judged = [float(step) for step in curve.steps], [float(entry.step) for entry in record.validation]
+    if len(logged) > 1:
+        words, lines = "Each point is the mean since the point before.", [Line("training", logged, curve.losses)]
+        panels.append(Panel("training_loss", "Training loss", words, "step", UNIT, lines))
+    if len(judged) > 1:
+        lines = [
+            Line(domain.name, judged, [entry.losses[domain.name] for entry in record.validation])
+            for domain in record.domains
+        ]
+        words = "Text that is held out, domain by domain."
+        panels.append(Panel("validation_loss", "Validation loss", words, "step", UNIT, lines))
+    if len(logged) > 1:
+        words, lines = "Of all parameters, before clipping.", [Line("norm", logged, curve.gradient_norms)]
+        panels.append(Panel("gradient_norm", "Norm of the gradient", words, "step", "norm", lines, log_y=True))
+    return panels
 
 
 def _looks(record: TrainingRun) -> list[Panel]:
     """Return how sinks and the stream changed, each line a step."""
-    if not record.looks:
+    shown = record.looks
+    if not shown:
         return []
-    shown = (
-        record.looks
-        if len(record.looks) <= LINES
-        else [record.looks[0], record.looks[len(record.looks) // 2], record.looks[-1]]
-    )
+    if len(shown) > LINES:
+        shown = (shown[0], shown[len(shown) // 2], shown[-1])
     layers = [float(layer) for layer in range(record.model.layers)]
     sinks = [Line(f"step {look.step}", layers, look.first_token_share) for look in shown]
     norms = [Line(f"step {look.step}", layers, look.stream_norm) for look in shown]

@@ -1,6 +1,5 @@
 """A recipe: what a training run is, as a file says it."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +9,7 @@ from crosslayer.output.record import Seed
 from crosslayer.verbs.train.recipe_arguments import Arguments
 from crosslayer.verbs.train.recipe_file import read_recipe
 from crosslayer.verbs.train.recipe_parts import DataPart, EvalPart, ModelPart, OptimizerPart, Part, SchedulePart
-
-SIZE, LEAST = re.compile("[0-9]{1,9}"), 259  # of a vocabulary: 256 bytes, two special tokens, and a pair
+from crosslayer.verbs.train.tokenizers import pair_tokens
 
 
 class Recipe(Part):
@@ -49,9 +47,8 @@ class Recipe(Part):
     @field_validator("tokenizer")
     @classmethod
     def _check_tokenizer(cls, tokenizer: str) -> str:
-        kind, colon, size = tokenizer.partition(":")
-        if kind == "bpe" and not (colon and SIZE.fullmatch(size) and int(size) >= LEAST):
-            raise ValueError(f"{tokenizer!r} is not bpe: and a number of tokens from {LEAST} on, such as bpe:8192")
+        if tokenizer.partition(":")[0] == "bpe":
+            pair_tokens(tokenizer)
         return tokenizer
 
     @field_validator("data")

@@ -19,7 +19,6 @@ from crosslayer.verbs.train.checkpoints import NAME
 from crosslayer.verbs.train.record import curve_of, training_seconds
 
 STATE, KEPT = "trainer_state.json", "crosslayer"
-DAMAGED = f"{STATE} is damaged, or of an older release"
 LOG = TypeAdapter(list[dict[str, float | None]])
 SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg")
 LONGEST = 160  # characters of what another library says
@@ -61,11 +60,10 @@ class Resumed:
             kept = Kept.model_validate((state.stateful_callbacks or {})[KEPT])  # type: ignore[call-overload]
             LOG.validate_python(state.log_history)
             curve_of(state.log_history)
-            sound = isinstance(state.global_step, int) and math.isfinite(training_seconds(state.log_history))
+            if not (isinstance(state.global_step, int) and math.isfinite(training_seconds(state.log_history))):
+                raise ValueError
         except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
-            raise _refused(checkpoint, DAMAGED) from None
-        if not sound:
-            raise _refused(checkpoint, DAMAGED)
+            raise _refused(checkpoint, f"{STATE} is damaged, or of an older release") from None
         _check_batch(checkpoint, kept.sequences, args)  # with another one a run by tokens has other steps, too
         named = NAME.fullmatch(checkpoint.name)
         if state.global_step > args.max_steps or named is not None and int(named[1]) != state.global_step:
@@ -113,9 +111,8 @@ def _check_batch(checkpoint: Path, sequences: int, args: TrainingArguments) -> N
     if step_sequences(args) == sequences:
         return
     size = args.train_batch_size * args.world_size
-    if sequences % size == 0:
-        what = f"train.gradient_accumulation_steps={sequences // size} keeps that"
-    else:
+    what = f"train.gradient_accumulation_steps={sequences // size} keeps that"
+    if sequences % size:
         what = (
             f"no train.gradient_accumulation_steps keeps that with {args.world_size} processes of "
             f"{args.train_batch_size}; use another number of processes, or train.per_device_train_batch_size"

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -58,8 +58,16 @@ class Domain:
         """
         if self.validation is not None:
             yield from self._documents(reading)
-        else:
-            yield from _kept(self._documents(reading), self.every)
+            return
+        run: list[str] = []  # neighbouring pieces of a document
+        for piece, begins, held in _pieces(self._documents(reading), self.every):
+            if run and (begins or held):
+                yield "".join(run)
+                run = []
+            if not held:
+                run.append(piece)
+        if run:
+            yield "".join(run)
 
     def held_out(self, reading: Reading | None = None) -> Iterator[str]:
         """Yield the documents, or the pieces of them, that are not trained on.
@@ -71,12 +79,12 @@ class Domain:
         if self.validation is not None:
             yield from stream_documents(self.validation, reading)
             return
-        empty = True
+        count = 0
         for piece, _, held in _pieces(self._documents(reading), self.every):
             if held:
-                empty = False
                 yield piece
-        if empty:
+                count += 1
+        if not count:
             raise ValueError("the text is too short to hold any of it out; name a source for validation")
 
     def shards(self, tokenizer: PreTrainedTokenizerFast, folder: Path, meter: Meter = Silent) -> DomainShards:
@@ -86,30 +94,21 @@ class Domain:
             ValueError: a source cannot be read, the text is too short, or files are damaged; it names the domain.
 
         """
-        shards, text = [], self.digest()
-        judged_by = self.source if self.validation is None else self.validation
+        text = self.digest()
+
+        def cut(part: str, documents: Callable[[Reading], Iterator[str]], source: TextSource) -> Shards:
+            reading, digest = reading_of(source), fingerprint(f"{part}/{text}", tokenizer)
+            place = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', self.name)}-{part}-{digest[:16]}"
+            options = {"fingerprint": digest, "parts": self.parts, "meter": meter, "reading": reading}
+            return tokenise(documents(reading), tokenizer, place, **options)
+
         try:
-            for part, documents, source in (
-                ("training", self.training, self.source),
-                ("validation", self.held_out, judged_by),
-            ):
-                reading = reading_of(source)
-                digest = fingerprint(f"{part}/{text}", tokenizer)
-                place = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', self.name)}-{part}-{digest[:16]}"
-                shards.append(
-                    tokenise(
-                        documents(reading),
-                        tokenizer,
-                        place,
-                        fingerprint=digest,
-                        parts=self.parts,
-                        meter=meter,
-                        reading=reading,
-                    )
-                )
+            return DomainShards(
+                cut("training", self.training, self.source),
+                cut("validation", self.held_out, self.validation or self.source),
+            )
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
-        return DomainShards(*shards)
 
     def _documents(self, reading: Reading | None = None) -> Iterator[str]:
         if self.source.name is None and self.name in EMBEDDED:
@@ -133,19 +132,6 @@ class Domain:
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
         return hashlib.sha256(f"{source}/{rule}".encode()).hexdigest()
-
-
-def _kept(documents: Iterable[str], every: int) -> Iterator[str]:
-    """Yield what is not held out: neighbouring pieces of a document together."""
-    run: list[str] = []
-    for piece, begins, held in _pieces(documents, every):
-        if run and (begins or held):
-            yield "".join(run)
-            run = []
-        if not held:
-            run.append(piece)
-    if run:
-        yield "".join(run)
 
 
 def _pieces(documents: Iterable[str], every: int) -> Iterator[tuple[str, bool, bool]]:

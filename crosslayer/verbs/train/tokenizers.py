@@ -2,17 +2,19 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from crosslayer.models.load import load_tokenizer
 
 END, PADDING = "<|end|>", "<|pad|>"  # what ends a document, and what fills a row
 SPECIAL = (END, PADDING)
-BYTES = 256
+LEAST = 256 + len(SPECIAL) + 1  # tokens of byte pairs: bytes, special tokens, and a pair
 TRAINED_ON = 32 * 10**6  # characters of text that byte pairs are trained on at most
 PIECE = 4096  # characters; of a longer text such pieces are taken from everywhere in it
 
@@ -31,9 +33,10 @@ def make_tokenizer(name: str, documents: Callable[[], Iterable[str]]) -> PreTrai
 
     """
     if name == "bytes":
-        return _finished(_byte_level(models.BPE(vocab=_byte_ids(), merges=[]), words=False))
+        ids = {character: byte for byte, character in bytes_to_unicode().items()}
+        return _finished(_byte_level(models.BPE(vocab=ids, merges=[]), words=False))
     if name.startswith("bpe:"):
-        return _finished(_trained(_size(name), documents))
+        return _finished(_trained(pair_tokens(name), documents))
     tokenizer = load_tokenizer(name)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"the tokenizer of {name!r} is no fast one (tokenizer.json); training needs such")
@@ -57,22 +60,28 @@ def kept_tokenizer(
     """
     if not name.startswith("bpe:"):
         return make_tokenizer(name, documents)
-    key = hashlib.sha256(f"{_size(name)}/{TRAINED_ON}/{PIECE}/{digest}".encode()).hexdigest()
-    path = folder / f"bpe-{_size(name)}-{key[:16]}.json"
+    size = pair_tokens(name)
+    key = hashlib.sha256(f"{size}/{TRAINED_ON}/{PIECE}/{digest}".encode()).hexdigest()
+    path = folder / f"bpe-{size}-{key[:16]}.json"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{path.name}.{os.getpid()}"
-        _trained(_size(name), documents).save(str(partial))
+        _trained(size, documents).save(str(partial))
         partial.replace(path)
     return _finished(Tokenizer.from_file(str(path)))
 
 
-def _size(name: str) -> int:
-    """Return N of "bpe:N"."""
-    number, least = name.removeprefix("bpe:"), BYTES + len(SPECIAL) + 1
-    if not (number.isascii() and number.isdigit()) or int(number) < least:
-        raise ValueError(f"tokenizer {name!r}: give bpe:N with a number of tokens from {least} on, such as bpe:8192")
-    return int(number)
+def pair_tokens(name: str) -> int:
+    """Return N of "bpe:N".
+
+    Raises:
+        ValueError: N is no number, or leaves no room for pairs.
+
+    """
+    match = re.fullmatch("bpe:([0-9]{1,9})", name)
+    if match is None or int(match[1]) < LEAST:
+        raise ValueError(f"tokenizer {name!r}: give bpe:N with a number of tokens from {LEAST} on, such as bpe:8192")
+    return int(match[1])
 
 
 def _trained(size: int, documents: Callable[[], Iterable[str]]) -> Tokenizer:
@@ -107,18 +116,6 @@ def _byte_level(model: models.BPE, words: bool) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _byte_ids() -> dict[str, int]:
-    """Return the number of each byte by the character that stands for it.
-
-    A printable byte of Latin-1 stands for itself, and all others, in their order, for the characters from 256 on; this
-    is how byte-level tokenizers write bytes (GPT-2).
-    """
-    printable = {byte for byte in range(BYTES) if chr(byte) in pre_tokenizers.ByteLevel.alphabet()}
-    others = [byte for byte in range(BYTES) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-    return {characters[byte]: byte for byte in range(BYTES)}
 
 
 def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -291,7 +291,12 @@ class CrossLayerTrainer(Trainer):
             else:
                 rest = {name: value for name, value in inputs.items() if name != "labels"}
                 logits = model(**rest, use_cache=False).logits  # (B, T, V)
-                sums = torch.stack([_loss(row, targets) for row, targets in zip(logits, labels, strict=True)])
+                wide = torch.promote_types(logits.dtype, torch.float32)
+                rows = [
+                    functional.cross_entropy(row[:-1].to(wide), own[1:], reduction="sum")
+                    for row, own in zip(logits, labels, strict=True)
+                ]
+                sums = torch.stack(rows)
         return sums.sum() / counts.sum(), sums, counts
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -327,7 +332,7 @@ class CrossLayerTrainer(Trainer):
         self._paused += time.perf_counter() - started
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Refuse a checkpoint's weights where Trainer would warn and train on with the first ones."""
+        """Refuse weights where Trainer would warn and train on with the first ones."""
         assert self._resumed is not None and self.model is not None
         self._resumed.check_weights(self.model, load_result)
 
@@ -378,12 +383,6 @@ class CrossLayerTrainer(Trainer):
             step + 1,
             last_good(self._folder),
         )
-
-
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of a window's losses, of logits (T, V) and labels (T,); in float32 or wider."""
-    wide = logits[:-1].to(torch.promote_types(logits.dtype, torch.float32))
-    return functional.cross_entropy(wide, labels[1:], reduction="sum")
 
 
 def _over_tokens(windows: EvalPrediction) -> dict[str, float]:

@@ -7,13 +7,11 @@ import sys
 import threading
 
 import pytest
-import yaml
 from transformers import TrainerCallback
 
 from crosslayer.verbs.train.checkpoints import checkpoints, damage
 from tests.cli.test_start import ROOT, heed
-from tests.helpers.training import losses, trainer_of
-from tests.verbs.train.test_run import RECIPE
+from tests.helpers.training import losses, recipe_in, trainer_of
 
 
 class Press(TrainerCallback):
@@ -67,8 +65,7 @@ def test_in_another_thread_signals_are_left_alone(tmp_path):
 
 @pytest.mark.slow
 def test_the_line_names_the_checkpoint_and_resume(tmp_path):
-    recipe, out = tmp_path / "little.yaml", tmp_path / "run"
-    recipe.write_text(yaml.safe_dump({**RECIPE, "schedule": {"steps": 100_000}}))
+    recipe, out = recipe_in(tmp_path, schedule={"steps": 100_000}), tmp_path / "run"
     words = [sys.executable, "-m", "crosslayer", "train", str(recipe), "--out", str(out)]
     words += ["--set", "train.logging_steps=1", "--set", "train.save_steps=100000", "--set", "eval.every=0"]
     places = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CROSSLAYER_CACHE": str(tmp_path / "cache")}

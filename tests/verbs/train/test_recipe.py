@@ -252,8 +252,8 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("model.method=[cla, svformer]", "model: method: layer 3: cla takes values from layer 2 and svformer from layer 0; only one of them may change an entry"),
         ("model.start=smollm2", "model: start trains a model as it is; leave size, shape and method out"),
         ("model.shape.max_position_embeddings=64", "plain.yaml: data: length is 128, more than model.shape.max_position_embeddings = 64"),
-        ("tokenizer=bpe:258", "tokenizer: 'bpe:258' is not bpe: and a number of tokens from 259 on, such as bpe:8192"),
-        ("tokenizer=bpe", "tokenizer: 'bpe' is not bpe: and a number of tokens from 259 on, such as bpe:8192"),
+        ("tokenizer=bpe:258", "tokenizer: tokenizer 'bpe:258': give bpe:N with a number of tokens from 259 on, such as bpe:8192"),
+        ("tokenizer=bpe", "tokenizer: tokenizer 'bpe': give bpe:N with a number of tokens from 259 on, such as bpe:8192"),
         ("data.length=1", "data.length: … it is 1"),
         ("data.domains=[]", "data.domains: … it is []"),
         ("data.domains=[books]", "data.domains.0: … it is 'books'"),
@@ -376,8 +376,8 @@ PACKAGES = {
     "report_to=flyte": "and the package flytekit is not installed",
     "torch_compile_mode=max-autotun": "train.torch_compile_mode is 'max-autotun'; did you mean 'max-autotune'?",
     "report_to=wand": "train.report_to is 'wand'; did you mean 'wandb'?",
-    "deepspeed=ds.json": "train.deepspeed needs the package deepspeed, which is not installed",
-    "use_liger_kernel=true": "train.use_liger_kernel needs the package liger_kernel, which is not installed",
+    "deepspeed=ds.json": "train.deepspeed is 'ds.json', and the package deepspeed is not installed",
+    "use_liger_kernel=true": "train.use_liger_kernel is true, and the package liger_kernel is not installed",
     "accelerator_config={nonsense: 1}": "train cannot be used as it is: TypeError: .*nonsense",
 }
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -15,13 +16,19 @@ from tests.helpers.daily import daily
 from tests.helpers.training import STEPS, Random, Stop, losses, model_of, trainer_of
 
 
-@pytest.fixture
-def stopped(tmp_path):
-    """A run of 8 steps that ended after step 5, with checkpoints 2 and 4."""
-    trainer = trainer_of(tmp_path)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped")
+    trainer = trainer_of(folder)
     trainer.add_callback(Stop(5))
     trainer.train()
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def stopped(ended, tmp_path):
+    """A run of 8 steps that ended after step 5, with checkpoints 2 and 4."""
+    return shutil.copytree(ended, tmp_path / "run")
 
 
 def forge(checkpoint, name, content):

@@ -1,36 +1,22 @@
 """A run from its recipe to its folder: the record, the model, resuming, and what is refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
-import yaml
 from transformers import PreTrainedTokenizerFast
 
 import crosslayer
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.corpus.documents import TextSource
+from crosslayer.verbs.train import tokenizers
 from crosslayer.verbs.train.mixture import validation_windows
 from crosslayer.verbs.train.recipe import load_recipe
 from crosslayer.verbs.train.texts import Domain
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, resize
-from tests.helpers.training import Stop
-
-RECIPE = {
-    "model": {"size": "tiny", "shape": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}},
-    "data": {"length": 32, "domains": [{"name": "books", "weight": 3}, {"name": "code"}]},
-    "schedule": {"steps": 6, "warmup": 2},
-    "train": {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 2,
-        "save_steps": 2,
-        "use_cpu": True,
-    },
-    "eval": {"every": 4, "windows": 3},
-}
+from tests.helpers.training import Stop, recipe_in
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,9 +28,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    path = tmp_path_factory.mktemp("recipes") / "little.yaml"
-    path.write_text(yaml.safe_dump(RECIPE))
-    return path
+    return recipe_in(tmp_path_factory.mktemp("recipes"))
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +137,10 @@ def test_the_same_seed_gives_the_same_text_and_shared_weights(recipe, tmp_path, 
     assert run.windows.keys() == whole[0].windows.keys() and run.model.methods == []
 
 
-def test_training_on_from_a_model(whole, recipe, tmp_path):
+def test_training_on_from_a_model(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizers, "TRAINED_ON", 10**5)
     start = whole[1] / "model"
-    path = tmp_path / "on.yaml"
-    path.write_text(yaml.safe_dump({**RECIPE, "model": {"start": str(start)}, "schedule": {"steps": 1}}))
+    path = recipe_in(tmp_path, model={"start": str(start)}, schedule={"steps": 1})
     run = crosslayer.train(path, tmp_path / "on")
     assert run.model.methods[0]["name"] == "resformer" and run.curve.steps == [1] and run.seconds > 0
     assert run.final_loss < whole[0].losses[0]
@@ -177,19 +161,20 @@ def test_the_command(recipe, tmp_path, capsys, monkeypatch):
     assert "the loss is" in capsys.readouterr().err
 
 
-def test_another_number_of_processes_goes_on_with_the_same_batch(recipe, tmp_path):
+def test_another_number_of_processes_goes_on_with_the_same_batch(recipe, whole, tmp_path):
     """The accumulation that the refusal names is taken, though the recipe is not the same then."""
-    folder = tmp_path / "run"
-    crosslayer.train(recipe, folder)
-    for name in ("record.json", "checkpoint-6"):
-        (folder / name).rename(tmp_path / name)
-    words = ["train.gradient_accumulation_steps=1"]
+    folder = shutil.copytree(whole[1], tmp_path / "run")
+    shutil.rmtree(folder / "checkpoint-6")
+    (folder / "record.json").unlink()
     text = (folder / "recipe.yaml").read_text()
+
+    def resumed(*settings):
+        return crosslayer.train(recipe, folder, settings=["model.method=resformer", *settings], resume=True)
+
     with pytest.raises(ValueError, match=r"checkpoint-4 was .* on 8 .* reads 4: train.gradient_accumulation_steps=2"):
-        crosslayer.train(recipe, folder, settings=words, resume=True)
+        resumed("train.gradient_accumulation_steps=1")
     assert (folder / "recipe.yaml").read_text() == text
-    words = ["train.gradient_accumulation_steps=4", "train.per_device_train_batch_size=2"]
-    resumed = crosslayer.train(recipe, folder, settings=words, resume=True)
-    assert resumed.tokens == 6 * 8 * 32 and resumed.curve.steps == [2, 4, 6]
+    run = resumed("train.gradient_accumulation_steps=4", "train.per_device_train_batch_size=2")
+    assert run.tokens == 6 * 8 * 32 and run.curve.steps == [2, 4, 6]
     with pytest.raises(ValueError, match="the folder 'run' is of another recipe"):
-        crosslayer.train(recipe, folder, settings=["train.learning_rate=1e-3"], resume=True)
+        resumed("train.learning_rate=1e-3")

@@ -23,8 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
 from crosslayer.stats.ratios import paired_ratio
-from crosslayer.verbs.train.arguments import Schedule, training_arguments
+from crosslayer.verbs.train.arguments import training_arguments
 from crosslayer.verbs.train.initialise import initialise
+from crosslayer.verbs.train.recipe_parts import SchedulePart
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 SHAPE = {
@@ -77,7 +78,8 @@ def ours(folder, steps, options):
     initialise(model, 0)
     data = Ids(steps * options.batch, options.tokens)
     validation = Ids(1, options.tokens)
-    return CrossLayerTrainer(model, training_arguments(folder, 0, Schedule(steps), train), data, validation)
+    course = SchedulePart(steps=steps).course(steps)
+    return CrossLayerTrainer(model, training_arguments(folder, 0, course, train), data, validation)
 
 
 def plain(folder, steps, options):

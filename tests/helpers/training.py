@@ -11,8 +11,9 @@ from transformers import TrainerCallback
 from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.output.progress import Silent
-from crosslayer.verbs.train.arguments import Schedule, training_arguments
+from crosslayer.verbs.train.arguments import training_arguments
 from crosslayer.verbs.train.initialise import initialise
+from crosslayer.verbs.train.recipe_parts import SchedulePart
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 LENGTH = 12
@@ -77,11 +78,16 @@ def model_of(methods=(), **shape):
     return model
 
 
+def course(steps, **parts):
+    """Return the arguments of a schedule."""
+    return SchedulePart(steps=steps, **parts).course(steps)
+
+
 def trainer_of(folder, model=None, data=None, validation=None, schedule=None, meter=Silent, depth_norms=False, **train):
     train = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 2, **train}
-    schedule = Schedule(STEPS, warmup=2) if schedule is None else schedule
+    schedule = course(STEPS, warmup=2) if schedule is None else schedule
     arguments = training_arguments(folder, 0, schedule, {"use_cpu": True, **train})
-    data = Random(schedule.steps * arguments.train_batch_size) if data is None else data
+    data = Random(schedule["max_steps"] * arguments.train_batch_size) if data is None else data
     validation = {"a": Random(6, seed=1)} if validation is None else validation
     return CrossLayerTrainer(
         model_of() if model is None else model, arguments, data, validation, meter=meter, depth_norms=depth_norms

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +23,9 @@ DEFAULTS: dict[str, Any] = {  # a recipe's `train` may say otherwise
     "report_to": "none",
     "ddp_find_unused_parameters": False,  # a decoder has none: what is borrowed does not exist
 }
-LEAST = 1e-4  # of the highest rate, from which a warmup rises whose minimum is 0
 MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}  # where a package has another name
 WORKERS = 16  # processes that read data, for each core, at the most
 SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}  # checkpoints by torch.distributed.checkpoint, in parallel
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How long a run is, and the course of its learning rate: up in a straight line, then down.
-
-    The first step of a warmup is not at zero: its rate is that of one step up, or the minimum, if it falls in a line.
-
-    Attributes:
-        steps: of the optimizer.
-        warmup: how many of them the rate rises for; below 1, the share of them.
-        minimum: at the end, as a share of the highest rate.
-        evaluate: how many steps lie between two evaluations; 0: only at the end.
-        decay: the number of steps, the last ones, over which it falls in a line, if it does not fall along a cosine.
-        cosine: whether it falls along a cosine, over all steps after the warmup.
-
-    """
-
-    steps: int
-    warmup: float = 0.0
-    minimum: float = 0.1
-    evaluate: int = 0
-    decay: int = 0
-    cosine: bool = True
-
-    def arguments(self) -> dict[str, Any]:
-        """Return what transformers calls it."""
-        kind, settings = "cosine_warmup_with_min_lr", {"min_lr_rate": self.minimum}
-        if not self.cosine:
-            kind = "warmup_stable_decay"
-            settings = {"num_decay_steps": self.decay, "decay_type": "linear", "min_lr_ratio": self.minimum or LEAST}
-        return {
-            "max_steps": self.steps,
-            "warmup_steps": self.warmup,
-            "lr_scheduler_type": kind,
-            "lr_scheduler_kwargs": settings,
-            "eval_steps": self.evaluate or self.steps,
-        }
 
 
 def has_bfloat16() -> bool:
@@ -74,14 +34,14 @@ def has_bfloat16() -> bool:
 
 
 def training_arguments(
-    folder: Path, seed: int, schedule: Schedule, train: Mapping[str, Any] | None = None
+    folder: Path, seed: int, course: Mapping[str, Any], train: Mapping[str, Any] | None = None
 ) -> TrainingArguments:
     """Return Trainer's arguments for a run.
 
     Args:
         folder: the run's; log and checkpoints go there.
         seed: of dropout; weights and data have been drawn before.
-        schedule: steps and learning rate.
+        course: steps and learning rate, as `SchedulePart.course` returns them.
         train: any other field of `TrainingArguments`.
 
     Raises:
@@ -93,7 +53,7 @@ def training_arguments(
         "output_dir": str(folder),
         "seed": seed,
         "data_seed": seed,
-        **schedule.arguments(),
+        **course,
         "eval_strategy": "steps",
         "train_sampling_strategy": "sequential",  # the data have an order of their own
         "remove_unused_columns": False,

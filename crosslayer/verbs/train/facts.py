@@ -1,7 +1,6 @@
 """What a training run costs, from its model and its machine: FLOPs, bytes of keys and values, speed of matrices."""
 
 import statistics
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,9 +27,10 @@ def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
         elements = sum(layer.read(length) for layer in attentions(model))
     dtype = resolve_dtype(plan.dtype, model.device)
     assert isinstance(dtype, torch.dtype)
+    methods = model.config.cross_layer if isinstance(model, CrossLayerForCausalLM) else []
     return TrainedModel(  # pyright: ignore[reportCallIssue]
         class_=type(model).__name__,
-        methods=[dict(entry) if isinstance(entry, dict) else {"name": entry} for entry in _methods(model)],
+        methods=[dict(entry) if isinstance(entry, dict) else {"name": entry} for entry in methods],
         layers=model.config.get_text_config().num_hidden_layers,
         parameters=model.num_parameters(),
         flops_per_token=PASSES * _forward_flops(model, length),
@@ -68,7 +68,3 @@ def _counted(model: PreTrainedModel, count: int) -> int:
     with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(ids, use_cache=False)
     return counter.get_total_flops()
-
-
-def _methods(model: PreTrainedModel) -> list[Any]:
-    return list(model.config.cross_layer) if isinstance(model, CrossLayerForCausalLM) else []

@@ -31,9 +31,8 @@ class Rows(Protocol):
 class Mixture(Dataset[dict[str, Tensor]]):
     """Row i, for i from 0 to before `items`, is a window of a domain.
 
-    Of the first n rows a domain has its share of n, but for less than the number of domains. Its windows, cut from its
-    tokens without overlap, come in an order that follows from the seed and the domain's name, none twice before all of
-    them were there once; then in another order. Of two mixtures that differ in `items` alone, the shorter is the
+    Of the first n rows a domain has its share of n, but for less than the number of domains. Its windows do not
+    overlap, and come in another order in each epoch. Of two mixtures that differ in `items` alone, the shorter is the
     beginning of the longer.
 
     Args:
@@ -59,7 +58,14 @@ class Mixture(Dataset[dict[str, Tensor]]):
         items: int,
         rows: Mapping[str, Rows] | None = None,
     ):
-        _check_weights(domains, weights)
+        if not domains:
+            raise ValueError("a mixture needs at least one domain")
+        for name in domains.keys() ^ weights.keys():
+            what = "a domain" if name not in domains else "a weight"
+            raise ValueError(f"{name!r} is not {what}; domains: {', '.join(domains)}; weights: {', '.join(weights)}")
+        for name, weight in weights.items():
+            if not 0 < weight < math.inf:
+                raise ValueError(f"the weight of {name!r} is {weight}; it must be a positive number")
         if items < 1:
             raise ValueError(f"a mixture of {items} rows; it needs at least 1")
         self.domains, self.length, self.seed, self.items = dict(domains), length, seed, items
@@ -185,16 +191,3 @@ def permutation(size: int, key: int) -> np.ndarray:
 def _key(seed: int, name: str, epoch: int = 0) -> int:
     """Return 64 bits of SHA-256, the same on every machine."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}/{name}".encode()).digest()[:8], "little")
-
-
-def _check_weights(domains: Mapping[str, Shards], weights: Mapping[str, float]) -> None:
-    """Refuse weights that do not fit the domains."""
-    if not domains:
-        raise ValueError("a mixture needs at least one domain")
-    for name in [*weights, *domains]:
-        if name not in domains or name not in weights:
-            what = "a domain" if name not in domains else "a weight"
-            raise ValueError(f"{name!r} is not {what}; domains: {', '.join(domains)}; weights: {', '.join(weights)}")
-    for name, weight in weights.items():
-        if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"the weight of {name!r} is {weight}; it must be a positive number")

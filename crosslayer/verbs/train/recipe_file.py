@@ -67,7 +67,7 @@ def _files(path: Path, above: tuple[Path, ...]) -> list[Source]:
     if path.resolve() in [reader.resolve() for reader in above]:
         raise ValueError(f"{above[-1]}: extends goes in a circle: {' → '.join(p.name for p in (*above, path))}")
     if not path.is_file():
-        reader = f"{above[-1]}: extends: " if above else ""
+        reader = f"{above[-1]}: extends: " if above else "recipe "
         names = sorted(str(other) for other in path.parent.glob("[!.]*.y*ml") if other not in above)
         hint = nearest(str(path), names) if names else "it must be a YAML file"
         raise ValueError(f"{reader}{str(path)!r} {'is a folder' if path.is_dir() else 'does not exist'}; {hint}")

@@ -13,7 +13,6 @@ from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.methods import load_methods
 from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.domains import EMBEDDED
-from crosslayer.verbs.train.arguments import Schedule
 from crosslayer.verbs.train.attention import Attention
 from crosslayer.verbs.train.recipe_arguments import one_of, only_keys, typed_keys
 from crosslayer.verbs.train.recipe_file import nearest
@@ -32,6 +31,7 @@ ELSEWHERE = {  # keys of a config that a shape does not set, and why
 }
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # a domain's, also for a folder and a metric
 POSITIVE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+LOWEST = 1e-4  # of the highest rate, from which a warmup rises and to which a line falls, if the minimum is 0
 DEEPEST = 4096  # layers; a slip of the pen shall not build them for hours
 CONFIG = {**LlamaConfig.__annotations__, **CrossLayerConfig.__annotations__, "rope_parameters": dict[str, Any] | None}
 SHAPE: dict[str, Any] = {
@@ -240,38 +240,34 @@ class SchedulePart(Part):
         assert self.tokens is not None
         return -(-self.tokens // step_tokens)
 
-    def warmup_steps(self, steps: int) -> int:
-        """Return how many of all steps are warmup.
+    def course(self, steps: int, evaluate: int = 0) -> dict[str, Any]:
+        """Return Trainer's arguments for so many steps, with an evaluation every `evaluate`; 0: only at the end.
+
+        The first step of a warmup is not at zero: its rate is that of one step up, or the minimum, if it falls in a
+        line.
 
         Raises:
-            ValueError: they are as many as all.
+            ValueError: warmup, or warmup and decay, are more than all steps.
 
         """
         warmup = int(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
         if warmup >= steps:
             raise ValueError(f"schedule.warmup is {self.warmup:g} steps of {steps}; it must be fewer")
-        return warmup
-
-    def decay_steps(self, steps: int) -> int:
-        """Return over how many of all steps the learning rate falls.
-
-        Raises:
-            ValueError: warmup and decay are more than all.
-
-        """
-        falling = steps - self.warmup_steps(steps)
-        if self.kind != "wsd":
-            return falling
+        falling = steps - warmup
         decay = max(1, int(self.decay * steps)) if self.decay < 1 else int(self.decay)
-        if decay > falling:
+        if self.kind == "wsd" and decay > falling:
             raise ValueError(f"schedule.decay is {decay} steps, and {falling} follow the warmup; it must be fewer")
-        return decay
-
-    def course(self, steps: int, evaluate: int = 0) -> Schedule:
-        """Return steps and learning rate of a run of so many steps; errors as `decay_steps`."""
-        return Schedule(
-            steps, self.warmup_steps(steps), self.minimum, evaluate, self.decay_steps(steps), self.kind == "cosine"
-        )
+        kind, settings = "cosine_warmup_with_min_lr", {"min_lr_rate": self.minimum}
+        if self.kind != "cosine":
+            kind, over = "warmup_stable_decay", decay if self.kind == "wsd" else falling
+            settings = {"num_decay_steps": over, "decay_type": "linear", "min_lr_ratio": self.minimum or LOWEST}
+        return {
+            "max_steps": steps,
+            "warmup_steps": warmup,
+            "lr_scheduler_type": kind,
+            "lr_scheduler_kwargs": settings,
+            "eval_steps": evaluate or steps,
+        }
 
 
 class EvalPart(Part):

@@ -66,12 +66,8 @@ def check_room(
     free = free_memory(args.device)
     if max(0, states - there) + batch > free:
         raise ValueError(
-            f"training takes at least {_gigabytes(states)} for {count:,} parameters (weights, gradients, optimizer) "
-            f"and {_gigabytes(batch)} for {args.train_batch_size:,} sequences of {length:,} tokens at once, "
-            f"{step_sequences(args):,} in a step; {_gigabytes(free)} are free here: use a smaller model or batch, or a "
-            "smaller data.length"
+            f"training takes at least {states / 1e9:,.1f} GB for {count:,} parameters (weights, gradients, optimizer) "
+            f"and {batch / 1e9:,.1f} GB for {args.train_batch_size:,} sequences of {length:,} tokens at once, "
+            f"{step_sequences(args):,} in a step; {free / 1e9:,.1f} GB are free here: use a smaller model or batch, or "
+            "a smaller data.length"
         )
-
-
-def _gigabytes(count: float) -> str:
-    return f"{count / 1e9:,.1f} GB"

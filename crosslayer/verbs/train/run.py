@@ -92,8 +92,8 @@ def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> Train
     size, accumulated = (recipe.train.get(key, default) for key, default in BATCH.items())
     sequences = size * accumulated * int(os.environ.get("WORLD_SIZE", "1"))  # of a step, over all processes
     steps = recipe.schedule.total_steps(sequences * length)
-    schedule = recipe.schedule.course(steps, min(recipe.eval.every, steps))
-    arguments = training_arguments(folder, recipe.seed, schedule, recipe.train)
+    course = recipe.schedule.course(steps, min(recipe.eval.every, steps))
+    arguments = training_arguments(folder, recipe.seed, course, recipe.train)
     assert step_sequences(arguments) == sequences
     tokenizer, shards = _texts(recipe, arguments, progress)
     weights = {domain.name: domain.weight for domain in recipe.data.domains}
@@ -122,7 +122,7 @@ def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> Train
         if recipe.save_minutes:
             trainer.add_callback(SaveByTime(recipe.save_minutes))
         trainer.train(resume_from_checkpoint=resume)
-        if steps % (schedule.evaluate or steps) or not trainer.window_losses:
+        if steps % course["eval_steps"] or not trainer.window_losses:
             trainer.evaluate()  # the last step is no multiple of eval.every, or the run had ended before
         trainer.save_model(str(folder / "model"))
     result = _result(recipe, trainer, mixture, model=facts, peak_bytes=peak.bytes, matrix_flops=speed)

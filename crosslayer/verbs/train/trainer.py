@@ -37,7 +37,7 @@ from crosslayer.output.folder import disk_fault, set_modes
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.train.attention import document_borders
 from crosslayer.verbs.train.callbacks import Log
-from crosslayer.verbs.train.checkpoints import PARTIAL, damage, last_good, publish, stage
+from crosslayer.verbs.train.checkpoints import PARTIAL, last_good, publish, stage
 from crosslayer.verbs.train.interrupting import Interruption
 from crosslayer.verbs.train.looks import as_number, layer_norms, look
 from crosslayer.verbs.train.optimizers import mixing_parameters, optimizer_of
@@ -95,13 +95,12 @@ class CrossLayerTrainer(Trainer):
             eval_dataset: validation windows, which are such items too; or such by domain.
             tokenizer: is saved along with the model.
             meter: shows progress.
-            depth_norms: with each training loss, also log the norm of each layer's gradient, before clipping:
-                `grad_norm_layer_0` and so on.
+            depth_norms: whether each layer's gradient norm before clipping is logged, as `grad_norm_layer_0` and so on.
             looked_at: token ids (N, T) over which each evaluation measures sinks and norms of every layer.
             optimizer: what a recipe says of it, beside `args`.
 
         Raises:
-            ValueError: the arguments ask for what this trainer does not do, or for more items than there are.
+            ValueError: the arguments ask for what cannot be done here, or for more items than there are.
 
         """
         needed = args.max_steps * step_sequences(args)
@@ -139,24 +138,18 @@ class CrossLayerTrainer(Trainer):
         """Train to the last step.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder; or True: the last good one of the run's folder, where there
-                is one.
+            resume_from_checkpoint: whether to go on from the last good checkpoint of the run's folder, if there is one.
             trial: must be None; part of Trainer's signature, as the next.
             ignore_keys_for_eval: must be None.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed; in a single process the step under way has been finished and saved.
-            ValueError: the checkpoint is not complete, is broken, or is of another batch.
+            ValueError: the checkpoint is broken, or of another batch.
             TrainingStopped: a loss is not finite, or a checkpoint cannot be written.
 
         """
-        assert trial is None and ignore_keys_for_eval is None
-        checkpoint = last_good(self._folder) if resume_from_checkpoint is True else None
-        if isinstance(resume_from_checkpoint, str):
-            checkpoint = Path(resume_from_checkpoint)
-            fault = damage(checkpoint)
-            if fault is not None:
-                raise ValueError(f"{checkpoint.name} cannot be resumed: {fault}")
+        assert trial is None and ignore_keys_for_eval is None and not isinstance(resume_from_checkpoint, str)
+        checkpoint = last_good(self._folder) if resume_from_checkpoint else None
         self._resumed = None if checkpoint is None else Resumed.read(checkpoint, self.args)
         set_seed(self.args.seed)
         self._micro_batch, self._clock = 0, None

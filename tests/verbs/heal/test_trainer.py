@@ -11,18 +11,18 @@ from crosslayer.verbs.heal.divergence import divergence
 from crosslayer.verbs.heal.parameters import compensations, merged, trained_parameters, unfreeze
 from crosslayer.verbs.heal.recipe import LoraPart
 from crosslayer.verbs.heal.trainer import DistillTrainer, Teacher
-from crosslayer.verbs.train.arguments import Schedule, training_arguments
+from crosslayer.verbs.train.arguments import training_arguments
 from tests.helpers.cases import CASES
 from tests.helpers.recovery import original_in, recipe_in, retrofit_in
 from tests.helpers.tiny import tiny, tokens
-from tests.helpers.training import Random, losses, model_of
+from tests.helpers.training import Random, course, losses, model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 def distiller(folder, model, teacher, steps=2, **train):
     train = {"per_device_train_batch_size": 4, "use_cpu": True, "learning_rate": 1e-2, "logging_steps": 1, **train}
-    arguments = training_arguments(folder, 0, Schedule(steps), train)
+    arguments = training_arguments(folder, 0, course(steps), train)
     count = steps * train["per_device_train_batch_size"] * train.get("gradient_accumulation_steps", 1)
     trainer = DistillTrainer(model, arguments, Random(count), {"a": Random(2, seed=1)})
     trainer.teacher = teacher

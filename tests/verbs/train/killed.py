@@ -9,9 +9,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from crosslayer.verbs.train.arguments import Schedule
 from crosslayer.verbs.train.checkpoints import PARTIAL, checkpoints, last_good
-from tests.helpers.training import model_of, trainer_of
+from tests.helpers.training import course, model_of, trainer_of
 
 TIMES = 20
 STEPS = 100_000  # more than are done
@@ -20,7 +19,7 @@ STEPS = 100_000  # more than are done
 def train(folder: Path, steps: int) -> None:
     """Train in a process of its own, which is this one's child; it never comes back."""
     model = model_of(hidden_size=256, intermediate_size=512)  # 8 MB with the optimizer's states: saving takes a while
-    trainer_of(folder, model, schedule=Schedule(steps), save_steps=1, logging_steps=10**6).train(True)
+    trainer_of(folder, model, schedule=course(steps), save_steps=1, logging_steps=10**6).train(True)
     os._exit(0)
 
 

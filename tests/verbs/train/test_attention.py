@@ -9,18 +9,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from crosslayer.verbs.train import attention
-from crosslayer.verbs.train.arguments import Schedule, training_arguments
+from crosslayer.verbs.train.arguments import training_arguments
 from crosslayer.verbs.train.attention import WITHIN_DOCUMENTS, check_attention, readable_masks, set_attention
 from tests.helpers.cases import CAPPED, LINEAR
 from tests.helpers.tiny import tiny
-from tests.helpers.training import losses, model_of, trainer_of
+from tests.helpers.training import course, losses, model_of, trainer_of
 
 TWO = {"num_hidden_layers": 2, "attention_dropout": 0.0}
 CAPPED_TWO = {**CAPPED, **TWO, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 def arguments(folder, **train):
-    return training_arguments(folder, 0, Schedule(2), {"use_cpu": True, **train})
+    return training_arguments(folder, 0, course(2), {"use_cpu": True, **train})
 
 
 def test_by_default_sdpa_goes_document_by_document_where_it_can(tmp_path):

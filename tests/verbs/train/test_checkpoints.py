@@ -118,10 +118,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_truncated_one(tmp_path):
     trainer.train()
     with (tmp_path / "run" / "checkpoint-4" / "optimizer.pt").open("r+b") as file:
         file.truncate(1000)
-    with pytest.raises(ValueError, match="checkpoint-4 cannot be resumed: optimizer.pt has 1,000 bytes instead of"):
-        trainer_of(tmp_path / "run").train(str(tmp_path / "run" / "checkpoint-4"))
     trainer = trainer_of(tmp_path / "run")
-    with pytest.warns(UserWarning, match="checkpoint-4 is passed over: optimizer.pt"):
+    with pytest.warns(UserWarning, match="checkpoint-4 is passed over: optimizer.pt has 1,000 bytes instead of"):
         trainer.train(True)
     assert losses(trainer) == losses(whole)
     assert list(checkpoints(tmp_path / "run")) == [STEPS - 2, STEPS]

@@ -8,17 +8,17 @@ import torch
 from torch.optim import AdamW, Muon
 
 from crosslayer.verbs.train import arguments as module
-from crosslayer.verbs.train.arguments import Schedule, training_arguments
+from crosslayer.verbs.train.arguments import training_arguments
 from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.recipe_parts import OptimizerPart, SchedulePart
-from tests.helpers.training import Stop, model_of, trainer_of
+from tests.helpers.training import Stop, course, model_of, trainer_of
 
 MUON = OptimizerPart(name="muon")
 OTHERS = ("embed_tokens", "lm_head", "norm")
 
 
 def run(folder, optimizer, model=None, **train):
-    schedule = train.pop("schedule", Schedule(4))
+    schedule = train.pop("schedule", course(4))
     trainer = trainer_of(folder, model, schedule=schedule, weight_decay=0.1, **train)
     trainer._optimizer = optimizer
     return trainer
@@ -26,9 +26,9 @@ def run(folder, optimizer, model=None, **train):
 
 def rates(folder, schedule):
     trainer = trainer_of(folder, schedule=schedule, learning_rate=1.0)
-    trainer.create_optimizer_and_scheduler(schedule.steps)
+    trainer.create_optimizer_and_scheduler(schedule["max_steps"])
     found = []
-    for _ in range(schedule.steps):
+    for _ in range(schedule["max_steps"]):
         found.append(trainer.lr_scheduler.get_last_lr()[0])
         trainer.optimizer.step()
         trainer.lr_scheduler.step()
@@ -118,7 +118,7 @@ def test_rates_that_decide_nothing_are_refused(tmp_path):
 
 
 def test_bfloat16_is_on_by_itself_where_the_gpu_has_it(tmp_path, monkeypatch):
-    assert not training_arguments(tmp_path, 0, Schedule(1), {"use_cpu": True}).bf16
+    assert not training_arguments(tmp_path, 0, course(1), {"use_cpu": True}).bf16
     asked = {}
     accepted = mock.Mock(n_gpu=1, dataloader_num_workers=0)
     monkeypatch.setattr(module, "TrainingArguments", lambda **given: asked.update(given) or accepted)
@@ -130,5 +130,5 @@ def test_bfloat16_is_on_by_itself_where_the_gpu_has_it(tmp_path, monkeypatch):
         (True, {"use_cpu": True}, False),
     ):
         monkeypatch.setattr(module, "has_bfloat16", lambda has=has: has)
-        training_arguments(tmp_path, 0, Schedule(1), {"use_cpu": False, **train})
+        training_arguments(tmp_path, 0, course(1), {"use_cpu": False, **train})
         assert asked["bf16"] is expected

@@ -16,11 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from crosslayer import CrossLayerForCausalLM, TextSource
 from crosslayer.core.methods import method_names
-from crosslayer.verbs.train.arguments import Schedule, training_arguments
+from crosslayer.verbs.train.arguments import training_arguments
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
 from crosslayer.verbs.train.recipe_arguments import OWNED
 from crosslayer.verbs.train.recipe_parts import DomainPart
 from crosslayer.verbs.train.sizes import SIZES
+from tests.helpers.training import course
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not path.stem.startswith("heal-"))
@@ -116,11 +117,11 @@ def test_sources_of_a_domain(recipe):
 
 def test_schedule_in_steps_or_tokens(recipe):
     schedule = load_recipe(recipe, ["schedule={tokens: 1e6, warmup: 0.125}"]).schedule
-    assert schedule.total_steps(1024) == 977 and schedule.warmup_steps(80) == 10
+    assert schedule.total_steps(1024) == 977 and schedule.course(80)["warmup_steps"] == 10
     schedule = load_recipe(recipe, ["schedule={steps: 50, warmup: 4}"]).schedule
-    assert schedule.total_steps(1024) == 50 and schedule.warmup_steps(50) == 4
+    assert schedule.total_steps(1024) == 50 and schedule.course(50)["warmup_steps"] == 4
     with pytest.raises(ValueError, match=r"^schedule.warmup is 4 steps of 3; it must be fewer$"):
-        schedule.warmup_steps(3)
+        schedule.course(3)
 
 
 # --- files and settings
@@ -388,7 +389,7 @@ def test_a_package_that_is_missing_is_named_before_anything_is_read(setting, tmp
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     recipe = load_recipe(SMOKE, [f"train.{setting}"])
     with pytest.raises(ValueError, match=PACKAGES[setting]):
-        training_arguments(tmp_path, 0, Schedule(1), recipe.train)
+        training_arguments(tmp_path, 0, course(1), recipe.train)
 
 
 @pytest.mark.parametrize("key", ["per_device_train_batch_size", "gradient_accumulation_steps", "neftune_noise_alpha"])
@@ -407,4 +408,4 @@ WRONG = {
 def test_what_only_a_run_would_trip_over_is_refused_before(setting, tmp_path):
     recipe = load_recipe(SMOKE, [f"train.{setting}"])
     with pytest.raises(ValueError, match=WRONG[setting]):
-        training_arguments(tmp_path, 0, Schedule(1), recipe.train)
+        training_arguments(tmp_path, 0, course(1), recipe.train)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from crosslayer.verbs.train.arguments import Schedule
 from crosslayer.verbs.train.checkpoints import MARK, checkpoints
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
 from tests.helpers.daily import daily
-from tests.helpers.training import STEPS, Random, Stop, losses, model_of, trainer_of
+from tests.helpers.training import STEPS, Random, Stop, course, losses, model_of, trainer_of
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +144,7 @@ def test_another_batch_is_refused_with_the_accumulation_that_keeps_it(batch, sto
 
 def test_a_batch_that_makes_a_run_shorter_than_the_checkpoint_is_named_first(stopped):
     """A run by tokens has half the steps with twice the batch: not the checkpoint's step is wrong."""
-    trainer = trainer_of(stopped, data=Random(STEPS * 16), schedule=Schedule(3), gradient_accumulation_steps=2)
+    trainer = trainer_of(stopped, data=Random(STEPS * 16), schedule=course(3), gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match=r"reads 8: train\.gradient_accumulation_steps=1 keeps that"):
         trainer.train(True)
 

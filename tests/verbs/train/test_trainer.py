@@ -11,12 +11,11 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.verbs.train import room
-from crosslayer.verbs.train.arguments import Schedule
 from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.trainer import TrainingStopped
 from tests.helpers.cases import CASES, each
 from tests.helpers.daily import daily
-from tests.helpers.training import LENGTH, STEPS, Random, Stop, losses, model_of, trainer_of
+from tests.helpers.training import LENGTH, STEPS, Random, Stop, course, losses, model_of, trainer_of
 
 
 def log_of(folder):
@@ -189,7 +188,7 @@ def test_progress_is_shown(tmp_path):
         def step(self, done, total, doing=""):
             shown.append((done, total, doing.partition(" ")[0]))
 
-    trainer_of(tmp_path, schedule=Schedule(3), logging_steps=2, meter=Meter).train()
+    trainer_of(tmp_path, schedule=course(3), logging_steps=2, meter=Meter).train()
     assert shown == [("training", 3), (1, 3, ""), (2, 3, "loss"), (3, 3, "loss"), "end"]
 
 
@@ -209,7 +208,7 @@ def test_every_way_to_train_gives_the_same_losses(way, tmp_path):
     runs = []
     for name, more in (("plain", {}), (way, arguments)):
         model = model_of(["attnres"], attention_dropout=0.0)
-        runs.append(trainer_of(tmp_path / name, model, Random(12), schedule=Schedule(3), **more))
+        runs.append(trainer_of(tmp_path / name, model, Random(12), schedule=course(3), **more))
         runs[-1].train()
     plain, other = map(losses, runs)
     assert other == pytest.approx(plain, abs=tolerance)
@@ -225,7 +224,7 @@ def test_a_batch_of_too_many_logits_trains_and_is_judged_without_them(more, tmp_
         model = model_of(["resformer"], attention_dropout=0.0, final_logit_softcapping=3.0)
         model.lm_head.register_forward_hook(lambda _, __, logits, to=seen: to.append(logits.shape[:-1]))
         more = {**more, "per_device_eval_batch_size": 1}
-        runs.append(trainer_of(tmp_path / name, model, Random(12), schedule=Schedule(3), **more))
+        runs.append(trainer_of(tmp_path / name, model, Random(12), schedule=course(3), **more))
         runs[-1].train()
     assert {len(shape) for shape in seen} == {1, 2}  # of a part of a batch, and of a batch
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=1e-6 if "bf16" not in more else 2e-3)
@@ -242,7 +241,7 @@ def test_gradient_norms_by_depth_are_those_before_clipping(limit, tmp_path):
     squares = [
         sum(parameter.grad.square().sum().item() for parameter in layer.parameters()) for layer in expected.model.layers
     ]
-    trainer = trainer_of(tmp_path, model, schedule=Schedule(2), max_grad_norm=limit, depth_norms=True)
+    trainer = trainer_of(tmp_path, model, schedule=course(2), max_grad_norm=limit, depth_norms=True)
     trainer.train()
     logged = [log_of(tmp_path)[0][f"grad_norm_layer_{i}"] for i in range(2)]
     assert logged == pytest.approx([square**0.5 for square in squares], rel=1e-4)

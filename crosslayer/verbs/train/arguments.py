@@ -45,8 +45,8 @@ def training_arguments(
         train: any other field of `TrainingArguments`.
 
     Raises:
-        ValueError: `train` sets what the trainer needs to be as it is, needs a package that is missing, or asks for
-            what this machine cannot do; or a single process sees several GPUs.
+        ValueError: `train` needs a package that is missing, or asks for what this machine cannot do; or a single
+            process sees several GPUs.
 
     """
     own = {
@@ -65,9 +65,6 @@ def training_arguments(
     chosen.setdefault("bf16", not chosen["use_cpu"] and not chosen.get("fp16", False) and has_bfloat16())
     if chosen.get("fsdp") and isinstance(chosen.get("fsdp_config", {}), dict):  # else a file, which says all
         chosen["fsdp_config"] = {**SHARDED, **chosen.get("fsdp_config", {})}
-    taken = sorted(own.keys() & chosen.keys())
-    if taken:
-        raise ValueError(f"train.{taken[0]} is set by the trainer itself; leave it out")
     _check_choices(chosen)
     try:
         arguments = TrainingArguments(**own, **{OLD_ARGUMENTS.get(name, name): value for name, value in chosen.items()})

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from crosslayer.verbs.train.shards import Shards
 
+ORDER = "drawn"  # by `permutation`; a run of an earlier release, with another order, is not its pair
 IGNORED = -100  # the label of a token that is not predicted
 UNITS = 2**32  # weights are rounded to such parts of their sum
 

@@ -7,6 +7,7 @@ twice are refused.
 import copy
 import difflib
 import json
+import math
 import os
 import re
 import reprlib
@@ -153,7 +154,7 @@ def parse_value(text: str, place: str) -> Any:
     """
     try:
         value = yaml.load(text, _Core)  # noqa: S506  builds nothing but plain data
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # neither infinity nor half of a character
+        json.dumps(value, ensure_ascii=False).encode()  # without halves of characters (surrogates)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark is not None and "\n" in text else ""
@@ -198,6 +199,8 @@ def _fault(node: Any, problem: str) -> yaml.YAMLError:
 def _number(text: str) -> int | float:
     """Return a number; a whole one with an exponent, 2e9, is a whole number."""
     value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
     return int(value) if "e" in text.lower() and value.is_integer() else value
 
 

@@ -32,7 +32,7 @@ class TrainedDomain(Frozen):
     documents: int = Field(ge=1)
     validation_tokens: int = Field(ge=1, description="those that were read: windows × tokens of a sequence")
     passes: float = Field(gt=0)
-    fingerprint: str
+    fingerprint: str = Field(description="of the text, the tokenizer, and the way its rows are ordered")
 
 
 class Curve(Frozen):

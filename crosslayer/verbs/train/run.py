@@ -29,7 +29,7 @@ from crosslayer.verbs.train.facts import matrix_flops, trained_model
 from crosslayer.verbs.train.initialise import initialise
 from crosslayer.verbs.train.interrupting import resumable
 from crosslayer.verbs.train.looks import looks_in, windows_of_each
-from crosslayer.verbs.train.mixture import Mixture, validation_windows
+from crosslayer.verbs.train.mixture import ORDER, Mixture, validation_windows
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
 from crosslayer.verbs.train.record import TrainedDomain, Validation, curve_of, training_seconds
 from crosslayer.verbs.train.result import TrainingRun
@@ -176,7 +176,7 @@ def _result(recipe: Recipe, trainer: CrossLayerTrainer, mixture: Mixture, **cost
                 documents=shards.documents,
                 validation_tokens=len(windows[name]) * mixture.length,
                 passes=passes[name],
-                fingerprint=shards.fingerprint,
+                fingerprint=f"{shards.fingerprint}-{ORDER}",
             )
             for (name, shards), units in zip(mixture.domains.items(), mixture.units, strict=True)
         ),

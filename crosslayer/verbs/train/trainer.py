@@ -7,10 +7,11 @@ ranks; tokens a second are measured, and every measurement goes to `log.jsonl`; 
 Shapes: B batch, T tokens, V vocabulary, N validation windows.
 """
 
+import contextlib
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from crosslayer.verbs.train.callbacks import Log
 from crosslayer.verbs.train.checkpoints import PARTIAL, last_good, publish, stage
 from crosslayer.verbs.train.interrupting import Interruption
 from crosslayer.verbs.train.looks import as_number, layer_norms, look
+from crosslayer.verbs.train.mixture import ORDER
 from crosslayer.verbs.train.optimizers import mixing_parameters, optimizer_of
 from crosslayer.verbs.train.recipe_parts import OptimizerPart
 from crosslayer.verbs.train.resuming import KEPT, Kept, Resumed, step_sequences
@@ -112,7 +114,6 @@ class CrossLayerTrainer(Trainer):
         self._resumed: Resumed | None = None
         self._staging, self._micro_batch = False, 0
         self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then
-        self._paused = 0.0  # seconds since then that were no training
         self._looked_at, self._optimizer, self._wants_norms, self._norms = looked_at, optimizer, depth_norms, {}
         use_cache = model.config.use_cache
         super().__init__(
@@ -206,7 +207,7 @@ class CrossLayerTrainer(Trainer):
 
         """
         if self._clock is None:
-            self._clock, self._paused = (time.perf_counter(), self.state.num_input_tokens_seen), 0.0
+            self._clock = time.perf_counter(), self.state.num_input_tokens_seen
             if self._resumed is not None:  # the next loss that is logged is the mean since the entry before
                 self._tr_loss += self._resumed.kept.loss
                 self._globalstep_last_logged = self._resumed.kept.logged
@@ -239,8 +240,8 @@ class CrossLayerTrainer(Trainer):
             assert self._clock is not None
             now, tokens = time.perf_counter(), self.state.num_input_tokens_seen
             logs["tokens"] = tokens
-            logs["tokens_per_second"] = (tokens - self._clock[1]) / (now - self._clock[0] - self._paused)
-            self._clock, self._paused = (now, tokens), 0.0
+            logs["tokens_per_second"] = (tokens - self._clock[1]) / (now - self._clock[0])
+            self._clock = now, tokens
             logs |= self._norms
         super().log(logs, start_time)
 
@@ -248,12 +249,19 @@ class CrossLayerTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate as Trainer does, and look at the layers; the time does not count among the training's."""
-        started, before = time.perf_counter(), self._paused
-        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        if eval_dataset is None and self._looked_at is not None:  # Trainer comes back for each domain
-            self.log(look(self.accelerator.unwrap_model(self.model), self._looked_at))
-        self._paused = before + time.perf_counter() - started
+        with self._untimed():
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            if eval_dataset is None and self._looked_at is not None:  # Trainer comes back for each domain
+                self.log(look(self.accelerator.unwrap_model(self.model), self._looked_at))
         return metrics
+
+    @contextlib.contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """Do not count the time of the block among the training's."""
+        started, clock = time.perf_counter(), self._clock
+        yield
+        if clock is not None:
+            self._clock = clock[0] + time.perf_counter() - started, clock[1]
 
     def evaluation_loop(
         self,
@@ -299,30 +307,29 @@ class CrossLayerTrainer(Trainer):
             TrainingStopped: it cannot be written; what lay in its place, and the checkpoints before, stay.
 
         """
-        started, first = time.perf_counter(), self.args.should_save
-        try:
-            if first:
-                stage(self._folder)
-            self.accelerator.wait_for_everyone()
-            self._staging = True
-            loss = self.accelerator.reduce(self._tr_loss, "mean").item()  # type: ignore[union-attr]
-            kept = Kept(
-                sequences=step_sequences(self.args), loss=loss, logged=self._globalstep_last_logged, order="drawn"
-            )
-            self.state.stateful_callbacks[KEPT] = kept.model_dump()  # type: ignore[call-overload, index]
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if first:
-                publish(self._folder, self.state.global_step, self.args.save_total_limit)
-            self.accelerator.wait_for_everyone()
-        except (OSError, SafetensorError, RuntimeError) as error:
-            shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
-            step, fault = self.state.global_step, disk_fault(error) or error
-            what = f"the checkpoint of step {step} could not be written into {str(self._folder)!r}: {fault}"
-            raise TrainingStopped(what, step, last_good(self._folder)) from error
-        finally:
-            self._staging = False
-        self._paused += time.perf_counter() - started
+        with self._untimed():
+            try:
+                if self.args.should_save:
+                    stage(self._folder)
+                self.accelerator.wait_for_everyone()
+                self._staging = True
+                loss = self.accelerator.reduce(self._tr_loss, "mean").item()  # type: ignore[union-attr]
+                kept = Kept(
+                    sequences=step_sequences(self.args), loss=loss, logged=self._globalstep_last_logged, order=ORDER
+                )
+                self.state.stateful_callbacks[KEPT] = kept.model_dump()  # type: ignore[call-overload, index]
+                super()._save_checkpoint(model, trial)
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    publish(self._folder, self.state.global_step, self.args.save_total_limit)
+                self.accelerator.wait_for_everyone()
+            except (OSError, SafetensorError, RuntimeError) as error:
+                shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
+                step, fault = self.state.global_step, disk_fault(error) or error
+                what = f"the checkpoint of step {step} could not be written into {str(self._folder)!r}: {fault}"
+                raise TrainingStopped(what, step, last_good(self._folder)) from error
+            finally:
+                self._staging = False
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse weights where Trainer would warn and train on with the first ones."""

@@ -247,11 +247,6 @@ def test_gradient_norms_by_depth_are_those_before_clipping(limit, tmp_path):
     assert logged == pytest.approx([square**0.5 for square in squares], rel=1e-4)
 
 
-def test_a_seed_that_is_not_the_runs_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="train.seed is set by the trainer itself; leave it out"):
-        trainer_of(tmp_path, seed=1)
-
-
 def test_several_gpus_in_a_single_process_are_refused(tmp_path, monkeypatch):
     """Trainer would spread a batch over them, and read more rows a step than the run has."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 import crosslayer
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.corpus.documents import TextSource
-from crosslayer.verbs.train import tokenizers
 from crosslayer.verbs.train.mixture import validation_windows
 from crosslayer.verbs.train.recipe import load_recipe
 from crosslayer.verbs.train.texts import Domain
@@ -137,15 +136,16 @@ def test_the_same_seed_gives_the_same_text_and_shared_weights(recipe, tmp_path, 
     assert run.windows.keys() == whole[0].windows.keys() and run.model.methods == []
 
 
-def test_training_on_from_a_model(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizers, "TRAINED_ON", 10**5)
+def test_training_on_from_a_model(whole, tmp_path):
     start = whole[1] / "model"
     path = recipe_in(tmp_path, model={"start": str(start)}, schedule={"steps": 1})
     run = crosslayer.train(path, tmp_path / "on")
     assert run.model.methods[0]["name"] == "resformer" and run.curve.steps == [1] and run.seconds > 0
     assert run.final_loss < whole[0].losses[0]
     with pytest.raises(ValueError, match=r"the tokenizer 'bpe:512' has \d+ tokens, more than the embeddings"):
-        crosslayer.train(path, tmp_path / "other", settings=["tokenizer=bpe:512"])
+        (tmp_path / "own.txt").write_text(" ".join(f"w{number}" for number in range(20_000)))
+        own = f"data.domains=[{{name: own, source: {tmp_path / 'own.txt'}}}]"
+        crosslayer.train(path, tmp_path / "other", settings=["tokenizer=bpe:512", own])
 
 
 def test_the_command(recipe, tmp_path, capsys, monkeypatch):

@@ -53,7 +53,11 @@ def read_recipe(kind: type[AnyRecipe], path: str | Path, settings: Sequence[str]
         message = first["msg"] if cause is None else str(cause)
         if cause is None and not missing:
             message += f"; it is {'null' if first['input'] is None else reprlib.repr(first['input'])}"
-        writer = _writer(sources, keys[:-1] if missing else keys)
+        named = (
+            *(keys[:-1] if missing else keys),
+            message.split()[0].rstrip(":"),
+        )  # what is said of a key begins with it
+        writer = _writer(sources, named)
         raise ValueError(": ".join(filter(None, (writer, ".".join(map(str, keys)), message)))) from None
 
 

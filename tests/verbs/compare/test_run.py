@@ -149,7 +149,10 @@ def test_the_page_in_a_browser(whole, browser):
         ({"budget": "time=nan"}, "write a number above 0"),
         ({"budget": "tokens=1e4", "vary": ["schedule.tokens=1,2"]}, "`budget` decides schedule.tokens"),
         ({"vary": ["model.method=cla"]}, "the runs differ in model.method by themselves: use `methods`"),
-        ({"vary": ["model.sise=tiny"]}, "model: sise is not known; did you mean 'size'?"),
+        (
+            {"vary": ["model.sise=tiny"]},
+            'vanilla with model.sise=tiny: --set model.sise="tiny": model: sise is not known',
+        ),
         ({"vary": ["data.length"]}, "`vary` is 'data.length'; write key=value,value"),
         ({"vary": ["data.length=8,8"]}, "which holds 8 twice"),
         ({"vary": ["data.length=8", "data.length=16"]}, "`vary` names data.length twice"),

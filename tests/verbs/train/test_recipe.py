@@ -300,6 +300,11 @@ def test_what_is_wrong_is_said_in_a_line(recipe, setting, message):
     assert len(said) > len(message) if "…" in message else said == message
 
 
+def test_the_setting_that_is_wrong_is_named_among_several(recipe):
+    said = refusal(recipe, "model.sise=mini", "model.method=cla", "model.shape={}")
+    assert said == "--set model.sise=mini: model: sise is not known; did you mean 'size'?"
+
+
 def test_muon_beside_an_optimizer_of_transformers_is_refused(recipe):
     message = "--set train.optim=sgd: train: optim does nothing beside optimizer.name: muon; leave one of the two out"
     assert refusal(recipe, "optimizer.name=muon", "train.optim=sgd") == message

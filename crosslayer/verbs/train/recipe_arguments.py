@@ -10,7 +10,7 @@ from transformers.training_args import OptimizerNames
 from typing_extensions import TypedDict  # that of Python 3.11 is not known to pydantic
 
 from crosslayer.core.transformers_versions import OLD_ARGUMENTS
-from crosslayer.verbs.train.recipe_file import nearest
+from crosslayer.verbs.train.recipe_file import WrongKey, nearest
 
 REASONS = {  # why a recipe does not set keys, and what to write instead → the keys
     "a run writes into the folder that it is given": "output_dir",
@@ -72,11 +72,10 @@ def only_keys(known: Collection[str], elsewhere: Mapping[str, str]) -> Callable[
     def check(values: Any) -> Any:
         for key in values if isinstance(values, dict) else ():
             if key in elsewhere:
-                raise ValueError(f"{key} is not set here: {elsewhere[key]}")
+                raise WrongKey(key, f"{key} is not set here: {elsewhere[key]}")
             if key not in known:
-                raise ValueError(
-                    f"{key if key.isprintable() else ascii(key)} is not known; {nearest(key, list(known))}"
-                )
+                name = key if key.isprintable() else ascii(key)
+                raise WrongKey(key, f"{name} is not known; {nearest(key, list(known))}")
         return values
 
     return check

@@ -23,6 +23,14 @@ AnyRecipe = TypeVar("AnyRecipe", bound=BaseModel)
 Source = tuple[str, dict[str, Any]]  # a file or a setting, and what it says
 
 
+class WrongKey(ValueError):
+    """A mapping has a key that does not belong there."""
+
+    def __init__(self, key: str, message: str):
+        super().__init__(message)
+        self.key = key
+
+
 def read_recipe(kind: type[AnyRecipe], path: str | Path, settings: Sequence[str] = ()) -> AnyRecipe:
     """Read a recipe and check it; no file of data is opened.
 
@@ -53,10 +61,7 @@ def read_recipe(kind: type[AnyRecipe], path: str | Path, settings: Sequence[str]
         message = first["msg"] if cause is None else str(cause)
         if cause is None and not missing:
             message += f"; it is {'null' if first['input'] is None else reprlib.repr(first['input'])}"
-        named = (
-            *(keys[:-1] if missing else keys),
-            message.split()[0].rstrip(":"),
-        )  # what is said of a key begins with it
+        named = keys[:-1] if missing else (*keys, cause.key) if isinstance(cause, WrongKey) else keys
         writer = _writer(sources, named)
         raise ValueError(": ".join(filter(None, (writer, ".".join(map(str, keys)), message)))) from None
 

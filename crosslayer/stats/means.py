@@ -66,9 +66,15 @@ def paired_difference(candidate: Sequence[float], baseline: Sequence[float]) -> 
 
 def t_interval(values: Sequence[float] | np.ndarray) -> Interval | None:
     """Return the 95 % interval of the mean of values (S,) by Student's t; None below three."""
+    ends = t_ends(np.asarray(values, dtype=float))
+    return None if ends is None else (float(ends[0]), float(ends[1]))
+
+
+def t_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the ends (…) of the 95 % interval of the mean over S of values (S, …), as `t_interval` has it."""
     if len(values) < FEWEST:
         return None
-    mean, half = float(np.mean(values)), float(stats.sem(values)) * t_quantile(len(values) - 1)
+    mean, half = values.mean(axis=0), stats.sem(values, axis=0) * t_quantile(len(values) - 1)
     return mean - half, mean + half
 
 

@@ -16,7 +16,10 @@ PLAIN = "vanilla"
 NAME = re.compile(r"[A-Za-z_][\w.]{0,99}", re.ASCII)
 
 
-def read_methods(methods: str | Sequence[Any]) -> list[list[dict[str, Any]]]:
+Methods = list[dict[str, Any]]  # of an arm, as a config holds them
+
+
+def read_methods(methods: str | Sequence[Any]) -> list[Methods]:
     """Return the methods of each arm as a config holds them.
 
     Args:
@@ -30,15 +33,16 @@ def read_methods(methods: str | Sequence[Any]) -> list[list[dict[str, Any]]]:
     entries = parse_value(f"[{methods}]", f"methods {methods!r}") if isinstance(methods, str) else methods
     if not entries:
         raise ValueError("`methods` is empty; write for example vanilla and a method's name, with a comma between")
-    arms = [_arm(entry) for entry in entries]
-    labels = [label_of(arm) for arm in arms]
-    for place, label in enumerate(labels):
-        if label in labels[:place]:
-            raise ValueError(f"`methods` names {label} twice")
-    return arms
+    arms: dict[str, Methods] = {}
+    for entry in entries:
+        arm = _arm(entry)
+        if label_of(arm) in arms:
+            raise ValueError(f"`methods` names {label_of(arm)} twice")
+        arms[label_of(arm)] = arm
+    return [*arms.values()]
 
 
-def _arm(entry: Any) -> list[dict[str, Any]]:
+def _arm(entry: Any) -> Methods:
     if entry is None or entry in (PLAIN, {"name": PLAIN}):
         return []
     if not isinstance(entry, str | dict | list):
@@ -46,14 +50,12 @@ def _arm(entry: Any) -> list[dict[str, Any]]:
             f"`methods` holds {entry!r}; write a method's name, {{name: …, option: …}}, or a list of these"
         )
     try:
-        return json.loads(
-            json.dumps([to_entry(method) for method in load_methods(entry)])
-        )  # tuples as a record has them
+        return _plain([to_entry(method) for method in load_methods(entry)])
     except ValueError as error:
         raise ValueError(f"`methods`: {error}; {PLAIN} is none") from None
 
 
-def label_of(methods: Sequence[dict[str, Any]]) -> str:
+def label_of(methods: Methods) -> str:
     """Return what an arm is called, in plain characters.
 
     Raises:
@@ -71,15 +73,15 @@ def _method_label(entry: dict[str, Any]) -> str:
         defaults = {field.name: field.default for field in dataclasses.fields(method_class(name))}  # type: ignore[arg-type]
     except ValueError:  # a module of somebody's own, which is not imported here
         defaults = {}
-    options = {key: _listed(value) for key, value in entry.items() if key != "name"}
-    changed = {key: value for key, value in options.items() if value != _listed(defaults.get(key, ...))}
+    options = {key: _plain(value) for key, value in entry.items() if key != "name"}
+    changed = {key: value for key, value in options.items() if value != _plain(defaults.get(key, ...))}
     words = [f"{key}={json.dumps(value)}".replace('"', "") for key, value in changed.items()]
     return f"{name}({', '.join(words)})" if words else name
 
 
-def _listed(value: Any) -> Any:
-    """Return tuples as the lists that JSON makes of them."""
-    return [_listed(part) for part in value] if isinstance(value, tuple) else value
+def _plain(value: Any) -> Any:
+    """Return options as a record has them: tuples are lists."""
+    return json.loads(json.dumps(value, default=repr))
 
 
 def pick_baseline(labels: Sequence[str], baseline: str | None) -> str:

@@ -1,9 +1,10 @@
-"""A referee's budget: the same time, FLOPs or tokens for every run, as steps of each arm.
+"""A referee's budget: the same time, FLOPs or tokens for every run, as steps of each arm; and what keeps it.
 
     time:  steps = ⌊seconds / measured seconds a step⌋
     FLOPs: steps = ⌊FLOPs / (FLOPs of a token · tokens of a step)⌋
 
-A run that is cut off has not let its learning rate fall; so each arm has a schedule over the steps that fit.
+A run that is cut off has not let its learning rate fall; so each arm has a schedule over the steps that fit. A folder
+of trained runs keeps in `grid.json` beside them the budget, its steps, and the runs that diverged.
 """
 
 import math
@@ -11,7 +12,11 @@ import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
+from pydantic import Field, ValidationError
+
+from crosslayer.output.record import Frozen
 from crosslayer.verbs.compare.record import Budget
 from crosslayer.verbs.train.recipe_file import nearest
 from crosslayer.verbs.train.result import TrainingRun
@@ -28,7 +33,53 @@ SHORT = (  # what is set for a run that is measured
     "eval.looks=0",
 )
 KINDS = ("time", "flops", "tokens")
+STATE = "grid.json"
+LARGEST = 2**24  # bytes of it; a thousand runs have a tenth of that
 Short = Callable[[str, Path], TrainingRun]  # trains an arm by its key for `SHORT` into a folder
+
+
+class Stopped(Frozen):
+    """A run that diverged: how, and by which recipe (its SHA-256), so that another one is trained."""
+
+    what: str
+    recipe: str
+
+
+class State(Frozen):
+    """What a folder of runs keeps beside them, so that they can be resumed and read."""
+
+    schema_: Literal["crosslayer/grid/1"] = Field(
+        "crosslayer/grid/1", validation_alias="schema", serialization_alias="schema"
+    )
+    budget: Budget | None = None
+    steps: dict[str, int] = Field({}, description="of every arm in every setting, where the budget decides them")
+    stopped: dict[str, Stopped] = Field({}, description="runs that diverged, by their names")
+    judged: tuple[tuple[int, ...], ...] = Field((), description="seeds of each page that could give verdicts")
+
+    def before(self, seeds: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the seeds of each page that came before the page of these seeds, and to which they add."""
+        before = self.judged[: self.judged.index(seeds)] if seeds in self.judged else self.judged
+        return tuple(fewer for fewer in before if set(fewer) < set(seeds))
+
+
+def read_state(folder: Path) -> State | None:
+    """Return what a folder keeps beside its runs; None where it keeps nothing.
+
+    Raises:
+        ValueError: `grid.json` is no such file, or a damaged one.
+
+    """
+    path = folder / STATE
+    if not path.is_file():
+        return None
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"{STATE} has more than {LARGEST:,} bytes, which no comparison writes")
+    try:
+        return State.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{STATE}: {place if place.isprintable() else repr(place)}: {first['msg']}") from None
 
 
 def read_budget(text: str) -> Budget:
@@ -70,12 +121,12 @@ def measured(budget: Budget, keys: Sequence[str], short: Short, folder: Path) ->
     if budget.kind == "flops":
         costs = {key: own[0].model.flops_per_token * own[0].tokens / own[0].steps for key, own in runs.items()}
         return budget, {key: whole_steps(budget.amount, cost, key) for key, cost in costs.items()}
-    seconds = {key: statistics.median(map(step_seconds, own)) for key, own in runs.items()}
-    steps = {key: whole_steps(budget.amount, cost, key) for key, cost in seconds.items()}
-    return budget.model_copy(update={"step_seconds": seconds}), steps
+    costs = {key: statistics.median(map(_step_seconds, own)) for key, own in runs.items()}
+    steps = {key: whole_steps(budget.amount, cost, key) for key, cost in costs.items()}
+    return budget.model_copy(update={"step_seconds": costs}), steps
 
 
-def step_seconds(run: TrainingRun) -> float:
+def _step_seconds(run: TrainingRun) -> float:
     """Return the median time of a short run's steps, the first left out."""
     tokens = run.tokens / run.steps
     return statistics.median(tokens / speed for speed in run.curve.tokens_per_second[WARM:])

@@ -1,31 +1,138 @@
 """The figures of a comparison: curves in groups of at most six arms, so that each can be told; then the differences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from crosslayer.output.panel import COLORS, QUIET, Dots, Line, Panel, same_scale
-from crosslayer.verbs.compare.record import COSTS, ComparedRun, Glance, Law, Outcome, Setting
+from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law, Setting
 from crosslayer.verbs.compare.result import Comparison
 
 TOGETHER = 6  # lines of arms in a figure
-GLANCES: tuple[tuple[str, str, str, Callable[[Glance], float | None]], ...] = (
-    ("first_token", "Attention on the first token", "share, mean over layers", lambda seen: seen.first_token_share),
-    ("sink_rate", "Sink rate", "share of heads, mean over layers", lambda seen: seen.sink_rate),
-    ("stream_growth", "Growth of the stream", "norm at the last layer / at the first", lambda seen: seen.stream_growth),
-)
+LOSS, SEEN = "nats a token", "Mean over seeds, on a few held-out windows."
+CURVES = {  # title, sentence and axis of each quantity by step
+    "training_loss": ("Training loss", "Mean over seeds; each point is the mean since the point before.", LOSS),
+    "validation_loss": (
+        "Validation loss",
+        "Held-out text, its domains weighted as in training; mean over seeds.",
+        LOSS,
+    ),
+    "first_token": ("Attention on the first token", SEEN, "share, mean over layers"),
+    "sink_rate": ("Sink rate", SEEN, "share of heads, mean over layers"),
+    "stream_growth": ("Growth of the stream", SEEN, "norm at the last layer / at the first"),
+}
 
 
 def drawn_panels(record: Comparison) -> list[Panel]:
     """Return all figures, setting by setting."""
-    panels = []
+    panels: list[Panel] = []
     for number, setting in enumerate(record.settings):
-        drawn = _Setting(record, setting, "" if len(record.settings) == 1 else f"_{number}")
-        panels += [*drawn.differences(), *drawn.relative(), *drawn.training(), *drawn.validation(), *drawn.glances()]
-    return [*panels, *_law_panels(record)]
+        suffix = "" if len(record.settings) == 1 else f"_{number}"
+        panels += [*_differences(record, setting, suffix), *_relative(record, setting, suffix)]
+        panels += _curves(record, setting, suffix)
+    return [*panels, *_laws(record)]
 
 
-def _law_panels(record: Comparison) -> list[Panel]:
+def _differences(record: Comparison, setting: Setting, suffix: str) -> list[Panel]:
+    """Return the differences of the final loss, an arm a row, the lowest on top."""
+    results = [(part.arm, part.final) for part in record.outcomes if part.setting == setting.label]
+    finals = sorted(((arm, final) for arm, final in results if final is not None), key=lambda part: part[1].mean)
+    if not finals:
+        return []
+    intervals = [final.interval or (None, None) for _, final in finals]
+    dots = Dots(
+        names=[arm for arm, _ in finals],
+        x=[final.mean for _, final in finals],
+        low=[low for low, _ in intervals],
+        high=[high for _, high in intervals],
+        single=[final.values for _, final in finals],
+    )
+    words = (
+        f"Held-out loss less that of {record.baseline}: left of 0 is lower. Large: mean over pairs of runs, with its "
+        "95 % interval where there are three; small: the pairs."
+    )
+    return [
+        Panel(f"difference{suffix}", _title("Difference at the end", setting), words, "nats a token", "", dots=dots)
+    ]
+
+
+def _relative(record: Comparison, setting: Setting, suffix: str) -> list[Panel]:
+    """Return the relative curves with their bands."""
+    curves = {part.arm: part.curve for part in record.outcomes if part.setting == setting.label}
+    groups, over = [], 0
+    for group in _groups(record, setting):
+        lines = []
+        for arm, color in zip(group, COLORS, strict=False):
+            curve = curves.get(arm)
+            if curve is not None:
+                over = over or round(curve.window * curve.steps[-1] / len(curve.steps))
+                lines.append(Line(arm, [*map(float, curve.steps)], curve.mean, curve.low, curve.high, color))
+        groups.append(lines)
+    words = (
+        f"Training loss, smoothed over {over:,} steps, less that of {record.baseline} with the same seed: below 0 is "
+        "lower. Bands: 95 % intervals over seeds, of two seeds both curves."
+    )
+    return _panels(f"relative_loss{suffix}", "Relative training loss", setting, words, "nats a token", groups)
+
+
+def _curves(record: Comparison, setting: Setting, suffix: str) -> list[Panel]:
+    """Return quantities by step, means over seeds, the baseline in each figure."""
+    measured = {arm: [_by_step(run) for run in record.of(setting.label, arm)] for arm in record.ordered}
+    panels = []
+    for key, (title, words, axis) in CURVES.items():
+        groups = []
+        for group in _groups(record, setting):
+            colors = {record.baseline: QUIET, **dict(zip(group, COLORS, strict=False))}
+            lines = [_mean_line(arm, [run[key] for run in measured[arm]], color) for arm, color in colors.items()]
+            groups.append([line for line in lines if line is not None])
+        panels += _panels(f"{key}{suffix}", title, setting, words, axis, groups)
+    return panels
+
+
+def _by_step(run: ComparedRun) -> dict[str, Mapping[int, float | None]]:
+    """Return the quantities of `CURVES` of a run by step."""
+    return {
+        "training_loss": dict(zip(run.curve.steps, run.curve.losses, strict=True)),
+        "validation_loss": dict(zip(run.validation.steps, run.validation.losses, strict=True)),
+        "first_token": {seen.step: seen.first_token_share for seen in run.glances},
+        "sink_rate": {seen.step: seen.sink_rate for seen in run.glances},
+        "stream_growth": {seen.step: seen.stream_growth for seen in run.glances},
+    }
+
+
+def _groups(record: Comparison, setting: Setting) -> list[list[str]]:
+    """Return the arms beside the baseline that have runs, so many as stand in a figure."""
+    others = [arm for arm in record.ordered[1:] if record.of(setting.label, arm)]
+    return [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
+
+
+def _title(title: str, setting: Setting) -> str:
+    return f"{title}, {setting.label}" if setting.label else title
+
+
+def _mean_line(name: str, curves: Sequence[Mapping[int, float | None]], color: str) -> Line | None:
+    """Return the mean of curves at the steps where all have a value; None where these are fewer than two."""
+    means = {}
+    for step in curves[0] if curves else ():
+        values = [value for curve in curves if (value := curve.get(step)) is not None]
+        if len(values) == len(curves):
+            means[float(step)] = float(np.mean(values))
+    return Line(name, [*means], [*means.values()], color=color) if len(means) > 1 else None
+
+
+def _panels(
+    key: str, title: str, setting: Setting, words: str, axis: str, groups: Sequence[Sequence[Line]]
+) -> list[Panel]:
+    """Return a figure for each group of lines, of one scale."""
+    drawn = [group for group in groups if group]
+    panels = []
+    for number, lines in enumerate(drawn):
+        part, end = (f" ({number + 1} of {len(drawn)})", f"_part_{number}") if len(drawn) > 1 else ("", "")
+        panels.append(Panel(f"{key}{end}", _title(f"{title}{part}", setting), words, "step", axis, lines))
+    return same_scale(panels)
+
+
+def _laws(record: Comparison) -> list[Panel]:
     """Return the final losses by cost, the baseline in each figure, for each group of settings that has laws."""
     panels: list[Panel] = []
     words = "Means over seeds, against the whole cost of a run; a power law is a straight line here."
@@ -41,137 +148,5 @@ def _law_panels(record: Comparison) -> list[Panel]:
 
 
 def _law_line(law: Law, color: str) -> Line:
-    points = sorted(zip(law.costs, law.losses, strict=True))
-    return Line(law.arm, [cost for cost, _ in points], [loss for _, loss in points], color=color)
-
-
-class _Setting:
-    """The figures of a setting; `suffix` tells their files from those of others."""
-
-    def __init__(self, record: Comparison, setting: Setting, suffix: str):
-        self.record, self.suffix = record, suffix
-        self.place = f", {setting.label}" if setting.label else ""
-        self.results = [result for result in record.outcomes if result.setting == setting.label]
-        self.runs = {arm.label: record.of(setting.label, arm.label) for arm in record.arms}
-        others = [arm for arm, runs in self.runs.items() if runs and arm != record.baseline]
-        self.groups = [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
-
-    def differences(self) -> list[Panel]:
-        """Return the differences of the final loss, an arm a row, the lowest on top."""
-        results = [result for result in self.results if result.final is not None]
-        results.sort(key=lambda result: result.final.mean if result.final is not None else 0.0)
-        finals = [result.final for result in results if result.final is not None]
-        if not finals:
-            return []
-        intervals = [final.interval or (None, None) for final in finals]
-        dots = Dots(
-            names=[result.arm for result in results],
-            x=[final.mean for final in finals],
-            low=[low for low, _ in intervals],
-            high=[high for _, high in intervals],
-            single=[final.values for final in finals],
-        )
-        words = (
-            f"Held-out loss less that of {self.record.baseline}: left of 0 is lower. Large: mean over pairs of runs, "
-            "with its 95 % interval where there are three; small: the pairs."
-        )
-        title = f"Difference at the end{self.place}"
-        return [Panel(f"difference{self.suffix}", title, words, "nats a token", "", dots=dots)]
-
-    def relative(self) -> list[Panel]:
-        """Return the relative curves with their bands."""
-        curves = {result.arm: result for result in self.results if result.curve is not None}
-        groups = [[arm for arm in group if arm in curves] for group in self.groups]
-        over = next((steps_smoothed(result) for result in curves.values()), 0)
-        words = (
-            f"Training loss, smoothed over {over:,} steps, less that of {self.record.baseline} with the same seed: "
-            "below 0 is lower. Bands: 95 % intervals over seeds, of two seeds both curves."
-        )
-        lines = [[_relative_line(curves[arm], color) for arm, color in _colored(group)] for group in groups]
-        return self._panels("relative_loss", "Relative training loss", words, "nats a token", lines)
-
-    def training(self) -> list[Panel]:
-        """Return the training losses, means over seeds."""
-        words = "Mean over seeds; each point is the mean since the point before."
-        return self._curves("training_loss", "Training loss", words, lambda run: (run.curve.steps, run.curve.losses))
-
-    def validation(self) -> list[Panel]:
-        """Return the held-out losses, means over seeds, where they were measured on the way."""
-        words = "Held-out text, with the shares that its domains have in training; mean over seeds."
-        return self._curves(
-            "validation_loss", "Validation loss", words, lambda run: (run.validation.steps, run.validation.losses)
-        )
-
-    def glances(self) -> list[Panel]:
-        """Return what was seen inside of the models on the way."""
-        panels = []
-        for key, title, axis, value in GLANCES:
-            read = _glance_reader(value)
-            panels += self._curves(key, title, "Mean over seeds, on a few held-out windows.", read, axis)
-        return panels
-
-    def _curves(
-        self,
-        key: str,
-        title: str,
-        words: str,
-        read: Callable[[ComparedRun], tuple[Sequence[int], Sequence[float]]],
-        axis: str = "nats a token",
-    ) -> list[Panel]:
-        """Return a quantity by step, the baseline in each figure."""
-        reference = _mean_line(self.record.baseline, [read(run) for run in self.runs[self.record.baseline]], QUIET)
-        groups = []
-        for group in self.groups:
-            lines = [_mean_line(arm, [read(run) for run in self.runs[arm]], color) for arm, color in _colored(group)]
-            groups.append([line for line in (reference, *lines) if line is not None])
-        return self._panels(key, title, words, axis, groups)
-
-    def _panels(self, key: str, title: str, words: str, axis: str, groups: Sequence[Sequence[Line]]) -> list[Panel]:
-        """Return a figure for each group of lines, of one scale."""
-        drawn = [group for group in groups if group]
-        panels = []
-        for number, lines in enumerate(drawn):
-            part = f" ({number + 1} of {len(drawn)})" if len(drawn) > 1 else ""
-            name = f"{key}{self.suffix}" + (f"_part_{number}" if len(drawn) > 1 else "")
-            panels.append(Panel(name, f"{title}{part}{self.place}", words, "step", axis, lines))
-        return same_scale(panels)
-
-
-def steps_smoothed(result: Outcome) -> int:
-    """Return over how many steps an outcome's curve is smoothed."""
-    assert result.curve is not None
-    return round(result.curve.window * result.curve.steps[-1] / len(result.curve.steps))
-
-
-def _colored(group: Sequence[str]) -> list[tuple[str, str]]:
-    return list(zip(group, COLORS, strict=False))
-
-
-def _relative_line(result: Outcome, color: str) -> Line:
-    curve = result.curve
-    assert curve is not None
-    return Line(result.arm, [*map(float, curve.steps)], curve.mean, curve.low, curve.high, color)
-
-
-def _mean_line(name: str, traces: Sequence[tuple[Sequence[int], Sequence[float]]], color: str) -> Line | None:
-    """Return the mean of curves at the steps that all have; None where these are fewer than two."""
-    if not traces:
-        return None
-    by_step = [dict(zip(*trace, strict=True)) for trace in traces]
-    steps = [step for step in traces[0][0] if all(step in values for values in by_step)]
-    if len(steps) < 2:
-        return None
-    means = [float(np.mean([values[step] for values in by_step])) for step in steps]
-    return Line(name, [*map(float, steps)], means, color=color)
-
-
-def _glance_reader(
-    value: Callable[[Glance], float | None],
-) -> Callable[[ComparedRun], tuple[Sequence[int], Sequence[float]]]:
-
-    def read(run: ComparedRun) -> tuple[list[int], list[float]]:
-        seen = [(glance.step, value(glance)) for glance in run.glances]
-        known = [(step, number) for step, number in seen if number is not None]
-        return [step for step, _ in known], [number for _, number in known]
-
-    return read
+    costs, losses = zip(*sorted(zip(law.costs, law.losses, strict=True)), strict=True)
+    return Line(law.arm, costs, losses, color=color)

@@ -2,21 +2,20 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from crosslayer.verbs.compare.arms import label_of, read_methods
-from crosslayer.verbs.compare.read import setting_of
-from crosslayer.verbs.compare.record import Setting
+from crosslayer.verbs.compare.arms import Methods, label_of, read_methods
+from crosslayer.verbs.compare.record import Budget, Setting
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
 from crosslayer.verbs.train.recipe_file import parse_value
 
 LONGEST = 60  # characters of a part of a folder's name
 OWN = {"model.method": "methods", "seed": "seeds", "name": "out"}  # keys that are not varied → the option to use
-SCHEDULE = "schedule."
+STEPS, TOKENS = "schedule.steps", "schedule.tokens"  # what a budget decides
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Cell:
     """A run to be: its place among the others, its recipe, and its folder's name."""
 
     setting: Setting
-    arm: str
+    methods: Methods
     seed: int
     recipe: Recipe
     name: str
@@ -32,7 +31,7 @@ class Cell:
     @property
     def key(self) -> str:
         """What runs of the same arm and setting have in common, whatever their seed."""
-        return " · ".join(filter(None, (self.setting.label, self.arm)))
+        return _key(self.setting, self.methods)
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,25 @@ class Grid:
 
     path: Path
     settings: tuple[str, ...]
-    arms: tuple[list[dict[str, Any]], ...]
+    arms: tuple[Methods, ...]
     seeds: int
-    varied: tuple[tuple[str, list[Any]], ...]
+    varied: dict[str, list[Any]]
+
+    def within(self, budget: Budget | None) -> Self:
+        """Return the grid under a budget; one of tokens is set in the recipe of all runs.
+
+        Raises:
+            ValueError: what the budget decides varies.
+
+        """
+        if budget is None:
+            return self
+        for key in (STEPS, TOKENS):
+            if key in self.varied:
+                raise ValueError(f"`budget` decides {key}; leave one of the two out")
+        if budget.kind != "tokens":
+            return self
+        return replace(self, settings=(*self.settings, f"{STEPS}=null", f"{TOKENS}={round(budget.amount)}"))
 
     def cells(self, steps: dict[str, int] | None = None) -> list[Cell]:
         """Return the runs, seed by seed, so that pairs are complete early.
@@ -58,29 +73,24 @@ class Grid:
 
         """
         first = load_recipe(self.path, self.settings).seed
-        settings, arms = self._settings(), [label_of(arm) for arm in self.arms]
-        rooms = [f"{name}-" if name else "" for name in _folders([setting.label for setting in settings])]
-        names = _folders(arms)
-        return [
-            self._cell(settings[place], number, seed, f"{rooms[place]}{names[number]}-{seed}", steps)
-            for seed in range(first, first + self.seeds)
-            for place in range(len(settings))
-            for number in range(len(arms))
+        settings = [
+            Setting.of(dict(zip(self.varied, values, strict=True))) for values in product(*self.varied.values())
         ]
+        rooms = [f"{name}-" if name else "" for name in _folders([setting.label for setting in settings])]
+        arms = _folders([label_of(methods) for methods in self.arms])
+        cells = []
+        for seed in range(first, first + self.seeds):
+            for setting, room in zip(settings, rooms, strict=True):
+                for methods, arm in zip(self.arms, arms, strict=True):
+                    own = [f"seed={seed}", f"name={room}{arm}-{seed}"]
+                    if steps is not None:
+                        own += [f"{STEPS}={steps[_key(setting, methods)]}", f"{TOKENS}=null"]
+                    cells.append(
+                        Cell(setting, methods, seed, self.recipe(setting, methods, own), f"{room}{arm}-{seed}")
+                    )
+        return cells
 
-    def _settings(self) -> list[Setting]:
-        keys = [key for key, _ in self.varied]
-        return [setting_of(dict(zip(keys, values, strict=True))) for values in product(*(v for _, v in self.varied))]
-
-    def _cell(self, setting: Setting, number: int, seed: int, name: str, steps: dict[str, int] | None) -> Cell:
-        own = [f"seed={seed}", f"name={name}"]
-        cell = Cell(setting, label_of(self.arms[number]), seed, self.recipe(setting, number, own), name)
-        if steps is None:
-            return cell
-        schedule = [f"{SCHEDULE}steps={steps[cell.key]}", f"{SCHEDULE}tokens=null"]
-        return replace(cell, recipe=self.recipe(setting, number, [*own, *schedule]))
-
-    def recipe(self, setting: Setting, number: int, more: Sequence[str] = ()) -> Recipe:
+    def recipe(self, setting: Setting, methods: Methods, more: Sequence[str] = ()) -> Recipe:
         """Return the recipe of an arm in a setting, with more settings on top.
 
         Raises:
@@ -88,12 +98,12 @@ class Grid:
 
         """
         values = [f"{key}={json.dumps(value)}" for key, value in setting.values.items()]
-        method = json.dumps(self.arms[number] or None)
+        method = json.dumps(methods or None)
         try:
             return load_recipe(self.path, [*self.settings, *values, f"model.method={method}", *more])
         except ValueError as error:
             place = f" with {setting.label}" if setting.label else ""
-            raise ValueError(f"{label_of(self.arms[number])}{place}: {error}") from None
+            raise ValueError(f"{label_of(methods)}{place}: {error}") from None
 
 
 def read_grid(
@@ -114,33 +124,24 @@ def read_grid(
     """
     if seeds < 1:
         raise ValueError(f"`seeds` is {seeds}; it must be at least 1")
-    varied = tuple(map(_varied, vary))
-    keys = [key for key, _ in varied]
-    if len(set(keys)) < len(keys):
-        raise ValueError(
-            f"`vary` names {next(key for key in keys if keys.count(key) > 1)} twice; write its values once"
-        )
+    varied: dict[str, list[Any]] = {}
+    for text in vary:
+        key, _, values = (part.strip() for part in text.partition("="))
+        if not key or not values:
+            raise ValueError(f"`vary` is {text!r}; write key=value,value, for example model.size=tiny,mini")
+        if key in OWN:
+            raise ValueError(f"`vary` is {text!r}; the runs differ in {key} by themselves: use `{OWN[key]}`")
+        if key in varied:
+            raise ValueError(f"`vary` names {key} twice; write its values once")
+        varied[key] = parse_value(f"[{values}]", f"vary {text!r}")
+        for number, value in enumerate(varied[key]):
+            if value in varied[key][:number]:
+                raise ValueError(f"`vary` is {text!r}, which holds {value!r} twice")
     return Grid(Path(path), tuple(settings), tuple(read_methods(methods)), seeds, varied)
 
 
-def _varied(text: str) -> tuple[str, list[Any]]:
-    key, equals, values = text.partition("=")
-    if not equals or not key.strip() or not values.strip():
-        raise ValueError(f"`vary` is {text!r}; write key=value,value, for example model.size=tiny,mini")
-    key = key.strip()
-    for own, option in OWN.items():
-        if key == own:
-            raise ValueError(f"`vary` is {text!r}; the runs differ in {key} by themselves: use `{option}`")
-    return key, list(_unique(parse_value(f"[{values}]", f"vary {text!r}"), text))
-
-
-def _unique(values: list[Any], text: str) -> Iterator[Any]:
-    seen = []
-    for value in values:
-        if value in seen:
-            raise ValueError(f"`vary` is {text!r}, which holds {value!r} twice")
-        seen.append(value)
-        yield value
+def _key(setting: Setting, methods: Methods) -> str:
+    return " · ".join(filter(None, (setting.label, label_of(methods))))
 
 
 def _folders(labels: Sequence[str]) -> list[str]:
@@ -149,6 +150,5 @@ def _folders(labels: Sequence[str]) -> list[str]:
     for label in labels:
         plain = re.sub(r"model\.|data\.|schedule\.|train\.", "", label)
         short = re.sub(r"[^A-Za-z0-9_.]+", "-", plain).strip("-.")[:LONGEST]
-        name = short if short not in names else f"{short}-{len(names)}"
-        names.append(name)
+        names.append(short if short not in names else f"{short}-{len(names)}")
     return names

@@ -1,26 +1,80 @@
 """Power laws over settings: of the final loss by size or tokens, and of critical points by length.
 
-Shapes: K settings, S seeds that all of them have.
+    L = A · C^−α, fitted as a straight line of log L over log C
+
+Source: Attention Residuals (arXiv 2603.15031), scaling laws; arXiv 2410.17897, Fig. 1.
+Shapes: P points, K settings, S seeds that all of them have.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from crosslayer.stats.means import Interval, t_interval
-from crosslayer.verbs.compare.outcomes import Outcome
-from crosslayer.verbs.compare.read import Sorted, setting_of
-from crosslayer.verbs.compare.record import COSTS, ComparedRun, Cost, Law, LengthTrend, Setting
-from crosslayer.verbs.compare.scaling import PowerLaw, fit_power_law, relative_cost
+from crosslayer.stats import Interval
+from crosslayer.stats.means import FEWEST, t_interval, t_quantile
+from crosslayer.verbs.compare.read import Sorted
+from crosslayer.verbs.compare.record import COSTS, ComparedRun, Cost, Law, LengthTrend, Outcome, Setting
 
 SCALED = ("model.", "schedule.", "budget", "train.", "eval.")  # keys that may differ between the sizes of a law
 ALONG = ("data.length", "schedule.", "budget", "train.", "eval.")  # and between the lengths of a trend
 APART = 1.5  # the least factor between neighbours in cost: closer ones say nothing of how the loss falls
 CLOSE = 1 + 1e-6  # the largest cost, give or take rounding
+FARTHEST = 1000  # times a cost at which a law says anything
 Side = dict[int, list[ComparedRun]]  # seed → its runs, setting by setting
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """L = scale · C^−exponent; intervals are of 95 %, by Student's t, and missing with two points.
+
+    They hold where the logarithms of the losses scatter evenly about the line; a curve that bends has none.
+    """
+
+    scale: float
+    exponent: float
+    exponent_interval: Interval | None
+    smallest: float
+    largest: float
+
+    def loss(self, cost: float) -> float:
+        """Return the loss at a cost."""
+        return self.scale * cost**-self.exponent
+
+
+def fit_power_law(costs: Sequence[float], losses: Sequence[float]) -> PowerLaw:
+    """Return the law through P points of costs (parameters, tokens, FLOPs) and losses, all positive.
+
+    Raises:
+        ValueError: there are fewer than two different costs, or a value is not positive.
+
+    """
+    if len(costs) != len(losses) or len(set(costs)) < 2:
+        raise ValueError(f"a power law needs two different costs, each with its loss; got {len(set(costs))}")
+    if not all(np.isfinite(value) and value > 0 for value in (*costs, *losses)):
+        raise ValueError("a power law needs costs and losses above 0")
+    line: Any = stats.linregress(np.log(costs), np.log(losses))
+    interval = None
+    if len(costs) >= FEWEST:  # two lie on a line
+        half = t_quantile(len(costs) - 2) * float(line.stderr)
+        interval = (-line.slope - half, -line.slope + half)
+    return PowerLaw(float(np.exp(line.intercept)), float(-line.slope), interval, min(costs), max(costs))
+
+
+def relative_cost(method: PowerLaw, baseline: PowerLaw, cost: float) -> float | None:
+    """Return the method's cost over the baseline's, for the loss that the baseline has at `cost`: below 1 it saves.
+
+    None where the method's law does not fall, or reaches that loss nowhere near: at less or more than a thousandth or a
+    thousand times the cost.
+    """
+    if method.exponent <= 0:
+        return None
+    logarithm = math.log(method.scale / baseline.loss(cost)) / method.exponent - math.log(cost)
+    return math.exp(logarithm) if abs(logarithm) < math.log(FARTHEST) else None
 
 
 def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
@@ -29,12 +83,10 @@ def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
     Settings belong together if they differ in model, schedule and arguments alone.
     """
     lines: list[Law] = []
-    groups = {where: group for where, group in _groups(runs.settings, SCALED).items() if len(group) > 1}
-    if not groups:
-        return (), "it needs two sizes of the model, or two numbers of tokens, with sequences of the same length"
-    reason = None
-    for where, group in groups.items():
-        names = [setting.label for setting in group]
+    reason = "it needs two sizes of the model, or two numbers of tokens, with sequences of the same length"
+    for where, names in _groups(runs.settings, SCALED).items():
+        if len(names) < 2:
+            continue
         sides = {arm.label: _side(runs, names, arm.label) for arm in runs.arms}
         if not sides[baseline]:
             reason = f"no seed of {baseline} has run in all of the settings"
@@ -47,27 +99,26 @@ def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
                 f"the runs of {baseline} cost {each} {COSTS[cost]}, and a law needs a factor of {APART} between them"
             )
             continue
-        others = [label for label in sides if label != baseline]
-        for label in (baseline, *others):
+        for label in (baseline, *(label for label in sides if label != baseline)):
             law = _law(sides[label], sides[baseline], cost)
-            lines += [] if law is None else [Law(arm=label, where=where, settings=tuple(names), cost=cost, **law)]
+            lines += [] if law is None else [Law(arm=label, where=where, settings=names, cost=cost, **law)]
     return tuple(lines), None if lines else reason
 
 
-def _groups(settings: Sequence[Setting], free: tuple[str, ...]) -> dict[str, list[Setting]]:
-    """Return settings that differ at most in keys which begin so, by the label of what they have in common."""
-    groups: dict[str, list[Setting]] = {}
+def _groups(settings: Sequence[Setting], free: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Return labels of settings that differ at most in keys which begin so, by what they have in common."""
+    groups: dict[str, tuple[str, ...]] = {}
     for setting in settings:
         fixed = {key: value for key, value in setting.values.items() if not key.startswith(free)}
-        groups.setdefault(setting_of(fixed).label, []).append(setting)
+        common = Setting.of(fixed).label
+        groups[common] = (*groups.get(common, ()), setting.label)
     return groups
 
 
 def _side(runs: Sorted, settings: Sequence[str], arm: str) -> Side:
     """Return the runs of an arm by seed, of the seeds that all settings have."""
     own = {(run.setting, run.seed): run for run in runs.runs if run.arm == arm}
-    seeds = sorted({seed for _, seed in own})
-    whole = [seed for seed in seeds if all((setting, seed) in own for setting in settings)]
+    whole = [seed for seed in runs.seeds if all((setting, seed) in own for setting in settings)]
     return {seed: [own[setting, seed] for setting in settings] for seed in whole}
 
 
@@ -90,45 +141,37 @@ def _costs(row: Sequence[ComparedRun], cost: Cost) -> list[float]:
     return [float(run.parameters if cost == "parameters" else run.tokens) for run in row]
 
 
-def _fit(rows: Sequence[Sequence[ComparedRun]], cost: Cost) -> PowerLaw:
-    """Return the law through the mean losses (K,) of runs (S, K)."""
-    return fit_power_law(_costs(rows[0], cost), _losses(rows))
-
-
-def _losses(rows: Sequence[Sequence[ComparedRun]]) -> list[float]:
-    """Return the mean over seeds of final losses (S, K), (K,)."""
-    return np.mean([[run.final_loss for run in row] for row in rows], axis=0).tolist()
-
-
 def _law(side: Side, baseline: Side, cost: Cost) -> dict[str, Any] | None:
     """Return the law of an arm; None where it has no seed in all settings, or costs that are too close."""
     seeds = [seed for seed in side if seed in baseline]
-    rows = [side[seed] for seed in seeds]
-    if not rows or not _apart(_costs(rows[0], cost)):
+    if not seeds or not _apart(_costs(side[seeds[0]], cost)):
         return None
-    law, reference = _fit(rows, cost), _fit([baseline[seed] for seed in seeds], cost)
-    each = [(_fit([side[seed]], cost), _fit([baseline[seed]], cost)) for seed in seeds]
-    falls = law.exponent > 0 and reference.exponent > 0
-    needed = relative_cost(law, reference, reference.largest) if falls else None
-    by_seed = [relative_cost(own, other, other.largest) for own, other in each]
+
+    def fit(runs: Side, seeds: Sequence[int]) -> tuple[PowerLaw, list[float]]:
+        losses = np.mean([[run.final_loss for run in runs[seed]] for seed in seeds], axis=0).tolist()  # (K,)
+        return fit_power_law(_costs(runs[seeds[0]], cost), losses), losses
+
+    (law, losses), (reference, _) = fit(side, seeds), fit(baseline, seeds)
+    each = [(fit(side, [seed])[0], fit(baseline, [seed])[0]) for seed in seeds]
+    needed, interval = None, None
+    if law.exponent > 0 and reference.exponent > 0:
+        needed = relative_cost(law, reference, reference.largest)
+    if needed is not None:  # 1 − the geometric mean of what the seeds need; no interval where one needs none at all
+        by_seed = [relative_cost(own, other, other.largest) for own, other in each]
+        known = [math.log(value) for value in by_seed if value is not None]
+        ends = t_interval(known) if len(known) == len(by_seed) else None
+        interval = None if ends is None else (1 - math.exp(ends[1]), 1 - math.exp(ends[0]))
     return {
-        "costs": _costs(rows[0], cost),
-        "losses": _losses(rows),
+        "costs": _costs(side[seeds[0]], cost),
+        "losses": losses,
         "scale": law.scale,
         "exponent": law.exponent,
         "exponent_interval": law.exponent_interval,
         "exponent_over_seeds": t_interval([own.exponent for own, _ in each]),
         "fewer": None if needed is None else 1 - needed,
-        "fewer_interval": None if needed is None else _fewer_interval(by_seed),
+        "fewer_interval": interval,
         "extrapolated": needed is not None and not law.smallest <= needed * reference.largest <= law.largest * CLOSE,
     }
-
-
-def _fewer_interval(needed: Sequence[float | None]) -> Interval | None:
-    """Return the interval of 1 − the geometric mean of needed costs (S,); None where a seed's law needs none at all."""
-    known = [math.log(value) for value in needed if value is not None]
-    interval = t_interval(known) if len(known) == len(needed) else None
-    return None if interval is None else (1 - math.exp(interval[1]), 1 - math.exp(interval[0]))
 
 
 def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
@@ -140,9 +183,8 @@ def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
     lengths = {run.setting: run.length for run in runs.runs}
     batches = {run.setting: run.tokens / run.steps for run in runs.runs}  # tokens of a step
     lines = []
-    for where, group in _groups(runs.settings, ALONG).items():
+    for where, names in _groups(runs.settings, ALONG).items():
         for arm in runs.arms:
-            names = {setting.label for setting in group}
             reached = {
                 lengths[result.setting]: result.critical.mean * batches[result.setting]
                 for result in results
@@ -156,8 +198,7 @@ def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
 
 def _trend(arm: str, where: str, reached: dict[int, float]) -> LengthTrend:
     law = fit_power_law([*map(float, reached)], [*reached.values()])
-    interval = law.exponent_interval
-    longest = max(reached)
+    interval, following = law.exponent_interval, 2 * max(reached)
     return LengthTrend(
         arm=arm,
         where=where,
@@ -165,6 +206,6 @@ def _trend(arm: str, where: str, reached: dict[int, float]) -> LengthTrend:
         tokens=tuple(reached.values()),
         exponent=-law.exponent,
         interval=None if interval is None else (-interval[1], -interval[0]),
-        next_length=2 * longest,
-        next_tokens=law.loss(2 * longest),
+        next_length=following,
+        next_tokens=law.loss(following),
     )

@@ -1,22 +1,22 @@
-"""What follows from runs: each arm beside the baseline, setting by setting.
+"""What follows from runs: each arm beside the baseline in every setting, its training curve subtracted from that one's.
 
+Source: arXiv 2410.17897, section 4.1.2 (relative training loss) and Fig. 14 (critical point).
 Shapes: S pairs (seeds that both have), N logged steps.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from crosslayer.stats.means import extended, holm, paired_difference, seeds_needed, t_interval
-from crosslayer.verbs.compare.curves import band, critical_point, entries_of, expected_critical_point, relative_curve
+from crosslayer.stats.means import extended, holm, paired_difference, seeds_needed, t_ends, t_interval
 from crosslayer.verbs.compare.read import Sorted
 from crosslayer.verbs.compare.record import RELEVANT, ComparedRun, CriticalPoints, Outcome, RelativeCurve
 
-Pair = tuple[ComparedRun, ComparedRun]  # candidate, baseline
+SHARE = 20  # a curve is smoothed over its 20th part, unless it is said otherwise
+FARTHEST = 10  # times the length of a run, beyond which nothing is expected
+LAST = 1000  # points of a curve that are continued: those of the paper; of a short curve its second half
 
 
 def outcomes(runs: Sorted, baseline: str, smooth: int | None) -> tuple[Outcome, ...]:
-    """Return every arm beside the baseline in each setting where either has runs.
+    """Return every arm beside the baseline in each setting where it has runs.
 
     Args:
         runs: all of them.
@@ -28,27 +28,32 @@ def outcomes(runs: Sorted, baseline: str, smooth: int | None) -> tuple[Outcome, 
     for run in runs.runs:
         grouped.setdefault((run.setting, run.arm), {})[run.seed] = run
     results = [
-        _outcome(
-            setting.label, arm.label, grouped[setting.label, arm.label], grouped.get((setting.label, baseline), {})
-        )
+        _outcome(own, grouped.get((setting.label, baseline), {}), smooth)
         for setting in runs.settings
         for arm in runs.arms
-        if arm.label != baseline and (setting.label, arm.label) in grouped
+        if arm.label != baseline and (own := grouped.get((setting.label, arm.label)))
     ]
-    return _adjusted([_with_curves(result, grouped, baseline, smooth) for result in results], len(runs.extends))
+    tested = {place: part.final.p for place, part in enumerate(results) if part.final and part.final.p is not None}
+    for place, p in zip(tested, holm([*tested.values()]), strict=True):  # together, and with the pages before this one
+        results[place] = results[place].model_copy(update={"adjusted": extended(p, len(runs.extends))})
+    return tuple(results)
 
 
-def _outcome(setting: str, arm: str, own: dict[int, ComparedRun], others: dict[int, ComparedRun]) -> Outcome:
+def _outcome(own: dict[int, ComparedRun], others: dict[int, ComparedRun], smooth: int | None) -> Outcome:
+    """Return an arm beside the baseline, from the runs of either by seed."""
+    first = next(iter(own.values()))
     seeds = sorted(own.keys() & others.keys())
-    sides = [own[seed] for seed in seeds], [others[seed] for seed in seeds]
-    final = paired_difference(*([run.final_loss for run in side] for side in sides)) if seeds else None
-    domains = {
-        name: paired_difference(*([run.losses[name] for run in side] for side in sides))
-        for name in (sides[0][0].losses if seeds else ())
-    }
+    candidates, baselines = [own[seed] for seed in seeds], [others[seed] for seed in seeds]
+    final, domains = None, {}
+    if seeds:
+        final = paired_difference([run.final_loss for run in candidates], [run.final_loss for run in baselines])
+        for name in candidates[0].losses:
+            sides = ([run.losses[name] for run in side] for side in (candidates, baselines))
+            domains[name] = paired_difference(*sides)
+    curve, critical = _curve(candidates, baselines, smooth)
     return Outcome(
-        setting=setting,
-        arm=arm,
+        setting=first.setting,
+        arm=first.arm,
         seeds=tuple(seeds),
         missing=tuple(sorted(own.keys() ^ others.keys())),
         loss=float(np.mean([run.final_loss for run in own.values()])),
@@ -56,23 +61,22 @@ def _outcome(setting: str, arm: str, own: dict[int, ComparedRun], others: dict[i
         adjusted=None,
         domains=domains,
         seeds_needed=None if final is None else seeds_needed(final.values, RELEVANT),
-        curve=None,
-        critical=None,
+        curve=curve,
+        critical=critical,
     )
 
 
-def _with_curves(
-    result: Outcome, grouped: dict[tuple[str, str], dict[int, ComparedRun]], baseline: str, smooth: int | None
-) -> Outcome:
-    """Add what follows from the training curves, where both sides have logged at the same steps of one schedule."""
-    own, others = grouped[result.setting, result.arm], grouped.get((result.setting, baseline), {})
-    pairs = [(own[seed], others[seed]) for seed in result.seeds]
-    grids = {(run.steps, run.curve.steps) for pair in pairs for run in pair}
-    if len(grids) != 1 or len(pairs[0][0].curve.steps) < 2:
-        return result
-    steps = np.array(pairs[0][0].curve.steps)  # (N,)
+def _curve(
+    candidates: list[ComparedRun], baselines: list[ComparedRun], smooth: int | None
+) -> tuple[RelativeCurve | None, CriticalPoints | None]:
+    """Return what follows from training curves, where all were logged at the same steps of one schedule."""
+    grids = {(run.steps, run.curve.steps) for run in (*candidates, *baselines)}
+    if len(grids) != 1 or len(candidates[0].curve.steps) < 2:
+        return None, None
+    steps = np.array(candidates[0].curve.steps)  # (N,)
     window = entries_of(steps, smooth)
-    relative = _relative(pairs, window)
+    own, other = (np.array([run.curve.losses for run in side]) for side in (candidates, baselines))  # (S, N)
+    relative = smoothed(own, window) - smoothed(other, window)
     edges = band(relative)
     curve = RelativeCurve(
         window=window,
@@ -81,32 +85,76 @@ def _with_curves(
         low=None if edges is None else tuple(edges[0].tolist()),
         high=None if edges is None else tuple(edges[1].tolist()),
     )
-    return result.model_copy(update={"curve": curve, "critical": _critical(steps, relative) if curve.ahead else None})
-
-
-def _relative(pairs: Sequence[Pair], window: int) -> np.ndarray:
-    """Return the smoothed differences of the training curves of pairs, (S, N)."""
-    candidate, baseline = (np.array([pair[side].curve.losses for pair in pairs]) for side in (0, 1))
-    return relative_curve(candidate, baseline, window)
-
-
-def _critical(steps: np.ndarray, relative: np.ndarray) -> CriticalPoints:
-    """Return where the baseline overtakes, by the relative curve of each pair (S, N)."""
-    reached = [critical_point(steps, curve) for curve in relative]
-    expected = [expected_critical_point(steps, curve) for curve in relative]
+    if not curve.ahead:
+        return curve, None
+    reached = [critical_point(steps, line) for line in relative]
     known = [point for point in reached if point is not None]
     complete = len(known) == len(reached)
-    return CriticalPoints(
+    return curve, CriticalPoints(
         reached=tuple(reached),
-        expected=tuple(expected),
+        expected=tuple(expected_critical_point(steps, line) for line in relative),
         mean=float(np.mean(known)) if complete else None,
         interval=t_interval(known) if complete else None,
     )
 
 
-def _adjusted(results: Sequence[Outcome], pages: int) -> tuple[Outcome, ...]:
-    """Add p-values that hold for all comparisons of the page together, and for the pages before it."""
-    places = [place for place, result in enumerate(results) if result.final is not None and result.final.p is not None]
-    values = [result.final.p for result in results if result.final is not None and result.final.p is not None]
-    adjusted = dict(zip(places, [extended(value, pages) for value in holm(values)], strict=True))
-    return tuple(result.model_copy(update={"adjusted": adjusted.get(place)}) for place, result in enumerate(results))
+def entries_of(steps: np.ndarray, smooth: int | None) -> int:
+    """Return over how many logged entries (N,) a curve is smoothed, at least 1.
+
+    Args:
+        steps: at which losses were logged.
+        smooth: so many steps; None for the 20th part of the last.
+
+    """
+    wanted = steps[-1] / SHARE if smooth is None else smooth
+    distance = steps[-1] / len(steps)
+    return max(1, round(float(wanted / distance)))
+
+
+def smoothed(losses: np.ndarray, window: int) -> np.ndarray:
+    """Return the mean of the last `window` values up to each step of curves (…, N); the first steps have fewer."""
+    if window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1 step")
+    sums = np.cumsum(losses, axis=-1, dtype=float)
+    before = np.zeros_like(sums)
+    before[..., window:] = sums[..., :-window]
+    counts = np.minimum(np.arange(1, losses.shape[-1] + 1), window)
+    return (sums - before) / counts
+
+
+def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the lower and the upper edge (N,) of the mean of curves (S, N).
+
+    From three curves on it is the 95 % interval of the mean by Student's t, of two it is both; None of one.
+    """
+    return (curves.min(axis=0), curves.max(axis=0)) if len(curves) == 2 else t_ends(curves)
+
+
+def critical_point(steps: np.ndarray, relative: np.ndarray) -> float | None:
+    """Return the step from which on a relative curve (N,) stays above 0: there the method is overtaken.
+
+    Between two logged steps it is where the line through both crosses. None where the curve never is below 0 before
+    (nothing to overtake), or does not end above 0 (not overtaken yet).
+    """
+    below = np.flatnonzero(relative <= 0)
+    if len(below) == 0 or below[-1] == len(relative) - 1:
+        return None
+    last = below[-1]
+    low, high = relative[last], relative[last + 1]
+    return float(steps[last] - low * (steps[last + 1] - steps[last]) / (high - low))
+
+
+def expected_critical_point(steps: np.ndarray, relative: np.ndarray) -> float | None:
+    """Return where the straight line through the last points of a relative curve (N,) will cross 0.
+
+    They are 1,000, or the second half of a shorter curve. None where the curve does not rise, or is above 0 already;
+    then `critical_point` has the answer.
+    """
+    if relative[-1] > 0 or len(steps) < 2:
+        return None
+    count = max(2, min(LAST, len(steps) // 2))
+    slope, intercept = np.polyfit(steps[-count:], relative[-count:], 1)
+    if slope <= 0:
+        return None
+    crossing = float(-intercept / slope)
+    return crossing if steps[-1] < crossing <= FARTHEST * steps[-1] else None

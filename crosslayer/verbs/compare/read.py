@@ -5,7 +5,7 @@ comparison that trained it: a budget of time or FLOPs gives each arm a schedule 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,15 +16,23 @@ import numpy as np
 from crosslayer.output.record import read_record
 from crosslayer.output.result import load_as
 from crosslayer.verbs.compare.arms import label_of
-from crosslayer.verbs.compare.record import Arm, Budget, ComparedRun, Glance, Setting, Trace
-from crosslayer.verbs.compare.state import State, read_state
+from crosslayer.verbs.compare.budget import State, read_state
+from crosslayer.verbs.compare.record import MISSING, Arm, Budget, ComparedRun, Glance, Setting, Trace
 from crosslayer.verbs.train.record import Look
 from crosslayer.verbs.train.result import TrainingRun
 
 RECORD, RUNS = "record.json", "runs"
-OWN = (("name",), ("seed",), ("model", "method"))  # keys of a recipe in which runs of a setting differ
+OWN = ("name.", "seed.", "model.method.")  # keys of a recipe in which runs of a setting differ
 STEPS = ("schedule.steps", "schedule.tokens")  # what a budget of time or FLOPs decides arm by arm
-MISSING = "not set"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A run, the name of its folder, and its setting."""
+
+    run: TrainingRun
+    name: str
+    setting: Setting
 
 
 @dataclass(frozen=True)
@@ -42,15 +50,6 @@ class Sorted:
     def seeds(self) -> tuple[int, ...]:
         """All seeds, in their order."""
         return tuple(sorted({run.seed for run in self.runs}))
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A run, and where it belongs."""
-
-    run: TrainingRun
-    where: str
-    setting: str
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
@@ -84,12 +83,11 @@ def load_run(folder: Path) -> TrainingRun:
         if not schema.startswith("crosslayer/training/"):
             raise ValueError(f"record.json is {schema[:60]!r}, no training run's")
         run = load_as([TrainingRun], folder)
-        words = [run.name, run.model.dtype, *(domain.name for domain in run.domains)]
-        strange = [word for word in words if not word.isprintable()]
-        if strange:
-            raise ValueError(f"{strange[0]!r} cannot be printed")
+        for word in (run.name, run.model.dtype, *(domain.name for domain in run.domains)):
+            if not word.isprintable():
+                raise ValueError(f"{word!r} cannot be printed")
         label_of(run.model.methods)
-        length = _at(run.recipe, ("data", "length"))
+        length = _flat(run.recipe).get("data.length")
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError("its recipe has no data.length")
         for steps in (run.curve.steps, [entry.step for entry in run.validation], [look.step for look in run.looks]):
@@ -107,23 +105,23 @@ def sort_runs(folders: Sequence[Path]) -> Sorted:
         ValueError: as `load_run`, `read_state` and `assemble`.
 
     """
-    states = {str(folder): _state(folder) for folder in folders}
-    budgets = {where: None if state is None else state.budget for where, state in states.items()}
-    runs = {str(folder): load_run(folder) for folder in folders}
-    common = {where: _decided(_flat(_shared(run)), budgets[where]) for where, run in runs.items()}
-    keys = list(dict.fromkeys(key for flat in common.values() for key in flat))
-    differing = [key for key in keys if len({json.dumps(flat.get(key, MISSING)) for flat in common.values()}) > 1]
-    telling = _telling(differing, list(common.values()))
-    settings: dict[str, Setting] = {}
+    states = [_state(folder) for folder in folders]
+    budgets = [None if state is None else state.budget for state in states]
+    runs = [load_run(folder) for folder in folders]
+    recipes = [_recipe(run, budget) for run, budget in zip(runs, budgets, strict=True)]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    differing = [key for key in keys if _count(recipes, [key]) > 1]
+    telling: list[str] = []  # keys that tell settings apart, if those that a recipe has further above do not
+    for key in differing:
+        if _count(recipes, [*telling, key]) > _count(recipes, telling):
+            telling.append(key)
     placed = []
-    for where, run in runs.items():
-        values = {key: common[where].get(key, MISSING) for key in differing}
-        setting = setting_of(values, telling)
-        settings[setting.label] = setting
-        placed.append(Placed(run, where, setting.label))
-    result = replace(assemble(list(settings.values()), placed), budget=_agreed(list(budgets.values())))
-    before = [state.before(result.seeds) for state in states.values() if state is not None]
-    return replace(result, extends=max(before, key=len, default=()))
+    for folder, run, recipe in zip(folders, runs, recipes, strict=True):
+        values = {key: recipe.get(key, MISSING) for key in differing}
+        placed.append(Placed(run, folder.name, Setting.of(values, telling)))
+    result = assemble(placed)
+    before = [state.before(result.seeds) for state in states if state is not None]
+    return replace(result, budget=_agreed(budgets), extends=max(before, key=len, default=()))
 
 
 def _state(folder: Path) -> State | None:
@@ -132,50 +130,28 @@ def _state(folder: Path) -> State | None:
     return read_state(runs.parent) if runs.name == RUNS else None
 
 
-def _decided(recipe: dict[str, Any], budget: Budget | None) -> dict[str, Any]:
-    """Return a recipe with a budget of time or FLOPs instead of the steps that it decided."""
+def _recipe(run: TrainingRun, budget: Budget | None) -> dict[str, Any]:
+    """Return what runs of a setting share of a recipe; of a budget that decided the steps, itself instead of these."""
+    recipe = {key: value for key, value in _flat(run.recipe).items() if not f"{key}.".startswith(OWN)}
     if budget is None or budget.kind == "tokens":
         return recipe
-    kept = {key: value for key, value in recipe.items() if key not in STEPS}
-    return {**kept, "budget": f"{budget.kind}={budget.amount:g}"}
+    return {**{key: value for key, value in recipe.items() if key not in STEPS}, "budget": budget.text}
+
+
+def _count(recipes: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
+    """Return how many different values recipes have at some keys."""
+    return len({json.dumps([recipe.get(key, MISSING) for key in keys]) for recipe in recipes})
 
 
 def _agreed(budgets: Sequence[Budget | None]) -> Budget | None:
     """Return the budget that all runs had; times of a step are those of a single comparison."""
     first = budgets[0]
-    if first is None or any(other is None or _amount(other) != _amount(first) for other in budgets):
+    if first is None or any(other is None or other.asked != first.asked for other in budgets):
         return None
-    return first if all(other == first for other in budgets) else first.model_copy(update={"step_seconds": {}})
+    return first if all(other == first for other in budgets) else first.asked
 
 
-def _amount(budget: Budget) -> tuple[str, float]:
-    return budget.kind, budget.amount
-
-
-def setting_of(values: dict[str, Any], telling: Sequence[str] | None = None) -> Setting:
-    """Return the setting in which keys of a recipe have such values; its label has those that tell it from others."""
-    shown = values if telling is None else {key: values[key] for key in telling}
-    label = ", ".join(f"{key}={_word(value)}" for key, value in shown.items())
-    return Setting(label=label, values=values)
-
-
-def _telling(keys: Sequence[str], recipes: Sequence[dict[str, Any]]) -> list[str]:
-    """Return keys that tell settings apart: each only if those before it, which a recipe has further above, do not."""
-    telling: list[str] = []
-    groups = 1
-    for key in keys:
-        more = [*telling, key]
-        count = len({json.dumps([recipe.get(name, MISSING) for name in more]) for recipe in recipes})
-        if count > groups:
-            telling, groups = more, count
-    return telling
-
-
-def _word(value: Any) -> str:
-    return json.dumps(value).strip('"')
-
-
-def assemble(settings: Sequence[Setting], placed: Sequence[Placed]) -> Sorted:
+def assemble(placed: Sequence[Placed]) -> Sorted:
     """Return runs as they are compared.
 
     Raises:
@@ -186,50 +162,44 @@ def assemble(settings: Sequence[Setting], placed: Sequence[Placed]) -> Sorted:
     first: dict[str, Placed] = {}
     taken: dict[tuple[str, str, int], Placed] = {}
     for part in placed:
-        methods = part.run.model.methods
-        arm = arms.setdefault(label_of(methods), Arm(label=label_of(methods), methods=methods))
-        key = (part.setting, arm.label, part.run.seed)
-        if key in taken:
-            raise ValueError(
-                f"{Path(taken[key].where).name} and {Path(part.where).name} are both {arm.label} with seed "
-                f"{part.run.seed}; leave one out"
-            )
-        taken[key] = part
-        _check_text(first.setdefault(part.setting, part), part)
-        _check_tokens(first[part.setting], part)
-    names = tuple(domain.name for domain in placed[0].run.domains)
-    runs = tuple(_compared(part) for part in placed)
-    return Sorted(tuple(settings), tuple(arms.values()), names, runs)
+        label, methods = label_of(part.run.model.methods), part.run.model.methods
+        arms.setdefault(label, Arm(label=label, methods=methods))
+        same = taken.setdefault((part.setting.label, label, part.run.seed), part)
+        if same is not part:
+            raise ValueError(f"{same.name} and {part.name} are both {label} with seed {part.run.seed}; leave one out")
+        _check_pair(first.setdefault(part.setting.label, part), part)
+    settings = tuple(part.setting for part in first.values())
+    domains = tuple(domain.name for domain in placed[0].run.domains)
+    return Sorted(settings, tuple(arms.values()), domains, tuple(map(_compared, placed)))
 
 
-def _check_text(first: Placed, other: Placed) -> None:
-    """Refuse two runs of a setting that did not read, or are not judged by, the same text."""
-    texts = [{domain.name: domain for domain in part.run.domains} for part in (first, other)]
+def _check_pair(first: Placed, other: Placed) -> None:
+    """Refuse two runs of a setting with different text, to read or to be judged by, or other amounts of it in a step.
+
+    A budget alone may change the steps.
+    """
+    both = f"{first.name} and {other.name} have the same recipe but read"
+    texts = [
+        {domain.name: (domain.fingerprint, domain.validation_tokens) for domain in part.run.domains}
+        for part in (first, other)
+    ]
     for name in {**texts[0], **texts[1]}:
-        sides = [text.get(name) for text in texts]
-        facts = [None if side is None else (side.fingerprint, side.validation_tokens) for side in sides]
-        if facts[0] != facts[1]:
-            raise ValueError(
-                f"{Path(first.where).name} and {Path(other.where).name} have the same recipe but read different text "
-                f"in the domain {name!r}; runs are compared on the same text only"
-            )
-
-
-def _check_tokens(first: Placed, other: Placed) -> None:
-    """Refuse two runs of a setting whose steps read different amounts of text; a budget alone may change the steps."""
-    sides = [part.run.tokens / part.run.steps for part in (first, other)]
+        if texts[0].get(name) != texts[1].get(name):
+            raise ValueError(f"{both} different text in the domain {name!r}; runs are compared on the same text only")
     if first.run.tokens * other.run.steps != other.run.tokens * first.run.steps:
+        sides = [part.run.tokens / part.run.steps for part in (first, other)]
         raise ValueError(
-            f"{Path(first.where).name} and {Path(other.where).name} have the same recipe but read {sides[0]:,.0f} and "
-            f"{sides[1]:,.0f} tokens a step, as with another number of processes; train one of them anew"
+            f"{both} {sides[0]:,.0f} and {sides[1]:,.0f} tokens a step, as with another number of processes; train one "
+            "of them anew"
         )
 
 
 def _compared(part: Placed) -> ComparedRun:
     run = part.run
     shares = np.array([domain.share for domain in run.domains])  # (D,)
+    speeds = [speed for speed in run.curve.tokens_per_second if speed > 0]
     return ComparedRun(
-        setting=part.setting,
+        setting=part.setting.label,
         arm=label_of(run.model.methods),
         seed=run.seed,
         name=run.name,
@@ -237,9 +207,9 @@ def _compared(part: Placed) -> ComparedRun:
         flops_per_token=run.model.flops_per_token,
         steps=run.steps,
         tokens=run.tokens,
-        length=_at(run.recipe, ("data", "length")),
+        length=run.recipe["data"]["length"],
         seconds=run.seconds,
-        step_seconds=_step_seconds(run),
+        step_seconds=run.tokens / run.steps / float(np.median(speeds)) if speeds else None,
         peak_bytes=run.peak_bytes,
         kv_bytes_per_token=run.model.kv_bytes_per_token,
         kv_read_bytes_per_token=run.model.kv_read_bytes_per_token,
@@ -256,12 +226,6 @@ def _compared(part: Placed) -> ComparedRun:
     )
 
 
-def _step_seconds(run: TrainingRun) -> float | None:
-    """Return the median time of a step over what was logged, which a pause of the machine hardly moves."""
-    speeds = [speed for speed in run.curve.tokens_per_second if speed > 0]
-    return run.tokens / run.steps / float(np.median(speeds)) if speeds else None
-
-
 def _glance(look: Look) -> Glance:
     norms = [norm for norm in look.stream_norm if norm is not None]
     growth = norms[-1] / norms[0] if norms and norms[0] > 0 else None
@@ -272,22 +236,6 @@ def _glance(look: Look) -> Glance:
 def _mean(layers: Sequence[float | None]) -> float | None:
     values = [value for value in layers if value is not None]
     return float(np.mean(values)) if values else None
-
-
-def _shared(run: TrainingRun) -> dict[str, Any]:
-    """Return a run's recipe without what runs of a setting differ in."""
-    recipe = json.loads(json.dumps(run.recipe))
-    for *above, key in OWN:
-        parent = _at(recipe, tuple(above))
-        if isinstance(parent, dict):
-            parent.pop(key, None)
-    return recipe
-
-
-def _at(values: Any, keys: tuple[str, ...]) -> Any:
-    for key in keys:
-        values = values.get(key) if isinstance(values, dict) else None
-    return values
 
 
 def _flat(values: dict[str, Any], place: str = "") -> dict[str, Any]:

@@ -1,15 +1,19 @@
 """What `record.json` of a comparison holds: losses in nats a token, differences candidate − baseline."""
 
+import json
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from crosslayer.environment import Machine
 from crosslayer.output.record import Frozen
-from crosslayer.stats.means import Difference, Interval, Verdict
+from crosslayer.stats import Interval
+from crosslayer.stats.means import Difference, Verdict
 
 ALPHA = 0.05  # adjusted p-values below it decide
 SHORTEST = 2  # logged entries of a stretch: a single point says little
+MISSING = "not set"  # a key that other settings have
 RELEVANT = 0.01  # nats a token: the difference for which needed seeds are counted
 
 Cost = Literal["parameters", "tokens", "flops"]
@@ -21,6 +25,13 @@ class Setting(Frozen):
 
     label: str
     values: dict[str, Any]
+
+    @classmethod
+    def of(cls, values: dict[str, Any], telling: Sequence[str] | None = None) -> Self:
+        """Return the setting of values; its label has those of the keys that tell it from others, by default all."""
+        words = {key: json.dumps(value).strip('"') for key, value in values.items()}
+        label = ", ".join(f"{key}={words[key]}" for key in (values if telling is None else telling))
+        return cls(label=label, values=values)
 
 
 class Arm(Frozen):
@@ -113,14 +124,11 @@ class RelativeCurve(Frozen):
         return False
 
     @property
-    def ends_ahead(self) -> bool:
-        """Whether the arm is lower over the last stretch."""
-        return self.high is not None and max(self.high[-self.stretch :]) < 0
-
-    @property
-    def ends_behind(self) -> bool:
-        """Whether the baseline is lower over the last stretch."""
-        return self.low is not None and min(self.low[-self.stretch :]) > 0
+    def ends(self) -> Verdict:
+        """Whether the arm is lower or higher over the last stretch."""
+        if self.high is not None and max(self.high[-self.stretch :]) < 0:
+            return "lower"
+        return "higher" if self.low is not None and min(self.low[-self.stretch :]) > 0 else "undecided"
 
 
 class CriticalPoints(Frozen):
@@ -162,14 +170,14 @@ class Outcome(Frozen):
     @property
     def overtaken(self) -> bool:
         """Whether the arm was ahead, every pair has a critical point, and the relative curve ends above 0."""
-        behind = self.curve is not None and self.curve.ends_behind
-        return behind and self.critical is not None and self.critical.mean is not None
+        reached = self.critical is not None and self.critical.mean is not None
+        return reached and self.curve is not None and self.curve.ends == "higher"
 
     @property
     def losing(self) -> bool:
         """Whether the arm is still ahead at the end, but a pair is expected to be overtaken."""
-        ahead = self.curve is not None and self.curve.ends_ahead
-        return ahead and self.critical is not None and any(point is not None for point in self.critical.expected)
+        expected = self.critical is not None and any(point is not None for point in self.critical.expected)
+        return expected and self.curve is not None and self.curve.ends == "lower"
 
 
 class Law(Frozen):
@@ -213,3 +221,13 @@ class Budget(Frozen):
     kind: Literal["time", "flops", "tokens"]
     amount: float = Field(gt=0)
     step_seconds: dict[str, float] = Field(description="measured beforehand, by setting and arm; of a time alone")
+
+    @property
+    def asked(self) -> Self:
+        """The budget alone, without what was measured for it."""
+        return self.model_copy(update={"step_seconds": {}})
+
+    @property
+    def text(self) -> str:
+        """The budget as it is asked for: time=60."""
+        return f"{self.kind}={self.amount:g}"

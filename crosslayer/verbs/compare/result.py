@@ -6,15 +6,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.verbs.compare.record import (
-    Arm,
-    Budget,
-    ComparedRun,
-    Law,
-    LengthTrend,
-    Outcome,
-    Setting,
-)
+from crosslayer.verbs.compare.record import Arm, Budget, ComparedRun, Law, LengthTrend, Outcome, Setting
 
 
 class Comparison(Result):
@@ -81,18 +73,18 @@ class Comparison(Result):
 
     def headline(self) -> dict[str, Any]:
         """Return the baseline, and of each arm in each setting the difference, its interval and the verdict."""
-        return {"name": self.name, "baseline": self.baseline, "results": [_figures(part) for part in self.outcomes]}
-
-
-def _figures(result: Outcome) -> dict[str, Any]:
-    final = result.final
-    interval = None if final is None or final.interval is None else [round(end, 5) for end in final.interval]
-    return {
-        **({"setting": result.setting} if result.setting else {}),
-        "arm": result.arm,
-        "seeds": len(result.seeds),
-        "loss": round(result.loss, 5),
-        "difference": None if final is None else round(final.mean, 5),
-        "interval": interval,
-        "verdict": result.verdict,
-    }
+        results = []
+        for part in self.outcomes:
+            final = part.final
+            results.append(
+                {
+                    **({"setting": part.setting} if part.setting else {}),
+                    "arm": part.arm,
+                    "seeds": len(part.seeds),
+                    "loss": round(part.loss, 5),
+                    "difference": None if final is None else round(final.mean, 5),
+                    "interval": [round(end, 5) for end in final.interval] if final and final.interval else None,
+                    "verdict": part.verdict,
+                }
+            )
+        return {"name": self.name, "baseline": self.baseline, "results": results}

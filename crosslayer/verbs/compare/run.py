@@ -16,14 +16,13 @@ from typing import Any
 from crosslayer.output.folder import check_target, held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.compare.arms import label_of, pick_baseline
-from crosslayer.verbs.compare.budget import SHORT, measured, read_budget
-from crosslayer.verbs.compare.grid import SCHEDULE, Cell, Grid, read_grid
+from crosslayer.verbs.compare.budget import SHORT, STATE, State, Stopped, measured, read_budget, read_state
+from crosslayer.verbs.compare.grid import Cell, Grid, read_grid
 from crosslayer.verbs.compare.laws import laws, trends
 from crosslayer.verbs.compare.outcomes import outcomes
 from crosslayer.verbs.compare.read import RECORD, RUNS, Placed, Sorted, assemble, load_run, run_folders, sort_runs
 from crosslayer.verbs.compare.record import Budget
 from crosslayer.verbs.compare.result import Comparison
-from crosslayer.verbs.compare.state import STATE, State, Stopped, read_state
 from crosslayer.verbs.train.recipe import load_recipe
 from crosslayer.verbs.train.result import TrainingRun
 from crosslayer.verbs.train.run import train
@@ -75,32 +74,31 @@ def compare(
     """
     if smooth is not None and smooth < 1:
         raise ValueError(f"`smooth` is {smooth}; it must be at least 1 step")
-    options = {"methods": methods, "seeds": seeds, "vary": vary or None, "budget": budget, "settings": settings or None}
     if recipe is None:
-        _check_reading(runs, {**options, "resume": resume or None})
+        options = {"methods": methods, "seeds": seeds, "vary": vary or None, "budget": budget}
+        _check_reading(runs, {**options, "settings": settings or None, "resume": resume or None})
         if out is not None:
             check_target(Path(out), force)
-        sorted_runs = sort_runs(run_folders(runs or ()))
-        names = {run.name for run in sorted_runs.runs}
-        name = names.pop() if len(names) == 1 else f"{len(sorted_runs.runs)} runs"
-        comparison = _comparison(sorted_runs, _Words(name, baseline, smooth))
+        found = sort_runs(run_folders(runs or ()))
+        names = {run.name for run in found.runs}
+        name = names.pop() if len(names) == 1 else f"{len(found.runs)} runs"
+        comparison = _comparison(found, name, baseline, smooth)
         if out is not None:
             comparison.save(out, force)
         return comparison
-    if force:
-        raise ValueError("`force` would remove trained runs; use `resume`, or name another folder")
-    if runs:
-        raise ValueError("there are runs and a recipe; give one of the two")
-    if methods is None or out is None:
-        raise ValueError(f"a recipe needs {'`methods`' if methods is None else '`out`'}, what is compared and where")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            "several processes: train each run by `crosslayer train` under torchrun, then compare the runs"
-        )
-    grid = read_grid(recipe, methods, SEEDS if seeds is None else seeds, vary or (), settings)
-    job = _Job(grid, Path(out).expanduser().resolve(), None if budget is None else read_budget(budget), progress)
-    words = _Words(load_recipe(recipe, settings).name, baseline, smooth)
-    return job.run(words, resume)
+    _check_training(runs, methods, out, force)
+    grid = read_grid(recipe, methods or (), SEEDS if seeds is None else seeds, vary or (), settings)
+    baseline = pick_baseline([label_of(arm) for arm in grid.arms], baseline)
+    asked = None if budget is None else read_budget(budget)
+    grid = grid.within(asked)
+    grid.cells()  # says what is wrong with a recipe before there is a folder
+    folder, name = Path(out or "").expanduser().resolve(), load_recipe(recipe, settings).name
+    with held(folder):
+        job = _Job(grid, folder, progress, _opened(folder, asked, resume))
+        result = _comparison(job.train(baseline), name, baseline, smooth, job.state)
+        job.remember(result)  # before there is a page to be seen
+        result.save_within(folder)
+    return result
 
 
 def _check_reading(runs: Sequence[str | Path] | None, options: dict[str, Any]) -> None:
@@ -111,120 +109,111 @@ def _check_reading(runs: Sequence[str | Path] | None, options: dict[str, Any]) -
             raise ValueError(f"`{name}` is for a recipe whose runs are trained; leave it out, or give a recipe")
 
 
-@dataclass(frozen=True)
-class _Words:
-    """How a comparison is called, and how it is asked for."""
+def _check_training(runs: Any, methods: Any, out: Any, force: bool) -> None:
+    if force:
+        raise ValueError("`force` would remove trained runs; use `resume`, or name another folder")
+    if runs:
+        raise ValueError("there are runs and a recipe; give one of the two")
+    if methods is None or out is None:
+        raise ValueError(f"a recipe needs {'`methods`' if methods is None else '`out`'}, what is compared and where")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "several processes: train each run by `crosslayer train` under torchrun, then compare the runs"
+        )
 
-    name: str
-    baseline: str | None
-    smooth: int | None
+
+def _opened(folder: Path, budget: Budget | None, resume: bool) -> State:
+    """Return what a folder keeps, or a new state for a new folder.
+
+    Raises:
+        ValueError: the folder is of something else.
+
+    """
+    name = folder.name
+    if folder.is_file():
+        raise ValueError(f"the folder {name!r} is a file; name another")
+    if not folder.exists() or not any(folder.iterdir()):
+        return State(budget=budget)  # pyright: ignore[reportCallIssue]
+    if not resume:
+        raise ValueError(f"the folder {name!r} exists; give another name, or `resume` to go on with its runs")
+    state = read_state(folder)
+    if state is None:
+        raise ValueError(f"the folder {name!r} is of no comparison that can be resumed; name another")
+    kept, asked = (None if part is None else part.asked for part in (state.budget, budget))
+    if kept != asked:
+        words = ["no budget" if part is None else part.text for part in (kept, asked)]
+        raise ValueError(f"the folder {name!r} has runs with {words[0]}, not with {words[1]}; name another")
+    return state
 
 
 @dataclass
 class _Job:
-    """Runs to be trained in a folder."""
+    """Runs to be trained in a folder, and what it keeps beside them."""
 
     grid: Grid
     folder: Path
-    budget: Budget | None
     progress: Meter
+    state: State
 
-    def run(self, words: _Words, resume: bool) -> Comparison:
-        labels = [label_of(arm) for arm in self.grid.arms]
-        words = replace(words, baseline=pick_baseline(labels, words.baseline))
-        self._check_vary()
-        cells = self.grid.cells()
-        with held(self.folder):
-            state = self._scheduled(self._state(resume), cells)
-            self._keep(state)
-            cells = self.grid.cells(state.steps or None)
-            placed, state = self._train_all(cells, state)
-            _check_ended(placed, words.baseline, state)
-            settings = {cell.setting.label: cell.setting for cell in cells}
-            result = _comparison(assemble(list(settings.values()), placed), words, state)
-            self._keep(_judged(state, result))  # before there is a page to be seen
-            result.save_within(self.folder)
-        return result
-
-    def _check_vary(self) -> None:
-        """Refuse to vary what the budget decides; tokens are set for all runs."""
-        schedules = [key for key, _ in self.grid.varied if key in (f"{SCHEDULE}steps", f"{SCHEDULE}tokens")]
-        if self.budget is not None and schedules:
-            raise ValueError(f"`budget` decides {schedules[0]}; leave one of the two out")
-        if self.budget is not None and self.budget.kind == "tokens":
-            tokens = f"{SCHEDULE}tokens={round(self.budget.amount)}"
-            self.grid = replace(self.grid, settings=(*self.grid.settings, f"{SCHEDULE}steps=null", tokens))
-
-    def _state(self, resume: bool) -> State:
-        """Return what the folder keeps, or a new state for a new folder.
-
-        Raises:
-            ValueError: the folder is of something else.
-
-        """
-        name = self.folder.name
-        if self.folder.is_file():
-            raise ValueError(f"the folder {name!r} is a file; name another")
-        if not self.folder.exists() or not any(self.folder.iterdir()):
-            return State(budget=self.budget)  # pyright: ignore[reportCallIssue]
-        if not resume:
-            raise ValueError(f"the folder {name!r} exists; give another name, or `resume` to go on with its runs")
-        state = read_state(self.folder)
-        if state is None:
-            raise ValueError(f"the folder {name!r} is of no comparison that can be resumed; name another")
-        kept, asked = _asked(state.budget), _asked(self.budget)
-        if kept != asked:
-            raise ValueError(f"the folder {name!r} has runs with {kept}, not with {asked}; name another")
-        return state
-
-    def _scheduled(self, state: State, cells: Sequence[Cell]) -> State:
-        """Measure what the steps of each arm take, where a budget asks for it and it is not known yet."""
-        first = {cell.key: cell for cell in cells if cell.seed == cells[0].seed}
-        if state.budget is None or state.budget.kind == "tokens" or state.steps.keys() == first.keys():
-            return state
-        if state.steps:
-            raise ValueError(f"the folder {self.folder.name!r} has a budget for other arms; name another")
-        arms = [label_of(arm) for arm in self.grid.arms]
-
-        def short(key: str, place: Path) -> TrainingRun:
-            cell = first[key]
-            with self.progress(f"measuring a step of {key}", 0):
-                return train(self.grid.recipe(cell.setting, arms.index(cell.arm), SHORT), place)
-
-        budget, steps = measured(state.budget, [*first], short, self.folder / ".measured")
-        return state.model_copy(update={"budget": budget, "steps": steps})
-
-    def _train_all(self, cells: Sequence[Cell], state: State) -> tuple[list[Placed], State]:
-        """Train what is not there yet; runs that diverge are noted in the state, and are not trained twice."""
+    def train(self, baseline: str) -> Sorted:
+        """Train what is not there yet; runs that diverge are noted, and are not trained twice."""
+        self._schedule()
+        cells = self.grid.cells(self.state.steps or None)
+        names = {cell.name for cell in cells}
+        self._keep(stopped={name: what for name, what in self.state.stopped.items() if name in names})
         placed: list[Placed] = []
         for number, cell in enumerate(cells, 1):
-            before = state.stopped.get(cell.name)
-            if before is not None and before.recipe == _digest(cell):
+            digest = hashlib.sha256(cell.recipe.model_dump_json().encode()).hexdigest()
+            before = self.state.stopped.get(cell.name)
+            if before is not None and before.recipe == digest:
                 continue
             if before is not None:
-                state = self._forget(cell, state)
+                self._forget(cell.name)
             try:
                 run = self._train(cell, f"run {number} of {len(cells)}, {cell.name}")
-                placed.append(Placed(run, str(self.folder / RUNS / cell.name), cell.setting.label))
+                placed.append(Placed(run, cell.name, cell.setting))
             except TrainingStopped as stop:
                 if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
                     raise
-                what = Stopped(what=str(stop), recipe=_digest(cell))
-                state = state.model_copy(update={"stopped": {**state.stopped, cell.name: what}})
-                self._keep(state)
+                what = Stopped(what=str(stop), recipe=digest)
+                self._keep(stopped={**self.state.stopped, cell.name: what})
             gc.collect()  # a trainer refers to itself, and would hold its model's memory
-        names = {cell.name for cell in cells}
-        stopped = {name: what for name, what in state.stopped.items() if name in names}
-        return placed, state.model_copy(update={"stopped": stopped})
+        ended = {label_of(part.run.model.methods) for part in placed}
+        if baseline not in ended or len(ended) < 2:
+            each = "; ".join(f"{name}: {part.what}" for name, part in self.state.stopped.items())
+            raise ValueError(f"there is nothing to compare with {baseline}, since these runs stopped: {each}")
+        runs = assemble(placed)
+        return replace(runs, budget=self.state.budget, extends=self.state.before(runs.seeds))
 
-    def _forget(self, cell: Cell, state: State) -> State:
-        place = self.folder / RUNS / cell.name
+    def remember(self, result: Comparison) -> None:
+        """Note the seeds of a page that could give verdicts, for the pages after it."""
+        seeds = tuple(sorted({run.seed for run in result.runs}))
+        known = any(set(seeds) <= set(judged) for judged in self.state.judged)
+        if not known and any(outcome.adjusted is not None for outcome in result.outcomes):
+            self._keep(judged=(*self.state.judged, seeds))
+
+    def _schedule(self) -> None:
+        """Measure what the steps of each arm take, where a budget asks for it and it is not known yet."""
+        budget, cells = self.state.budget, self.grid.cells()
+        first = {cell.key: cell for cell in cells if cell.seed == cells[0].seed}
+        if budget is None or budget.kind == "tokens" or self.state.steps.keys() == first.keys():
+            return
+        if self.state.steps:
+            raise ValueError(f"the folder {self.folder.name!r} has a budget for other arms; name another")
+
+        def short(key: str, place: Path) -> TrainingRun:
+            with self.progress(f"measuring a step of {key}", 0):
+                return train(self.grid.recipe(first[key].setting, first[key].methods, SHORT), place)
+
+        budget, steps = measured(budget, [*first], short, self.folder / ".measured")
+        self._keep(budget=budget, steps=steps)
+
+    def _forget(self, name: str) -> None:
+        """Let go what is left of a run that diverged by another recipe."""
+        place = self.folder / RUNS / name
         if not (place / RECORD).is_file():
             shutil.rmtree(place, ignore_errors=True)
-        stopped = {name: what for name, what in state.stopped.items() if name != cell.name}
-        state = state.model_copy(update={"stopped": stopped})
-        self._keep(state)
-        return state
+        self._keep(stopped={other: what for other, what in self.state.stopped.items() if other != name})
 
     def _train(self, cell: Cell, name: str) -> TrainingRun:
         """Return a finished run of the very recipe, or train it to its end."""
@@ -236,53 +225,30 @@ class _Job:
             raise ValueError(f"{RUNS}/{cell.name} is of another recipe; name another folder, or remove that run")
         return run
 
-    def _keep(self, state: State) -> None:
+    def _keep(self, **changes: Any) -> None:
+        """Change what the folder keeps."""
+        self.state = self.state.model_copy(update=changes)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / STATE, state.model_dump_json(by_alias=True, indent=1))
+        write_whole(self.folder / STATE, self.state.model_dump_json(by_alias=True, indent=1))
 
 
-def _judged(state: State, result: Comparison) -> State:
-    """Note the seeds of a page that could give verdicts, for the pages after it."""
-    seeds = tuple(sorted({run.seed for run in result.runs}))
-    known = any(set(seeds) <= set(judged) for judged in state.judged)
-    if known or all(outcome.adjusted is None for outcome in result.outcomes):
-        return state
-    return state.model_copy(update={"judged": (*state.judged, seeds)})
-
-
-def _digest(cell: Cell) -> str:
-    return hashlib.sha256(cell.recipe.model_dump_json().encode()).hexdigest()
-
-
-def _check_ended(placed: Sequence[Placed], baseline: str | None, state: State) -> None:
-    """Refuse to compare where the baseline, or all others, have diverged; say which runs, and why."""
-    ended = {label_of(part.run.model.methods) for part in placed}
-    if baseline not in ended or len(ended) < 2:
-        each = "; ".join(f"{name}: {part.what}" for name, part in state.stopped.items())
-        raise ValueError(f"there is nothing to compare with {baseline}, since these runs stopped: {each}")
-
-
-def _asked(budget: Budget | None) -> str:
-    return "no budget" if budget is None else f"{budget.kind}={budget.amount:g}"
-
-
-def _comparison(runs: Sorted, words: _Words, state: State | None = None) -> Comparison:
-    if state is not None:
-        runs = replace(runs, extends=state.before(runs.seeds))
-    baseline = pick_baseline([arm.label for arm in runs.arms], words.baseline)
-    results = outcomes(runs, baseline, words.smooth)
+def _comparison(
+    runs: Sorted, name: str, baseline: str | None, smooth: int | None, state: State | None = None
+) -> Comparison:
+    baseline = pick_baseline([arm.label for arm in runs.arms], baseline)
+    results = outcomes(runs, baseline, smooth)
     lines, no_laws = laws(runs, baseline)
     return Comparison(  # pyright: ignore[reportCallIssue]
-        name=words.name,
+        name=name,
         baseline=baseline,
-        smooth=words.smooth,
-        budget=runs.budget if state is None else state.budget,
+        smooth=smooth,
+        budget=runs.budget,
         settings=runs.settings,
         extends=runs.extends,
         arms=runs.arms,
         domains=runs.domains,
         runs=runs.runs,
-        stopped={} if state is None else {name: part.what for name, part in state.stopped.items()},
+        stopped={} if state is None else {run: part.what for run, part in state.stopped.items()},
         outcomes=results,
         laws=lines,
         no_laws=no_laws,

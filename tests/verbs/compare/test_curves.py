@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from crosslayer.verbs.compare.curves import (
+from crosslayer.verbs.compare.outcomes import (
     band,
     critical_point,
     entries_of,
     expected_critical_point,
-    relative_curve,
     smoothed,
 )
 
@@ -18,11 +17,6 @@ def test_smoothing_equals_a_loop(window):
     curves = np.random.default_rng(0).normal(size=(2, 20))
     expected = [[curve[max(0, n + 1 - window) : n + 1].mean() for n in range(20)] for curve in curves]
     assert np.allclose(smoothed(curves, window), expected, atol=1e-12)
-
-
-def test_what_both_curves_share_goes():
-    shared, gap = np.random.default_rng(0).normal(size=(3, 40)), np.linspace(-1, 1, 40)
-    assert np.allclose(relative_curve(shared + gap, shared, 1), np.broadcast_to(gap, (3, 40)))
 
 
 def test_a_planted_crossing():

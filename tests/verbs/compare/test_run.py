@@ -11,7 +11,9 @@ import crosslayer
 from crosslayer.verbs.compare import run as module
 from crosslayer.verbs.compare.budget import measured, read_budget, whole_steps
 from crosslayer.verbs.compare.grid import read_grid
+from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.compare.words import sentences
+from crosslayer.verbs.train.trainer import TrainingStopped
 from tests.cli.test_bad_input import type_in
 from tests.helpers.meters import Recorder
 from tests.helpers.runs import run
@@ -19,7 +21,7 @@ from tests.output.test_page import LOOK
 
 RECIPE = {
     "model": {"size": "tiny", "shape": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}},
-    "data": {"length": 32, "domains": [{"name": "books", "weight": 3}, {"name": "code"}]},
+    "data": {"length": 32},
     "schedule": {"steps": 6},
     "train": {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True},
     "eval": {"every": 3, "windows": 2, "looks": 1},
@@ -37,8 +39,14 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    path = tmp_path_factory.mktemp("recipes") / "little.yaml"
-    path.write_text(yaml.safe_dump(RECIPE))
+    folder = tmp_path_factory.mktemp("recipes")
+    domains = []
+    for name, weight in (("books", 3), ("code", 1)):
+        lines = (json.dumps({"text": f"{name} {number}: " + "abc " * 40}) for number in range(60))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+        domains.append({"name": name, "weight": weight, "source": str(folder / f"{name}.jsonl")})
+    path = folder / "little.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, "data": {**RECIPE["data"], "domains": domains}}))
     return path
 
 
@@ -46,6 +54,40 @@ def recipe(tmp_path_factory):
 def whole(recipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("comparisons") / "whole"
     return crosslayer.compare(out=folder, recipe=recipe, methods=METHODS, seeds=2), folder
+
+
+@pytest.fixture
+def planted(whole, monkeypatch):
+    """Instead of training save a run that is there, as if it was of the recipe; `losses` are at its end, by method."""
+    vanilla, svformer = (crosslayer.load_result(whole[1] / "runs" / f"{arm}-0") for arm in ("vanilla", "svformer"))
+    losses = {}
+
+    def train(recipe, place, **options):
+        part = vanilla if recipe.model.method is None else svformer
+        loss = losses.get(place.name, part.final_loss)
+        end = part.validation[-1].model_copy(update={"losses": {"books": loss, "code": loss}})
+        steps, width = recipe.schedule.total_steps(2 * recipe.data.length), recipe.model.shape["hidden_size"]
+        changes = {
+            "model": part.model.model_copy(update={"parameters": part.model.parameters * width // 32}),
+            "recipe": recipe.model_dump(mode="json"),
+            "seed": recipe.seed,
+            "steps": steps,
+            "tokens": steps * 2 * recipe.data.length,
+            "validation": (end,),
+        }
+        changed = part.model_copy(update=changes)
+        place.mkdir(parents=True)
+        (place / "record.json").write_text(json.dumps(changed.record()))
+        return changed
+
+    monkeypatch.setattr(module, "train", train)
+    return losses
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Write no page."""
+    monkeypatch.setattr(Comparison, "save_within", lambda *_: None)
 
 
 @pytest.fixture
@@ -96,19 +138,10 @@ def test_a_grid_grows_and_pairs_are_complete_early(whole, recipe, monkeypatch):
     ]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_added_seeds_are_judged_more_strictly_and_the_page_says_so(whole, recipe, tmp_path, monkeypatch):
+def test_added_seeds_are_judged_more_strictly_and_the_page_says_so(recipe, tmp_path, planted, undrawn):
     """Three pairs give p = 0.04; five give 0.01, which counts ten times after the first page."""
-    (vanilla, svformer) = (crosslayer.load_result(whole[1] / "runs" / f"{arm}-0") for arm in ("vanilla", "svformer"))
-
-    def planted(recipe, place, **options):
-        spread = (-0.01, 0.01, 0.0, -0.01, 0.01)[recipe.seed]
-        run, loss = (vanilla, 3.0) if recipe.model.method is None else (svformer, 2.972 + spread)
-        end = run.validation[-1].model_copy(update={"losses": {"books": loss, "code": loss}})
-        changes = {"seed": recipe.seed, "recipe": recipe.model_dump(mode="json"), "validation": (end,)}
-        run.model_copy(update=changes).save(place)
-
-    monkeypatch.setattr(module, "train", planted)
+    for seed, spread in enumerate((-0.01, 0.01, 0.0, -0.01, 0.01)):
+        planted.update({f"vanilla-{seed}": 3.0, f"svformer-{seed}": 2.972 + spread})
     options = {"out": tmp_path / "grown", "recipe": recipe, "methods": METHODS, "resume": True}
     first = crosslayer.compare(**options, seeds=3)
     assert first.extends == () and first.outcomes[0].verdict == "lower"
@@ -177,27 +210,23 @@ def test_a_folder_of_something_else_is_refused(recipe, tmp_path, no_training):
         crosslayer.compare(**options)
 
 
-@pytest.mark.slow
-def test_a_run_that_diverges_is_left_out_and_stays_out(recipe, tmp_path, monkeypatch):
-    calls = []
+def test_a_run_that_diverges_is_left_out_and_stays_out(recipe, tmp_path, monkeypatch, planted, undrawn):
+    calls, train = [], module.train
 
-    def train(recipe, place, **options):
+    def diverging(recipe, place, **options):
         calls.append(place.name)
-        settings = {} if place.name != "cla-0" else {"learning_rate": 1e30}
-        return crosslayer.verbs.train.run.train(
-            recipe.model_copy(update={"train": {**recipe.train, **settings}}), place
-        )
+        if place.name == "svformer-0":
+            raise TrainingStopped("the loss is nan at step 2", 2, None)
+        return train(recipe, place, **options)
 
-    import crosslayer.verbs.train.run
-
-    monkeypatch.setattr(module, "train", train)
-    options = {"out": tmp_path / "out", "recipe": recipe, "methods": "cla, vanilla, resformer", "seeds": 1}
+    monkeypatch.setattr(module, "train", diverging)
+    options = {"out": tmp_path / "out", "recipe": recipe, "methods": "svformer, vanilla", "seeds": 2}
     result = crosslayer.compare(**options)
-    assert list(result.stopped) == ["cla-0"] and [outcome.arm for outcome in result.outcomes] == ["resformer"]
-    assert any("since it stopped: cla-0, the" in line for line in sentences(result))
-    assert calls == ["cla-0", "vanilla-0", "resformer-0"]
+    assert list(result.stopped) == ["svformer-0"] and result.outcomes[0].missing == (0,)
+    assert any("since it stopped: svformer-0, the loss is nan" in line for line in sentences(result))
+    assert calls == ["svformer-0", "vanilla-0", "svformer-1", "vanilla-1"]
     again = crosslayer.compare(**options, resume=True)
-    assert len(calls) == 3 and again.stopped == result.stopped
+    assert len(calls) == 4 and again.stopped == result.stopped
 
 
 @pytest.mark.slow
@@ -264,7 +293,7 @@ def test_a_budget_of_time_is_measured_once(recipe, tmp_path, monkeypatch):
     assert not (tmp_path / "out" / ".measured").exists()
 
 
-def test_the_command_trains(recipe, tmp_path, capsys, monkeypatch):
+def test_the_command_trains(recipe, tmp_path, capsys, monkeypatch, planted):
     words = ["compare", "--recipe", str(recipe), "--methods", METHODS, "--seeds", "1", "--out", str(tmp_path / "out")]
     assert type_in(monkeypatch, [*words, "--budget", "tokens=300", "--vary", "model.shape.hidden_size=32,64"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()

@@ -9,10 +9,18 @@ by Student's t over the normal quantile, since a domain may have 16 windows only
 import numpy as np
 from scipy import stats
 
+from crosslayer.output.record import Frozen
 from crosslayer.stats import LEVEL, NORMAL, Interval
 
 DRAWS = 4000
 STRATUM = 8  # windows, below which a document is no stratum of its own
+
+
+class Estimate(Frozen):
+    """A figure with its paired 95 % interval over windows."""
+
+    value: float
+    ci95: Interval
 
 
 class Bootstrap:
@@ -41,6 +49,25 @@ class Bootstrap:
     def interval(self, values: np.ndarray) -> Interval:
         """Return the 95 % interval of the mean of values (N,)."""
         return percentiles(self.means(values))
+
+    def mean(self, values: np.ndarray) -> Estimate:
+        """Return the mean of values (N,)."""
+        return Estimate(value=float(values.mean()), ci95=self.interval(values))
+
+    def ratio(self, differences: np.ndarray) -> Estimate:
+        """Return the ratio of perplexities of which differences of losses (N,) are the logarithm."""
+        return Estimate(value=float(np.exp(differences.mean())), ci95=percentiles(np.exp(self.means(differences))))
+
+    def closed(self, gap: np.ndarray, left: np.ndarray) -> Estimate | None:
+        """Return the share of the mean of a gap (N,) that is closed, where so much is left (N,).
+
+        None where the gap's own interval reaches 0.
+        """
+        if self.interval(gap)[0] <= 0:
+            return None
+        draws = self.means(gap)
+        shares = 1 - self.means(left) / np.where(draws > 0, draws, np.nan)
+        return Estimate(value=float(1 - left.mean() / gap.mean()), ci95=percentiles(shares[np.isfinite(shares)]))
 
 
 def percentiles(draws: np.ndarray) -> Interval:

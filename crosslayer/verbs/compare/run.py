@@ -177,7 +177,6 @@ class _Job:
                     raise
                 what = Stopped(what=str(stop), recipe=digest)
                 self._keep(stopped={**self.state.stopped, cell.name: what})
-            gc.collect()  # a trainer refers to itself, and would hold its model's memory
         ended = {label_of(part.run.model.methods) for part in placed}
         if baseline not in ended or len(ended) < 2:
             each = "; ".join(f"{name}: {part.what}" for name, part in self.state.stopped.items())
@@ -219,7 +218,15 @@ class _Job:
         """Return a finished run of the very recipe, or train it to its end."""
         place = self.folder / RUNS / cell.name
         if not (place / RECORD).is_file():
-            train(cell.recipe, place, resume=True, progress=lambda what, total: self.progress(f"{name}: {what}", total))
+            try:
+                train(
+                    cell.recipe,
+                    place,
+                    resume=True,
+                    progress=lambda what, total: self.progress(f"{name}: {what}", total),
+                )
+            finally:
+                gc.collect()  # a trainer refers to itself, and would hold its model's memory
         run = load_run(place)
         if run.recipe != cell.recipe.model_dump(mode="json"):
             raise ValueError(f"{RUNS}/{cell.name} is of another recipe; name another folder, or remove that run")

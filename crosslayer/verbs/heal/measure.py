@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import psutil
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -20,6 +20,7 @@ from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_model
 from crosslayer.output.folder import write_whole
 from crosslayer.output.progress import Meter
+from crosslayer.output.record import Frozen
 from crosslayer.verbs.needles.lookup import Lookup, look_up
 from crosslayer.verbs.retrofit.losses import Losses, logits_of, losses
 from crosslayer.verbs.train.mixture import IGNORED
@@ -27,17 +28,16 @@ from crosslayer.verbs.train.mixture import IGNORED
 SHARE = 2  # of the free memory, models that are measured together take at most a half
 
 
-class Measured(BaseModel):
+class Measured(Frozen):
     """What a file of losses holds, a number for each window; `schema_` is written as "schema"."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True, allow_inf_nan=False)
     schema_: Literal["crosslayer/recovery-losses/1"] = Field(default="crosslayer/recovery-losses/1", alias="schema")
     text: str
     before: list[float]
     after: list[float]
     kl: list[float]
     held_out: dict[str, float]
-    needles: list[Lookup]
+    needles: tuple[Lookup, ...]
 
 
 class Measurement(NamedTuple):
@@ -81,38 +81,33 @@ class Judge:
             models: the folder of each model, by that file.
 
         """
-        kept = {path: self._read(path) for path in models}
-        measured = {path: read for path, read in kept.items() if read is not None}
-        missing = [path for path in models if path not in measured]
-        for paths in _batches(missing, models):
+        measured = {path: kept for path in models if (kept := self._read(path)) is not None}
+        for paths in _batches([path for path in models if path not in measured], models):
             loaded = {path: self._load(models[path]) for path in paths}
             runs = {str(path): logits_of(model) for path, model in loaded.items()}
             with self.meter(f"measuring {', '.join(map(_called, paths))}", len(self.windows)) as bar:
                 results = losses(logits_of(self.original), runs, self.windows, bar.step)
             for path, model in loaded.items():
-                measured[path] = self._measured(model, results[str(path)])
-                self._write(path, measured[path])
+                measured[path] = self._measured(path, model, results[str(path)])
         return measured
 
     def measure_original(self, path: Path, other: Losses) -> Measurement:
         """Return what is measured of the original itself, whose losses on the windows came along with another's."""
-        kept = self._read(path)
-        if kept is not None:
-            return kept
         own = Losses(other.before, other.before, np.zeros(len(other.kl)), other.documents, other.domains)
-        measured = self._measured(self.original, own)
-        self._write(path, measured)
-        return measured
-
-    def _measured(self, model: PreTrainedModel, losses: Losses) -> Measurement:
-        return Measurement(losses, self._held_out(model), look_up(model, self.tokenizer, progress=self.meter))
+        return self._read(path) or self._measured(path, self.original, own)
 
     def _load(self, folder: Path) -> PreTrainedModel:
         return load_model(str(folder), dtype=self.original.dtype, device=self.original.device)[0]
 
-    def _held_out(self, model: PreTrainedModel) -> dict[str, float]:
-        """Return the mean loss over the tokens of rows that have labels, by domain."""
-        return {name: _mean_loss(model, rows) for name, rows in self.held_out.items()}
+    def _measured(self, path: Path, model: PreTrainedModel, losses: Losses) -> Measurement:
+        """Return what is measured of a model, and keep it in a file."""
+        held_out = {name: _mean_loss(model, rows) for name, rows in self.held_out.items()}
+        needles = look_up(model, self.tokenizer, progress=self.meter)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lists: dict[str, Any] = {name: vars(losses)[name].tolist() for name in ("before", "after", "kl")}
+        content = Measured(text=self.text, held_out=held_out, needles=needles, **lists)
+        write_whole(path, content.model_dump_json(by_alias=True))
+        return Measurement(losses, held_out, needles)
 
     @cached_property
     def text(self) -> str:
@@ -137,13 +132,7 @@ class Judge:
         if kept.text != self.text or not len(before) == len(after) == len(kl) == len(self.windows):
             return None
         losses = Losses(before, after, kl, self.windows.documents, self.windows.domains)
-        return Measurement(losses, kept.held_out, tuple(kept.needles))
-
-    def _write(self, path: Path, measured: Measurement) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lists: dict[str, Any] = {name: vars(measured.losses)[name].tolist() for name in ("before", "after", "kl")}
-        content = Measured(text=self.text, held_out=measured.held_out, needles=[*measured.needles], **lists)
-        write_whole(path, content.model_dump_json(by_alias=True))
+        return Measurement(losses, kept.held_out, kept.needles)
 
 
 @torch.no_grad()

@@ -5,12 +5,10 @@ from typing import Literal
 from pydantic import Field
 
 from crosslayer.output.record import Frozen
-from crosslayer.stats import Interval
+from crosslayer.stats.bootstrap import Estimate
 from crosslayer.verbs.needles.lookup import Lookup
 from crosslayer.verbs.retrofit.record import Damage
 from crosslayer.verbs.train.record import Curve
-
-SCHEMA = "crosslayer/recovery/2"
 
 
 class StageRun(Frozen):
@@ -23,13 +21,6 @@ class StageRun(Frozen):
     tokens: int = Field(ge=1, description="that were read, padding included")
     seconds: float = Field(ge=0, description="of training steps alone")
     curve: Curve
-
-
-class Estimate(Frozen):
-    """A figure with its paired 95 % interval over windows."""
-
-    value: float
-    ci95: Interval
 
 
 class Standing(Frozen):

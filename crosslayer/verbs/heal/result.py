@@ -1,18 +1,19 @@
 """The result of a recovery."""
 
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.verbs.heal.record import SCHEMA, Arm, Place, Standing, State
+from crosslayer.verbs.heal.record import Arm, Place, Standing, State
 
 
 class Recovery(Result):
     """What `crosslayer.heal` returns. Shapes: A retrofits, S states (before, and after each stage), D domains."""
 
-    schema_: Literal["crosslayer/recovery/2"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["crosslayer/recovery/2"] = Field(default="crosslayer/recovery/2", alias="schema")
     name: str
     original: str
     recipe: dict[str, Any] = Field(description="as it was, with every default")
@@ -76,21 +77,18 @@ class Recovery(Result):
         """Share of the gap to the reference that is closed, (A, S, D); NaN where there was none."""
         return self._of_each(lambda domain: np.nan if domain.closed is None else domain.closed.value)
 
+    def _of_each(self, figure: Callable[[Standing], float]) -> np.ndarray:
+        return np.array([[[*map(figure, state.domains)] for state in arm.states] for arm in self.arms], dtype=float)
+
     def headline(self) -> dict[str, Any]:
-        """Return, for each retrofit, the KL on the first domain before and after every stage."""
-        first = self.domains[0]
+        """Return, for each retrofit, the KL and the perplexity ratio on the first domain before and after each stage."""
+        first = {arm.name: [state.domains[0].damage for state in arm.states] for arm in self.arms}
         return {
             "original": self.original,
-            "domain": first,
+            "domain": self.domains[0],
             "seen": bool(self.seen[0]),
-            "kl": {arm.name: [round(state.domains[0].damage.kl, 5) for state in arm.states] for arm in self.arms},
+            "kl": {name: [round(damage.kl, 5) for damage in damages] for name, damages in first.items()},
             "perplexity_ratio": {
-                arm.name: [round(state.domains[0].damage.ratio, 4) for state in arm.states] for arm in self.arms
+                name: [round(damage.ratio, 4) for damage in damages] for name, damages in first.items()
             },
         }
-
-    def _of_each(self, figure: Any) -> np.ndarray:
-        def row(domains: tuple[Standing, ...]) -> list[float]:
-            return [figure(domain) for domain in domains]
-
-        return np.array([[row(state.domains) for state in arm.states] for arm in self.arms], dtype=float)

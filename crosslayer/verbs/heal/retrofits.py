@@ -1,4 +1,9 @@
-"""The retrofits that are to recover: their folders, receipts, and the original that they share."""
+"""The retrofits that are to recover: their folders, receipts, the original that they share, and what becomes of them.
+
+The folder of a healed model is as a retrofit's is: weights, tokenizer, card and manifest. The receipt travels along as
+`retrofit.json`: it says what the wiring is and what it cost before any training. The healed model's own figures are in
+the record of the recovery.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,13 +15,23 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from crosslayer.models.load import load_config, public_name
+from crosslayer.environment import quiet_transformers
+from crosslayer.models.load import load_config, load_model, public_name
+from crosslayer.output.folder import whole_folder
+from crosslayer.output.manifest import write_manifest
 from crosslayer.output.record import dumps
 from crosslayer.output.result import load_as
+from crosslayer.verbs.retrofit.card import model_card
 from crosslayer.verbs.retrofit.result import Receipt
 
 EMBEDDING = "embed_tokens.weight"
 TAKEN = ("original", "figures")  # names in the folder of a recovery
+RECEIPT = "retrofit.json"
+UNTRAINED = "> `crosslayer heal` trained nothing in this model: it is the retrofit that is described below.\n\n"
+HEALED = (
+    "> This model was trained after the retrofit that is described below, by `crosslayer heal`. The figures below are "
+    "of the retrofit before that; the record of the recovery has those of this model.\n\n"
+)
 
 
 @dataclass(frozen=True)
@@ -75,26 +90,29 @@ def open_retrofits(folders: Sequence[str | Path], original: str | None = None) -
     """
     if not folders:
         raise ValueError("there is no retrofit to heal; name at least one folder of `crosslayer retrofit`")
-    retrofits = [_open(Path(folder).expanduser().resolve()) for folder in folders]
-    for place, retrofit in enumerate(retrofits):
-        if retrofit.name in [other.name for other in retrofits[:place]] or retrofit.name in TAKEN:
+    retrofits: list[Retrofit] = []
+    for path in folders:
+        retrofit = _open(Path(path).expanduser().resolve())
+        if retrofit.name in (*TAKEN, *(other.name for other in retrofits)):
             raise ValueError(f"the name {retrofit.name!r} is taken in the result; rename that folder")
-    first = retrofits[0]
-    for retrofit in retrofits[1:]:
-        names = [entry.receipt.architecture.name for entry in (first, retrofit)]
-        if names[0] != names[1]:
+        retrofits.append(retrofit)
+    first, *others = retrofits
+    name = first.receipt.architecture.name
+    for other in others:
+        if other.receipt.architecture.name != name:
             raise ValueError(
-                f"{first.name!r} comes from {names[0]!r} and {retrofit.name!r} from {names[1]!r}; heal them one by one"
+                f"{first.name!r} comes from {name!r} and {other.name!r} from {other.receipt.architecture.name!r}; heal "
+                "them one by one"
             )
-    name = original or first.receipt.architecture.name
     try:
-        config = load_config(name)
+        config = load_config(original or name)
     except ValueError as error:
         if original is not None:
             raise
         raise ValueError(f"the receipt's original cannot be opened, name it with `original`: {error}") from None
-    _check_original(public_name(name), config, retrofits)
-    return retrofits, name
+    for retrofit in retrofits:
+        _check_config(public_name(original or name), config, retrofit)
+    return retrofits, original or name
 
 
 def check_original(called: str, original: PreTrainedModel, retrofits: Sequence[Retrofit]) -> None:
@@ -127,12 +145,35 @@ def _open(folder: Path) -> Retrofit:
         raise ValueError(f"{folder.name!r} is no retrofit with its receipt: {error}") from None
 
 
-def _check_original(called: str, original: PreTrainedConfig, retrofits: Sequence[Retrofit]) -> None:
-    """Refuse an original that the retrofits cannot come from, by configs alone."""
-    for retrofit in retrofits:
-        config = load_config(str(retrofit.folder))
-        pairs = {key: (config.to_dict()[key], original.to_dict().get(key)) for key in ("vocab_size", "hidden_size")}
-        pairs["num_hidden_layers"] = retrofit.receipt.architecture.layers, original.num_hidden_layers
-        for key, (own, other) in pairs.items():
-            if own != other:
-                raise ValueError(f"{retrofit.name!r} comes from {key} {own}, and {called!r} has {other}: another model")
+def _check_config(called: str, original: PreTrainedConfig, retrofit: Retrofit) -> None:
+    """Refuse an original that a retrofit cannot come from, by configs alone."""
+    config = load_config(str(retrofit.folder)).to_dict()
+    config["num_hidden_layers"] = retrofit.receipt.architecture.layers
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        other = original.to_dict().get(key)
+        if config[key] != other:
+            raise ValueError(
+                f"{retrofit.name!r} comes from {key} {config[key]}, and {called!r} has {other}: another model"
+            )
+
+
+def save_healed(source: Path, retrofit: Retrofit, target: Path, trained: bool) -> None:
+    """Write the folder of a healed model, whole or not at all.
+
+    Args:
+        source: where its weights and its tokenizer are.
+        retrofit: that it was.
+        target: the folder.
+        trained: whether any stage trained it.
+
+    """
+    model, tokenizer = load_model(str(source), device="cpu")
+    with whole_folder(target) as partial:
+        with quiet_transformers():
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+        (partial / RECEIPT).write_text(dumps(retrofit.receipt.record()), encoding="utf-8")
+        header, _, body = model_card(retrofit.receipt).partition("\n\n")
+        note = HEALED if trained else UNTRAINED
+        (partial / "README.md").write_text(f"{header}\n\n{note}{body}", encoding="utf-8")
+        write_manifest(partial, model)

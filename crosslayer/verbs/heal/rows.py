@@ -1,15 +1,16 @@
 """The rows of a recovery: the same for every model that is trained, in the same order."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.models.embedded import cache_folder
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.heal.instructions import ExampleRows
-from crosslayer.verbs.heal.recipe import HealDomainPart, HealRecipe
+from crosslayer.verbs.heal.recipe import HealRecipe
 from crosslayer.verbs.train.mixture import Mixture, validation_windows, windows_of
 from crosslayer.verbs.train.shards import Shards
 from crosslayer.verbs.train.texts import DomainShards
@@ -31,10 +32,9 @@ class RecoveryRows:
 
         """
         data = self.recipe.data
-        rows = {part.name: self._examples(part, self.shards[part.name].training) for part in _tables(self.recipe)}
         texts = {name: parts.training for name, parts in self.shards.items()}
         weights = {part.name: part.weight for part in data.domains}
-        return Mixture(texts, weights, data.length, self.recipe.seed, items, rows)
+        return Mixture(texts, weights, data.length, self.recipe.seed, items, self._tables())
 
     def held_out(self) -> dict[str, Dataset[dict[str, Tensor]]]:
         """Return rows of each domain that nobody trains on, spread evenly over it.
@@ -50,35 +50,24 @@ class RecoveryRows:
             if part.columns is None:
                 rows[part.name] = validation_windows(text, length, min(count, windows_of(text, length, part.name)))
             else:
-                rows[part.name] = _Spread(self._examples(part, text), count)
+                examples = self._examples(part.name, text)
+                chosen = min(count, len(examples))
+                rows[part.name] = Subset(examples, [len(examples) * number // chosen for number in range(chosen)])
         return rows
 
     def left_out(self) -> dict[str, int]:
         """Return how many instructions of each domain are longer than a row."""
-        return {
-            part.name: self._examples(part, self.shards[part.name].training).left_out for part in _tables(self.recipe)
-        }
+        return {name: examples.left_out for name, examples in self._tables().items()}
 
-    def _examples(self, part: HealDomainPart, text: Shards) -> ExampleRows:
+    def _tables(self) -> dict[str, ExampleRows]:
+        """Return the rows to train on of each domain of instructions."""
+        names = [part.name for part in self.recipe.data.domains if part.columns is not None]
+        return {name: self._examples(name, self.shards[name].training) for name in names}
+
+    def _examples(self, name: str, text: Shards) -> ExampleRows:
+        padding: Any = self.tokenizer.pad_token_id
         alone = self.recipe.objective.loss == "response"
-        padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        assert isinstance(padding, int)
-        return ExampleRows(text, self.recipe.data.length, padding, part.name, alone)
-
-
-class _Spread(Dataset[dict[str, Tensor]]):
-    """So many of some rows, spread evenly over them."""
-
-    def __init__(self, rows: ExampleRows, count: int):
-        self.rows, self.count = rows, min(count, len(rows))
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, item: int) -> dict[str, Tensor]:
-        if not 0 <= item < self.count:
-            raise IndexError(f"row {item} of {self.count}")
-        return self.rows[len(self.rows) * item // self.count]
+        return ExampleRows(text, self.recipe.data.length, 0 if padding is None else padding, name, alone)
 
 
 def read_rows(recipe: HealRecipe, tokenizer: PreTrainedTokenizerFast, meter: Meter = Silent) -> RecoveryRows:
@@ -94,7 +83,3 @@ def read_rows(recipe: HealRecipe, tokenizer: PreTrainedTokenizerFast, meter: Met
     rows.training(1)  # says now what a stage would say later
     rows.held_out()
     return rows
-
-
-def _tables(recipe: HealRecipe) -> list[HealDomainPart]:
-    return [part for part in recipe.data.domains if part.columns is not None]

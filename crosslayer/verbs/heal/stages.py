@@ -1,30 +1,28 @@
 """Trains a stage in a folder of its own, from which it goes on bit by bit where it was interrupted.
 
 The folder holds `log.jsonl` and checkpoints while it trains; at its end `model/`, and last `stage.json`, which says
-that the stage is whole. Then the checkpoints go.
+that the stage is whole. Then the checkpoints go. A stage trains W_c alone, all parameters, or adapters of low rank that are
+merged when it ends.
 """
 
+import importlib.util
 import shutil
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from transformers import (
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
+from crosslayer.core.method import Compensation
 from crosslayer.environment import quiet_transformers
 from crosslayer.output.folder import set_modes, write_whole
 from crosslayer.output.progress import Meter
 from crosslayer.verbs.heal.early_stop import EarlyStop
-from crosslayer.verbs.heal.parameters import merged, trained_parameters, unfreeze
-from crosslayer.verbs.heal.recipe import HealRecipe, StagePart
+from crosslayer.verbs.heal.recipe import HealRecipe, LoraPart, StagePart
 from crosslayer.verbs.heal.record import StageRun
 from crosslayer.verbs.heal.rows import RecoveryRows
 from crosslayer.verbs.heal.trainer import DistillTrainer, Teacher
@@ -85,7 +83,16 @@ class Stage:
                     raise
                 write_whole(folder / STOPPED, str(stop))
                 return Outcome(stopped=str(stop))
-            run = self._run(trainer, trained_parameters(trained))
+            history, state = trainer.state.log_history, trainer.state
+            run = StageRun(
+                parameters=part.parameters,
+                trained=sum(parameter.numel() for parameter in trained.parameters() if parameter.requires_grad),
+                steps=state.global_step,
+                planned=state.max_steps,
+                tokens=state.num_input_tokens_seen,
+                seconds=training_seconds(history),
+                curve=curve_of(history),
+            )
             self._finish(merged(trained, part.parameters), folder, run)
         return Outcome(run)
 
@@ -96,22 +103,25 @@ class Stage:
             ValueError: they contradict each other.
 
         """
-        steps, schedule = self._steps(), self.part.schedule
-        return training_arguments(folder, self.recipe.seed, schedule.course(steps), self._settings())
+        return training_arguments(folder, self.recipe.seed, self.part.schedule.course(self._steps), self._settings)
 
+    @property
     def _settings(self) -> dict[str, Any]:
         return {**LOGGED, **self.recipe.train, **self.part.train}
 
+    @property
     def _sequences(self) -> int:
-        settings = self._settings()
-        return settings.get("per_device_train_batch_size", 8) * settings.get("gradient_accumulation_steps", 1)
+        return self._settings.get("per_device_train_batch_size", 8) * self._settings.get(
+            "gradient_accumulation_steps", 1
+        )
 
+    @property
     def _steps(self) -> int:
-        return self.part.schedule.total_steps(self._sequences() * self.recipe.data.length)
+        return self.part.schedule.total_steps(self._sequences * self.recipe.data.length)
 
     def _trainer(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None) -> CrossLayerTrainer:
         part, arguments = self.part, self.arguments(folder)
-        data = self.rows.training(self._steps() * self._sequences())
+        data = self.rows.training(self._steps * self._sequences)
         for each in (model,) if teacher is None else (model, teacher.model):
             set_attention(each, None, arguments)
         kind = CrossLayerTrainer if teacher is None else DistillTrainer
@@ -124,18 +134,6 @@ class Stage:
         if part.stop is not None:
             trainer.add_callback(EarlyStop(part.stop.smoothing, part.stop.patience, part.stop.least))
         return trainer
-
-    def _run(self, trainer: CrossLayerTrainer, trained: int) -> StageRun:
-        history, state = trainer.state.log_history, trainer.state
-        return StageRun(
-            parameters=self.part.parameters,
-            trained=trained,
-            steps=state.global_step,
-            planned=state.max_steps,
-            tokens=state.num_input_tokens_seen,
-            seconds=training_seconds(history),
-            curve=curve_of(history),
-        )
 
     def _finish(self, model: PreTrainedModel, folder: Path, run: StageRun) -> None:
         """Write the model and then the run, and remove what was needed on the way."""
@@ -185,3 +183,49 @@ def finished(folder: Path) -> Outcome | None:
         raise ValueError(
             f"{DONE} of {folder.parent.name}/{folder.name} is damaged ({place}); remove that folder to train it anew"
         ) from None
+
+
+def compensations(model: nn.Module) -> list[Compensation]:
+    """Return every W_c of a model, from below."""
+    return [module for module in model.modules() if isinstance(module, Compensation)]
+
+
+def check_parameters(stages: Sequence[StagePart]) -> None:
+    """Refuse stages whose parameters need what is not installed.
+
+    Raises:
+        ValueError: there are adapters, and peft is missing.
+
+    """
+    if any(stage.parameters == "lora" for stage in stages) and importlib.util.find_spec("peft") is None:
+        raise ValueError("stages with parameters: lora need peft: pip install 'crosslayer[heal]'")
+
+
+def unfreeze(model: PreTrainedModel, parameters: str, lora: LoraPart | None = None) -> PreTrainedModel:
+    """Let a stage's parameters alone have gradients, and return what trains: the model, or the model with adapters.
+
+    Adapters stand at every linear map but the head; a map that several layers share gets one, which they share.
+    """
+    if parameters != "lora":
+        model.requires_grad_(parameters == "all")
+        for module in compensations(model):
+            module.requires_grad_(True)
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    part = lora or LoraPart()
+    options = LoraConfig(
+        r=part.rank,
+        lora_alpha=part.alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",  # type: ignore[arg-type]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads a name that transformers has changed
+        return get_peft_model(model, options)  # type: ignore[return-value]
+
+
+def merged(model: PreTrainedModel, parameters: str) -> PreTrainedModel:
+    """Return the model after a stage, adapters added into the weights that they adapt."""
+    wrapped: Any = model
+    return wrapped.merge_and_unload(safe_merge=True) if parameters == "lora" else model

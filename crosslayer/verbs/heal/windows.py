@@ -8,6 +8,7 @@ windows come from what is held out of it, whose pieces may hold text that was fi
 Shapes: N windows, T tokens of a window.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,35 +55,29 @@ class Judging:
         trained = {part.name: part for part in recipe.data.domains if embedded_source(part)}
         pairs = []
         for name, documents in embedded_domains(self.counts).items():
+            fitted = frozenset() if name in trained else self.fitted.get(name, frozenset())
             try:
                 if name in trained:
-                    held_out = list(trained[name].domain().held_out())
-                    pairs.append((name, self._cut(held_out, tokenizer, self.counts[name], self.length)))
-                elif self.fitted.get(name):
-                    pairs.append((name, self._beside_fitted(name, documents, tokenizer)))
-                else:
-                    pairs.append((name, self._cut(documents, tokenizer, self.counts[name], self.length)))
+                    documents = list(trained[name].domain().held_out())
+                if fitted and self.length > self.cut_length:
+                    raise ValueError(
+                        f"eval.length is {self.length}, and W_c or layers were fitted to other windows of "
+                        f"{self.cut_length} tokens; use {self.cut_length} at most, or leave {name} out of eval.domains"
+                    )
+                pairs.append((name, self._cut(documents, tokenizer, self.counts[name], fitted)))
             except ValueError as error:
                 raise ValueError(f"eval: {name}: {error}") from None
         return joined(pairs)
 
-    def _cut(self, documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: int, length: int) -> Windows:
-        parts = {"evaluation": count}
-        return split(documents, tokenizer, parts=parts, length=length, seed=self.seed, bos=self.bos)["evaluation"]
-
-    def _beside_fitted(self, name: str, documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Windows:
-        """Return the first windows of the receipts' list to which nothing was fitted, or their first tokens."""
-        if self.length > self.cut_length:
-            raise ValueError(
-                f"eval.length is {self.length}, and W_c or layers were fitted to other windows of {self.cut_length} "
-                f"tokens; use {self.cut_length} at most, or leave {name} out of eval.domains"
-            )
-        fitted, numbers, number = self.fitted[name], [], 0
-        while len(numbers) < self.counts[name]:
-            if number not in fitted:
-                numbers.append(number)
-            number += 1
-        every = self._cut(documents, tokenizer, number, self.cut_length)
+    def _cut(
+        self, documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: int, fitted: frozenset[int]
+    ) -> Windows:
+        """Return the first windows to which nothing was fitted; of the receipts' list their first tokens."""
+        unseen = (number for number in itertools.count() if number not in fitted)
+        numbers = list(itertools.islice(unseen, count))
+        length = self.cut_length if fitted else self.length
+        parts = {"evaluation": numbers[-1] + 1}
+        every = split(documents, tokenizer, parts=parts, length=length, seed=self.seed, bos=self.bos)["evaluation"]
         return Windows(every.ids[numbers, : self.length], tuple(every.documents[number] for number in numbers))
 
 
@@ -93,11 +88,15 @@ def judging(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Judging:
         ValueError: the receipts differ in what decides that, or the recipe asks for what cannot be.
 
     """
-    length, seed, bos = (_shared(retrofits, name, _options(retrofits, name)) for name in ("length", "seed", "bos"))
-    domains = _domains(recipe, retrofits)
-    windows = recipe.eval.windows
-    if windows is None:
-        windows = _shared(retrofits, "windows", _options(retrofits, "windows"), "eval.windows")
+    length, seed, bos = (_shared(retrofits, name) for name in ("length", "seed", "bos"))
+    domains = recipe.eval.domains or _shared(retrofits, "domains", "eval.domains")
+    for name in domains:
+        if name not in EMBEDDED:
+            raise ValueError(
+                f"{retrofits[0].name!r} was judged on {name!r}, which is no embedded domain; name eval.domains: "
+                f"{', '.join(EMBEDDED)}"
+            )
+    windows = recipe.eval.windows or _shared(retrofits, "windows", "eval.windows")
     if windows < FEWEST * len(domains):
         raise ValueError(
             f"eval.windows is {windows}; {len(domains)} domains need at least {FEWEST * len(domains)}: "
@@ -105,21 +104,6 @@ def judging(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Judging:
         )
     fitted = {name: frozenset().union(*(_fitted(retrofit, name) for retrofit in retrofits)) for name in domains}
     return Judging(shared_out(windows, domains), recipe.eval.length or length, length, seed, bos, fitted)
-
-
-def _domains(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Sequence[str]:
-    if recipe.eval.domains is not None:
-        return recipe.eval.domains
-    judged = _shared(
-        retrofits, "domains", [tuple(retrofit.receipt.texts.judged) for retrofit in retrofits], "eval.domains"
-    )
-    for name in judged:
-        if name not in EMBEDDED:
-            raise ValueError(
-                f"{retrofits[0].name!r} was judged on {name!r}, which is no embedded domain; name eval.domains: "
-                f"{', '.join(EMBEDDED)}"
-            )
-    return judged
 
 
 def _fitted(retrofit: Retrofit, name: str) -> range:
@@ -131,21 +115,15 @@ def _fitted(retrofit: Retrofit, name: str) -> range:
     return range(start, start + count)
 
 
-def _options(retrofits: Sequence[Retrofit], name: str) -> list[Any]:
-    return [vars(retrofit.receipt.settings)[name] for retrofit in retrofits]
-
-
-def _shared(retrofits: Sequence[Retrofit], what: str, values: Sequence[Any], key: str | None = None) -> Any:
-    for retrofit, value in zip(retrofits, values, strict=True):
-        if value != values[0]:
+def _shared(retrofits: Sequence[Retrofit], what: str, key: str | None = None) -> Any:
+    """Return an option of the receipts, which must be the same in all; `key` of a recipe can say it instead."""
+    options = [{**vars(part.receipt.settings), "domains": tuple(part.receipt.texts.judged)} for part in retrofits]
+    said = [", ".join(option[what]) if what == "domains" else str(option[what]) for option in options]
+    for retrofit, other in zip(retrofits, said, strict=True):
+        if other != said[0]:
             way = "heal them one by one" if key is None else f"say {key}, or heal them one by one"
-            first = retrofits[0].name
             raise ValueError(
-                f"the receipt of {first!r} was judged with {what} {_said(values[0])}, that of {retrofit.name!r} with "
-                f"{_said(value)}; {way}"
+                f"the receipt of {retrofits[0].name!r} was judged with {what} {said[0]}, that of {retrofit.name!r} with "
+                f"{other}; {way}"
             )
-    return values[0]
-
-
-def _said(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
+    return options[0][what]

@@ -1,5 +1,6 @@
 """A comparison that trains its runs: the grid, resuming, budgets, runs that diverge, and the page."""
 
+import gc
 import json
 import time
 
@@ -34,7 +35,9 @@ RUNS = ["svformer-0", "svformer-1", "vanilla-0", "vanilla-1"]
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CROSSLAYER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        gc.freeze()  # garbage is collected after every run; that takes half a second if it looks at all imports
         yield
+        gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def test_retrofits_are_ordered_by_domain_and_each_is_paired_with_the_one_before(
 
     on_web = np.repeat([0, -1.0], 16)  # where the last of all is the first
     ends = {"high": end(0.02 + on_web), "low": end(0.0), "alike": end(0.0)}
-    summary = Summary(("web", "code"), frozenset(), np.zeros(32), False, 0)
+    summary = Summary(("web", "code"), frozenset(), ends["low"], 0)
     order = summary.order(ends)
     assert list(order) == ["web", "code"]
     assert [place.arm for place in order["web"]][0] == "high" and order["web"][0].over_previous is None

@@ -188,15 +188,15 @@ def _course(arm: Arm, place: int) -> Line:
 def _losses(record: Recovery) -> list[Panel]:
     said = LOSSES[record.objective]
     sentence = f"{said[0].upper()}{said[1:]}; exponential moving average, β = {SMOOTHING}."
-    panels, last = [], len(record.arms[0].states) - 1
+    panels, last, trained = [], len(record.arms[0].states) - 1, f"{record.original}, trained"
     for number in range(1, last + 1):
-        runs = [(arm.name, arm.states[number].run, None) for arm in record.arms]
+        runs = {arm.name: arm.states[number].run for arm in record.arms}
         if number == last:
-            runs.append((f"{record.original}, trained", _original_run(record), QUIET))
+            runs[trained] = _original_run(record)
         lines = []
-        for name, run, color in runs:
+        for name, run in runs.items():
             if run is not None:
-                losses = averages(run.curve.losses, SMOOTHING)
+                losses, color = averages(run.curve.losses, SMOOTHING), QUIET if name == trained else None
                 lines.append(Line(name, [*map(float, run.curve.steps)], losses, color=color))
         if any(len(line.x) > 1 for line in lines):
             title = f"Training loss of stage {number}"

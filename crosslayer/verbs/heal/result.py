@@ -81,14 +81,13 @@ class Recovery(Result):
         return np.array([[[*map(figure, state.domains)] for state in arm.states] for arm in self.arms], dtype=float)
 
     def headline(self) -> dict[str, Any]:
-        """Return, for each retrofit, the KL and the perplexity ratio on the first domain before and after each stage."""
-        first = {arm.name: [state.domains[0].damage for state in arm.states] for arm in self.arms}
+        """Return the KL and the perplexity ratio of each retrofit on the first domain, before and after each stage."""
+        names = [arm.name for arm in self.arms]
+        kl, ratio = self.kl[:, :, 0].round(5).tolist(), self.perplexity_ratio[:, :, 0].round(4).tolist()
         return {
             "original": self.original,
             "domain": self.domains[0],
             "seen": bool(self.seen[0]),
-            "kl": {name: [round(damage.kl, 5) for damage in damages] for name, damages in first.items()},
-            "perplexity_ratio": {
-                name: [round(damage.ratio, 4) for damage in damages] for name, damages in first.items()
-            },
+            "kl": dict(zip(names, kl, strict=True)),
+            "perplexity_ratio": dict(zip(names, ratio, strict=True)),
         }

@@ -1,8 +1,8 @@
 """Trains a stage in a folder of its own, from which it goes on bit by bit where it was interrupted.
 
 The folder holds `log.jsonl` and checkpoints while it trains; at its end `model/`, and last `stage.json`, which says
-that the stage is whole. Then the checkpoints go. A stage trains W_c alone, all parameters, or adapters of low rank that are
-merged when it ends.
+that the stage is whole. Then the checkpoints go. A stage trains W_c alone, all parameters, or adapters of low rank that
+are merged when it ends.
 """
 
 import importlib.util
@@ -111,9 +111,8 @@ class Stage:
 
     @property
     def _sequences(self) -> int:
-        return self._settings.get("per_device_train_batch_size", 8) * self._settings.get(
-            "gradient_accumulation_steps", 1
-        )
+        settings = self._settings
+        return settings.get("per_device_train_batch_size", 8) * settings.get("gradient_accumulation_steps", 1)
 
     @property
     def _steps(self) -> int:

@@ -123,7 +123,7 @@ def _shared(retrofits: Sequence[Retrofit], what: str, key: str | None = None) ->
         if other != said[0]:
             way = "heal them one by one" if key is None else f"say {key}, or heal them one by one"
             raise ValueError(
-                f"the receipt of {retrofits[0].name!r} was judged with {what} {said[0]}, that of {retrofit.name!r} with "
-                f"{other}; {way}"
+                f"the receipt of {retrofits[0].name!r} was judged with {what} {said[0]}, that of {retrofit.name!r} "
+                f"with {other}; {way}"
             )
     return options[0][what]

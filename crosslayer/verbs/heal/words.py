@@ -97,8 +97,8 @@ def _arm(record: Recovery, arm: Arm) -> str:
         found = lookup_words(last.needles, record.untrained_original.needles)
         needles = f" Before: {earlier} hidden numbers. {found}"
     return (
-        f"{arm.name} ({arm.title}; {arm.cache_share:.0%} of the cache): on {before.name} ({kind_of(record, before)}) the "
-        f"KL to the original goes {kls} nats a token, the perplexity ratio {before.damage.ratio:.3f} → "
+        f"{arm.name} ({arm.title}; {arm.cache_share:.0%} of the cache): on {before.name} ({kind_of(record, before)}) "
+        f"the KL to the original goes {kls} nats a token, the perplexity ratio {before.damage.ratio:.3f} → "
         f"{after.damage.ratio:.3f}. {gap}{needles}"
     )
 

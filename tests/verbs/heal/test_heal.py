@@ -13,6 +13,7 @@ import crosslayer
 from crosslayer.core.decoder.weights import to_model
 from crosslayer.verbs.heal import stages
 from crosslayer.verbs.heal.recipe import load_heal_recipe
+from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.retrofits import open_retrofits
 from crosslayer.verbs.heal.windows import judging
 from crosslayer.verbs.heal.words import tokens_read
@@ -54,7 +55,13 @@ def whole(base, tmp_path_factory):
     return recovery, folder / "out"
 
 
-def test_hidden_numbers_are_asked_for_before_and_after_each_stage(tmp_path):
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Write no page into the folder."""
+    monkeypatch.setattr(Recovery, "save_within", lambda *_: None)
+
+
+def test_hidden_numbers_are_asked_for_before_and_after_each_stage(tmp_path, undrawn):
     original = original_in(tmp_path, max_position_embeddings=512)
     folder = retrofit_in(tmp_path, original, "zero")
     evaluation = {"domains": ["code"], "windows": 16, "length": 24, "held_out": 2}
@@ -202,10 +209,10 @@ def test_the_original_reads_the_same_rows_in_the_same_order(base, tmp_path, monk
     assert torch.equal(torch.cat(read["original"]), torch.cat(read["without/stage-2"]))
 
 
-def test_an_interrupted_recovery_goes_on_and_ends_the_same(base, whole, tmp_path, monkeypatch):
+def test_an_interrupted_recovery_goes_on_and_ends_the_same(base, whole, tmp_path, monkeypatch, undrawn):
     """Stopped in the middle of stage 1, and again in the middle of stage 2."""
     folder, recipe = tmp_path / "out", recipe_in(tmp_path)
-    arguments = ([base / name for name in NAMES], recipe, folder)
+    arguments = ([base / "fitted"], recipe, folder)
     options = {"original": str(base / "original")}
 
     class Killed(Exception):
@@ -237,9 +244,9 @@ def test_an_interrupted_recovery_goes_on_and_ends_the_same(base, whole, tmp_path
     with pytest.raises(ValueError, match="the folder 'out' is of another recipe or of other retrofits"):
         crosslayer.heal(*arguments, **options, resume=True, settings=["seed=1"])
     resumed = crosslayer.heal(*arguments, **options, resume=True)
-    for place in ("fitted/stage-1/model", "fitted/model", "without/model", "original/model"):
+    for place in ("fitted/stage-1/model", "fitted/model", "original/model"):
         assert not changed(folder / place, whole[1] / place), place
-    assert (resumed.kl == whole[0].kl).all()
+    assert (resumed.kl == whole[0].kl[:1]).all()
     assert not list(folder.rglob("checkpoint-*"))
 
 
@@ -264,31 +271,23 @@ def test_a_whole_recovery_is_not_done_again(base, whole, tmp_path, monkeypatch):
         )
 
 
-def test_a_stage_that_ends_early_says_so_and_the_next_goes_on_from_it(base, tmp_path):
-    settings = ["stages.0.stop.smoothing=0", "stages.0.stop.patience=1", "stages.0.stop.least=0.9", "baseline=false"]
+def test_stages_that_end_early_say_so_and_the_original_trains_to_the_last_step(base, tmp_path, undrawn):
+    """The next stage goes on from the model of the one that ended early."""
+    early = "stop={smoothing: 0, patience: 1, least: 0.9}"
+    settings = [f"stages.0.{early}", f"stages.1.{early}"]
     recovery = crosslayer.heal(
         [base / "fitted"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"), settings=settings
     )
     first, second = (state.run for state in recovery.arms[0].states[1:])
-    assert (first.steps, first.planned, first.curve.steps, second.steps) == (2, 4, [1, 2], 5)
-    assert "2 steps of 4, ended early" in recovery.page()
+    assert (first.steps, first.planned, first.curve.steps, second.steps) == (2, 4, [1, 2], 2)
+    assert recovery.trained_original.run.steps == 5
+    page, words = recovery.page(), " ".join(recovery.sentences())
+    assert "2 steps of 4, ended early" in page and "Tokens read" in page
+    assert "original trained as the last stage, 640 tokens" in page
+    assert "trained as the last stage, 640 tokens" in words and "fitted 512." in words
+    assert tokens_read(recovery.arms[0]) == [256, 256]
     stage = tmp_path / "out" / "fitted" / "stage-1" / "model"
     assert len(changed(base / "fitted", stage)) == 1 and (recovery.kl[0, 1] != recovery.kl[0, 0]).all()
-
-
-def test_the_original_trains_to_the_last_step_and_the_page_says_how(base, tmp_path):
-    settings = ["stages.1.stop={smoothing: 0, patience: 1, least: 0.9}"]
-    recovery = crosslayer.heal(
-        [base / "fitted"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"), settings=settings
-    )
-    assert (recovery.arms[0].states[2].run.steps, recovery.trained_original.run.steps) == (2, 5)
-    assert "original trained as the last stage, 640 tokens" in recovery.page()
-    words = " ".join(recovery.sentences())
-    assert (
-        "trained as the last stage, 640 tokens, to the last step; the retrofits read, over all stages: fitted 768."
-        in words
-    )
-    assert tokens_read(recovery.arms[0]) == [512, 256] and "Tokens read" in recovery.page()
 
 
 def diverging(place, cause=None):
@@ -305,7 +304,7 @@ def diverging(place, cause=None):
     return Diverging
 
 
-def test_a_retrofit_that_diverges_stops_alone(base, tmp_path, monkeypatch):
+def test_a_retrofit_that_diverges_stops_alone(base, tmp_path, monkeypatch, undrawn):
     folders, options = [base / "fitted", base / "without"], {"original": str(base / "original")}
     recipe, folder = recipe_in(tmp_path), tmp_path / "out"
     with monkeypatch.context() as patch:
@@ -455,7 +454,7 @@ def test_a_plain_model_of_ours_is_retrofitted_and_healed_as_it_is(base, tmp_path
     assert [domain.damage.kl for domain in first] == pytest.approx([domain.damage.kl for domain in second], rel=1e-5)
 
 
-def test_responses_alone(base, tmp_path):
+def test_responses_alone(base, tmp_path, undrawn):
     table = instructions_in(tmp_path)
     domain = {"name": "say", "source": str(table), "columns": {}}
     recipe = recipe_in(

@@ -246,7 +246,8 @@ def test_an_interrupted_recovery_goes_on_and_ends_the_same(base, whole, tmp_path
     resumed = crosslayer.heal(*arguments, **options, resume=True)
     for place in ("fitted/stage-1/model", "fitted/model", "original/model"):
         assert not changed(folder / place, whole[1] / place), place
-    assert (resumed.kl == whole[0].kl[:1]).all()
+    ends = [dict(zip(result.domains, result.kl[0].T.tolist(), strict=True)) for result in (resumed, whole[0])]
+    assert ends[0] == ends[1]
     assert not list(folder.rglob("checkpoint-*"))
 
 

@@ -30,8 +30,7 @@ from crosslayer.output.panel import Line, Panel, save_svg
 from crosslayer.output.progress import Progress
 from crosslayer.output.summary import summarise
 from crosslayer.verbs.intervene.kinds import Kind, PositionSwap, positions_of, waiver
-from crosslayer.verbs.intervene.parts import change, loss_change
-from crosslayer.verbs.intervene.readings import Passes
+from crosslayer.verbs.intervene.readings import Passes, Sample, change, loss_change
 
 HERE = Path(__file__).parent
 RESULTS, FIGURES = HERE / "results" / "intervene.json", HERE.parent / "docs" / "figures"
@@ -108,23 +107,23 @@ def measured(name: str, model, ids: torch.Tensor, intervention: Kind, layers: sl
     averages = {}
     for side, sample in (("before", before), ("after", after)):
         for index, who in enumerate(("position", "first")):  # (N, L, P) → (N,)
-            averages[f"{who}_{side}"] = summarise(sample.attention_received[:, layers, index].mean(axis=1))
-        averages[f"peak_{side}"] = summarise(sample.hidden_norm_ratio[:, :, 0].max(axis=1))
-        averages[f"drain_{side}"] = summarise(np.nanmedian(sample.value_norm_ratio[:, layers, 0], axis=1))
+            averages[f"{who}_{side}"] = summarise(sample.measures["attention_received"][:, layers, index].mean(axis=1))
+        averages[f"peak_{side}"] = summarise(sample.measures["hidden_norm_ratio"][:, :, 0].max(axis=1))
+        averages[f"drain_{side}"] = summarise(np.nanmedian(sample.measures["value_norm_ratio"][:, layers, 0], axis=1))
     return {
-        "attention_received": by_layer(before.attention_received, after.attention_received, 0),
-        "hidden_norm_ratio": by_layer(before.hidden_norm_ratio, after.hidden_norm_ratio, 0),
-        "value_norm_ratio": by_layer(before.value_norm_ratio, after.value_norm_ratio, 0),
+        "attention_received": by_layer(before, after, "attention_received", 0),
+        "hidden_norm_ratio": by_layer(before, after, "hidden_norm_ratio", 0),
+        "value_norm_ratio": by_layer(before, after, "value_norm_ratio", 0),
         "loss_behind": None if loss is None else loss.model_dump(),
-        "first_token": by_layer(before.attention_received, after.attention_received, 1),
+        "first_token": by_layer(before, after, "attention_received", 1),
         "averages": averages,
         "sequences": len(ids),
     }
 
 
-def by_layer(before: np.ndarray, after: np.ndarray, index: int) -> dict[str, Any]:
+def by_layer(before: Sample, after: Sample, name: str, index: int) -> dict[str, Any]:
     """Summarise a measure, (N, L, P), at a position by its index, before and after."""
-    return change(before[..., index], after[..., index]).model_dump()
+    return change(before.measures[name][..., index], after.measures[name][..., index]).model_dump()
 
 
 def cost(repeats: int) -> dict[str, Any]:

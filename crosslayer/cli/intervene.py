@@ -1,8 +1,11 @@
 """What only a shell does for `intervene`: interventions are typed, kind by kind."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+FILE_LIMIT = 16_000_000  # bytes of a file of interventions; a record has some 300 kB
 
 FORMS = {  # what is written for each kind, with colons between; in the order of the options below
     "waiver": ("positions",),
@@ -39,19 +42,18 @@ def interventions(
 
     """
     from crosslayer.core.plan import parse_layers
-    from crosslayer.verbs.intervene.entries import read_interventions
     from crosslayer.verbs.intervene.kinds import load_intervention
-    from crosslayer.verbs.intervene.request import DEEPEST
+    from crosslayer.verbs.intervene.trials import DEEPEST
 
     chosen = None if layers is None else [layer for group in parse_layers(layers, DEEPEST) for layer in group]
     typed = waiver, forbid, scale_values, position_swap, token_swap, ablate
     entries = [_entry(kind, text, chosen) for kind, texts in zip(FORMS, typed, strict=True) for text in texts]
     if chosen is not None and not any("positions" in entry for entry in entries):
         raise ValueError("--layers does nothing without --waiver, --forbid or --scale-values; leave it out")
-    read = [] if file is None else read_interventions(Path(file))
-    if not entries and not read:
+    entries += [] if file is None else _read(Path(file))
+    if not entries:
         raise ValueError("there is nothing to do; give an intervention, such as --waiver 255")
-    return [*map(load_intervention, entries), *read]
+    return [load_intervention(entry) for entry in entries]
 
 
 def _entry(kind: str, text: str, layers: Sequence[int] | None) -> dict[str, Any]:
@@ -66,3 +68,34 @@ def _entry(kind: str, text: str, layers: Sequence[int] | None) -> dict[str, Any]
         if layers is not None:
             entry["layers"] = list(layers)
     return entry
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Read a list of interventions as plain data from JSON or YAML; a record of `intervene` holds such a list too.
+
+    Raises:
+        ValueError: the file is missing, larger than `FILE_LIMIT` bytes, or holds no such list.
+
+    """
+    import yaml
+
+    if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
+        raise ValueError(f"interventions {path.name!r}: needed is a .json, .yaml or .yml file that exists")
+    if path.stat().st_size > FILE_LIMIT:
+        raise ValueError(f"interventions {path.name!r}: the file has over {FILE_LIMIT} bytes")
+    try:
+        read = json.loads if path.suffix == ".json" else yaml.safe_load
+        entries = read(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"interventions {path.name!r}, line {error.lineno}: {error.msg}") from None
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ValueError(f"interventions {path.name!r}{line}: {error.problem}") from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"interventions {path.name!r}: {str(error).splitlines()[0]}") from None
+    entries = entries.get("interventions") if isinstance(entries, dict) else entries
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(
+            f'interventions {path.name!r}: write a list such as [{{"kind": "waiver", "positions": [255]}}]'
+        )
+    return entries

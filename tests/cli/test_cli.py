@@ -59,7 +59,7 @@ def test_diagnose_writes_a_whole_folder(monkeypatch, tmp_path, capsys):
     for name, measure in record["measures"].items():
         assert len(measure["mean"]) == 6 and measure["n"] == 2 and len(measure["ci95"]) == 6, name
     assert record["position_table"]["outliers"][:2] == [0, 511]
-    assert record["settings"]["command"].startswith("crosslayer diagnose minilm")
+    assert record["command"].startswith("crosslayer diagnose minilm")
     assert str(tmp_path) not in text  # no path of the machine
     page = (out / "report.html").read_text()
     assert "http://" not in page.split("<script>")[0] and "src=" not in page.split("<script>")[0]
@@ -83,7 +83,7 @@ def test_a_folder_of_something_else_is_never_replaced(monkeypatch, tmp_path, cap
 
 def test_hostile_token_text_stays_text(tmp_path):
     record = crosslayer.diagnose(tiny("llama"), tokens()).record()
-    record["top_tokens"][0][0]["token"] = record["settings"]["model"] = "</script><script>alert(1)</script>"
+    record["top_tokens"][0][0]["token"] = record["model"]["name"] = "</script><script>alert(1)</script>"
     assert "<script>alert" not in crosslayer.Diagnosis.from_record(record).page()
 
 

@@ -2,72 +2,66 @@
 
 from pydantic import Field
 
-from crosslayer.output.record import Frozen, Measure, Options, typed_command
+from crosslayer.output.record import Frozen, Measure, ModelFacts
 
 PAIRS = ("map_similarity", "map_similarity_without_first", "map_similarity_per_head")  # measures of two layers
 
 
-class ModelFacts(Frozen):
-    """What is known of the model itself; `masks` has words for each layer, None where it has no attention.
+class ProbedModel(ModelFacts):
+    """A model that was looked into."""
 
-    `streams` is the number of residual streams, and `over_depth` says that layers read by attention over depth.
-    """
-
-    class_: str = Field(validation_alias="class", serialization_alias="class")
     type: str
-    layers: int
+    hidden_size: int = Field(ge=1)
+
+
+class DiagnosedModel(ProbedModel):
+    """Its layers as well; `masks` has words for each, None where it has no attention."""
+
     attention_layers: int
-    hidden_size: int
     heads: int
     kv_heads: int
-    parameters: int
-    dtype: str
     attention: str | None
     masks: list[str | None]
-    streams: int = 1
-    over_depth: bool = False
+    streams: int = Field(default=1, description="residual streams")
+    over_depth: bool = Field(default=False, description="whether layers read by attention over depth")
 
 
-class Settings(Options):
-    """What was measured: `model` and `text` as a result calls them, and how the text was cut.
+class TextSettings(Frozen):
+    """The text of a measurement, and how it was cut. For token ids `text` and `bos` are None, `documents` is empty."""
 
-    For token ids `text`, `seed` and `bos` are None and `documents` is empty.
-    """
-
-    model: str
-    text: str | None
+    text: str | None = Field(description="as a result calls it")
     documents: list[int] = Field(description="number of each sequence's document, -1: joined from several")
-    sequences: int
-    length: int
+    sequences: int = Field(ge=1)
+    length: int = Field(ge=2)
     seed: int | None
     bos: str | None
+
+
+class Settings(TextSettings):
+    """What was measured; `seed` is None for token ids."""
+
     cross_layer: bool
-    command: str | None = typed_command()
 
 
 class Measures(Frozen):
-    """Every measure by layer; docs/MEASURES.md says what each is and where it comes from.
+    """Every measure by layer, None where a layer has no such sublayer; docs/MEASURES.md has equations and sources."""
 
-    A mean has the shape (L,), (L, L) for similarities of maps, (L, 10) for `top_importance`, (L, H_kv·D) for
-    `value_spectrum`, with None where a layer has no such sublayer.
-    """
-
-    first_token_share: Measure
-    entropy: Measure
-    top_importance: Measure
-    sink_rate: Measure
-    value_norm_ratio: Measure
-    hidden_norm_ratio: Measure
-    mlp_l1_l2: Measure
-    mlp_l1_l2_others: Measure
-    token_similarity: Measure
-    value_spectrum: Measure
-    map_similarity: Measure
-    map_similarity_without_first: Measure
-    map_similarity_per_head: Measure
-    attention_io_similarity: Measure
-    layer_io_similarity: Measure
-    stream_norm: Measure
+    first_token_share: Measure = Field(description="the first token's share of all attention, (L,), 0 to 1")
+    entropy: Measure = Field(description="of token importance, (L,), nats; ln T for an even spread over T tokens")
+    top_importance: Measure = Field(description="ten largest shares of attention, largest first, (L, 10), at most T")
+    sink_rate: Measure = Field(description="share of heads that give token 0 more than 0.3 of attention, (L,), 0 to 1")
+    value_norm_ratio: Measure = Field(description="norm of token 0's values over the median of the others, (L,)")
+    hidden_norm_ratio: Measure = Field(description="the same of hidden states that enter a layer, (L,)")
+    mlp_l1_l2: Measure = Field(description="L1 over L2 norm of what the MLP adds to token 0, (L,), 1 to √C")
+    mlp_l1_l2_others: Measure = Field(description="the same, median of the other tokens, (L,)")
+    token_similarity: Measure = Field(description="mean cosine of different tokens' hidden states, (L,)")
+    value_spectrum: Measure = Field(description="eigenvalues of the values' second moment, falling, (L, H_kv·D)")
+    map_similarity: Measure = Field(description="cosine of the head-averaged maps of two layers, (L, L)")
+    map_similarity_without_first: Measure = Field(description="the same without the maps' first column, (L, L)")
+    map_similarity_per_head: Measure = Field(description="the same of equally numbered heads, mean over heads, (L, L)")
+    attention_io_similarity: Measure = Field(description="mean over tokens of cos(x, x + Attn(x)), (L,)")
+    layer_io_similarity: Measure = Field(description="mean over tokens of cos(x, layer(x)), (L,)")
+    stream_norm: Measure = Field(description="mean L2 norm of the hidden states that enter a layer, (L,)")
 
 
 class ByStream(Frozen):

@@ -1,6 +1,6 @@
 """Diagnose a model: every measure of every layer, a forward pass for each sequence, intervals over sequences.
 
-Flows: tokens → measures of a sequence (`diagnosis/sequence.py`) → mean and interval → verdict → result.
+Flows: tokens → measures of a sequence (`sequence.py`) → mean and interval → verdict → result.
 """
 
 import time
@@ -9,17 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.corpus.windows import Text, open_text, read_windows, text_name
-from crosslayer.models.load import ready_model
+from crosslayer.corpus.windows import Text
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Measure
 from crosslayer.output.summary import by_position, measure
-from crosslayer.probe.intercept import attention_layers, evaluating
-from crosslayer.probe.tokens import check_ids, check_length
-from crosslayer.verbs.diagnose.record import ByStream, CrossLayer, DepthWeights, Measures, ModelFacts, Settings
+from crosslayer.probe.intercept import evaluating
+from crosslayer.verbs.diagnose import record as parts
+from crosslayer.verbs.diagnose.inputs import Inputs, read_inputs
 from crosslayer.verbs.diagnose.result import Diagnosis
 from crosslayer.verbs.diagnose.sequence import SequenceMeasures, measure_sequence
 from crosslayer.verbs.diagnose.tokens import position_table, top_tokens
@@ -64,81 +62,40 @@ def diagnose(
             its positions.
 
     """
-    origin = text_name(text)
-    text = open_text(text, sequences=sequences, length=length, seed=seed, meter=progress)
-    loaded, tokenizer, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
-    if not isinstance(text, Tensor):
-        check_length(loaded, length)
-    windows = read_windows(text, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos, meter=progress)
-    check_model(loaded, windows.ids)
-    cut = not isinstance(text, Tensor)
-    settings = Settings(
-        model=name,
-        text=origin,
-        documents=list(windows.documents),
-        sequences=len(windows.ids),
-        length=windows.ids.shape[1],
-        seed=seed if cut else None,
-        bos=bos if cut else None,
-        cross_layer=cross_layer,
-    )
-    started = time.perf_counter()
-    measured = _measure(loaded, windows.ids, cross_layer, progress)
-    return _diagnosis(loaded, tokenizer, windows.ids, measured, settings, started)
+    cut = {"sequences": sequences, "length": length, "seed": seed}
+    inputs = read_inputs(model, text, tokenizer, bos=bos, dtype=dtype, device=device, meter=progress, **cut)
+    started, measured = time.perf_counter(), []
+    with evaluating(inputs.model), progress("diagnosing", len(inputs.ids)) as meter:
+        for sequence in inputs.ids:
+            measured.append(measure_sequence(inputs.model, sequence, cross_layer))
+            meter.step(len(measured), len(inputs.ids))
+    return _diagnosis(inputs, measured, cross_layer, started)
 
 
-def check_model(model: PreTrainedModel, ids: Tensor) -> None:
-    """Refuse, by a ValueError, ids that do not fit the model, and adapters that hide tokens from the layers."""
-    check_ids(model, ids)
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError("prompt-learning adapters add tokens outside the layers; diagnose the base model instead")
-
-
-def _measure(model: PreTrainedModel, ids: Tensor, cross_layer: bool, progress: Meter) -> list[SequenceMeasures]:
-    measured = []
-    with evaluating(model), progress("diagnosing", len(ids)) as meter:
-        for sequence in ids:
-            measured.append(measure_sequence(model, sequence, cross_layer))
-            meter.step(len(measured), len(ids))
-    return measured
-
-
-def _diagnosis(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    ids: Tensor,
-    measured: Sequence[SequenceMeasures],
-    settings: Settings,
-    started: float,
-) -> Diagnosis:
+def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer: bool, started: float) -> Diagnosis:
     """Put the measures of all sequences, and what they say, into the result."""
-    shapes = measured[0].shapes
+    shapes, readers = measured[0].shapes, measured[0].depth.readers
     shares = np.stack([sequence.shares for sequence in measured])  # (N, L, T)
-    measures = Measures(**_averages([sequence.measures for sequence in measured]))
+    measures = parts.Measures(**_averages([sequence.measures for sequence in measured]))
     cosines = _averages([sequence.cross_layer for sequence in measured])
     single = _averages([sequence.by_stream for sequence in measured])
-    decisions = verdict(measures, shapes, settings.length)
-    facts = _facts(model, measured[0])
+    depth = np.stack([sequence.depth.table() for sequence in measured])  # (N, readers, sources)
+    decisions = verdict(measures, shapes, inputs.settings.length)
+    facts = _facts(inputs, measured[0])
     return Diagnosis(
         model=facts,
-        settings=settings,
+        settings=parts.Settings(**dict(inputs.settings), cross_layer=cross_layer),
         measures=measures,
-        by_stream=ByStream(**single) if single else None,
-        cross_layer=CrossLayer(**cosines) if cosines else None,
-        depth_weights=_depth_weights(measured),
+        by_stream=parts.ByStream(**single) if single else None,
+        cross_layer=parts.CrossLayer(**cosines) if cosines else None,
+        depth_weights=parts.DepthWeights(readers=readers, weights=measure(depth)) if readers else None,
         importance_by_position=by_position(shares),
-        top_tokens=top_tokens(shares, ids.cpu().numpy(), tokenizer),
-        position_table=position_table(model),
+        top_tokens=top_tokens(shares, inputs.ids.cpu().numpy(), inputs.tokenizer),
+        position_table=position_table(inputs.model),
         verdict=decisions,
         words=[*notes(facts), *words(decisions)],
         seconds=time.perf_counter() - started,
     )
-
-
-def _depth_weights(measured: Sequence[SequenceMeasures]) -> DepthWeights | None:
-    readers = measured[0].depth.readers
-    tables = np.stack([sequence.depth.table() for sequence in measured])
-    return DepthWeights(readers=readers, weights=measure(tables)) if readers else None
 
 
 def _averages(by_sequence: Sequence[dict[str, np.ndarray]]) -> dict[str, Measure]:
@@ -146,22 +103,16 @@ def _averages(by_sequence: Sequence[dict[str, np.ndarray]]) -> dict[str, Measure
     return {name: measure(np.stack([measures[name] for measures in by_sequence])) for name in names}
 
 
-def _facts(model: PreTrainedModel, measured: SequenceMeasures) -> ModelFacts:
-    config, shapes = model.config.get_text_config(), measured.shapes
+def _facts(inputs: Inputs, measured: SequenceMeasures) -> parts.DiagnosedModel:
+    known = [shape for shape in measured.shapes if shape is not None]
     single = measured.by_stream.get("stream_norm")
-    first = next(shape for shape in shapes if shape is not None)
-    return ModelFacts(
-        class_=type(model).__name__,
-        type=model.config.model_type,
-        layers=len(shapes),
-        attention_layers=len(attention_layers(model.config)),
-        hidden_size=config.hidden_size,
-        heads=first.heads,
-        kv_heads=first.kv_heads,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        dtype=str(model.dtype).removeprefix("torch."),
-        attention=config._attn_implementation,
-        masks=[None if shape is None else shape.mask for shape in shapes],
+    return parts.DiagnosedModel(
+        **inputs.facts(),
+        attention_layers=len(known),
+        heads=known[0].heads,
+        kv_heads=known[0].kv_heads,
+        attention=inputs.model.config.get_text_config()._attn_implementation,
+        masks=[None if shape is None else shape.mask for shape in measured.shapes],
         streams=1 if single is None else single.shape[1],
         over_depth=measured.over_depth,
     )

@@ -20,8 +20,7 @@ def top_tokens(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokeniz
     `shares` is (N, L, T), `ids` (N, T). Occurrences of a token are added up, the first position kept apart; the share
     is the mean over sequences. A layer without attention has none.
     """
-    layers = shares.shape[1]
-    return [_of_layer(shares[:, layer], ids, tokenizer) for layer in range(layers)]
+    return [_of_layer(of_layer, ids, tokenizer) for of_layer in shares.swapaxes(0, 1)]
 
 
 def _of_layer(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> list[TopToken]:
@@ -35,16 +34,11 @@ def _of_layer(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokenize
             token = FIRST if position == 0 else int(tokens[position])
             total[token] += float(sequence[position]) / len(ids)
             places[token].add(int(position))
-    best = sorted(total, key=lambda token: -total[token])[:SHOWN]
-    return [
-        TopToken(
-            token=_text(token, ids, tokenizer),
-            first=token == FIRST,
-            share=total[token],
-            positions=sorted(places[token]),
-        )
-        for token in best
-    ]
+    tops = []
+    for token in sorted(total, key=lambda token: -total[token])[:SHOWN]:
+        text, where = _text(token, ids, tokenizer), sorted(places[token])
+        tops.append(TopToken(token=text, first=token == FIRST, share=total[token], positions=where))
+    return tops
 
 
 def _text(token: int, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> str:

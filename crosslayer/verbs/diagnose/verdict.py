@@ -94,39 +94,31 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
     """Return the candidates for sharing, and for attention to go without, with what each would leave of the cache."""
     count = len(shapes) // 2 // PAPER_SIZE * (PAPER_SIZE - 1)  # the paper's followers, whatever the masks allow
     similarity = measures.map_similarity_without_first.array
-    cells = _Cells(shapes, length)
     least = sorted(entry.layer for entry in redundancy.attention[:count])
-    return CacheCandidates(
-        length=length,
-        elements=cells.total,
-        by_depth=cells.superblocks(paper_groups(list(shapes))),
-        by_similarity=cells.superblocks(similar_groups(similarity, list(shapes), count)),
-        resting_on="map_similarity_without_first",
-        attention_removed=AttentionRemoved(layers=least, share=cells.share_without(least, ("keys", "values"))),
-    )
+    stored = [{"keys": 0, "values": 0} for _ in shapes]  # elements of each layer
+    for layer, shape in enumerate(shapes):
+        if shape is not None:
+            stored[layer] = dict(zip(("keys", "values"), shape.cached(length), strict=True))
+    total = sum(sum(states.values()) for states in stored)
 
+    def share_without(layers: list[int], states: Sequence[str]) -> float:
+        """Return the share of all elements that stays if `layers` keep none of these states."""
+        return 1 - sum(stored[layer][state] for layer in layers for state in states) / total
 
-class _Cells:
-    """The cached elements of each layer, for sequences of equal length."""
-
-    def __init__(self, shapes: Shapes, length: int):
-        self.by_layer = [(0, 0) if shape is None else shape.cached(length) for shape in shapes]
-        self.total = sum(keys + values for keys, values in self.by_layer)
-
-    def superblocks(self, groups: Groups) -> Superblocks:
+    def superblocks(groups: Groups) -> Superblocks:
         """Return groups with what each sharing method would leave of the cache."""
         followers = [layer for group in groups for layer in group[1:]]
         kept = [
-            KeptShare(method=cls.name(), title=cls.__name__, share=self.share_without(followers, cls.saves))
+            KeptShare(method=cls.name(), title=cls.__name__, share=share_without(followers, cls.saves))
             for cls in sharing_methods()
         ]
         return Superblocks(groups=groups, followers=len(followers), kept=kept)
 
-    def share_without(self, layers: list[int], states: Sequence[str]) -> float:
-        """Return the share of all elements that stays if `layers` keep none of these states."""
-        saved = 0
-        for layer in layers:
-            keys, values = self.by_layer[layer]
-            saved += keys if "keys" in states else 0
-            saved += values if "values" in states else 0
-        return 1 - saved / self.total
+    return CacheCandidates(
+        length=length,
+        elements=total,
+        by_depth=superblocks(paper_groups(list(shapes))),
+        by_similarity=superblocks(similar_groups(similarity, list(shapes), count)),
+        resting_on="map_similarity_without_first",
+        attention_removed=AttentionRemoved(layers=least, share=share_without(least, ("keys", "values"))),
+    )

@@ -10,7 +10,7 @@ Shapes: B batch, H heads, T new tokens, S keys, C hidden.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Annotated, Any, Literal
 
@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.probe.intercept import AttentionCall, attention_layers, intercepted, layer_stack
 from crosslayer.probe.tokens import position_embedding, position_limit
-from crosslayer.verbs.intervene.masks import added_mask, as_taken, check_first
-from crosslayer.verbs.intervene.running import Running
+from crosslayer.verbs.intervene.running import Running, added_mask, as_taken
 
 
 def _no_boolean(value: Any) -> Any:
@@ -38,19 +37,43 @@ Position = Annotated[Whole, Field(ge=0)]
 Positions = Annotated[tuple[Position, ...], Field(min_length=1)]
 Layers = Annotated[tuple[Whole, ...], Field(min_length=1)] | Literal["all"]
 STRICT = ConfigDict(extra="forbid")
-Places = list[tuple[int, int]]  # row of the batch, index among the call's keys
 
 
 class Intervention:
-    """A change of a running model; `intervene` enters it."""
+    """A change of a running model; `intervening` enters it."""
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
         """Make the change; `stack` undoes it."""
         raise NotImplementedError
 
 
+class InAttention(Intervention):
+    """Changes the attention calls of some layers at some positions."""
+
+    positions: tuple[int, ...]
+    layers: tuple[int, ...] | Literal["all"]
+
+    def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
+        """Change the calls of the layers, all of which must have attention."""
+        attending = attention_layers(model.config)
+        chosen = attending if self.layers == "all" else self.layers
+        check_layers(model, tuple(chosen))
+        for layer in chosen:
+            if layer not in attending:
+                raise ValueError(f"layer {layer} has no softmax attention; layers {attending} have")
+
+        def handler(call: AttentionCall) -> AttentionCall:
+            return self.changed(call, running) if call.layer in chosen else call
+
+        stack.enter_context(intercepted(model, handler))
+
+    def changed(self, call: AttentionCall, running: Running) -> AttentionCall:
+        """Return a call with the change."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, config=STRICT)
-class Waiver(Intervention):
+class Waiver(InAttention):
     """These positions attend only to themselves, in `layers` (Eq. 11 of arXiv 2407.01601)."""
 
     positions: Positions
@@ -59,59 +82,58 @@ class Waiver(Intervention):
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
         """Edit the rows of the mask."""
-        chosen = _attending(model, self.layers)
-        others = mixing_otherwise(model)
-        if self.layers == "all" and others:
+        planned = getattr(model.config.get_text_config(), "plan", None) is not None  # its layers mix by attention alone
+        others = sorted(set(range(len(layer_stack(model)))) - set(attention_layers(model.config)))
+        if self.layers == "all" and others and not planned:
             raise ValueError(
                 f"layers {others} mix tokens without softmax attention, so no waiver isolates a token there; name the "
                 "layers"
             )
+        super().enter(model, running, stack)
 
-        def handler(call: AttentionCall) -> AttentionCall:
-            return self._isolate(call, running) if call.layer in chosen else call
-
-        stack.enter_context(intercepted(model, handler))
-
-    def _isolate(self, call: AttentionCall, running: Running) -> AttentionCall:
+    def changed(self, call: AttentionCall, running: Running) -> AttentionCall:
+        """Let the rows of the positions see nothing but their own keys."""
         batch, _, new, _ = call.query.shape
-        tokens = {position: running.new_tokens(self, position, batch, new) for position in self.positions}
-        if not any(tokens.values()):
+        places = [place for p in self.positions for place in running.new_tokens(self, p, batch, new)]
+        if not places:
             return call
         mask = added_mask(call, running)  # (B, 1 or H, T, S)
-        check_first(mask, tokens.get(0, []))
-        own = running.cached - running.gone(call)  # how far keys stand behind new tokens
-        for places in tokens.values():
-            for row, index in places:
-                mask[row, :, index] = torch.finfo(mask.dtype).min
-                mask[row, :, index, index + own] = 0
+        least, own = torch.finfo(mask.dtype).min, running.cached - running.gone(call)  # keys stand `own` behind tokens
+        for row, index in running.new_tokens(self, 0, batch, new) if 0 in self.positions else []:
+            if int((mask[row, 0, index] > least / 2).sum()) <= 1:
+                raise ValueError(
+                    "a waiver of position 0 changes nothing: behind a causal mask the first token attends only to "
+                    "itself anyway; name a later position"
+                )
+        for row, index in places:
+            mask[row, :, index] = least
+            mask[row, :, index, index + own] = 0
         return dataclasses.replace(call, mask=as_taken(call, mask))
 
 
 @dataclass(frozen=True, config=STRICT)
-class Forbid(Intervention):
+class Forbid(InAttention):
     """No other token may attend to these positions, in `layers`: what stands there can be no sink."""
 
     positions: Positions
     layers: Layers = "all"
     kind: Literal["forbid"] = "forbid"
 
-    def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
-        """Edit the columns of the mask; a token may still attend to itself."""
-
-        def hide(call: AttentionCall, places: Places) -> AttentionCall:
-            own = running.cached - running.gone(call)  # how far keys stand behind new tokens
-            mask = added_mask(call, running)  # (B, 1 or H, T, S)
-            for row, column in places:
-                mask[row, :, :, column] = torch.finfo(mask.dtype).min
-                if 0 <= column - own < call.query.shape[2]:
-                    mask[row, :, column - own, column] = 0
-            return dataclasses.replace(call, mask=as_taken(call, mask))
-
-        stack.enter_context(intercepted(model, _on_keys(self, model, running, hide)))
+    def changed(self, call: AttentionCall, running: Running) -> AttentionCall:
+        """Hide the keys of the positions from all tokens but themselves."""
+        places = [place for position in self.positions for place in running.keys(self, position, call)]
+        if not places:
+            return call
+        mask, own = added_mask(call, running), running.cached - running.gone(call)  # (B, 1 or H, T, S)
+        for row, column in places:
+            mask[row, :, :, column] = torch.finfo(mask.dtype).min
+            if 0 <= column - own < call.query.shape[2]:
+                mask[row, :, column - own, column] = 0
+        return dataclasses.replace(call, mask=as_taken(call, mask))
 
 
 @dataclass(frozen=True, config=STRICT)
-class ScaleValues(Intervention):
+class ScaleValues(InAttention):
     """The value states of these positions are multiplied by `factor`, in `layers`."""
 
     positions: Positions
@@ -119,16 +141,15 @@ class ScaleValues(Intervention):
     layers: Layers = "all"
     kind: Literal["scale_values"] = "scale_values"
 
-    def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
+    def changed(self, call: AttentionCall, running: Running) -> AttentionCall:
         """Change what attention reads, never what the cache holds."""
-
-        def scale(call: AttentionCall, places: Places) -> AttentionCall:
-            value = call.value.clone()  # (B, H, S, D)
-            for row, index in places:
-                value[row, :, index] *= self.factor
-            return dataclasses.replace(call, value=value)
-
-        stack.enter_context(intercepted(model, _on_keys(self, model, running, scale)))
+        places = [place for position in self.positions for place in running.keys(self, position, call)]
+        if not places:
+            return call
+        value = call.value.clone()  # (B, H, S, D)
+        for row, index in places:
+            value[row, :, index] *= self.factor
+        return dataclasses.replace(call, value=value)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -144,41 +165,36 @@ class PositionSwap(Intervention):
         embedding = position_embedding(model)
         if embedding is None:
             raise ValueError(f"{type(model).__name__} has no learned position table, so positions cannot be swapped")
-        _, table = embedding
-        weight, first = table.weight, self._first_row(model, table)
         if self.source == self.position:
             raise ValueError(f"position {self.position} has its own row already; name another")
+        _, table = embedding
+        weight, limit = table.weight, position_limit(model)
+        assert limit is not None
+        for position in (self.position, self.source) if isinstance(self.source, int) else (self.position,):
+            if not 0 <= position < limit:
+                raise ValueError(f"position {position} is not in the table; it has rows 0 to {limit - 1}")
+        # rows before that of position 0 stand for padding
+        first = table.num_embeddings - limit if table.padding_idx is None else table.padding_idx + 1
         index = self.position + first
         before = weight.detach()[index].clone()  # (C,)
         running.rows.setdefault(index, before)
-        row = self._row(weight, first, running)
-        stack.callback(_write_row, weight, index, before)
-        _write_row(weight, index, row)
+        if isinstance(self.source, int):  # as the row was before any swap
+            row = running.rows.get(self.source + first, weight.detach()[self.source + first]).clone()
+        else:
+            row = torch.tensor(self.source, dtype=weight.dtype, device=weight.device)
+            if row.shape != before.shape:
+                raise ValueError(f"the vector has {len(row)} entries; a row of the table has {weight.shape[1]}")
+
+        def write(state: Tensor) -> None:
+            with torch.no_grad():
+                weight[index] = state
 
         def watch(module: Any, args: tuple) -> None:
             running.new_tokens(self, self.position, *args[0].shape[:2])
 
+        stack.callback(write, before)
+        write(row)
         stack.callback(layer_stack(model)[0].register_forward_pre_hook(watch).remove)
-
-    def _first_row(self, model: PreTrainedModel, table: torch.nn.Embedding) -> int:
-        """Return which row of the table belongs to position 0; rows before it stand for padding."""
-        limit = position_limit(model)
-        assert limit is not None
-        rows = (self.position, self.source) if isinstance(self.source, int) else (self.position,)
-        for position in rows:
-            if not 0 <= position < limit:
-                raise ValueError(f"position {position} is not in the table; it has rows 0 to {limit - 1}")
-        return table.num_embeddings - limit if table.padding_idx is None else table.padding_idx + 1
-
-    def _row(self, weight: Tensor, first: int, running: Running) -> Tensor:
-        """Return what the position gets, (C,): a row as it was before any swap, or the vector itself."""
-        if isinstance(self.source, int):
-            index = self.source + first
-            return running.rows.get(index, weight.detach()[index]).clone()
-        vector = torch.tensor(self.source, dtype=weight.dtype, device=weight.device)
-        if vector.shape != weight.shape[1:]:
-            raise ValueError(f"the vector has {len(vector)} entries; a row of the table has {weight.shape[1]}")
-        return vector
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -244,8 +260,7 @@ class Ablate(Intervention):
         stack.callback(layer_stack(model)[self.layer].register_forward_hook(replace, prepend=True).remove)
 
 
-ByLayer = Waiver | Forbid | ScaleValues  # act in the layers that they name, at several positions
-Kind = ByLayer | PositionSwap | TokenSwap | Ablate
+Kind = Waiver | Forbid | ScaleValues | PositionSwap | TokenSwap | Ablate
 Entry = Annotated[Kind, Field(discriminator="kind")]  # as records and files hold it
 
 
@@ -263,14 +278,9 @@ def load_intervention(entry: Mapping[str, Any]) -> Kind:
     try:
         return TypeAdapter(kinds[kind]).validate_python({str(name): option for name, option in entry.items()})
     except ValidationError as error:
-        raise ValueError(f"{kind}: {first_reason(error)}") from None
-
-
-def first_reason(error: ValidationError) -> str:
-    """Return what the first error of a validation says, and of which option, in a single line."""
-    first = error.errors()[0]
-    place, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-    return f"{place}: {reason}" if place else reason
+        first = error.errors()[0]
+        place = "".join(f"{part}." for part in first["loc"]).removesuffix(".")
+        raise ValueError(f"{kind}: {place}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def to_entry(intervention: Kind) -> dict[str, Any]:
@@ -293,22 +303,14 @@ def waiver(*positions: int, layers: Sequence[int] | None = None) -> Waiver:
 
 def positions_of(intervention: Kind) -> tuple[int, ...]:
     """Return the positions that an intervention is about."""
-    return intervention.positions if isinstance(intervention, ByLayer) else (intervention.position,)
+    return intervention.positions if isinstance(intervention, InAttention) else (intervention.position,)
 
 
 def layers_of(model: PreTrainedModel, intervention: Kind) -> tuple[int, ...]:
     """Return the layers in which an intervention acts, none if it does not act by layer."""
-    if not isinstance(intervention, ByLayer):
+    if not isinstance(intervention, InAttention):
         return ()
     return tuple(attention_layers(model.config)) if intervention.layers == "all" else intervention.layers
-
-
-def mixing_otherwise(model: PreTrainedModel) -> list[int]:
-    """Return the layers that mix tokens without softmax attention (of hybrids); where a plan has none, none does."""
-    config = model.config.get_text_config()
-    if getattr(config, "plan", None) is not None:
-        return []
-    return sorted(set(range(len(layer_stack(model)))) - set(attention_layers(model.config)))
 
 
 def check_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
@@ -317,41 +319,3 @@ def check_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
     for layer in layers:
         if not 0 <= layer < count:
             raise ValueError(f"layer {layer} does not exist; layers go from 0 to {count - 1}")
-
-
-def _attending(model: PreTrainedModel, layers: Layers) -> set[int]:
-    """Return the layers whose attention is meant; all of them must have it."""
-    attending = attention_layers(model.config)
-    if layers == "all":
-        return set(attending)
-    check_layers(model, layers)
-    for layer in layers:
-        if layer not in attending:
-            raise ValueError(f"layer {layer} has no softmax attention; layers {attending} have")
-    return set(layers)
-
-
-def _on_keys(
-    intervention: Forbid | ScaleValues,
-    model: PreTrainedModel,
-    running: Running,
-    change: Callable[[AttentionCall, Places], AttentionCall],
-) -> Callable[[AttentionCall], AttentionCall]:
-    """Return a handler that applies `change` wherever the keys of the positions are at hand."""
-    chosen = _attending(model, intervention.layers)
-
-    def handler(call: AttentionCall) -> AttentionCall:
-        if call.layer not in chosen:
-            return call
-        places = []
-        for position in intervention.positions:
-            places += running.keys(intervention, position, call)
-        return change(call, places) if places else call
-
-    return handler
-
-
-def _write_row(weight: Tensor, row: int, state: Tensor) -> None:
-    """Write a row of a table, (C,)."""
-    with torch.no_grad():
-        weight[row] = state

@@ -1,98 +1,113 @@
-"""The cards, figures and tables of an intervention, from its record alone."""
+"""The cards and figures of an intervention, from its record alone."""
 
 import math
 
 from crosslayer.output.page import Page, Table
-from crosslayer.output.panel import COLORS, QUIET, Line, Panel, by_position, same_scale
-from crosslayer.output.record import PositionBins
-from crosslayer.output.words import measured_on, ranges
-from crosslayer.verbs.intervene.record import Change, LayerMeasure, Place
+from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
+from crosslayer.output.words import measured_on, ranges, signed, signed_interval
+from crosslayer.verbs.diagnose.curves import LAYER, NORM, SHARE, curve, highest, mean_over_layers, position_panel
+from crosslayer.verbs.intervene.record import Change, Place
 from crosslayer.verbs.intervene.result import Effect
-from crosslayer.verbs.intervene.words import describe, mean_of, probes, sentences, top_of
+from crosslayer.verbs.intervene.words import describe, probes, sentences
 
-LAYER = "layer"
-SHARE = "attention received"
+RECEIVED = "attention received"
 LINES = 4  # of a figure
-FAINTEST = 1e-4  # share of attention, at which the color scale begins
 
 
 def layout(record: Effect) -> Page:
     """Return the parts of the page."""
     settings = record.settings
     text = measured_on(settings.sequences, settings.length, settings.text, settings.documents)
+    facts = record.model.model_dump(by_alias=True)
+    table: Table = ("Model", ["fact", "value"], [[name.replace("_", " "), str(fact)] for name, fact in facts.items()])
     return Page(
-        title=f"Intervention on {settings.model}",
+        title=f"Intervention on {record.model.name}",
         subtitle=f"{describe(record.interventions)} · {text}",
-        cards=cards(record),
+        cards=_cards(record),
         words=sentences(record),
-        panels=panels(record),
-        tables=tables(record),
+        panels=_panels(record),
+        tables=[table],
     )
 
 
-def cards(record: Effect) -> list[tuple[str, str, str]]:
-    """Return the headline cards: title, figure, explanation."""
-    main = record.places[0]
-    peak = main.hidden_norm_ratio
-    peaks = f"{top_of(peak.before):.3g} → {top_of(peak.after):.3g}×"
+def _cards(record: Effect) -> list[tuple[str, str, str]]:
+    main, first = record.places[0], _first_token(record)
+    peaks = [highest(side)[1] for side in (main.hidden_norm_ratio.before, main.hidden_norm_ratio.after)]
+    note = "the median of the others, in its highest layer"
     cards = [
         (f"Attention on {main.position}", _shares(main), "received from other tokens, mean over layers"),
-        (f"Hidden norm of {main.position}", peaks, "the median of the others, in its highest layer"),
+        (f"Hidden norm of {main.position}", f"{peaks[0]:.3g} → {peaks[1]:.3g}×", note),
     ]
-    first = first_token(record)
     if first is not None:
         cards.append(("Attention on the first token", _shares(first), "mean over layers"))
     if main.loss_behind is not None:
-        change = main.loss_behind.difference
-        span = "a single sequence" if change.ci95 is None else f"95 %: {change.ci95[0]:+.3f} to {change.ci95[1]:+.3f}"
-        cards.append(("Loss behind it", f"{change.mean:+.3f}", f"nats a token; {span}"))
+        loss = main.loss_behind.difference
+        cards.append(("Loss behind it", signed(loss.mean, 3), f"nats a token; 95 %: {signed_interval(loss.ci95, 3)}"))
     return cards
 
 
-def first_token(record: Effect) -> Place | None:
+def _first_token(record: Effect) -> Place | None:
     """Return what was measured at the first token, None where it is itself intervened on."""
     return next((place for place in record.places if place.role == "first token"), None)
 
 
 def _shares(place: Place) -> str:
-    """Return the attention received before and after, on average over layers."""
-    change = place.attention_received
-    return f"{mean_of(change.before.mean):.1%} → {mean_of(change.after.mean):.1%}"
+    received = place.attention_received
+    return f"{mean_over_layers(received.before):.1%} → {mean_over_layers(received.after):.1%}"
 
 
-def panels(record: Effect) -> list[Panel]:
+def _panels(record: Effect) -> list[Panel]:
     """Return all figures of the page, in order."""
     sides = record.attention_by_position
-    heats = [_heat(record, "before", sides.before), _heat(record, "after", sides.after)]
+    sentence = (
+        "Mean attention that a position receives from the tokens that may see it, positions on a logarithmic axis. "
+        "Bright columns are sinks."
+    )
+    heats = []
+    for side, bins in (("before", sides.before), ("after", sides.after)):
+        title, label, scale = f"Attention received by position, {side}", "log₁₀ of the share", (-4.0, 0.0)
+        key, position = f"attention_{side}", record.places[0].position
+        heats.append(position_panel(key, title, sentence, bins, 1.0, label, scale, position))
     received = _received_panels(record)
     shares = same_scale([*received, *_scan_panels(record), *_control_panels(record)])
     return [*heats, *shares[: len(received)], *_state_panels(record), *shares[len(received) :]]
 
 
+def _before_and_after(
+    key: str, title: str, sentence: str, axis: str, change: Change, bounds: tuple[float, float]
+) -> Panel:
+    """Return a figure of a measure by layer, before and after, with bands."""
+    lines = [curve(change.before, "before", QUIET), curve(change.after, "after", COLORS[0])]
+    return Panel(key, title, sentence, LAYER, axis, lines, log_y=bounds == NORM, bounds=bounds)
+
+
 def _received_panels(record: Effect) -> list[Panel]:
     """Return the attention that the position receives, and the first token beside it."""
-    main, first = record.places[0], first_token(record)
+    main, first = record.places[0], _first_token(record)
     at, rows = f"position {main.position}", "later tokens" if record.model.causal else "the other tokens"
-    words, bounds = f"Mean attention that {at} receives from {rows}.", (0.0, 1.0)
-    panels = [_sides("attention_received", f"Attention on {at}", words, SHARE, main.attention_received, bounds)]
+    sentence, change = f"Mean attention that {at} receives from {rows}.", main.attention_received
+    panels = [_before_and_after("attention_received", f"Attention on {at}", sentence, RECEIVED, change, SHARE)]
     if first is not None:
-        words, title = f"The same for the first token: what it loses where {at} gains.", "Attention on the first token"
-        panels.append(_sides("first_token", title, words, SHARE, first.attention_received, bounds))
+        sentence, change = f"The same for the first token: what it loses where {at} gains.", first.attention_received
+        title = "Attention on the first token"
+        panels.append(_before_and_after("first_token", title, sentence, RECEIVED, change, SHARE))
     return panels
 
 
 def _state_panels(record: Effect) -> list[Panel]:
     """Return the norms of the position's states, and the shape of what the MLP adds to it."""
     main = record.places[0]
-    at, ratio, norm = f"position {main.position}", "norm ÷ median of the others", (0.0, math.inf)
-    words = f"Hidden state of {at}, entering each layer. A jump marks the layer before it as the maker of a peak."
-    panels = [_sides("hidden_norm_ratio", "Hidden-state peak", words, ratio, main.hidden_norm_ratio, norm)]
-    words = f"Value states of {at}. Low where attention is high: attention parked where it does little."
-    panels.append(_sides("value_norm_ratio", "Value drain", words, ratio, main.value_norm_ratio, norm))
+    at, ratio = f"position {main.position}", "norm ÷ median of the others"
+    peak = f"Hidden state of {at}, entering each layer. A jump marks the layer before it as the maker of a peak."
+    drain = f"Value states of {at}. Low where attention is high: attention parked where it does little."
+    panels = [
+        _before_and_after("hidden_norm_ratio", "Hidden-state peak", peak, ratio, main.hidden_norm_ratio, NORM),
+        _before_and_after("value_norm_ratio", "Value drain", drain, ratio, main.value_norm_ratio, NORM),
+    ]
     if main.mlp_l1_l2 is not None:
-        words = f"‖u‖₁ / ‖u‖₂ of what the MLP adds at {at}: near 1 for a single peak, high for a flat vector."
-        bounds = (1.0, math.sqrt(record.model.hidden_size))
-        panels.append(_sides("mlp_l1_l2", "Shape of the MLP's output", words, "L1 / L2", main.mlp_l1_l2, bounds))
+        sentence = f"‖u‖₁ / ‖u‖₂ of what the MLP adds at {at}: near 1 for a single peak, high for a flat vector."
+        title, bounds = "Shape of the MLP's output", (1.0, math.sqrt(record.model.hidden_size))
+        panels.append(_before_and_after("mlp_l1_l2", title, sentence, "L1 / L2", main.mlp_l1_l2, bounds))
     return panels
 
 
@@ -100,75 +115,29 @@ def _scan_panels(record: Effect) -> list[Panel]:
     lines = []
     for i, trial in enumerate(record.scan):
         name = f"in layers {ranges(trial.layers)}" if trial.layers else "in no layer"
-        lines.append(_mean_line(name, trial.attention_received, COLORS[i % len(COLORS)]))
-    words = f"The intervention in some layers only: attention on position {record.places[0].position}{probes(record)}."
-    return _divided("scan", "In which layers it matters", words, lines)
+        lines.append(curve(trial.attention_received, name, COLORS[i % len(COLORS)], band=False))
+    at = record.places[0].position
+    sentence = f"The intervention in some layers only: attention on position {at}{probes(record)}."
+    return _divided("scan", "In which layers it matters", sentence, lines)
 
 
 def _control_panels(record: Effect) -> list[Panel]:
     lines, names = [], []
     for i, control in enumerate(record.controls):
-        name, color = f"control {i + 1}", COLORS[i % len(COLORS)]
-        lines.append(_mean_line(f"{name}, before", control.before.attention_received, color, dashed=True))
-        lines.append(_mean_line(f"{name}, after", control.after.attention_received, color))
+        color, before, after = COLORS[i % len(COLORS)], control.before, control.after
+        lines.append(curve(before.attention_received, f"control {i + 1}, before", color, band=False, dashed=True))
+        lines.append(curve(after.attention_received, f"control {i + 1}, after", color, band=False))
         names.append(f"{i + 1}: {describe(control.interventions)}")
-    words = f"Attention on the position of each control{probes(record)}. {'; '.join(names)}."
-    return _divided("controls", "Controls", words, lines)
+    sentence = f"Attention on the position of each control{probes(record)}. {'; '.join(names)}."
+    return _divided("controls", "Controls", sentence, lines)
 
 
-def _divided(key: str, title: str, words: str, lines: list[Line]) -> list[Panel]:
+def _divided(key: str, title: str, sentence: str, lines: list[Line]) -> list[Panel]:
     """Return figures of at most `LINES` lines each, evenly filled."""
-    if not lines:
-        return []
     figures = math.ceil(len(lines) / LINES)
-    step = math.ceil(len(lines) / figures)
+    step = math.ceil(len(lines) / max(figures, 1))
     panels = []
     for number in range(figures):
         name = key if figures == 1 else f"{key}_{number + 1}"
-        panels.append(Panel(name, title, words, LAYER, SHARE, lines[number * step : (number + 1) * step]))
+        panels.append(Panel(name, title, sentence, LAYER, RECEIVED, lines[number * step : (number + 1) * step]))
     return panels
-
-
-def _sides(key: str, title: str, words: str, axis: str, change: Change, bounds: tuple[float, float]) -> Panel:
-    """Return a figure of a measure by layer, before and after, with bands."""
-    lines = [_line("before", change.before, QUIET), _line("after", change.after, COLORS[0])]
-    return Panel(key, title, words, LAYER, axis, lines, log_y=key.endswith("norm_ratio"), bounds=bounds)
-
-
-def _line(name: str, measure: LayerMeasure, color: str) -> Line:
-    low, high = (None if measure.ci95 is None else [pair[end] for pair in measure.ci95] for end in (0, 1))
-    return Line(name, _layers(measure), measure.mean, low, high, color)
-
-
-def _mean_line(name: str, measure: LayerMeasure, color: str, dashed: bool = False) -> Line:
-    return Line(name, _layers(measure), measure.mean, color=color, dashed=dashed)
-
-
-def _layers(measure: LayerMeasure) -> list[float]:
-    return [float(layer) for layer in range(len(measure.mean))]
-
-
-def _heat(record: Effect, side: str, bins: PositionBins) -> Panel:
-    z = []
-    for row in bins.mean:
-        z.append([None if share is None else math.log10(max(share, FAINTEST)) for share in row])
-    limits = (math.log10(FAINTEST), 0.0)
-    drawn = by_position(bins.edges, bins.length, z, "log₁₀ of the share", limits, record.places[0].position)
-    words = (
-        "Mean attention that a position receives from the tokens that may see it, positions on a logarithmic axis. "
-        "Bright columns are sinks."
-    )
-    title, axis = f"Attention received by position, {side}", "position (0 = first token)"
-    return Panel(f"attention_{side}", title, words, axis, LAYER, wide=True, **drawn)
-
-
-def tables(record: Effect) -> list[Table]:
-    """Return the table of settings and versions."""
-    rows = {**record.model.model_dump(by_alias=True), **record.settings.model_dump(exclude={"model"})}
-    rows |= {f"{package} version": version for package, version in record.environment.versions.items()}
-    rows |= {**record.environment.machine.model_dump(), "seconds": f"{record.seconds:.1f}"}
-    shown: list[list[str | list[str]]] = []
-    for name, setting in rows.items():
-        if setting is not None:
-            shown.append([name.replace("_", " "), str(setting)])
-    return [("Settings and versions", ["setting", "value"], shown)]

@@ -1,4 +1,4 @@
-"""What is read off a forward pass, at the positions that an intervention is about.
+"""What is read off a forward pass, at the positions that an intervention is about, as samples and as parts of a record.
 
     attention received by k, in a layer:  mean over heads and over the rows i ≠ k that may see k of A_ik
 
@@ -20,32 +20,36 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from crosslayer.output.progress import Steps
+from crosslayer.output.summary import summarise
 from crosslayer.probe import measures as m
 from crosslayer.probe.entries import has_entries
 from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, visited
 from crosslayer.probe.maps import is_causal, map_sums, rows_that_see
 from crosslayer.probe.stream import LayerStream, streams
+from crosslayer.verbs.diagnose.sequence import ByLayer, spread
 from crosslayer.verbs.intervene.apply import intervening
 from crosslayer.verbs.intervene.kinds import Kind
+from crosslayer.verbs.intervene.record import Change, LayerMeasure, LossChange, Place, Reading, Role, Scalar
 
 
 @dataclass(frozen=True)
 class Sample:
     """The readings of N sequences in float64; NaN where a layer has no such sublayer.
 
-    `attention_received`, `hidden_norm_ratio`, `value_norm_ratio` and `mlp_l1_l2` are (N, L, P); the last is None where
-    no layer has an MLP of its own. `received` (N, L, T) is the attention received by every token. `loss_behind` (N, P)
-    is the mean cross-entropy in nats of what the tokens behind a position predict, None where it was not asked for or
-    the model predicts no next tokens, NaN for positions before the first that was asked for.
+    `measures` are those of a `Reading` by name, (N, L, P), `mlp_l1_l2` where some layer has an MLP of its own.
+    `received` (N, L, T) is the attention received by every token. `loss_behind` (N, P) is mean cross-entropy in nats of
+    what the tokens behind a position predict: None where it was not asked for or the model predicts no next tokens,
+    NaN for positions before the first that was asked for.
     """
 
     causal: bool
-    attention_received: np.ndarray
-    hidden_norm_ratio: np.ndarray
-    value_norm_ratio: np.ndarray
-    mlp_l1_l2: np.ndarray | None
+    measures: dict[str, np.ndarray]
     received: np.ndarray
     loss_behind: np.ndarray | None
+
+    def reading(self, index: int, count: int | None = None) -> Reading:
+        """Summarise the readings of a watched position, by its index among them, over the first `count` sequences."""
+        return Reading(**{name: _by_layer(sample[:count, :, index]) for name, sample in self.measures.items()})
 
 
 class Passes:
@@ -62,37 +66,35 @@ class Passes:
 
         The loss is computed from the tokens after `loss_from` on, not at all by default.
         """
-        observers, losses = [], []
+        layers, observers, losses = len(layer_stack(self.model)), [], []
         for sequence in ids:
             observer = _Observer(self.model, positions)
             losses.append(observer.run(sequence, interventions, loss_from))
             observers.append(observer)
             self.done += 1
             self.steps.step(self.done, self.total)
-        first = observers[0]
+        measures = {}
+        for name, by_layer in observers[0].measures.items():
+            if by_layer:
+                measures[name] = np.stack([spread(observer.measures[name], layers) for observer in observers])
+        causal = observers[0].causal
         return Sample(
-            causal=first.causal,
-            attention_received=np.stack([observer.spread(observer.attention) for observer in observers]),
-            hidden_norm_ratio=np.stack([observer.spread(observer.hidden_norms) for observer in observers]),
-            value_norm_ratio=np.stack([observer.spread(observer.value_norms) for observer in observers]),
-            mlp_l1_l2=np.stack([observer.spread(observer.mlp) for observer in observers]) if first.mlp else None,
-            received=np.stack([observer.spread(observer.received) for observer in observers]),
-            loss_behind=np.stack(losses) if first.causal and losses[0] is not None else None,
+            causal=causal,
+            measures=measures,
+            received=np.stack([spread(observer.received, layers) for observer in observers]),
+            loss_behind=np.stack(losses) if causal and losses[0] is not None else None,
         )
 
 
 class _Observer:
-    """Sees a forward pass of a single sequence; keeps readings by layer, (P,), and attention received, (T,)."""
+    """Sees a forward pass of a single sequence; keeps measures by layer, (P,), and attention received, (T,)."""
 
     def __init__(self, model: PreTrainedModel, positions: Sequence[int]):
         self.model, self.positions = model, list(positions)
         self.causal = True
-        self.rows: dict[int, Tensor] = {}  # how many other rows may see each token
-        self.received: dict[int, Tensor] = {}
-        self.attention: dict[int, Tensor] = {}
-        self.hidden_norms: dict[int, Tensor] = {}
-        self.value_norms: dict[int, Tensor] = {}
-        self.mlp: dict[int, Tensor] = {}
+        self.rows: ByLayer = {}  # how many other rows may see each token
+        self.received: ByLayer = {}
+        self.measures: dict[str, ByLayer] = {name: {} for name in Reading.model_fields}
 
     def run(self, sequence: Tensor, interventions: Sequence[Kind], loss_from: int | None) -> np.ndarray | None:
         """Run the sequence, (T,); return the loss behind each position, (P,), where it is asked for."""
@@ -106,14 +108,6 @@ class _Observer:
                 return self._loss(ids, loss_from)
             self.model.base_model(input_ids=ids, **no_cache(self.model))
         return None
-
-    def spread(self, by_layer: dict[int, Tensor]) -> np.ndarray:
-        """Return readings over all layers, (L, P) or (L, T), NaN where a layer has none."""
-        width = len(next(iter(by_layer.values())))
-        full = np.full((len(layer_stack(self.model)), width), np.nan)
-        for layer, reading in by_layer.items():
-            full[layer] = reading.double().cpu().numpy()
-        return full
 
     def _loss(self, ids: Tensor, loss_from: int) -> np.ndarray:
         """Return the mean cross-entropy of what the tokens behind each position predict, in nats, (P,).
@@ -144,14 +138,48 @@ class _Observer:
         sums = map_sums([call])
         received = (sums.columns[0] - sums.diagonal[0]) / self.rows[call.layer].clamp(min=1)  # (T,)
         self.received[call.layer] = received
-        self.attention[call.layer] = received[self.positions]
-        self.value_norms[call.layer] = self._ratios(m.value_norms(call.value[0]))  # (H, T, D) → (T,) → (P,)
+        self.measures["attention_received"][call.layer] = received[self.positions]
+        self.measures["value_norm_ratio"][call.layer] = self._ratios(m.value_norms(call.value[0]))  # (H, T, D) → (P,)
 
     def _see_stream(self, stream: LayerStream) -> None:
-        self.hidden_norms[stream.layer] = self._ratios(m.hidden_norms(stream.before))  # (T, C) → (T,) → (P,)
+        self.measures["hidden_norm_ratio"][stream.layer] = self._ratios(m.hidden_norms(stream.before))  # (T, C) → (P,)
         if stream.mlp_update is not None:
-            self.mlp[stream.layer] = m.l1_over_l2(stream.mlp_update)[self.positions]
+            self.measures["mlp_l1_l2"][stream.layer] = m.l1_over_l2(stream.mlp_update)[self.positions]
 
     def _ratios(self, norms: Tensor) -> Tensor:
         """Return the norm of each position over the median of the others, (T,) → (P,)."""
         return torch.stack([m.over_median(norms, position) for position in self.positions])
+
+
+def place_of(position: int, role: Role, index: int, before: Sample, after: Sample) -> Place:
+    """Return what was measured at a watched position, by its index among them."""
+    changes = {}
+    for name, sample in before.measures.items():
+        changes[name] = change(sample[..., index], after.measures[name][..., index])
+    loss = loss_change(before.loss_behind, after.loss_behind, index)
+    return Place(position=position, role=role, **changes, loss_behind=loss)
+
+
+def _by_layer(sample: np.ndarray) -> LayerMeasure:  # (N, L)
+    return LayerMeasure.model_validate(summarise(sample))
+
+
+def change(before: np.ndarray, after: np.ndarray) -> Change:
+    """Summarise readings by layer, (N, L) each, and their paired difference."""
+    return Change(before=_by_layer(before), after=_by_layer(after), difference=_by_layer(after - before))
+
+
+def loss_change(before: np.ndarray | None, after: np.ndarray | None, index: int) -> LossChange | None:
+    """Summarise the losses behind a position, of (N, P) each, and their paired difference.
+
+    Raises:
+        ValueError: a loss is not finite.
+
+    """
+    if before is None or after is None or np.isnan(before[:, index]).all():
+        return None
+    start, end = before[:, index], after[:, index]
+    if not np.isfinite([start, end]).all():
+        raise ValueError("the loss is not finite; try another dtype, such as float32")
+    sides = {"before": start, "after": end, "difference": end - start}
+    return LossChange(**{side: Scalar.model_validate(summarise(losses)) for side, losses in sides.items()})

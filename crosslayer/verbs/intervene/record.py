@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from crosslayer.output.record import Frozen, Measure, PositionBins, typed_command
+from crosslayer.output.record import Frozen, Measure, PositionBins
+from crosslayer.verbs.diagnose.record import ProbedModel, TextSettings
 from crosslayer.verbs.intervene.kinds import Entry
 
-SCHEMA = "crosslayer/intervention/2"
 Role = Literal["intervened", "first token", "left alone"]
 Ends = Annotated[list[float | None], Field(min_length=2, max_length=2)]  # of an interval
 
@@ -52,6 +52,15 @@ class LossChange(Frozen):
     difference: Scalar
 
 
+class Reading(Frozen):
+    """The measures of a position by layer, over the probes, in a single state of the model."""
+
+    attention_received: LayerMeasure
+    hidden_norm_ratio: LayerMeasure
+    value_norm_ratio: LayerMeasure
+    mlp_l1_l2: LayerMeasure | None = Field(default=None, description="None where no layer has an MLP of its own")
+
+
 class Place(Frozen):
     """What was measured at a position, and what the position is to the record."""
 
@@ -60,29 +69,8 @@ class Place(Frozen):
     attention_received: Change
     hidden_norm_ratio: Change
     value_norm_ratio: Change
-    mlp_l1_l2: Change | None = Field(description="None where no layer has an MLP of its own")
+    mlp_l1_l2: Change | None = Field(default=None, description="None where no layer has an MLP of its own")
     loss_behind: LossChange | None = Field(description="None for encoders, and for positions before all that changes")
-
-    @property
-    def changes(self) -> list[Change]:
-        """Everything that was measured by layer."""
-        changes = [self.attention_received, self.hidden_norm_ratio, self.value_norm_ratio]
-        return changes if self.mlp_l1_l2 is None else [*changes, self.mlp_l1_l2]
-
-
-class Reading(Frozen):
-    """The measures of a position by layer, over the probes, in a single state of the model."""
-
-    attention_received: LayerMeasure
-    hidden_norm_ratio: LayerMeasure
-    value_norm_ratio: LayerMeasure
-    mlp_l1_l2: LayerMeasure | None
-
-    @property
-    def measures(self) -> list[LayerMeasure]:
-        """Everything that was measured by layer."""
-        measures = [self.attention_received, self.hidden_norm_ratio, self.value_norm_ratio]
-        return measures if self.mlp_l1_l2 is None else [*measures, self.mlp_l1_l2]
 
 
 class Trial(Reading):
@@ -107,28 +95,13 @@ class AttentionByPosition(Frozen):
     after: PositionBins
 
 
-class ModelFacts(Frozen):
-    """What the record says of the model itself."""
+class IntervenedModel(ProbedModel):
+    """A model that was intervened on."""
 
-    class_: str = Field(alias="class")
-    type: str
-    layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
     causal: bool
 
 
-class Settings(Frozen):
-    """What was run: `model` and `text` as a result calls them, how the text was cut, and the seed of all that is drawn.
+class Settings(TextSettings):
+    """What was run; `seed` is that of all that is drawn, also for token ids."""
 
-    For token ids `text` and `bos` are None and `documents` is empty.
-    """
-
-    model: str
-    text: str | None
-    documents: list[int] = Field(description="number of each sequence's document, below 0 for several")
-    bos: str | None
-    sequences: int = Field(ge=1)
-    length: int = Field(ge=2)
     probes: int = Field(ge=1, description="sequences of scan and controls, the first of all")
-    seed: int
-    command: str | None = typed_command()

@@ -7,7 +7,16 @@ from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
 from crosslayer.verbs.intervene.kinds import Entry
-from crosslayer.verbs.intervene.record import SCHEMA, AttentionByPosition, Control, ModelFacts, Place, Settings, Trial
+from crosslayer.verbs.intervene.record import (
+    AttentionByPosition,
+    Change,
+    Control,
+    IntervenedModel,
+    LayerMeasure,
+    Place,
+    Settings,
+    Trial,
+)
 
 
 class Effect(Result):
@@ -19,8 +28,8 @@ class Effect(Result):
     Shapes: L layers; 2 stands for before and under the interventions.
     """
 
-    schema_: Literal["crosslayer/intervention/2"] = Field(default=SCHEMA, alias="schema")
-    model: ModelFacts
+    schema_: Literal["crosslayer/intervention/3"] = Field(default="crosslayer/intervention/3", alias="schema")
+    model: IntervenedModel
     settings: Settings
     interventions: list[Entry] = Field(min_length=1)
     places: list[Place] = Field(min_length=1)
@@ -32,11 +41,10 @@ class Effect(Result):
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
         """Refuse measures that do not have an entry for each layer."""
-        readings = [*self.scan, *(side for control in self.controls for side in (control.before, control.after))]
-        measures = [measure for reading in readings for measure in reading.measures]
-        for place in self.places:
-            measures += [side for change in place.changes for side in (change.before, change.after, change.difference)]
-        for measure in measures:
+        parts: list[Any] = [*self.places, *self.scan]
+        parts += [side for control in self.controls for side in (control.before, control.after)]
+        parts += [value for place in self.places for _, value in place if isinstance(value, Change)]
+        for measure in (value for part in parts for _, value in part if isinstance(value, LayerMeasure)):
             if {len(measure.mean), len(measure.ci95 or measure.mean)} != {self.model.layers}:
                 raise ValueError(f"a measure has {len(measure.mean)} entries; the model has {self.model.layers} layers")
         return self
@@ -92,9 +100,9 @@ class Effect(Result):
     @property
     def control_attention(self) -> np.ndarray:
         """Attention received by the position of each of `controls`, (controls, 2, L), 0 to 1."""
-        sides = [(control.before.attention_received.mean, control.after.attention_received.mean)
-                 for control in self.controls]  # fmt: skip
-        return np.array(sides, dtype=float).reshape(-1, 2, self.model.layers)
+        readings = [side for control in self.controls for side in (control.before, control.after)]
+        means = [reading.attention_received.mean for reading in readings]
+        return np.array(means, dtype=float).reshape(-1, 2, self.model.layers)
 
     def headline(self) -> dict[str, Any]:
         """Return the figures of the main position: over all layers, before and after, and the loss behind it."""

@@ -9,26 +9,23 @@ Shapes: N sequences, T tokens, L layers, P watched positions.
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.corpus.windows import Text, open_text, read_windows, text_name
-from crosslayer.models.load import ready_model
+from crosslayer.corpus.windows import Text
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.summary import by_position
 from crosslayer.probe.intercept import evaluating
-from crosslayer.probe.tokens import check_ids, check_length
+from crosslayer.verbs.diagnose.inputs import Inputs, read_inputs
 from crosslayer.verbs.intervene.apply import intervening
-from crosslayer.verbs.intervene.kinds import Kind, layers_of
-from crosslayer.verbs.intervene.parts import facts, place, reading, trial
-from crosslayer.verbs.intervene.readings import Passes, Sample
-from crosslayer.verbs.intervene.record import AttentionByPosition, Control, Role, Settings, Trial
-from crosslayer.verbs.intervene.request import Request
+from crosslayer.verbs.intervene.kinds import Kind, layers_of, positions_of
+from crosslayer.verbs.intervene.readings import Passes, place_of
+from crosslayer.verbs.intervene.record import AttentionByPosition, Control, IntervenedModel, Role, Settings, Trial
 from crosslayer.verbs.intervene.result import Effect
-from crosslayer.verbs.intervene.trials import Scanned, Shifted, scanned, shifted
+from crosslayer.verbs.intervene.trials import Request, scanned, shifted
 
 
 def intervene(
@@ -78,120 +75,59 @@ def intervene(
     """
     if isinstance(text, Tensor) and text.dim() == 2:
         sequences, length = text.shape
-    windowing: dict[str, Any] = {"sequences": sequences, "length": length, "seed": seed, "bos": bos}
+    cut: dict[str, Any] = {"sequences": sequences, "length": length, "seed": seed}
     asked: dict[str, Any] = {"interventions": interventions, "scan": scan, "controls": controls, "probes": probes}
-    request = Request(**asked, **windowing)
-    opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=progress)
-    loaded, tokenizer, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
-    if not isinstance(opened, Tensor):
-        check_length(loaded, length)
-    windows = read_windows(opened, tokenizer, **windowing, meter=progress)
-    settings = Settings(
-        model=name,
-        text=text_name(text),
-        documents=list(windows.documents),
-        bos=None if isinstance(text, Tensor) else bos,
-        sequences=request.sequences,
-        length=request.length,
-        probes=request.probe_count,
-        seed=request.seed,
-    )
-    return _measured(loaded, windows.ids, request, settings, progress)
+    request = Request(**asked, **cut)
+    inputs = read_inputs(model, text, tokenizer, bos=bos, dtype=dtype, device=device, meter=progress, **cut)
+    return _measure(inputs, request, progress)
 
 
-class _Experiment(NamedTuple):
-    """What is run, and where it is looked at."""
-
-    interventions: tuple[Kind, ...]
-    roles: dict[int, Role]  # of the watched positions, the main position first
-    groups: list[Scanned]
-    controls: list[Shifted]
-
-
-class _Samples(NamedTuple):
-    """What was read: at all watched positions over all sequences, and of the probes at the position of each trial."""
-
-    before: Sample
-    after: Sample
-    groups: list[Sample]
-    controls: list[Sample]
-
-
-def _measured(model: PreTrainedModel, ids: Tensor, request: Request, settings: Settings, meter: Meter) -> Effect:
-    started = time.perf_counter()
-    check_ids(model, ids)
-    experiment = _planned(model, request)
-    samples = _run(model, ids, settings.probes, experiment, meter)
-    before, after, roles = samples.before, samples.after, experiment.roles
+def _measure(inputs: Inputs, request: Request, progress: Meter) -> Effect:
+    """Run all sequences, (N, T), before and under the interventions, and the probes, the first of them, in trials."""
+    started, interventions, probes = time.perf_counter(), request.interventions, request.probe_count
+    model, ids, probed = inputs.model, inputs.ids, inputs.ids[:probes]
+    _check(model, request)
+    controls, groups = shifted(model, request), scanned(model, request)
+    roles: dict[int, Role] = dict.fromkeys(request.positions, "intervened")
+    roles.setdefault(0, "first token")
+    for alone, _ in controls:
+        roles.setdefault(alone, "left alone")
+    watched, first = [*roles], min(request.positions)  # the main position comes first
+    total = 2 * len(ids) + probes * (len(groups) + len(controls))
+    with progress("running", total) as steps, evaluating(model):
+        passes = Passes(model, total, steps)
+        after = passes.sample(ids, watched, interventions, first)  # before all else: it may refuse
+        before = passes.sample(ids, watched, (), first)
+        scan = []
+        for layers, within in groups.items():
+            scan.append(Trial(layers=list(layers), **dict(passes.sample(probed, watched[:1], within).reading(0))))
+        tried = []
+        for _, moved in controls:
+            position = positions_of(moved[0])[0]  # swaps stay where they are
+            start, end = before.reading(watched.index(position), probes), passes.sample(probed, [position], moved)
+            tried.append(Control(interventions=list(moved), position=position, before=start, after=end.reading(0)))
+    if scan:  # between no layers, and all layers in which the interventions act
+        everywhere = sorted({layer for intervention in interventions for layer in layers_of(model, intervention)})
+        nowhere = Trial(layers=[], **dict(before.reading(0, probes)))
+        scan = [nowhere, *scan, Trial(layers=everywhere, **dict(after.reading(0, probes)))]
     return Effect(
-        model=facts(model, before.causal),
-        settings=settings,
-        interventions=list(experiment.interventions),
-        places=[place(position, role, i, before, after) for i, (position, role) in enumerate(roles.items())],
+        model=IntervenedModel(**inputs.facts(), causal=before.causal),
+        settings=Settings(**{**dict(inputs.settings), "seed": request.seed}, probes=probes),
+        interventions=list(interventions),
+        places=[place_of(position, role, i, before, after) for i, (position, role) in enumerate(roles.items())],
         attention_by_position=AttentionByPosition(
             before=by_position(before.received, roles), after=by_position(after.received, roles)
         ),
-        scan=_trials(model, experiment, samples, settings.probes),
-        controls=_controls(experiment, samples, settings.probes),
+        scan=scan,
+        controls=tried,
         seconds=time.perf_counter() - started,
     )
 
 
-def _planned(model: PreTrainedModel, request: Request) -> _Experiment:
-    """Return what to run; what the model cannot do is refused here, before anything is measured."""
+def _check(model: PreTrainedModel, request: Request) -> None:
+    """Refuse what the model cannot do before anything is measured."""
     last = max(request.positions)
     if model.can_generate() and last > request.length - 3:
         raise ValueError(f"position {last} needs two tokens behind it; sequences have {request.length} tokens")
-    interventions = request.interventions
-    controls = shifted(model, interventions, request.length, request.controls, request.seed)
-    roles: dict[int, Role] = dict.fromkeys(request.positions, "intervened")
-    roles.setdefault(0, "first token")
-    for control in controls:
-        roles.setdefault(control.alone, "left alone")
-    groups = scanned(model, interventions, request.scan)
-    with intervening(model, *interventions):
+    with intervening(model, *request.interventions):
         pass
-    return _Experiment(interventions, roles, groups, controls)
-
-
-def _run(model: PreTrainedModel, ids: Tensor, probes: int, experiment: _Experiment, meter: Meter) -> _Samples:
-    """Run all sequences, (N, T), before and under the interventions, and the probes, the first of them, in trials."""
-    watched = [*experiment.roles]
-    intervened_on = [position for position, role in experiment.roles.items() if role == "intervened"]
-    first, main = min(intervened_on), watched[0]
-    total = 2 * len(ids) + probes * (len(experiment.groups) + len(experiment.controls))
-    with meter("running", total) as steps, evaluating(model):
-        passes = Passes(model, total, steps)
-        after = passes.sample(ids, watched, experiment.interventions, first)  # before all else: it may refuse
-        before = passes.sample(ids, watched, (), first)
-        groups = [passes.sample(ids[:probes], [main], group.interventions) for group in experiment.groups]
-        controls = []
-        for control in experiment.controls:
-            controls.append(passes.sample(ids[:probes], [control.position], control.interventions))
-    return _Samples(before, after, groups, controls)
-
-
-def _trials(model: PreTrainedModel, experiment: _Experiment, samples: _Samples, probes: int) -> list[Trial]:
-    """Return the scan: no layers, each group, and all layers in which the interventions act; empty without groups."""
-    if not experiment.groups:
-        return []
-    trials = [trial((), reading(samples.before, 0, probes))]
-    for group, sample in zip(experiment.groups, samples.groups, strict=True):
-        trials.append(trial(group.layers, reading(sample, 0)))
-    everywhere = {layer for intervention in experiment.interventions for layer in layers_of(model, intervention)}
-    return [*trials, trial(sorted(everywhere), reading(samples.after, 0, probes))]
-
-
-def _controls(experiment: _Experiment, samples: _Samples, probes: int) -> list[Control]:
-    watched = [*experiment.roles]
-    controls = []
-    for control, sample in zip(experiment.controls, samples.controls, strict=True):
-        controls.append(
-            Control(
-                interventions=list(control.interventions),
-                position=control.position,
-                before=reading(samples.before, watched.index(control.position), probes),
-                after=reading(sample, 0),
-            )
-        )
-    return controls

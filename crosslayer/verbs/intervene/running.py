@@ -1,7 +1,7 @@
-"""Where the tokens of the running forward pass stand.
+"""Where the tokens of the running forward pass stand, and what its masks are while they are edited.
 
 Positions count tokens from 0: padding on the left is not counted, and tokens in the cache are.
-Shapes: B rows of the batch, T new tokens, S cached and new tokens.
+Shapes: B rows of the batch, H heads, T new tokens, S cached and new tokens, the keys.
 """
 
 from inspect import signature
@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from transformers import Cache
 
 from crosslayer.probe.intercept import AttentionCall
+
+FLEX_BLOCK = 128  # rows and keys that flex attention's kernels take at once
 
 
 class Running:
@@ -45,24 +48,12 @@ class Running:
 
     def new_tokens(self, intervention: object, position: int, batch: int, new: int) -> list[tuple[int, int]]:
         """Return (row, index among the `new` tokens) of each row that is running this position now."""
-        places = []
-        for row, index in self._places(position, batch):
-            if 0 <= index - self.cached < new:
-                places.append((row, index - self.cached))
-        if places:
-            self.reached.add((id(intervention), position))
-        return places
+        return self._places(intervention, position, batch, self.cached, self.cached + new)
 
     def keys(self, intervention: object, position: int, call: AttentionCall) -> list[tuple[int, int]]:
         """Return (row, index among the call's keys) of a position."""
-        gone = self.gone(call)
-        places = []
-        for row, index in self._places(position, call.query.shape[0]):
-            if gone <= index < self.cached + call.query.shape[2]:
-                places.append((row, index - gone))
-        if places:
-            self.reached.add((id(intervention), position))
-        return places
+        batch, _, new, _ = call.query.shape
+        return self._places(intervention, position, batch, self.gone(call), self.cached + new)
 
     def gone(self, call: AttentionCall) -> int:
         """Return how many of the oldest keys a sliding cache no longer holds.
@@ -85,14 +76,48 @@ class Running:
             return torch.ones(new, dtype=torch.bool)
         return self.mask[row % len(self.mask), self.cached : self.cached + new].cpu()
 
-    def _places(self, position: int, batch: int) -> list[tuple[int, int]]:
-        """Return (row, index among cached and new tokens) of a position wherever it is a real token."""
+    def _places(self, intervention: object, position: int, batch: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return (row, index − start) of a position wherever it is a real token from `start` to `stop`."""
         if not self.passes:
             raise ValueError("this model runs its layers without its body, so positions are not known; use the body")
         padding = self.padding * batch if len(self.padding) == 1 else self.padding
         places = []
         for row, before in enumerate(padding):
-            index = position + before
-            if self.mask is None or (index < self.mask.shape[1] and self.mask[row % len(self.mask), index]):
-                places.append((row, index))
+            index = position + before  # among cached and new tokens
+            seen = self.mask is None or (index < self.mask.shape[1] and self.mask[row % len(self.mask), index])
+            if seen and start <= index < stop:
+                places.append((row, index - start))
+        if places:
+            self.reached.add((id(intervention), position))
         return places
+
+
+def added_mask(call: AttentionCall, running: Running) -> Tensor:
+    """Return a copy of the call's mask that may be edited, as what is added to the scores: (B, 1 or H, T, S)."""
+    batch, _, new, _ = call.query.shape
+    size, device = call.key.shape[2], call.query.device
+    mask: Any = call.mask
+    if isinstance(mask, BlockMask):
+        mask = create_mask(mask.mask_mod, batch, None, new, size, device=str(device))  # (B, 1, T, S)
+    elif mask is None:
+        mask = torch.ones(1, 1, new, size, dtype=torch.bool, device=device)
+        if call.causal:
+            mask = mask.tril(max(0, min(running.cached, size - new)))
+    if mask.dtype == torch.bool:
+        scores = torch.zeros(mask.shape, dtype=call.query.dtype, device=device)
+        mask = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+    return mask.expand(batch, *mask.shape[1:]).clone()  # (1 or B, …) → (B, …)
+
+
+def as_taken(call: AttentionCall, mask: Tensor) -> Any:
+    """Return an edited mask as the call's attention takes it: SDPA and eager add it, flex has a kind of its own."""
+    if "flex" not in call.implementation:
+        return mask
+    batch, _, new, size = mask.shape
+    # flex attention's kernels look at whole blocks, also beyond the last row and key
+    allowed = torch.nn.functional.pad(mask[:, 0] == 0, (0, -size % FLEX_BLOCK, 0, -new % FLEX_BLOCK))  # (B, T', S')
+
+    def may_see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return allowed[row, query, key]
+
+    return create_block_mask(may_see, batch, None, new, size, device=str(mask.device))

@@ -1,80 +1,161 @@
-"""What is tried beside the interventions themselves: in some layers only (a scan), and elsewhere (controls)."""
+"""What is asked of an effect, and what is tried beside it: the same in some layers (a scan), elsewhere (controls)."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
+from pydantic import Field, field_validator, model_validator
 from transformers import PreTrainedModel
 
+from crosslayer.core.plan import parse_layers
+from crosslayer.output.record import Options, Seed
 from crosslayer.probe.intercept import layer_stack
 from crosslayer.probe.tokens import position_limit
-from crosslayer.verbs.intervene.kinds import Ablate, ByLayer, Kind, PositionSwap, TokenSwap, layers_of, positions_of
-from crosslayer.verbs.intervene.request import scan_groups
+from crosslayer.verbs.intervene.kinds import (
+    Ablate,
+    InAttention,
+    Intervention,
+    Kind,
+    PositionSwap,
+    TokenSwap,
+    layers_of,
+    load_intervention,
+    positions_of,
+)
 
+DEEPEST = 10_000  # layers that no model has: what a layer's number may be before the model is known
 BELOW, ABOVE = (0.1, 0.25, 0.5), (0.1, 0.25)  # of the depth: where the groups of a scan end and begin
 
-
-class Scanned(NamedTuple):
-    """The interventions in a group of layers alone."""
-
-    layers: tuple[int, ...]
-    interventions: tuple[Kind, ...]
+Kinds = tuple[Kind, ...]
 
 
-class Shifted(NamedTuple):
-    """The interventions of a control, and where the main position comes to lie: a token that is left alone so far."""
+class Request(Options):
+    """The options of `crosslayer.intervene`; see there. They are checked as a whole before a model is loaded.
 
-    alone: int
-    interventions: tuple[Kind, ...]
+    Raises:
+        ValueError: an option is wrong; there is no intervention; a position is behind the last token; there are more
+            probes than sequences.
+
+    """
+
+    interventions: Kinds
+    scan: str | tuple[tuple[int, ...], ...] = "auto"
+    controls: int = Field(2, ge=0)
+    probes: int | None = Field(None, ge=1)
+    sequences: int = Field(8, ge=1)
+    length: int = Field(512, ge=2)
+    seed: Seed = 0
+
+    @field_validator("interventions", mode="before")
+    @classmethod
+    def _load_entries(cls, interventions: Any) -> Any:
+        """Build interventions from plain data, as a record holds it."""
+        if isinstance(interventions, Intervention | Mapping):
+            raise ValueError("interventions is a single intervention; give a list, such as [waiver(255)]")
+        if not isinstance(interventions, Iterable):
+            raise ValueError(f"interventions is {interventions!r}; give a list, such as [waiver(255)]")
+        return tuple(load_intervention(each) if isinstance(each, Mapping) else each for each in interventions)
+
+    @field_validator("scan", mode="before")
+    @classmethod
+    def _read_groups(cls, scan: Any) -> Any:
+        """Take groups of any kind, ranges for example; refuse text that is no list of ranges."""
+        if isinstance(scan, str):
+            _groups(scan, DEEPEST)
+            return scan
+        if not isinstance(scan, Iterable):
+            raise ValueError(f"scan is {scan!r}; give auto, none, ranges such as '0-2,3-29', or groups of layers")
+        groups = tuple(scan)
+        for group in groups:
+            if isinstance(group, str) or not isinstance(group, Iterable):
+                raise ValueError(f"scan holds {group!r}; give groups of layers, such as [[0, 1, 2], [3, 4]]")
+        return tuple(tuple(group) for group in groups)
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> "Request":
+        """Refuse what does not fit into the sequences."""
+        if not self.positions:
+            raise ValueError("there is nothing to do; give an intervention, such as waiver(255)")
+        last = max(self.positions)
+        if last >= self.length:
+            raise ValueError(f"position {last} is outside of the sequences of {self.length} tokens")
+        if self.probes is not None and self.probes > self.sequences:
+            raise ValueError(
+                f"`probes` {self.probes} are more than the {self.sequences} sequences; use at most that many"
+            )
+        return self
 
     @property
-    def position(self) -> int:
-        """The position that its readings are about: swaps stay where they are."""
-        return positions_of(self.interventions[0])[0]
+    def positions(self) -> tuple[int, ...]:
+        """All positions intervened on, in the order in which they are named."""
+        return tuple(position for intervention in self.interventions for position in positions_of(intervention))
+
+    @property
+    def probe_count(self) -> int:
+        """How many sequences scan and controls run on: two by default, if there are so many."""
+        return min(2, self.sequences) if self.probes is None else self.probes
 
 
-def scanned(
-    model: PreTrainedModel, interventions: Sequence[Kind], scan: str | Sequence[Sequence[int]]
-) -> list[Scanned]:
-    """Return what to run in each group of layers, without the groups in which nothing acts or everything does.
+def _groups(scan: str, depth: int) -> list[list[int]]:
+    """Read the groups of a scan: "auto", "none" (empty), or ranges such as "0-11,12-29", which may overlap."""
+    if scan != "auto":
+        return [] if scan == "none" else [parse_layers(part, depth)[0] for part in scan.split(",")]
+    below, above = (sorted({max(1, round(depth * share)) for share in shares}) for shares in (BELOW, ABOVE))
+    return [[*range(end)] for end in below] + [[*range(start, depth)] for start in above]
+
+
+def scanned(model: PreTrainedModel, request: Request) -> dict[tuple[int, ...], Kinds]:
+    """Return the interventions in each group of layers, without the groups in which nothing acts or everything does.
 
     Raises:
         ValueError: a layer does not exist, or there are groups and no intervention acts by layer.
 
     """
-    depth = len(layer_stack(model))
-    groups = scan_groups(scan, depth) if isinstance(scan, str) else scan
-    own = {layer for intervention in interventions for layer in layers_of(model, intervention)}
-    for layer in (layer for group in groups or () for layer in group):
+    depth, scan = len(layer_stack(model)), request.scan
+    groups = _groups(scan, depth) if isinstance(scan, str) else scan
+    own = {layer for intervention in request.interventions for layer in layers_of(model, intervention)}
+    for layer in (layer for group in groups for layer in group):
         if not 0 <= layer < depth:
             raise ValueError(f"scan: layer {layer} does not exist; layers go from 0 to {depth - 1}")
-    if groups and not own:
+    if groups and not own and scan != "auto":
         raise ValueError("scan: none of the interventions acts by layer, so there is nothing to scan; leave it out")
     trials = {}
-    for group in _default_groups(depth) if groups is None else groups:
+    for group in groups:
         acting = tuple(layer for layer in group if layer in own)
         if acting and set(acting) != own:
-            trials[acting] = Scanned(acting, _within(model, interventions, acting))
-    return list(trials.values())
+            trials[acting] = _within(model, request.interventions, acting)
+    return trials
 
 
-def shifted(model: PreTrainedModel, interventions: Sequence[Kind], length: int, count: int, seed: int) -> list[Shifted]:
-    """Return at most `count` controls: all positions shifted alike to tokens left alone; swaps get random content.
+def _within(model: PreTrainedModel, interventions: Kinds, group: tuple[int, ...]) -> Kinds:
+    """Return the interventions in those of their layers that are in the group, without those that have none there."""
+    changes: list[Kind] = []
+    for intervention in interventions:
+        layers = tuple(layer for layer in group if layer in layers_of(model, intervention))
+        if not isinstance(intervention, InAttention):
+            changes.append(intervention)
+        elif layers:
+            changes.append(dataclasses.replace(intervention, layers=layers))
+    return tuple(changes)
 
-    Neither the first token of the sequences of `length` tokens nor the last ones are among the new positions.
+
+def shifted(model: PreTrainedModel, request: Request) -> list[tuple[int, Kinds]]:
+    """Return controls: where the main position comes to lie, a token left alone so far, and the interventions there.
+
+    All positions are shifted alike, swaps get random content. The new positions are neither the first token of the
+    sequences nor the last ones.
     """
-    draw = np.random.default_rng(seed)
-    positions = [position for intervention in interventions for position in positions_of(intervention)]
+    draw, length, positions = np.random.default_rng(request.seed), request.length, request.positions
     free = []
     for shift in range(1, length - 3):
         if not {_moved(position, shift, length) for position in positions} & set(positions):
             free.append(shift)
+    shifts = [int(shift) for shift in draw.choice(free, min(request.controls, len(free)), replace=False)]
     controls = []
-    shifts = [int(shift) for shift in draw.choice(free, min(count, len(free)), replace=False)]
     for shift in shifts:
-        moved = tuple(elsewhere(model, intervention, shift, length, draw) for intervention in interventions)
-        controls.append(Shifted(_moved(positions[0], shift, length), moved))
+        moved = tuple(elsewhere(model, intervention, shift, length, draw) for intervention in request.interventions)
+        controls.append((_moved(positions[0], shift, length), moved))
     return controls
 
 
@@ -90,26 +171,6 @@ def elsewhere(model: PreTrainedModel, intervention: Kind, shift: int, length: in
         return dataclasses.replace(intervention, position=_moved(intervention.position, shift, length))
     moved = tuple(_moved(position, shift, length) for position in intervention.positions)
     return dataclasses.replace(intervention, positions=moved)
-
-
-def _default_groups(depth: int) -> list[range]:
-    """Return the layers below a tenth, a quarter and half of the depth, and those above a tenth and a quarter."""
-    below, above = (sorted({max(1, round(depth * share)) for share in shares}) for shares in (BELOW, ABOVE))
-    return [range(end) for end in below] + [range(start, depth) for start in above]
-
-
-def _within(model: PreTrainedModel, interventions: Sequence[Kind], group: tuple[int, ...]) -> tuple[Kind, ...]:
-    """Return the interventions in those of their layers that are in the group, without those that have none there."""
-    changes: list[Kind] = []
-    for intervention in interventions:
-        if not isinstance(intervention, ByLayer):
-            changes.append(intervention)
-            continue
-        own = layers_of(model, intervention)
-        layers = tuple(layer for layer in group if layer in own)
-        if layers:
-            changes.append(dataclasses.replace(intervention, layers=layers))
-    return tuple(changes)
 
 
 def _moved(position: int, shift: int, length: int) -> int:

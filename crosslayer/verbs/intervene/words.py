@@ -1,31 +1,33 @@
 """An intervention in words and in a few figures, from its record alone."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from crosslayer.output.words import ranges
+import numpy as np
+
+from crosslayer.output.record import Measure
+from crosslayer.output.words import listed, ranges, signed, signed_interval
+from crosslayer.verbs.diagnose.curves import highest, lowest, mean_over_layers
 from crosslayer.verbs.intervene.kinds import Kind, to_entry
-from crosslayer.verbs.intervene.record import Change, Control, LayerMeasure, LossChange, Place, Trial
+from crosslayer.verbs.intervene.record import Change, Place
 from crosslayer.verbs.intervene.result import Effect
 
 
 def describe(interventions: Sequence[Kind]) -> str:
-    """Return interventions in words: waiver (positions 255) + token_swap (position 0, token bos)."""
-    return " + ".join(f"{intervention.kind} ({_options(intervention)})" for intervention in interventions)
-
-
-def _options(intervention: Kind) -> str:
-    shown = []
-    for name, option in to_entry(intervention).items():
-        if name == "kind" or (name, option) == ("layers", "all"):
-            continue
-        if isinstance(option, tuple):
-            name = name.removesuffix("s") if len(option) == 1 else name
-            whole = all(isinstance(number, int) for number in option)
-            option = ranges(option) if whole else f"a vector of {len(option)}"
-        shown.append(f"{name.replace('_', ' ')} {option}")
-    return ", ".join(shown)
+    """Return interventions in words: waiver (position 255) + token_swap (position 0, token bos)."""
+    named = []
+    for intervention in interventions:
+        options = []
+        for name, option in to_entry(intervention).items():
+            if name == "kind" or (name, option) == ("layers", "all"):
+                continue
+            if isinstance(option, tuple):
+                name = name.removesuffix("s") if len(option) == 1 else name
+                whole = all(isinstance(number, int) for number in option)
+                option = ranges(option) if whole else f"a vector of {len(option)}"
+            options.append(f"{name.replace('_', ' ')} {option}")
+        named.append(f"{intervention.kind} ({', '.join(options)})")
+    return " + ".join(named)
 
 
 def sentences(record: Effect) -> list[str]:
@@ -34,18 +36,34 @@ def sentences(record: Effect) -> list[str]:
     rows = "later tokens'" if record.model.causal else "the other tokens'"
     lines = [_received(f"Position {main.position}", main, rows), _norms(main)]
     if main.loss_behind is not None:
-        lines.append(f"Behind it the model's loss {_loss(main.loss_behind)}.")
+        loss, change = main.loss_behind, main.loss_behind.difference
+        lines.append(
+            f"The loss behind it goes from {loss.before.mean:.4f} to {loss.after.mean:.4f} nats a token: "
+            f"{signed(change.mean)} ({signed_interval(change.ci95)})."
+        )
     for other in others:
         if other.role != "left alone":
             name = "The first token" if other.role == "first token" else f"Position {other.position}"
             lines.append(_received(name, other, rows))
     alone = [other for other in others if other.role == "left alone"]
     if alone:
-        lines.append(_left_alone(alone))
+        named = listed([str(place.position) for place in alone])
+        most = max(highest(place.attention_received.after)[1] for place in alone)
+        lines.append(f"Of the positions left alone ({named}) none receives more than {most:.1%} in any layer.")
     if record.scan:
-        tried = "; ".join(_trial(trial) for trial in record.scan)
-        lines.append(f"By the layers in which it acts{probes(record)}: {tried}, on average over all layers.")
-    return lines + [_control(control, probes(record)) for control in record.controls]
+        means = [(ranges(trial.layers) or "none", mean_over_layers(trial.attention_received)) for trial in record.scan]
+        tried = "; ".join(f"{layers} {mean:.1%}" for layers, mean in means)
+        lines.append(
+            f"Attention received on average over layers, by the layers in which the intervention acts{probes(record)}: "
+            f"{tried}."
+        )
+    for control in record.controls:
+        before, after = (mean_over_layers(side.attention_received) for side in (control.before, control.after))
+        lines.append(
+            f"Control, {describe(control.interventions)}{probes(record)}: position {control.position} goes from "
+            f"{before:.2%} to {after:.2%} on average."
+        )
+    return lines
 
 
 def probes(record: Effect) -> str:
@@ -55,105 +73,46 @@ def probes(record: Effect) -> str:
 
 
 def _received(name: str, place: Place, rows: str) -> str:
-    before, after = place.attention_received.before.mean, place.attention_received.after.mean
-    larger = []
-    for start, end in zip(before, after, strict=True):
-        larger.append(None if start is None or end is None else max(start, end))
-    top = _argmax(larger)
+    before, after = place.attention_received.before, place.attention_received.after
+    (start, most), (end, most_after) = highest(before), highest(after)
+    top = start if most > most_after else end
     return (
-        f"{name} receives {mean_of(before):.2%} of {rows} attention before and {mean_of(after):.2%} after, on average "
-        f"over layers; in layer {top} {_number(before[top]):.1%} and {_number(after[top]):.1%}."
+        f"{name} receives {mean_over_layers(before):.2%} of {rows} attention before and {mean_over_layers(after):.2%} "
+        f"after, on average over layers; in layer {top} {before.array[top]:.1%} and {after.array[top]:.1%}."
     )
 
 
 def _norms(place: Place) -> str:
     hidden, values = place.hidden_norm_ratio, place.value_norm_ratio
-    top = _argmax(hidden.after.mean)
-    low = _argmax([None if ratio is None else -ratio for ratio in values.after.mean])
-    peak = [_number(side.mean[top]) for side in (hidden.before, hidden.after)]
-    drain = [_number(side.mean[low]) for side in (values.before, values.after)]
+    (top, peak), (low, drain) = highest(hidden.after), lowest(values.after)
     return (
-        f"Its hidden norm is at most {peak[1]:.3g} times the median of the others (entering layer {top}; {peak[0]:.3g} "
-        f"before), its value norm as low as {drain[1]:.2f} times (layer {low}; {drain[0]:.2f} before)."
-    )
-
-
-def _loss(loss: LossChange) -> str:
-    change = loss.difference
-    interval = (
-        "a single sequence, no interval" if change.ci95 is None else f"{change.ci95[0]:+.4f} to {change.ci95[1]:+.4f}"
-    )
-    return f"goes from {loss.before.mean:.4f} to {loss.after.mean:.4f} nats a token: {change.mean:+.4f} ({interval})"
-
-
-def _left_alone(places: list[Place]) -> str:
-    most = max(top_of(place.attention_received.after) for place in places)
-    listed = " and ".join(str(place.position) for place in places)
-    who = f"positions {listed} in no layer receive" if len(places) > 1 else f"position {listed} in no layer receives"
-    return f"Left alone: {who} more than {most:.1%} under the intervention."
-
-
-def _trial(trial: Trial) -> str:
-    return f"{ranges(trial.layers) or 'none'} {mean_of(trial.attention_received.mean):.1%}"
-
-
-def _control(control: Control, probes: str) -> str:
-    before, after = (mean_of(side.attention_received.mean) for side in (control.before, control.after))
-    return (
-        f"Control, {describe(control.interventions)}{probes}: position {control.position} goes from {before:.2%} to "
-        f"{after:.2%} on average."
+        f"Its hidden norm is at most {peak:.3g} times the median of the others (entering layer {top}; "
+        f"{hidden.before.array[top]:.3g} before), its value norm as low as {drain:.2f} times (layer {low}; "
+        f"{values.before.array[low]:.2f} before)."
     )
 
 
 def headline(record: Effect) -> dict[str, Any]:
     """Return the figures that the last line of the output holds."""
-    main = record.places[0]
-    loss = main.loss_behind
+    main, loss = record.places[0], record.places[0].loss_behind
+    sides = None if loss is None else {name: round(side.mean, 4) for name, side in loss}
+
+    def both(change: Change, digits: int, figure: Any) -> dict[str, float | None]:
+        """Return a figure of the layers before and after; None where no layer has the measure."""
+
+        def rounded(measure: Measure) -> float | None:
+            value = figure(measure)
+            return None if np.isnan(value) else round(value, digits)
+
+        return {"before": rounded(change.before), "after": rounded(change.after)}
+
     return {
-        "model": record.settings.model,
+        "model": record.model.name,
         "interventions": [to_entry(intervention) for intervention in record.interventions],
         "position": main.position,
-        "attention_received": _both(main.attention_received, lambda shares: round(sum(shares) / len(shares), 5)),
-        "hidden_norm_ratio_max": _both(main.hidden_norm_ratio, lambda ratios: round(max(ratios), 2)),
-        "value_norm_ratio_min": _both(main.value_norm_ratio, lambda ratios: round(min(ratios), 3)),
-        "loss_behind": None
-        if loss is None
-        else {
-            "before": round(loss.before.mean, 4),
-            "after": round(loss.after.mean, 4),
-            "difference": round(loss.difference.mean, 4),
-        },
+        "attention_received": both(main.attention_received, 5, mean_over_layers),
+        "hidden_norm_ratio_max": both(main.hidden_norm_ratio, 2, lambda ratio: highest(ratio)[1]),
+        "value_norm_ratio_min": both(main.value_norm_ratio, 3, lambda ratio: lowest(ratio)[1]),
+        "loss_behind": sides,
         "seconds": round(record.seconds, 2),
     }
-
-
-def _both(change: Change, figure: Callable[[list[float]], float]) -> dict[str, float | None]:
-    """Return a figure of the layers that have the measure, before and after; None where no layer has it."""
-    before, after = _known(change.before.mean), _known(change.after.mean)
-    return {"before": figure(before) if before else None, "after": figure(after) if after else None}
-
-
-def mean_of(shares: list[float | None]) -> float:
-    """Return the mean over the layers that have the measure, NaN where none has it."""
-    known = _known(shares)
-    return sum(known) / len(known) if known else math.nan
-
-
-def top_of(measure: LayerMeasure) -> float:
-    """Return the largest mean of all layers, NaN where none has the measure."""
-    return max(_known(measure.mean), default=math.nan)
-
-
-def _known(means: list[float | None]) -> list[float]:
-    return [mean for mean in means if mean is not None]
-
-
-def _argmax(means: list[float | None]) -> int:
-    """Return the layer with the largest mean, the first where no layer has the measure."""
-    known = {layer: mean for layer, mean in enumerate(means) if mean is not None}
-    return max(known, key=lambda layer: known[layer], default=0)
-
-
-def _number(mean: float | None) -> float:
-    """Return a mean as a number to print."""
-    return math.nan if mean is None else mean

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.output import manifest
 from crosslayer.verbs.verify.judge import EXACT, WEAK, Measurement, in_brief, judged
-from crosslayer.verbs.verify.record import FAIL, NOT_APPLICABLE, PASS, Check
+from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check
 
 RECORD = "record.json"
 SHOWN = 3  # files that are named
@@ -19,7 +19,10 @@ def check_files(folder: Path | None) -> Check:
     if folder is None:
         return Check(name="manifest", dtype=None, status=NOT_APPLICABLE, reason="the model is not a local folder")
     if not (folder / manifest.NAME).exists():
-        return _without_manifest(folder)
+        if _is_retrofit(folder):
+            reason = f"its {RECORD} says that this is a retrofit, and the {manifest.NAME} of a retrofit is missing"
+            return Check(name="manifest: files", dtype=None, status=FAIL, reason=reason)
+        return Check(name="manifest", dtype=None, status=NOT_APPLICABLE, reason=f"the folder has no {manifest.NAME}")
     try:
         wrong = manifest.check_files(folder)
     except (ValueError, OSError) as error:
@@ -51,14 +54,6 @@ def check_manifest(model: PreTrainedModel, folder: Path | None) -> list[Check]:
     # a model that was loaded in a lower precision than it was saved in is that far off
     tolerance = EXACT["float32"] if model.dtype in (torch.float32, torch.float64) else WEAK
     return [files, plan, judged("manifest: fingerprint", "float32", tolerance, compare)]
-
-
-def _without_manifest(folder: Path) -> Check:
-    """Return the row of a folder that has no manifest: a retrofit must have it."""
-    if _is_retrofit(folder):
-        reason = f"its {RECORD} says that this is a retrofit, and the {manifest.NAME} of a retrofit is missing"
-        return Check(name="manifest: files", dtype=None, status=FAIL, reason=reason)
-    return Check(name="manifest", dtype=None, status=NOT_APPLICABLE, reason=f"the folder has no {manifest.NAME}")
 
 
 def _is_retrofit(folder: Path) -> bool:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from crosslayer.verbs.verify.record import FAIL, NOT_APPLICABLE, PASS, Check
+from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check
 
 # Measured over 33 tokens of SmolLM2, of five retrofits of it and of tiny models of 25 families: at most 3e-5 in
 # float32. More layers and other kernels need room; the mildest fault planted, positions off by 1 behind the cache,

@@ -1,8 +1,7 @@
 """The page of a verification, from its record alone: what was checked, how far off it was, and what was skipped."""
 
 from crosslayer.output.page import Mark, Page, Table
-from crosslayer.verbs.verify.record import Check
-from crosslayer.verbs.verify.result import Verification
+from crosslayer.verbs.verify.result import Check, Verification
 
 UNITS = "Differences are in standard deviations of the logits: the largest; below float32 the root mean square."
 KINDS = {"PASS": "pass", "FAIL": "fail", "NOT APPLICABLE": "skip"}
@@ -10,22 +9,23 @@ KINDS = {"PASS": "pass", "FAIL": "fail", "NOT APPLICABLE": "skip"}
 
 def layout(record: Verification) -> Page:
     """Return the parts of the page."""
-    versions = record.environment.versions
-    packages = ", ".join(f"{package} {versions.get(package)}" for package in ("torch", "transformers"))
-    command = [] if record.command is None else [record.command]
     return Page(
         title=f"Verification of {record.model}",
-        subtitle=" · ".join([*command, f"{record.seconds:.0f} s", packages]),
-        cards=cards(record),
+        subtitle=f"{len(record.applicable)} checks in {record.seconds:.0f} s",
+        cards=_cards(record),
         words=sentences(record),
         panels=[],
-        tables=[*tables(record)],
+        tables=tables(record),
     )
 
 
 def sentences(record: Verification) -> list[str]:
     """Return the outcome, the failures first."""
-    said = [f"{_title(check)} failed: {check.reason or _distance(check)}." for check in record.failed]
+    said = []
+    for check in record.failed:
+        difference, tolerance = _numbers(check)
+        reason = check.reason or f"a difference of {difference}, the tolerance is {tolerance}"
+        said.append(f"{_title(check)} failed: {reason}.")
     if record.applicable and record.passed:
         said.append(f"All {len(record.applicable)} checks that apply passed.")
     skipped = len(record.skipped)
@@ -35,7 +35,7 @@ def sentences(record: Verification) -> list[str]:
     return [*said, UNITS]
 
 
-def cards(record: Verification) -> list[tuple[str, str, str]]:
+def _cards(record: Verification) -> list[tuple[str, str, str]]:
     """Return the counts, and the check that came closest to its tolerance."""
     applicable, failed = len(record.applicable), len(record.failed)
     shown = [
@@ -43,12 +43,13 @@ def cards(record: Verification) -> list[tuple[str, str, str]]:
         ("Failed", str(failed), "checks"),
         ("Skipped", str(len(record.skipped)), "checks that do not apply"),
     ]
-    farthest, largest = None, -1.0
+    shares = {}  # of its tolerance
     for check in record.applicable:
-        if check.difference is not None and check.tolerance and check.difference / check.tolerance > largest:
-            farthest, largest = check, check.difference / check.tolerance
-    if farthest is not None:
-        shown.append(("Farthest", f"{largest:.2g}×", f"its tolerance: {_title(farthest)}"))
+        if check.difference is not None and check.tolerance:
+            shares[_title(check)] = check.difference / check.tolerance
+    if shares:
+        farthest = max(shares, key=lambda title: shares[title])
+        shown.append(("Farthest", f"{shares[farthest]:.2g}×", f"its tolerance: {farthest}"))
     return shown
 
 
@@ -57,26 +58,21 @@ def tables(record: Verification) -> list[Table]:
     shown: list[Table] = []
     if record.applicable:
         head = ["check", "dtype", "result", "difference", "tolerance", "reason"]
-        shown.append(("Checks", head, [_cells(check) for check in record.applicable]))
+        rows = []
+        for check in record.applicable:
+            mark = Mark(check.status, KINDS[check.status])
+            rows.append([check.name, check.dtype or "", mark, *_numbers(check), check.reason])
+        shown.append(("Checks", head, rows))
     if record.skipped:
         rows = [[check.name, check.dtype or "", check.reason] for check in record.skipped]
         shown.append(("Not applicable: what was skipped, and why", ["check", "dtype", "reason"], rows))
     return shown
 
 
-def numbers(check: Check) -> list[str]:
+def _numbers(check: Check) -> list[str]:
     """Return difference and tolerance with two digits, empty where there is none."""
     return ["" if number is None else f"{number:.2g}" for number in (check.difference, check.tolerance)]
 
 
-def _cells(check: Check) -> list:
-    return [check.name, check.dtype or "", Mark(check.status, KINDS[check.status]), *numbers(check), check.reason]
-
-
 def _title(check: Check) -> str:
     return f"{check.name} ({check.dtype})" if check.dtype else check.name
-
-
-def _distance(check: Check) -> str:
-    difference, tolerance = numbers(check)
-    return f"a difference of {difference}, the tolerance is {tolerance}"

@@ -15,8 +15,7 @@ from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.verify.checks import CHECKS
 from crosslayer.verbs.verify.files import check_files, check_manifest
 from crosslayer.verbs.verify.judge import in_brief, judged, tolerance_of
-from crosslayer.verbs.verify.record import FAIL, Check
-from crosslayer.verbs.verify.result import Verification
+from crosslayer.verbs.verify.result import FAIL, Check, Verification
 from crosslayer.verbs.verify.subject import random_ids, subject_of
 
 
@@ -80,11 +79,6 @@ def check_dtypes(dtypes: Sequence[str]) -> None:
         raise ValueError(f"dtypes {', '.join(dtypes) or '(none)'}: name each once, of {', '.join(DTYPES)}")
 
 
-def check_count(dtypes: Sequence[str]) -> int:
-    """Return how many checks of a model there are, those of its manifest aside."""
-    return len(CHECKS) * len(dtypes)
-
-
 def _check_named(name: str, device: str | None, dtypes: Sequence[str], backend: str, progress: Meter) -> list[Check]:
     """Check the files of a model, load it in float32, check it."""
     target, path = resolve_device(device), Path(name).expanduser()
@@ -113,7 +107,7 @@ def _check_loaded(
 ) -> list[Check]:
     """Run every check on copies of a model; a row each."""
     _check_kind(model)
-    ids, done, total = random_ids(model, tokenizer), 0, check_count(dtypes)
+    ids, done, total = random_ids(model, tokenizer), 0, len(CHECKS) * len(dtypes)
     with quiet_transformers(), progress("verifying", total) as meter:
         meter.step(0, total, "manifest and plain pass")
         rows = check_manifest(model, folder)

@@ -25,14 +25,21 @@ SHAPES = {
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "qwen3_next"])  # with a position table, without a cache
 @pytest.mark.parametrize("sequences", daily([1, 2], 2))
-def test_a_folder_loads_equal(family, sequences, tmp_path):
-    ids = tokens(batch=sequences)
-    diagnosis = crosslayer.diagnose(tiny(family, dtype=torch.float32), ids, cross_layer=family == "gpt2")
+def test_a_record_loads_equal(family, sequences):
+    diagnosis = crosslayer.diagnose(tiny(family, dtype=torch.float32), tokens(batch=sequences))
+    loaded = crosslayer.Diagnosis.from_record(json.loads(json.dumps(diagnosis.record())))
+    assert loaded == diagnosis and loaded.page() == diagnosis.page() and loaded.headline() == diagnosis.headline()
+
+
+def test_a_folder_loads_equal(tmp_path):
+    """With every figure of a model that has a position table."""
+    diagnosis = crosslayer.diagnose(tiny("gpt2", dtype=torch.float32), tokens(), cross_layer=True)
     page = diagnosis.save(tmp_path / "out")
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert record == diagnosis.record() and page.read_text() == diagnosis.page()
-    loaded = crosslayer.Diagnosis.from_record(record)
-    assert loaded == diagnosis and loaded.page() == diagnosis.page() and loaded.headline() == diagnosis.headline()
+    assert crosslayer.load_result(tmp_path / "out") == diagnosis
+    drawn = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
+    assert {"position_table", "cross_layer", "importance_by_position", "map_similarity", "entropy"} <= drawn
 
 
 def test_arrays_have_the_shapes_that_they_say_and_intervals_beside_them():
@@ -43,7 +50,7 @@ def test_arrays_have_the_shapes_that_they_say_and_intervals_beside_them():
         assert measured.interval.shape == (*array.shape, 2) and measured.n == 2, name
         known = np.isfinite(array)
         assert (measured.interval[known, 0] <= array[known]).all() and (array <= measured.interval[..., 1])[known].all()
-        assert "(L," in getattr(type(diagnosis), name).__doc__
+        assert "(L," in Measures.model_fields[name].description and name in dir(diagnosis)
     assert crosslayer.diagnose(tiny("llama"), tokens(batch=1)).measures.entropy.interval is None
 
 
@@ -56,9 +63,9 @@ def test_a_layer_without_attention_has_no_number():
 def test_an_old_record_is_refused_by_its_version():
     record = crosslayer.diagnose(tiny("llama"), tokens()).record()
     with pytest.raises(
-        ValueError, match="^the record is 'crosslayer/diagnosis/1'; this release reads crosslayer/diagnosis/2$"
+        ValueError, match="^the record is 'crosslayer/diagnosis/2'; this release reads crosslayer/diagnosis/3$"
     ):
-        crosslayer.Diagnosis.from_record({**record, "schema": "crosslayer/diagnosis/1"})
+        crosslayer.Diagnosis.from_record({**record, "schema": "crosslayer/diagnosis/2"})
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
         crosslayer.Diagnosis.from_record({**record, "surprise": 1})
 
@@ -95,7 +102,7 @@ def test_a_name_and_a_loaded_model_give_the_same(folder):
     model, loaded_tokenizer = crosslayer.load_model(str(folder), dtype="float64", device="cpu")
     loaded = crosslayer.diagnose(model, text, loaded_tokenizer, **options)
     assert named.measures == loaded.measures and named.settings == loaded.settings and named.words == loaded.words
-    assert named.settings.model == "model" and named.settings.text == "text.txt" and named.settings.seed == 0
+    assert named.model.name == "model" and named.settings.text == "text.txt" and named.settings.seed == 0
     assert named.model.dtype == "float64" and named.headline()["model"] == "model"
     assert str(folder.parent) not in json.dumps(named.record())  # no folder of the machine
 

@@ -1,5 +1,7 @@
 """Models with several residual streams, with attention over depth, and with attention to compressed entries."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -143,7 +145,7 @@ def test_our_own_attention_over_depth(block):
 
 
 @pytest.mark.parametrize("family", families(*SHIPPED))
-def test_a_diagnosis_says_what_it_measured(family, tmp_path):
+def test_a_diagnosis_says_what_it_measured(family):
     model = shipped(family)
     diagnosis = crosslayer.diagnose(model, tokens())
     several = family in SEVERAL
@@ -156,13 +158,15 @@ def test_a_diagnosis_says_what_it_measured(family, tmp_path):
     attended = np.isfinite(diagnosis.entropy)
     assert np.flatnonzero(attended).tolist() == attention_layers(model.config)
     assert np.isfinite(diagnosis.attention_io_similarity).tolist() == attended.tolist()
-    diagnosis.save(tmp_path / "out")
-    assert crosslayer.load_result(tmp_path / "out") == diagnosis
+    assert crosslayer.Diagnosis.from_record(json.loads(json.dumps(diagnosis.record()))) == diagnosis
 
 
-def test_measures_of_each_stream_and_of_their_mean():
+def test_measures_of_each_stream_and_of_their_mean(tmp_path):
     model = shipped("deepseek_v4")
     diagnosis = crosslayer.diagnose(model, IDS)
+    diagnosis.save(tmp_path / "out")
+    assert (tmp_path / "out" / "figures" / "layer_io_similarity_by_stream.svg").is_file()
+    assert crosslayer.load_result(tmp_path / "out") == diagnosis
     for stream in watch(model):
         norms = [m.over_median(m.hidden_norms(single)).item() for single in stream.entering]
         assert np.allclose(diagnosis.by_stream.hidden_norm_ratio.array[stream.layer], norms)

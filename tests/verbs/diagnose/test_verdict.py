@@ -11,9 +11,9 @@ from crosslayer.core.methods import merge_plans
 from crosslayer.output.words import ranges
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.verbs.diagnose.groups import paper_groups, similar_groups
-from crosslayer.verbs.diagnose.record import KeptShare, Measures
+from crosslayer.verbs.diagnose.record import Measures
 from crosslayer.verbs.diagnose.verdict import sharing_methods, verdict
-from crosslayer.verbs.diagnose.words import in_words, words
+from crosslayer.verbs.diagnose.words import words
 from tests.helpers.tiny import tiny, tokens
 
 FULL = LayerShape(9, 3, 64, 64, causal=True)
@@ -121,27 +121,17 @@ def test_gemma2_says_that_masks_alternate():
     assert any("masks differ" in word for word in diagnosis.words)
 
 
-def test_it_is_explained_why_both_rules_save_the_same_and_that_they_agree():
-    blocks = np.kron(np.eye(4), np.ones((4, 4)))
-    blocks[:8, :8] = np.eye(8)
-    said = words(verdict(measures(16, blocks), [FULL] * 16, 512))
-    assert any("followers (6) and so for the same shares, gives the same superblocks: what depth" in w for w in said)
+def test_the_blocks_of_both_rules_are_said_with_what_they_keep():
     blocks = np.kron(np.eye(8), np.ones((2, 2)))
-    said = words(verdict(measures(16, blocks), [FULL] * 16, 512))
-    assert any("(6) and so for the same shares, gives the candidate superblocks [0-1] [2-3]" in w for w in said)
+    candidates = verdict(measures(16, blocks), [FULL] * 16, 512)
+    by_depth, by_similarity = (one for one in words(candidates) if one.startswith("Superblocks"))
+    assert "top half" in by_depth and "[8-11] [12-15]" in by_depth
+    assert "6 followers" in by_similarity and "[0-1] [2-3]" in by_similarity
+    for entry in candidates.cache.by_depth.kept:
+        assert f"{entry.share:.2%} ({entry.title})" in by_depth and entry.title in by_similarity
     shapes = [SLIDING] * 4 + [FULL] * 4  # as many followers, of smaller layers
     blocks = np.kron(np.eye(2), np.array([[1.0, 0.9], [0.9, 1.0]]).repeat(2, 0).repeat(2, 1))
     blocks[4:, 4:] = np.eye(4)
-    said = words(verdict(measures(8, blocks), shapes, 512))
-    assert any("without the first column gives the candidate superblocks [0-3]: the KV cache" in w for w in said)
-
-
-@pytest.mark.parametrize(
-    ("count", "sentence"), [(1, "90.00% with A"), (3, "90.00% with A, 80.00% with B and 70.00% with C")]
-)
-def test_shares_are_listed_in_words(count, sentence):
-    shares = (("A", 0.9), ("B", 0.8), ("C", 0.7))
-    assert (
-        in_words([KeptShare(method=title.lower(), title=title, share=share) for title, share in shares[:count]])
-        == sentence
-    )
+    candidates = verdict(measures(8, blocks), shapes, 512)
+    (said,) = (one for one in words(candidates) if "by map similarity" in one)
+    assert "[0-3]" in said and f"{candidates.cache.by_similarity.kept[0].share:.2%}" in said

@@ -1,5 +1,6 @@
 """What an intervention is said to do, against loops over eager maps; its report; and the papers' two experiments."""
 
+import functools
 import json
 
 import numpy as np
@@ -9,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 import crosslayer
+from crosslayer.cli.intervene import interventions as typed_interventions
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import packed
 from crosslayer.models.load import load_model
@@ -52,26 +54,30 @@ def naive(model, ids, position, causal=True):
     return received, peaks, sum(behind) / len(behind)
 
 
-@pytest.mark.parametrize("change", [waiver(K), Forbid((K,)), TokenSwap(K, 5), Ablate(0, K)], ids=str)
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "bert"])
-@torch.no_grad()
-def test_measures_are_those_of_a_loop(family, implementation, change):
+@functools.cache
+def by_loops(family, change=None):
+    """The means over sequences of what `naive` finds in a model as it is, or under a change."""
     model, ids, causal = tiny(family, "eager"), tokens(), family != "bert"
-    result = intervene(tiny(family, implementation), ids, interventions=[change], controls=1, scan="none")
-    for side, inside in enumerate(((), (change,))):
-        with intervening(model, *inside):
-            received, peaks, losses = zip(*(naive(model, sequence, K, causal) for sequence in ids), strict=True)
-        for expected, measured in ((received, result.attention_received), (peaks, result.hidden_norm_ratio)):
-            mean = np.mean(expected, axis=0)
-            assert np.abs(measured[side] - mean).max() <= 1e-5 * mean.max()  # float32 inside
-        if causal:
-            assert abs(result.loss_behind[side] - np.mean(losses)) < 1e-5
-    assert causal or result.loss_behind is None
-    if isinstance(change, Ablate):
-        assert result.hidden_norm_ratio[1, 1] == 0
-    if isinstance(change, Forbid):
-        assert result.attention_received[1].max() == 0
+    with torch.no_grad(), intervening(model, *(() if change is None else (change,))):
+        received, peaks, losses = zip(*(naive(model, sequence, K, causal) for sequence in ids), strict=True)
+    return np.mean(received, axis=0), np.mean(peaks, axis=0), np.mean(losses) if causal else None
+
+
+@pytest.mark.parametrize("change", [waiver(K), Forbid((K,)), TokenSwap(K, 5), Ablate(0, K)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "bert"])
+def test_measures_are_those_of_a_loop(family, change):
+    for implementation in ("eager", "sdpa"):
+        result = intervene(tiny(family, implementation), tokens(), interventions=[change], controls=0, scan="none")
+        for side, inside in enumerate((None, change)):
+            received, peaks, loss = by_loops(family, inside)
+            for expected, measured in ((received, result.attention_received), (peaks, result.hidden_norm_ratio)):
+                assert np.abs(measured[side] - expected).max() <= 1e-5 * expected.max()  # float32 inside
+            assert (result.loss_behind is None) == (loss is None)
+            assert loss is None or abs(result.loss_behind[side] - loss) < 1e-5
+        if isinstance(change, Ablate):
+            assert result.hidden_norm_ratio[1, 1] == 0
+        if isinstance(change, Forbid):
+            assert result.attention_received[1].max() == 0
 
 
 def test_scan_controls_and_what_is_left_alone():
@@ -159,8 +165,8 @@ def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_p
     assert headline["position"] == 20 and headline["loss_behind"] is None
     record = json.loads((out / "record.json").read_text())
     result = Effect.from_record(record)
-    assert result.record() == record and result.settings.command.startswith("crosslayer intervene minilm")
-    assert result.settings.model == headline["model"] == "minilm"
+    assert result.record() == record and result.command.startswith("crosslayer intervene minilm")
+    assert result.model.name == headline["model"] == "minilm"
     assert result.settings.text.startswith("embedded corpus") and len(result.settings.documents) == 2
     assert str(tmp_path) not in (out / "record.json").read_text()
     assert [one["kind"] for one in record["interventions"]] == ["waiver", "position_swap"]
@@ -169,12 +175,10 @@ def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_p
     assert {"attention_before", "attention_after", "attention_received", "first_token", "controls"} <= figures
     (tmp_path / "same.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(record["interventions"]))))
     for file in (out / "record.json", tmp_path / "same.yaml"):
-        target = tmp_path / file.suffix[1:]
-        assert run(monkeypatch, *words, "--file", file, "--out", target) == 0
-        again = json.loads((target / "record.json").read_text())
-        assert again["interventions"] == record["interventions"]
-        assert again["places"] == record["places"]
-        assert again["controls"] == record["controls"]
+        assert typed_interventions(file=str(file)) == result.interventions
+    again = intervene("minilm", interventions=result.interventions, sequences=2, length=64, probes=1)
+    assert again.interventions == result.interventions
+    assert again.places == result.places and again.controls == result.controls
 
 
 def test_flex_attention_is_refused_by_a_line_before_anything_runs():
@@ -270,14 +274,14 @@ def test_a_result_is_saved_and_loaded_again_equal(tmp_path):
     page = result.save(tmp_path / "out")
     assert page == tmp_path / "out" / "report.html" and page.read_text() == result.page()
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert record == result.record() and record["schema"] == "crosslayer/intervention/2"
+    assert record == result.record() and record["schema"] == "crosslayer/intervention/3"
     again = Effect.from_record(record)
     assert again == result and again.page() == result.page() and again.headline() == result.headline()
-    assert again.interventions == changes and again.settings.text is None and again.settings.command is None
+    assert again.interventions == changes and again.settings.text is None and again.command is None
     assert "srcdoc" in result._repr_html_()
     assert crosslayer.load_result(tmp_path / "out") == result
-    with pytest.raises(ValueError, match="'crosslayer/intervention/1'; this release reads crosslayer/intervention/2"):
-        Effect.from_record({**record, "schema": "crosslayer/intervention/1"})
+    with pytest.raises(ValueError, match="'crosslayer/intervention/2'; this release reads crosslayer/intervention/3"):
+        Effect.from_record({**record, "schema": "crosslayer/intervention/2"})
     for broken in ({"places": []}, {"colour": 1}, {"model": {**record["model"], "layers": 4}}):
         with pytest.raises(ValidationError):
             Effect.from_record({**record, **broken})
@@ -346,7 +350,7 @@ def test_isolating_a_token_of_smollm2_moves_the_sink_to_it():
     assert result.value_norm_ratio[1, 12:29].max() < 0.5
     assert [trial.layers for trial in result.scan] == [[], [*range(12, 30)], [*range(30)]]
     assert result.scan_attention[1, 12:29].max() < 0.01
-    assert result.settings.model == "smollm2" and result.settings.length == 512
+    assert result.model.name == "smollm2" and result.settings.length == 512
 
 
 @pytest.mark.slow

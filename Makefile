@@ -33,7 +33,7 @@ style: $(STAMP)
 	$(BIN)/pyright
 
 test: $(STAMP) style browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 # What touches caches, masks, checkpointing, loading, generation and training arguments, with the oldest transformers that
 # pyproject.toml allows: it stands before the other on the import path. Tests of models that came later are skipped there.
@@ -48,7 +48,7 @@ $(OLDEST): $(STAMP)
 	mv $@.part $@
 
 test-oldest: $(OLDEST) browser
-	PYTHONPATH=$(abspath $(OLDEST)) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" $(OLDEST_TESTS:%=tests/%)
+	PYTHONPATH=$(abspath $(OLDEST)) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(OLDEST_TESTS:%=tests/%)
 
 test-slow: $(STAMP) browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow

@@ -10,7 +10,7 @@ import torch
 
 import crosslayer
 from crosslayer.core.transformers_versions import enable_checkpointing
-from tests.helpers.browser import complaints, resize
+from tests.helpers.browser import complaints, drawn, opened, resize
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
 
@@ -123,7 +123,7 @@ def test_another_version_is_refused_in_one_line(call, folders, tmp_path):
 def test_every_page_opens(browser, results, folders):
     resize(browser, 390)
     for name, result in results.items():
-        browser.get((folders[name] / "report.html").as_uri())
+        opened(browser, folders[name] / "report.html")
         check_page(browser, result, name)
     assert not complaints(browser)
 
@@ -136,10 +136,11 @@ def test_every_page_opens_also_in_a_notebook(browser, results, folders, tmp_path
             f"<!doctype html><meta charset='utf-8'><link rel='icon' href='data:,'>{result._repr_html_()}"
         )
         resize(browser, 1280)
-        browser.get((folders[name] / "report.html").as_uri())
+        opened(browser, folders[name] / "report.html")
         check_page(browser, result, name)
         browser.get(notebook.as_uri())
         browser.switch_to.frame(browser.find_element("css selector", "iframe"))
+        drawn(browser)
         check_page(browser, result, name)
         browser.switch_to.default_content()
     assert not complaints(browser)
@@ -152,4 +153,4 @@ def check_page(browser, result, name):
     figures = browser.find_elements("css selector", ".figure")
     assert len(figures) == len(result.layout().panels), name
     for figure in figures:
-        assert figure.find_elements("css selector", ".scatterlayer .trace path, .heatmaplayer image"), name
+        assert figure.find_elements("css selector", ".mark-line path, .mark-rect path, .mark-symbol path"), name

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +40,17 @@ def resize(browser, width: int) -> None:
 def complaints(browser) -> list[str]:
     """Return what the browser has written on its console since it was last asked."""
     return [entry["message"] for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+def opened(browser, file: Path) -> None:
+    """Open a page and wait until its figures are drawn."""
+    browser.get(file.as_uri())
+    drawn(browser)
+
+
+def drawn(browser) -> None:
+    """Wait until the figures of the page are drawn."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    waiting = "return document.querySelectorAll('.figure:not([data-drawn])').length"
+    WebDriverWait(browser, 30).until(lambda browser: browser.execute_script(waiting) == 0)

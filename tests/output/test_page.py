@@ -17,7 +17,7 @@ from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.page import panels as retrofit_panels
 from crosslayer.verbs.retrofit.record import Calibration, Choice, CurvePoint, FixedBlocks, SearchRecord
 from crosslayer.verbs.retrofit.result import Receipt
-from tests.helpers.browser import complaints, resize
+from tests.helpers.browser import complaints, opened, resize
 from tests.helpers.tiny import tiny, tokens
 
 LAYERS = 12
@@ -160,13 +160,6 @@ def test_nothing_is_cut_overlaps_or_needs_the_network(browser, pages, width):
         assert len(browser.find_elements("css selector", ".figure")) == figures[name], name
         assert browser.execute_script(LOOK) == [], name
     assert not complaints(browser)
-
-
-def opened(browser, file):
-    """Open a page and wait until its figures are drawn."""
-    browser.get(file.as_uri())
-    waiting = "return document.querySelectorAll('.figure:not([data-drawn])').length"
-    WebDriverWait(browser, 30).until(lambda browser: browser.execute_script(waiting) == 0)
 
 
 def test_a_click_on_the_legend_hides_a_line_and_its_band(browser, pages):

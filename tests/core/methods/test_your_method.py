@@ -91,7 +91,7 @@ assert "| `scaled` | Scaled values: groups use" in markdown()
 assert cls in searched_methods()
 request = Request(RetrofitOptions(method="scaled", layers="2-3"))
 assert request.kind is cls and request.target(cls) == "attention"
-method = request.built([[2, 3]], 6)
+method = request.compensated(request.from_groups([[2, 3]], 6))
 shape = {**contract.SHAPE, "num_hidden_layers": 6}
 result = convert(LlamaForCausalLM(LlamaConfig(**shape)).eval(), [method])
 assert "model.layers.3.self_attn.v_proj.weight" in result.dropped, result.dropped

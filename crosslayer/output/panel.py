@@ -16,7 +16,6 @@ QUIET = "#697082"  # what a figure is not about: the other tokens, the baseline
 VERSION = "6.4"  # of Vega-Lite, in the page and in vl-convert
 MARKED = 100  # points of a line, above which they are not marked
 PADDING = 8  # pixels between what is drawn and the ends of an axis
-DIGITS = 6  # of a number in a chart
 CONFIG = {
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},
@@ -257,36 +256,40 @@ def _hover(lines: Sequence[Line], x: dict[str, Any], log: bool) -> dict[str, Any
 
 
 def _heat_layers(panel: Panel, heat: Heat) -> list[dict[str, Any]]:
-    edges = heat.edges
-    columns = heat.columns or [f"{x:g}" for x in heat.x]
-    cells = []
-    for row, numbers in zip(heat.y, heat.z, strict=True):
-        for column, number in enumerate(numbers):
-            if number is not None:
-                cell = {"x": edges[column], "x2": edges[column + 1], "y": row - 0.5, "y2": row + 0.5}
-                cells.append({**cell, "z": _short(number), "column": columns[column], "row": row})
+    edges, names = heat.edges, heat.columns or [f"{x:g}" for x in heat.x[: len(heat.z[0])]]
+    columns = [
+        {"number": number, "x": left, "x2": right, "column": name}
+        for number, (left, right, name) in enumerate(zip(edges[:-1], edges[1:], names, strict=True), 1)
+    ]
+    rows = [{"row": row, "z": [_short(z, 4) for z in numbers]} for row, numbers in zip(heat.y, heat.z, strict=True)]
+    cells = [  # a row of numbers becomes a cell for each, which looks up its column
+        {"flatten": ["z"]},
+        {"window": [{"op": "row_number", "as": "number"}], "groupby": ["row"]},
+        {"lookup": "number", "from": {"data": {"values": columns}, "key": "number", "fields": ["x", "x2", "column"]}},
+        {"filter": "isValid(datum.z)"},
+        {"calculate": "datum.row - 0.5", "as": "y"},
+        {"calculate": "datum.row + 0.5", "as": "y2"},
+        {"calculate": "(datum.x + datum.x2) / 2", "as": "middle"},
+    ]
     x = _axis(panel.x_title, heat.x, panel.log_x, panel.x_ticks)
     x["scale"] |= {"domain": [edges[0], edges[-1]], "padding": 0}
     y = _axis(panel.y_title, heat.y, False, panel.y_ticks)
     y["scale"] |= {"domain": [min(heat.y) - 0.5, max(heat.y) + 0.5], "padding": 0}
     scale = {"scheme": "viridis", "domain": [*heat.limits], "clamp": True}
     color = {"field": "z", "type": "quantitative", "scale": scale, "legend": None}
-    tooltip = [
+    encoding = {"x": {"field": "x", **x}, "x2": {"field": "x2"}, "y": {"field": "y", **y}, "y2": {"field": "y2"}}
+    encoding |= {"color": color, "stroke": color}  # the stroke hides seams between cells
+    encoding["tooltip"] = [
         {"field": "column", "title": panel.x_title},
         {"field": "row", "title": panel.y_title},
         {"field": "z", "title": heat.label, "type": "quantitative", "format": ".3~f"},
     ]
-    encoding = {"x": {"field": "x", **x}, "x2": {"field": "x2"}, "y": {"field": "y", **y}, "y2": {"field": "y2"}}
-    stroke = {"field": "z", "type": "quantitative", "scale": scale, "legend": None}  # hides seams between cells
-    rectangle = {"type": "rect", "strokeWidth": 0.6}
-    layers = [_layer(cells, rectangle, {**encoding, "color": color, "stroke": stroke, "tooltip": tooltip})]
+    layers = [{**_layer(rows, {"type": "rect", "strokeWidth": 0.6}, encoding), "transform": cells}]
     if heat.written:
-        middle = sum(heat.limits) / 2
-        dark = {"condition": {"test": f"datum.z > {middle}", "value": "black"}, "value": "white"}
-        text = {"field": "z", "type": "quantitative", "format": ".0f"}
-        middles = [{**cell, "x": (cell["x"] + cell["x2"]) / 2} for cell in cells]
-        place = {"x": {"field": "x", **x}, "y": {"field": "row", **y}}
-        layers.append(_layer(middles, {"type": "text"}, {**place, "text": text, "color": dark}))
+        dark = {"condition": {"test": f"datum.z > {sum(heat.limits) / 2}", "value": "black"}, "value": "white"}
+        number = {"field": "z", "type": "quantitative", "format": ".0f"}
+        text = {"x": {"field": "middle", **x}, "y": {"field": "row", **y}, "text": number, "color": dark}
+        layers.append({**_layer(rows, {"type": "text"}, text), "transform": cells})
     return layers
 
 
@@ -361,5 +364,5 @@ def _ends(values: Sequence[float], log: bool) -> list[float]:
     return [low, high]
 
 
-def _short(number: float | None) -> float | None:
-    return None if number is None else float(f"{number:.{DIGITS}g}")
+def _short(number: float | None, digits: int = 6) -> float | None:
+    return None if number is None else float(f"{number:.{digits}g}")

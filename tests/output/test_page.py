@@ -224,7 +224,7 @@ def test_positions_are_counted_from_zero(pages):
     for name, keys in {"diagnosed": ["importance_by_position"], "intervened": ["attention_before"]}.items():
         for key in keys:
             layer = shown(pages[name])[key]["layer"][0]
-            x, cells = layer["encoding"]["x"], layer["data"]["values"]
+            x, cells = layer["encoding"]["x"], layer["transform"][2]["from"]["data"]["values"]
             labels = json.loads(x["axis"]["labelExpr"].split("[indexof")[0])
             assert x["title"] == "position (0 = first token)" and labels[0] == "0"
             assert cells[0]["column"] == "0" and cells[0]["x"] == 1 and max(cell["x2"] for cell in cells) == 49

@@ -21,7 +21,7 @@ CONFIG = {
     "view": {"stroke": None},
     "axis": {"gridColor": "#e6e8ee", "domainColor": "#c5cad6", "tickColor": "#c5cad6", "labelColor": "#2b3042"}
     | {"titleColor": "#2b3042", "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 12}
-    | {"labelLimit": 0, "labelSeparation": 6, "tickCount": 7},
+    | {"labelLimit": 0, "labelSeparation": 6},
     "legend": {"labelLimit": 0, "symbolType": "stroke", "symbolStrokeWidth": 3, "symbolOpacity": 1},
     "lineBreak": "\n",
 }

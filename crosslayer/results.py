@@ -1,16 +1,20 @@
 """Any result, out of the folder that it was saved in."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 
 from crosslayer import verbs
+from crosslayer.output.record import read_record
 from crosslayer.output.result import Result, load_as
 
+SCHEMA = re.compile(r"crosslayer/([a-z]+)(?:-[a-z]+)?/\d+")  # the verb that wrote the record, perhaps what of it, and a version
 
-def result_types() -> list[type[Result]]:
-    """Return the types of results: those that files named result.py of the verbs define."""
+
+def result_types(verb: str) -> list[type[Result]]:
+    """Return the types of results of a verb: those that its files named *result.py define; none of an unknown verb."""
     types = []
-    for path in sorted(Path(verbs.__file__).parent.glob("*/*result.py")):
+    for path in sorted(Path(verbs.__file__).parent.glob(f"{verb}/*result.py")):
         module = import_module(f"{verbs.__name__}.{path.parent.name}.{path.stem}")
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, Result) and value.__module__ == module.__name__:
@@ -30,4 +34,9 @@ def load_result(folder: str | Path) -> Result:
         ValueError: there is no record, it is damaged, or this release reads another version of it.
 
     """
-    return load_as(result_types(), Path(folder))
+    schema = str(read_record(Path(folder)).get("schema"))
+    match = SCHEMA.fullmatch(schema)
+    types = result_types(match[1]) if match is not None else []
+    if not types:
+        raise ValueError(f"record.json is {schema[:60]!r}; this release does not read it")
+    return load_as(types, Path(folder))

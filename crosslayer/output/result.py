@@ -76,7 +76,9 @@ class Result(Shown, BaseModel):
 
     def page(self) -> str:
         """Return the page as a self-contained HTML document."""
-        layout = self.layout()
+        return self._html(self.layout())
+
+    def _html(self, layout: Page) -> str:
         return replace(layout, tables=[*layout.tables, self.made_with()]).html()
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
@@ -118,7 +120,8 @@ class Result(Shown, BaseModel):
             return set()
 
     def _write(self, folder: Path) -> None:
-        save_page(folder, self.page(), self.record(), self.layout().panels)
+        layout = self.layout()
+        save_page(folder, self._html(layout), self.record(), layout.panels)
 
     def _repr_html_(self) -> str:
         """Show the page in a notebook, in a frame of its own, so that neither's style reaches the other."""

@@ -26,8 +26,7 @@ from crosslayer.output.progress import Silent
 from crosslayer.verbs.bench.run import bench
 from crosslayer.verbs.retrofit.cache import allocated
 from crosslayer.verbs.retrofit.choose import choose
-from crosslayer.verbs.retrofit.damage import damage
-from crosslayer.verbs.retrofit.losses import logits_of, losses
+from crosslayer.verbs.retrofit.damage import damage, logits_of, losses
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from crosslayer.verbs.retrofit.rewire import rewire
 

@@ -30,9 +30,8 @@ from crosslayer.corpus.domains import FITTED, embedded_domains, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
 from crosslayer.verbs.retrofit.calibrate import calibrate
-from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.damage import damage, difference
-from crosslayer.verbs.retrofit.losses import Losses, compare
+from crosslayer.verbs.retrofit.damage import Losses, compare, damage, difference
+from crosslayer.verbs.retrofit.rewire import convert
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
 FOURS = "18-21,22-25,26-29"

@@ -26,13 +26,13 @@ from crosslayer.verbs.export.run import export as export
 from crosslayer.verbs.generate.run import generate as generate
 from crosslayer.verbs.heal.result import Recovery as Recovery
 from crosslayer.verbs.heal.run import heal as heal
-from crosslayer.verbs.intervene.apply import intervening as intervening
 from crosslayer.verbs.intervene.kinds import Ablate as Ablate
 from crosslayer.verbs.intervene.kinds import Forbid as Forbid
 from crosslayer.verbs.intervene.kinds import PositionSwap as PositionSwap
 from crosslayer.verbs.intervene.kinds import ScaleValues as ScaleValues
 from crosslayer.verbs.intervene.kinds import TokenSwap as TokenSwap
 from crosslayer.verbs.intervene.kinds import Waiver as Waiver
+from crosslayer.verbs.intervene.kinds import intervening as intervening
 from crosslayer.verbs.intervene.kinds import waiver as waiver
 from crosslayer.verbs.intervene.result import Effect as Effect
 from crosslayer.verbs.intervene.run import intervene as intervene

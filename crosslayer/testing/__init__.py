@@ -43,7 +43,7 @@ from crosslayer.testing.tiny import (
     tokens,
     tolerance,
 )
-from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.rewire import convert
 
 Check = Callable[[CrossLayerConfig], None]
 

@@ -28,12 +28,7 @@ class CrossLayerCosines:
         self.states: dict[str, tuple[Tensor, Tensor]] = {}
 
     def see(self, call: AttentionCall) -> None:
-        """Measure a layer against the previous and the first; layers of other shapes are left out.
-
-        Raises:
-            ValueError: scores are capped, biased or have sinks, which attention over two layers is not defined for.
-
-        """
+        """Measure a layer against the previous and the first; layers of other shapes are left out."""
         if call.softcap is not None or call.sinks is not None or call.position_bias is not None:
             raise ValueError(
                 f"layer {call.layer}: cross-layer attention is compared only for plain softmax scores, not with "

@@ -13,7 +13,7 @@ from crosslayer.models.load import ready_model
 from crosslayer.output.progress import Meter
 from crosslayer.probe.intercept import layer_stack
 from crosslayer.probe.tokens import check_ids, check_length
-from crosslayer.verbs.diagnose.record import TextSettings
+from crosslayer.verbs.diagnose.result import TextSettings
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,7 @@ def read_inputs(
     device: str | torch.device | None,
     meter: Meter,
 ) -> Inputs:
-    """Return a model with what it is to read: the text is looked at before the model is loaded, and cut after it.
-
-    Raises:
-        ValueError: the text or the model cannot be read, the ids are not the model's or more than its positions, or an
-            adapter hides tokens from the layers.
-
-    """
+    """Return a model with what it is to read: the text is looked at before the model is loaded, and cut after it."""
     opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=meter)
     loaded, tokenizer, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=meter)
     cut = not isinstance(opened, Tensor)

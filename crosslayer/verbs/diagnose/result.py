@@ -1,13 +1,205 @@
-"""The result of a diagnosis: its record with the arrays, and its page."""
+"""The result of a diagnosis: what `record.json` holds, with the arrays."""
 
 from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from crosslayer.output.record import PositionBins
+from crosslayer.output.record import Frozen, Measure, ModelFacts, PositionBins
 from crosslayer.output.result import Result
-from crosslayer.verbs.diagnose import record as parts
+
+PAIRS = ("map_similarity", "map_similarity_without_first", "map_similarity_per_head")  # measures of two layers
+
+
+class ProbedModel(ModelFacts):
+    """A model that was looked into."""
+
+    type: str
+    hidden_size: int = Field(ge=1)
+
+
+class DiagnosedModel(ProbedModel):
+    """Its layers as well; `masks` has words for each, None where it has no attention."""
+
+    attention_layers: int
+    heads: int
+    kv_heads: int
+    attention: str | None
+    masks: list[str | None]
+    streams: int = Field(default=1, description="residual streams")
+    over_depth: bool = Field(default=False, description="whether layers read by attention over depth")
+
+
+class TextSettings(Frozen):
+    """The text of a measurement, and how it was cut. For token ids `text` and `bos` are None, `documents` is empty."""
+
+    text: str | None = Field(description="as a result calls it")
+    documents: list[int] = Field(description="number of each sequence's document, -1: joined from several")
+    sequences: int = Field(ge=1)
+    length: int = Field(ge=2)
+    seed: int | None
+    bos: str | None
+
+
+class Settings(TextSettings):
+    """What was measured; `seed` is None for token ids."""
+
+    cross_layer: bool
+
+
+class Measures(Frozen):
+    """Every measure by layer, None where a layer has no such sublayer; docs/MEASURES.md has equations and sources."""
+
+    first_token_share: Measure = Field(description="the first token's share of all attention, (L,), 0 to 1")
+    entropy: Measure = Field(description="of token importance, (L,), nats; ln T for an even spread over T tokens")
+    top_importance: Measure = Field(description="ten largest shares of attention, largest first, (L, 10), at most T")
+    sink_rate: Measure = Field(description="share of heads that give token 0 more than 0.3 of attention, (L,), 0 to 1")
+    value_norm_ratio: Measure = Field(description="norm of token 0's values over the median of the others, (L,)")
+    hidden_norm_ratio: Measure = Field(description="the same of hidden states that enter a layer, (L,)")
+    mlp_l1_l2: Measure = Field(description="L1 over L2 norm of what the MLP adds to token 0, (L,), 1 to √C")
+    mlp_l1_l2_others: Measure = Field(description="the same, median of the other tokens, (L,)")
+    token_similarity: Measure = Field(description="mean cosine of different tokens' hidden states, (L,)")
+    value_spectrum: Measure = Field(description="eigenvalues of the values' second moment, falling, (L, H_kv·D)")
+    map_similarity: Measure = Field(description="cosine of the head-averaged maps of two layers, (L, L)")
+    map_similarity_without_first: Measure = Field(description="the same without the maps' first column, (L, L)")
+    map_similarity_per_head: Measure = Field(description="the same of equally numbered heads, mean over heads, (L, L)")
+    attention_io_similarity: Measure = Field(description="mean over tokens of cos(x, x + Attn(x)), (L,)")
+    layer_io_similarity: Measure = Field(description="mean over tokens of cos(x, layer(x)), (L,)")
+    stream_norm: Measure = Field(description="mean L2 norm of the hidden states that enter a layer, (L,)")
+
+
+class ByStream(Frozen):
+    """The stream measures of each of N residual streams, (L, N); those in `Measures` are of their mean.
+
+    `attention_io_similarity` is None where attention does not write the streams itself.
+    """
+
+    hidden_norm_ratio: Measure
+    token_similarity: Measure
+    layer_io_similarity: Measure
+    stream_norm: Measure
+    attention_io_similarity: Measure | None = None
+
+
+class CrossLayer(Frozen):
+    """How well short forms stand for attention over two layers, cosines (L,); None where there is no other layer."""
+
+    current_previous: Measure
+    current_first: Measure
+    identity_previous: Measure
+    identity_first: Measure
+
+
+class DepthWeights(Frozen):
+    """What sublayers read over depth: mean weights (readers, sources), None where a source comes after its reader.
+
+    The first source is the embedding, the last reader the output.
+    """
+
+    readers: list[str]
+    weights: Measure
+
+
+class TopToken(Frozen):
+    """A token that holds much of a layer's attention: its text, its share, and where it stood.
+
+    `first` marks the first position, which is kept apart from other occurrences of the same token.
+    """
+
+    token: str
+    first: bool
+    share: float
+    positions: list[int]
+
+
+class PositionTable(Frozen):
+    """A learned position table: its name, the L2 norm of each row, and the rows whose norm stands out."""
+
+    name: str
+    norms: list[float]
+    median: float
+    outliers: list[int]
+
+
+class Sink(Frozen):
+    """Where attention goes to the first token, and what becomes of that token's states."""
+
+    layers: list[int] = Field(
+        description="that give it more than SINK_SHARE of their attention, and twice an even share"
+    )
+    begins: int | None = Field(description="the first of them")
+    strongest: int
+    strongest_share: float
+    over_even: float = Field(description="the strongest layer's share over what even attention would give")
+    peaks: list[int] = Field(description="layers that its hidden state enters with a huge norm")
+    drains: list[int] = Field(description="layers where its value states are small")
+
+
+class RankedLayer(Frozen):
+    """A layer and how little it changes: the cosine of what enters and what leaves."""
+
+    layer: int
+    similarity: float
+
+
+class Redundancy(Frozen):
+    """Layers by how little they change, the least first: their attention alone, and the whole layer."""
+
+    attention: list[RankedLayer]
+    layers: list[RankedLayer]
+
+
+class Neighbours(Frozen):
+    """Mean similarity of the maps of consecutive layers in the top half; None without such a pair."""
+
+    map_similarity: float | None
+    map_similarity_without_first: float | None
+
+
+class KeptShare(Frozen):
+    """The share of the cached elements that would stay with a method, by its name and its class."""
+
+    method: str
+    title: str
+    share: float
+
+
+class Superblocks(Frozen):
+    """Groups of layers that may share, the followers among them, and what would stay of the cache, by method."""
+
+    groups: list[list[int]]
+    followers: int
+    kept: list[KeptShare]
+
+
+class AttentionRemoved(Frozen):
+    """Layers whose attention changes least, and what would stay of the cache without it."""
+
+    layers: list[int]
+    share: float
+
+
+class CacheCandidates(Frozen):
+    """What could be saved of the KV cache of `length` tokens, which has `elements` numbers.
+
+    `by_depth` are the superblocks of arXiv 2502.00439, `by_similarity` those of the measure `resting_on`.
+    """
+
+    length: int
+    elements: int
+    by_depth: Superblocks
+    by_similarity: Superblocks
+    resting_on: str
+    attention_removed: AttentionRemoved
+
+
+class Verdict(Frozen):
+    """What the measures say, in numbers; `cache` is None for a model that keeps none."""
+
+    sink: Sink
+    redundancy: Redundancy
+    neighbours: Neighbours
+    cache: CacheCandidates | None
 
 
 class Diagnosis(Result):
@@ -19,16 +211,16 @@ class Diagnosis(Result):
     """
 
     schema_: Literal["crosslayer/diagnosis/3"] = Field(default="crosslayer/diagnosis/3", alias="schema")
-    model: parts.DiagnosedModel
-    settings: parts.Settings
-    measures: parts.Measures
-    by_stream: parts.ByStream | None = None
-    cross_layer: parts.CrossLayer | None
-    depth_weights: parts.DepthWeights | None = None
+    model: DiagnosedModel
+    settings: Settings
+    measures: Measures
+    by_stream: ByStream | None = None
+    cross_layer: CrossLayer | None
+    depth_weights: DepthWeights | None = None
     importance_by_position: PositionBins
-    top_tokens: list[list[parts.TopToken]]
-    position_table: parts.PositionTable | None
-    verdict: parts.Verdict
+    top_tokens: list[list[TopToken]]
+    position_table: PositionTable | None
+    verdict: Verdict
     words: list[str] = Field(description="the verdict in sentences")
     seconds: float
 
@@ -41,9 +233,7 @@ class Diagnosis(Result):
                 if measure is None:
                     continue
                 shape, interval = measure.array.shape, measure.interval
-                own = (
-                    (self.model.streams,) if part is self.by_stream else (layers,) if name in parts.PAIRS else shape[1:]
-                )
+                own = (self.model.streams,) if part is self.by_stream else (layers,) if name in PAIRS else shape[1:]
                 if shape != (layers, *own):
                     of = f"{layers} layers" + (f" and {own[0]} streams" if part is self.by_stream else "")
                     raise ValueError(f"{name} has the shape {shape}, and the model has {of}")
@@ -53,12 +243,12 @@ class Diagnosis(Result):
 
     def __getattr__(self, name: str) -> np.ndarray:
         """Return the means of a measure over sequences; fields of `Measures` say its shape and unit."""
-        if name in parts.Measures.model_fields:
+        if name in Measures.model_fields:
             return getattr(self.measures, name).array
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *parts.Measures.model_fields]
+        return [*super().__dir__(), *Measures.model_fields]
 
     def sentences(self) -> list[str]:
         """Return the verdict in sentences."""

@@ -16,13 +16,19 @@ from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Measure
 from crosslayer.output.summary import by_position, measure
 from crosslayer.probe.intercept import evaluating
-from crosslayer.verbs.diagnose import record as parts
 from crosslayer.verbs.diagnose.inputs import Inputs, read_inputs
-from crosslayer.verbs.diagnose.result import Diagnosis
+from crosslayer.verbs.diagnose.result import (
+    ByStream,
+    CrossLayer,
+    DepthWeights,
+    DiagnosedModel,
+    Diagnosis,
+    Measures,
+    Settings,
+)
 from crosslayer.verbs.diagnose.sequence import SequenceMeasures, measure_sequence
 from crosslayer.verbs.diagnose.tokens import position_table, top_tokens
-from crosslayer.verbs.diagnose.verdict import verdict
-from crosslayer.verbs.diagnose.words import notes, words
+from crosslayer.verbs.diagnose.verdict import notes, verdict, words
 
 
 @torch.no_grad()
@@ -76,7 +82,7 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
     """Put the measures of all sequences, and what they say, into the result."""
     shapes, readers = measured[0].shapes, measured[0].depth.readers
     shares = np.stack([sequence.shares for sequence in measured])  # (N, L, T)
-    measures = parts.Measures(**_averages([sequence.measures for sequence in measured]))
+    measures = Measures(**_averages([sequence.measures for sequence in measured]))
     cosines = _averages([sequence.cross_layer for sequence in measured])
     single = _averages([sequence.by_stream for sequence in measured])
     depth = np.stack([sequence.depth.table() for sequence in measured])  # (N, readers, sources)
@@ -84,11 +90,11 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
     facts = _facts(inputs, measured[0])
     return Diagnosis(
         model=facts,
-        settings=parts.Settings(**dict(inputs.settings), cross_layer=cross_layer),
+        settings=Settings(**dict(inputs.settings), cross_layer=cross_layer),
         measures=measures,
-        by_stream=parts.ByStream(**single) if single else None,
-        cross_layer=parts.CrossLayer(**cosines) if cosines else None,
-        depth_weights=parts.DepthWeights(readers=readers, weights=measure(depth)) if readers else None,
+        by_stream=ByStream(**single) if single else None,
+        cross_layer=CrossLayer(**cosines) if cosines else None,
+        depth_weights=DepthWeights(readers=readers, weights=measure(depth)) if readers else None,
         importance_by_position=by_position(shares),
         top_tokens=top_tokens(shares, inputs.ids.cpu().numpy(), inputs.tokenizer),
         position_table=position_table(inputs.model),
@@ -103,10 +109,10 @@ def _averages(by_sequence: Sequence[dict[str, np.ndarray]]) -> dict[str, Measure
     return {name: measure(np.stack([measures[name] for measures in by_sequence])) for name in names}
 
 
-def _facts(inputs: Inputs, measured: SequenceMeasures) -> parts.DiagnosedModel:
+def _facts(inputs: Inputs, measured: SequenceMeasures) -> DiagnosedModel:
     known = [shape for shape in measured.shapes if shape is not None]
     single = measured.by_stream.get("stream_norm")
-    return parts.DiagnosedModel(
+    return DiagnosedModel(
         **inputs.facts(),
         attention_layers=len(known),
         heads=known[0].heads,

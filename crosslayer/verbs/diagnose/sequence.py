@@ -22,7 +22,7 @@ from crosslayer.probe.maps import map_sums
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.stream import LayerStream, mean_stream, streams
 from crosslayer.verbs.diagnose.cross_layer import CrossLayerCosines
-from crosslayer.verbs.diagnose.record import ByStream
+from crosslayer.verbs.diagnose.result import ByStream
 
 SINK_THRESHOLD = 0.3  # of a head's mean attention to token 0, for the sink rate
 BY_STREAM = tuple(ByStream.model_fields)  # measured of the mean of the residual streams, and of each of several
@@ -56,13 +56,7 @@ class SequenceMeasures:
 
 
 def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = False) -> SequenceMeasures:
-    """Run the model over token ids (T,) and measure every layer.
-
-    Raises:
-        ValueError: the model cannot be probed, a layer attends twice, hidden states are not finite, or `cross_layer` is
-            asked of scores that are capped, biased or have sinks.
-
-    """
+    """Run the model over token ids (T,) and measure every layer."""
     seen = _Seen(CrossLayerCosines() if cross_layer else None)
     ids = ids[None].to(next(model.parameters()).device)  # (1, T)
     with visited(model, seen.attention), streams(model, seen.stream), depth_reads(model) as depth:

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.probe.measures import working
 from crosslayer.probe.tokens import position_embedding
-from crosslayer.verbs.diagnose.record import PositionTable, TopToken
+from crosslayer.verbs.diagnose.result import PositionTable, TopToken
 
 PER_SEQUENCE, SHOWN = 10, 5
 STANDS_OUT = 1.5  # times the median, from which a row of a position table is an outlier

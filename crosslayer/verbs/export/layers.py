@@ -14,7 +14,7 @@ from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.method import mixes
 from crosslayer.core.plan import STATES
 from crosslayer.output.words import ranges
-from crosslayer.verbs.retrofit.title import title
+from crosslayer.verbs.retrofit.words import title
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 

@@ -22,7 +22,7 @@ from crosslayer.output.folder import write_whole
 from crosslayer.output.progress import Meter
 from crosslayer.output.record import Frozen
 from crosslayer.verbs.needles.lookup import Lookup, look_up
-from crosslayer.verbs.retrofit.losses import Losses, logits_of, losses
+from crosslayer.verbs.retrofit.damage import Losses, logits_of, losses
 from crosslayer.verbs.train.mixture import IGNORED
 
 SHARE = 2  # of the free memory, models that are measured together take at most a half

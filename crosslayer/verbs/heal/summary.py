@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.verbs.heal.record import Place, Standing
-from crosslayer.verbs.retrofit.damage import damage
-from crosslayer.verbs.retrofit.losses import Losses
+from crosslayer.verbs.retrofit.damage import Losses, damage
 
 ALL = "all windows"
 

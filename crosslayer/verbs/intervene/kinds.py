@@ -1,5 +1,7 @@
 """The kinds of interventions: each is plain data that knows how to change a running model, and how to undo that.
 
+    with intervening(model, waiver(255), PositionSwap(0, 100)): …
+
     waiver: row k of the mask holds only k, −∞ elsewhere before the softmax (Eq. 11)
 
 Token k is then not mixed with others and may become a sink. Masks are edited inside the attention calls, layer by
@@ -10,8 +12,8 @@ Shapes: B batch, H heads, T new tokens, S keys, C hidden.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any, Literal
 
 import torch
@@ -20,6 +22,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from crosslayer.environment import check_flex
 from crosslayer.probe.intercept import AttentionCall, attention_layers, intercepted, layer_stack
 from crosslayer.probe.tokens import position_embedding, position_limit
 from crosslayer.verbs.intervene.running import Running, added_mask, as_taken
@@ -265,12 +268,7 @@ Entry = Annotated[Kind, Field(discriminator="kind")]  # as records and files hol
 
 
 def load_intervention(entry: Mapping[str, Any]) -> Kind:
-    """Build an intervention from plain data such as {"kind": "waiver", "positions": [255]}; `to_entry` undoes it.
-
-    Raises:
-        ValueError: the kind, an option or a value is not known.
-
-    """
+    """Build an intervention from plain data such as {"kind": "waiver", "positions": [255]}; `to_entry` undoes it."""
     kinds = {cls.__dataclass_fields__["kind"].default: cls for cls in Kind.__args__}
     kind = entry.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
@@ -319,3 +317,37 @@ def check_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
     for layer in layers:
         if not 0 <= layer < count:
             raise ValueError(f"layer {layer} does not exist; layers go from 0 to {count - 1}")
+
+
+@contextmanager
+def intervening(model: PreTrainedModel, *interventions: Kind) -> Iterator[None]:
+    """Run `model` with all `interventions`, the first outermost; it is bit-equal again on exit, whatever happened.
+
+    Args:
+        model: any causal or bidirectional Hugging Face model whose attention goes through the attention interface.
+        interventions: what to change; positions count tokens from 0, without padding on the left.
+
+    Raises:
+        ValueError: the model would ignore an edited mask (FlashAttention), a layer, position or table does not exist,
+            or, on a clean exit, a position was outside of every sequence that was run.
+
+    """
+    attention = model.config.get_text_config()._attn_implementation or "eager"
+    if "flash" in attention:
+        raise ValueError(f"{attention} takes no edited mask; load the model with sdpa, eager or flex attention")
+    check_flex(attention, model.device)
+    running = Running()
+    with ExitStack() as stack:
+        layers = layer_stack(model)
+        for module in model.modules():  # OPT's head skips the body and calls its decoder
+            if isinstance(module, PreTrainedModel) and layers in module.modules():
+                stack.callback(module.register_forward_pre_hook(running.begin, with_kwargs=True).remove)
+        for intervention in interventions:
+            intervention.enter(model, running, stack)
+        yield
+    for intervention in interventions:
+        for position in positions_of(intervention):
+            if running.passes and (id(intervention), position) not in running.reached:
+                raise ValueError(
+                    f"{intervention.kind} did nothing: position {position} was outside of every sequence that was run"
+                )

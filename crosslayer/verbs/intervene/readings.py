@@ -27,9 +27,8 @@ from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, vis
 from crosslayer.probe.maps import is_causal, map_sums, rows_that_see
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.verbs.diagnose.sequence import ByLayer, spread
-from crosslayer.verbs.intervene.apply import intervening
-from crosslayer.verbs.intervene.kinds import Kind
-from crosslayer.verbs.intervene.record import Change, LayerMeasure, LossChange, Place, Reading, Role, Scalar
+from crosslayer.verbs.intervene.kinds import Kind, intervening
+from crosslayer.verbs.intervene.result import Change, LayerMeasure, LossChange, Place, Reading, Role, Scalar
 
 
 @dataclass(frozen=True)
@@ -170,12 +169,7 @@ def change(before: np.ndarray, after: np.ndarray) -> Change:
 
 
 def loss_change(before: np.ndarray | None, after: np.ndarray | None, index: int) -> LossChange | None:
-    """Summarise the losses behind a position, of (N, P) each, and their paired difference.
-
-    Raises:
-        ValueError: a loss is not finite.
-
-    """
+    """Summarise the losses behind a position, of (N, P) each, and their paired difference."""
     if before is None or after is None or np.isnan(before[:, index]).all():
         return None
     start, end = before[:, index], after[:, index]

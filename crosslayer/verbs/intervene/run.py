@@ -20,11 +20,17 @@ from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.summary import by_position
 from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.diagnose.inputs import Inputs, read_inputs
-from crosslayer.verbs.intervene.apply import intervening
-from crosslayer.verbs.intervene.kinds import Kind, layers_of, positions_of
+from crosslayer.verbs.intervene.kinds import Kind, intervening, layers_of, positions_of
 from crosslayer.verbs.intervene.readings import Passes, place_of
-from crosslayer.verbs.intervene.record import AttentionByPosition, Control, IntervenedModel, Role, Settings, Trial
-from crosslayer.verbs.intervene.result import Effect
+from crosslayer.verbs.intervene.result import (
+    AttentionByPosition,
+    Control,
+    Effect,
+    IntervenedModel,
+    Role,
+    Settings,
+    Trial,
+)
 from crosslayer.verbs.intervene.trials import Request, scanned, shifted
 
 

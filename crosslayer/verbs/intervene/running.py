@@ -56,12 +56,7 @@ class Running:
         return self._places(intervention, position, batch, self.gone(call), self.cached + new)
 
     def gone(self, call: AttentionCall) -> int:
-        """Return how many of the oldest keys a sliding cache no longer holds.
-
-        Raises:
-            ValueError: there are more keys than tokens: those of another layer too, or compressed entries.
-
-        """
+        """Return how many of the oldest keys a sliding cache no longer holds."""
         tokens, keys = self.cached + call.query.shape[2], call.key.shape[2]
         if keys > tokens and not self.has_room:
             raise ValueError(

@@ -31,13 +31,7 @@ Kinds = tuple[Kind, ...]
 
 
 class Request(Options):
-    """The options of `crosslayer.intervene`; see there. They are checked as a whole before a model is loaded.
-
-    Raises:
-        ValueError: an option is wrong; there is no intervention; a position is behind the last token; there are more
-            probes than sequences.
-
-    """
+    """The options of `crosslayer.intervene`; see there. They are checked as a whole before a model is loaded."""
 
     interventions: Kinds
     scan: str | tuple[tuple[int, ...], ...] = "auto"
@@ -106,12 +100,7 @@ def _groups(scan: str, depth: int) -> list[list[int]]:
 
 
 def scanned(model: PreTrainedModel, request: Request) -> dict[tuple[int, ...], Kinds]:
-    """Return the interventions in each group of layers, without the groups in which nothing acts or everything does.
-
-    Raises:
-        ValueError: a layer does not exist, or there are groups and no intervention acts by layer.
-
-    """
+    """Return the interventions in each group of layers, without the groups in which nothing acts or everything does."""
     depth, scan = len(layer_stack(model)), request.scan
     groups = _groups(scan, depth) if isinstance(scan, str) else scan
     own = {layer for intervention in request.interventions for layer in layers_of(model, intervention)}

@@ -54,9 +54,6 @@ def calibrate(
         groups: v, the groups of sequences that have a mean of their own, for "mean".
         progress: called after each layer with (done, all).
 
-    Raises:
-        ValueError: there is nothing to fit, or too little text; the message says how many tokens are needed.
-
     """
     domains = [text] if isinstance(text, Tensor) else list(text.values())
     _check(model, domains, fit, groups)

@@ -64,12 +64,7 @@ def folds(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> None:
-    """Refuse too little text for what has `width` inputs: so many sequences of each domain, of `length` tokens.
-
-    Raises:
-        ValueError: the message says how many tokens are needed, and how many of them are held out.
-
-    """
+    """Refuse too little text for what has `width` inputs: so many sequences of each domain, of `length` tokens."""
     if fit not in (*LEAST_SQUARES, *CHOSEN) or is_enough(width, sizes, length, fit):
         return
     domains = len(sizes)

@@ -15,19 +15,14 @@ from crosslayer.core.methods import Entry, load_method, method_class, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.output.record import Options, Seed
 from crosslayer.verbs.retrofit.moments import ALONE, FITS, REFITS
-from crosslayer.verbs.retrofit.wires import searched_methods
+from crosslayer.verbs.retrofit.search import searched_methods
 
 SELECTS = ("similarity", "greedy", "correlation", "distance")
 Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 
 
 class RetrofitOptions(Options):
-    """The options of `crosslayer retrofit`, checked against one another as far as that needs no method.
-
-    Raises:
-        ValueError: an option is out of range, or two contradict each other.
-
-    """
+    """The options of `crosslayer retrofit`, checked against one another as far as that needs no method."""
 
     method: str | dict[str, Any] | None = None
     layers: str = "top-half"
@@ -88,9 +83,6 @@ class Request:
         fit: how W_c is fitted: as asked, or by default wherever there can be a W_c.
         fits: whether anything is fitted to calibration text.
         adds: whether a W_c is added wherever a method may have one.
-
-    Raises:
-        ValueError: the method is not known, its options are wrong, or an option would do nothing.
 
     """
 

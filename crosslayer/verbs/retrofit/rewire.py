@@ -1,20 +1,172 @@
-"""Rewire a pretrained model by methods and make up for what it loses: the step inside a retrofit that changes it."""
+"""Rewire a pretrained model by methods, and make up for what it loses: the step inside a retrofit that changes it.
 
-from collections.abc import Callable, Sequence
+Weights are kept, dropped, merged or new, and each is listed. What stays is the very tensor of the source; a copy is the
+caller's business.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.decoder.family import rotary
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.core.method import Compensation, Method, mixes
-from crosslayer.core.methods import Entry, load_methods, merge_plans
+from crosslayer.core.decoder.weights import to_config
+from crosslayer.core.method import Compensation, Method, Mixing, Wiring, mixes
+from crosslayer.core.methods import Entry, load_methods, merge_plans, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, changed_alone, why_no_refit
-from crosslayer.verbs.retrofit.convert import Conversion, convert, plain_decoder
 from crosslayer.verbs.retrofit.moments import ALONE, FITS, REFITS, Fit
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The rewired model, and what became of the source's weights.
+
+    Attributes:
+        model: the rewired model.
+        dropped: names of the source's weights that are gone.
+        merged: names of the weights that were merged from several layers'.
+        new: names of the weights that the source does not have.
+
+    """
+
+    model: PreTrainedModel
+    dropped: list[str]
+    merged: list[str]
+    new: list[str]
+
+
+@torch.no_grad()
+def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first") -> Conversion:
+    """Rewire a model of a family that converts (decoder/families).
+
+    Where whole layers go and nothing else changes, the model is of the source's own class.
+
+    Args:
+        source: the pretrained model, which is left as it is.
+        methods: the wiring.
+        merge: what becomes of pretrained weights that a group shares, a rule of a method's `merges`.
+
+    """
+    extremes = {name: weight.aminmax() for name, weight in source.named_parameters() if weight.numel()}
+    broken = [name for name, ends in extremes.items() if not all(end.isfinite() for end in ends)]
+    if broken:  # extremes tell in a tenth of the time
+        raise ValueError(f"{len(broken)} weights hold NaN or infinity, the first is {broken[0]}; they must be finite")
+    config = to_config(source.config, [to_entry(method) for method in methods])
+    gone = _layers_gone(config.wiring)
+    if gone and merge == "first":
+        return _without_layers(source, gone)
+    weights = dict(source.state_dict())
+    merged = _inherit(weights, config, merge)
+    model = _rewired(source, config, weights)
+    names = set(model.state_dict())
+    kept = [name for name in merged if name in names]
+    return Conversion(model, dropped=sorted(set(weights) - names), merged=kept, new=sorted(names - set(weights)))
+
+
+def plain_decoder(source: PreTrainedModel) -> CrossLayerForCausalLM:
+    """Return a pretrained model as a decoder of ours without methods, of the very same tensors."""
+    model = convert(source, []).model
+    assert isinstance(model, CrossLayerForCausalLM)
+    return model
+
+
+def _inherit(weights: dict[str, Tensor], config: CrossLayerConfig, merge: str) -> list[str]:
+    """Let every method that knows the rule change the weights; return the names of those that changed."""
+    knowing = [method for method in config.wiring.methods if merge in method.merges]
+    if merge != "first" and not knowing:
+        rules = sorted({rule for method in config.wiring.methods for rule in method.merges})
+        raise ValueError(f"merge {merge!r} is not known to these methods; use {' or '.join(rules) or 'first'}")
+    merged = [name for method in knowing for name in method.inherit(weights, config, config.wiring, merge)]
+    if merge != "first" and not merged:
+        raise ValueError(f"merge {merge!r} merges what groups of layers share, and there are none; use first")
+    return merged
+
+
+def _rewired(source: PreTrainedModel, config: CrossLayerConfig, weights: dict[str, Tensor]) -> CrossLayerForCausalLM:
+    """Return our model with these weights; modules of methods begin with their first values."""
+    config._experts_implementation = source.config._experts_implementation
+    model: Any = _empty(CrossLayerForCausalLM, config, source)
+    tables = rotary(config)  # which no checkpoint holds
+    model.model.rotary_emb = None if tables is None else tables.to(source.device)
+    names = set(model.state_dict())
+    model.load_state_dict({name: weights[name] for name in names if name in weights}, strict=False, assign=True)
+    model.tie_weights()
+    for module in _of_methods(model):
+        inherited = {name: weight for name, weight in module.state_dict().items() if not weight.is_meta}
+        module.to_empty(device=source.device).to(source.dtype)
+        module.apply(model._init_weights)
+        module.load_state_dict(inherited, strict=False, assign=True)
+    lost = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if lost:
+        raise ValueError(f"{type(source).__name__} has no weight {lost[0]}; unload adapters before a retrofit")
+    model.generation_config = copy.deepcopy(source.generation_config)
+    return model.eval()
+
+
+def _empty(kind: type[PreTrainedModel], config: Any, source: PreTrainedModel) -> PreTrainedModel:
+    """Build a model without memory."""
+    attention = source.config._attn_implementation
+    with torch.device("meta"):
+        return kind._from_config(config, dtype=source.dtype, attn_implementation=attention)
+
+
+def _of_methods(module: nn.Module) -> Iterator[Mixing]:
+    """Yield the modules that methods brought along, without those inside of them."""
+    for child in module.children():
+        if isinstance(child, Mixing):
+            yield child
+        else:
+            yield from _of_methods(child)
+
+
+def _layers_gone(wiring: Wiring) -> list[int]:
+    """Return the layers without attention, MLP and W_c, if that is all that a wiring changes; otherwise nothing."""
+    plan = wiring.plan
+    gone = [
+        layer
+        for layer in range(plan.layers)
+        if not plan.attends(layer) and plan.mlps[layer] is None and wiring.compensation[layer] is None
+    ]
+    sources = tuple(None if layer in gone else layer for layer in range(plan.layers))
+    nothing_else = plan == DepthPlan(sources, sources, sources, sources)
+    return gone if nothing_else and not any(mixes(method) for method in wiring.methods) else []
+
+
+def _without_layers(source: PreTrainedModel, gone: list[int]) -> Conversion:
+    """Return a model of the source's own class without some layers; what stays is the very tensor of the source."""
+    kept = [layer for layer in range(source.config.num_hidden_layers) if layer not in gone]
+    config = copy.deepcopy(source.config)
+    config.num_hidden_layers = len(kept)
+    if "layer_types" in config.to_dict() and config.layer_types is not None:
+        config.layer_types = [config.layer_types[layer] for layer in kept]
+    model: Any = _empty(type(source), config, source)
+    if source.model.rotary_emb is not None:  # positions that are learned are weights
+        model.model.rotary_emb = type(source.model.rotary_emb)(config=config).to(source.device)
+    for name, table in source.model.embed_tokens.named_buffers():  # Gemma's scale, which no checkpoint holds
+        setattr(model.model.embed_tokens, name, table)
+    place = {str(old): str(new) for new, old in enumerate(kept)}
+    weights, dropped = {}, []
+    for name, weight in source.state_dict().items():
+        parts = name.split(".")  # of a layer: model.layers.N.…
+        if parts[:2] != ["model", "layers"]:
+            weights[name] = weight
+        elif parts[2] in place:
+            weights[".".join([*parts[:2], place[parts[2]], *parts[3:]])] = weight
+        else:
+            dropped.append(name)
+    model.load_state_dict(weights, strict=True, assign=True)
+    model.tie_weights()
+    model.generation_config = copy.deepcopy(source.generation_config)
+    return Conversion(model.eval(), dropped=sorted(dropped), merged=[], new=[])
+
 
 OUTPUT = "model.layers.{}.self_attn.o_proj.weight"  # W_o of a layer, in all families that convert
 

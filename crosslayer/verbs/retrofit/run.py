@@ -19,8 +19,7 @@ from crosslayer.verbs.needles.lookup import look_up
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
 from crosslayer.verbs.retrofit.calibrate import NORMED, inputs
 from crosslayer.verbs.retrofit.choose import choose
-from crosslayer.verbs.retrofit.damage import by_domain
-from crosslayer.verbs.retrofit.losses import logits_of, logits_without, losses
+from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_without, losses
 from crosslayer.verbs.retrofit.moments import REFITS, check_enough
 from crosslayer.verbs.retrofit.record import (
     Architecture,
@@ -36,7 +35,7 @@ from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_me
 from crosslayer.verbs.retrofit.result import Receipt
 from crosslayer.verbs.retrofit.rewire import Rewired, rewire
 from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
-from crosslayer.verbs.retrofit.title import title
+from crosslayer.verbs.retrofit.words import title
 
 
 def retrofit(
@@ -166,7 +165,9 @@ def _receipt(ready: Ready, request: Request, texts: Texts, progress: Meter) -> R
         )
     judging = time.perf_counter()
     damage = _judge(model, rewired, windows["evaluation"], texts.seen(request), options.seed, progress)
-    needles = _needles(model, rewired.model, tokenizer, options.seed, progress) if options.needles else None
+    needles, found = None, look_up(rewired.model, tokenizer, options.seed, progress) if options.needles else ()
+    if found:
+        needles = Needles(original=look_up(model, tokenizer, options.seed, progress), retrofit=found)
     done = time.perf_counter()
     receipt = Receipt(
         architecture=_architecture(ready, rewired.model),
@@ -204,17 +205,6 @@ def _judge(
     with progress("measuring the damage", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
     return by_domain(measured["after"], measured.get("without"), seen, seed)
-
-
-def _needles(
-    model: PreTrainedModel,
-    rewired: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    seed: int,
-    progress: Meter,
-) -> Needles | None:
-    retrofit = look_up(rewired, tokenizer, seed, progress)
-    return Needles(original=look_up(model, tokenizer, seed, progress), retrofit=retrofit) if retrofit else None
 
 
 def _architecture(ready: Ready, rewired: PreTrainedModel) -> Architecture:

@@ -43,10 +43,6 @@ class Texts:
         Token ids, a source or documents (a string is a document) are a domain; several sources are a domain each, by
         their short names; a mapping names its domains. Without text to judge on, all embedded domains judge. Without
         text to fit to, the domains that judge are fitted; without either, three of the embedded domains.
-
-        Raises:
-            ValueError: a source cannot be read, or two domains have the same name.
-
         """
         judges, fits = _by_name(judging, "text"), _by_name(fitted, "calibration text")
         for name in judges.keys() & fits.keys():
@@ -72,13 +68,7 @@ class Texts:
         return frozenset(self.read(request)) & frozenset(self.judging)
 
     def parts(self, request: Request) -> dict[str, dict[str, int]]:
-        """Return the windows that are needed, by purpose and domain.
-
-        Raises:
-            ValueError: there are too few windows for an interval in each domain, nothing is fitted although text came
-                for that, or token ids have another length.
-
-        """
+        """Return the windows that are needed, by purpose and domain."""
         options, least = request.options, FEWEST * len(self.judging)
         if options.windows < least:
             each = f" for each of the {len(self.judging)} domains" if len(self.judging) > 1 else ""
@@ -104,12 +94,7 @@ class Texts:
         return counts
 
     def windows(self, tokenizer: PreTrainedTokenizerBase | None, request: Request) -> dict[str, Windows]:
-        """Cut the windows of every purpose.
-
-        Raises:
-            ValueError: a domain has too little text; the message names it.
-
-        """
+        """Cut the windows of every purpose."""
         options = request.options
         cut = {"length": options.length, "seed": options.seed, "bos": options.bos}
         return split_domains(self.domains, tokenizer, parts=self.parts(request), **cut)

@@ -16,15 +16,13 @@ from crosslayer.probe.what_if import look
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups
 from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.calibrate import inputs
-from crosslayer.verbs.retrofit.convert import convert, plain_decoder
-from crosslayer.verbs.retrofit.damage import damage, difference
-from crosslayer.verbs.retrofit.losses import compare, logits_of, losses
+from crosslayer.verbs.retrofit.damage import compare, damage, difference, logits_of, losses
 from crosslayer.verbs.retrofit.moments import REFITS
 from crosslayer.verbs.retrofit.record import Choice, CurvePoint, FixedBlocks, SearchRecord
 from crosslayer.verbs.retrofit.repairs import Entering, Repairs
 from crosslayer.verbs.retrofit.request import Request
-from crosslayer.verbs.retrofit.search import PASSES, Search
-from crosslayer.verbs.retrofit.wires import Kind, Wires
+from crosslayer.verbs.retrofit.rewire import convert, plain_decoder
+from crosslayer.verbs.retrofit.search import PASSES, Kind, Search, Wires
 
 POINTS = 5  # of the curve, at most
 
@@ -37,10 +35,6 @@ def methods_by_damage(
 
     `windows` is text by purpose: "search", on which moves are measured, "trade-off", on which the curve is, and
     "calibration", to which repairs are fitted if the request fits anything.
-
-    Raises:
-        ValueError: the budget cannot be met; the message names the nearest.
-
     """
     options, shapes = request.options, look(model).shapes
     with progress("reading the layers of the original", 0):
@@ -156,15 +150,6 @@ def _measured(
     for name, (groups, share) in yardsticks.items():
         cost = damage(measured[name])
         gap, interval = difference(measured[str(len(picks) - 1)], measured[name])
-        fixed.append(
-            FixedBlocks(
-                method=name,
-                blocks=groups,
-                share=share,
-                kl=cost.kl,
-                kl_ci95=cost.kl_ci95,
-                search_minus_fixed=gap,
-                search_minus_fixed_ci95=interval,
-            )
-        )
+        found = {"kl": cost.kl, "kl_ci95": cost.kl_ci95, "search_minus_fixed": gap, "search_minus_fixed_ci95": interval}
+        fixed.append(FixedBlocks(method=name, blocks=groups, share=share, **found))
     return curve, fixed

@@ -1,21 +1,21 @@
 """Proof that a causal LM is right: its files are its manifest's, and every way to run it gives the same logits."""
 
 import inspect
+import json
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import DTYPES, EMBEDDED, load_model, public_name, resolve_device
 from crosslayer.output import manifest
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.verbs.verify.checks import CHECKS
-from crosslayer.verbs.verify.files import check_files, check_manifest
-from crosslayer.verbs.verify.judge import in_brief, judged, tolerance_of
-from crosslayer.verbs.verify.result import FAIL, Check, Verification
+from crosslayer.verbs.verify.checks import CHECKS, EXACT, WEAK, Measurement, in_brief, judged, tolerance_of
+from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check, Verification
 from crosslayer.verbs.verify.subject import random_ids, subject_of
 
 
@@ -131,3 +131,61 @@ def _check_kind(model: PreTrainedModel) -> None:
     forwards = (inspect.signature(part.forward).parameters for part in (model, model.base_model))
     if not any("past_key_values" in parameters for parameters in forwards):
         raise ValueError(f"verify needs a model with a key-value cache; {name} keeps states of another kind")
+
+
+RECORD = "record.json"
+SHOWN = 3  # files that are named
+
+
+def check_files(folder: Path | None) -> Check:
+    """Compare the files of a folder with its manifest; nothing is loaded."""
+    if folder is None:
+        return Check(name="manifest", dtype=None, status=NOT_APPLICABLE, reason="the model is not a local folder")
+    if not (folder / manifest.NAME).exists():
+        if _is_retrofit(folder):
+            reason = f"its {RECORD} says that this is a retrofit, and the {manifest.NAME} of a retrofit is missing"
+            return Check(name="manifest: files", dtype=None, status=FAIL, reason=reason)
+        return Check(name="manifest", dtype=None, status=NOT_APPLICABLE, reason=f"the folder has no {manifest.NAME}")
+    try:
+        wrong = manifest.check_files(folder)
+    except (ValueError, OSError) as error:
+        return Check(name="manifest: files", dtype=None, status=FAIL, reason=in_brief(error))
+    more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    reason = "; ".join(wrong[:SHOWN]) + more
+    return Check(name="manifest: files", dtype=None, status=FAIL if wrong else PASS, reason=reason)
+
+
+def check_manifest(model: PreTrainedModel, folder: Path | None) -> list[Check]:
+    """Compare files, plan and fingerprint of a loaded model with the manifest of its folder."""
+    files = check_files(folder)
+    if folder is None or files.status != PASS:
+        return [files]
+    written = manifest.read_manifest(folder)
+    wrong = []
+    if manifest.plan_of(model) != written.plan:
+        wrong.append("plan")
+    if manifest.methods_of(model) != written.methods:
+        wrong.append("methods")
+    reason = f"{' and '.join(wrong)} in config.json are not the manifest's" if wrong else ""
+    plan = Check(name="manifest: plan", dtype=None, status=FAIL if wrong else PASS, reason=reason)
+
+    def compare() -> Measurement:
+        now = manifest.fingerprint(model, written.fingerprint.ids)
+        pair = torch.tensor([now.logits, written.fingerprint.logits], dtype=torch.float64)  # (2, entries)
+        return Measurement((pair[0] - pair[1]).abs().max().item() / written.fingerprint.std)
+
+    # a model that was loaded in a lower precision than it was saved in is that far off
+    tolerance = EXACT["float32"] if model.dtype in (torch.float32, torch.float64) else WEAK
+    return [files, plan, judged("manifest: fingerprint", "float32", tolerance, compare)]
+
+
+def _is_retrofit(folder: Path) -> bool:
+    """Return whether a folder holds the record of a retrofit, which is never written without a manifest.
+
+    A config cannot say so: `save_pretrained` of a model trained further would repeat it in a folder that has none.
+    """
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and str(record.get("schema", "")).startswith("crosslayer/retrofit/")

@@ -76,12 +76,7 @@ def subject_of(model: PreTrainedModel, ids: Tensor, dtype: str, backend: str) ->
 
 
 def random_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
-    """Return random ids (1, T) that are not special.
-
-    Raises:
-        ValueError: the model has too few positions.
-
-    """
+    """Return random ids (1, T) that are not special."""
     config = model.config.get_text_config(decoder=True)
     count = min(TOKENS, positions(model) - NEW)
     if count < FEWEST:

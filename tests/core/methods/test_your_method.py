@@ -76,10 +76,10 @@ import crosslayer.cli
 import crosslayer.core.methods
 from crosslayer import testing as contract
 from crosslayer.verbs.methods.catalogue import markdown, method_table
-from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.rewire import convert
 from crosslayer.verbs.retrofit.request import RetrofitOptions
 from crosslayer.verbs.retrofit.request import Request
-from crosslayer.verbs.retrofit.wires import searched_methods
+from crosslayer.verbs.retrofit.search import searched_methods
 from crosslayer.core.decoder.weights import from_model, to_model
 from transformers import ArceeConfig, ArceeForCausalLM, LlamaConfig, LlamaForCausalLM
 

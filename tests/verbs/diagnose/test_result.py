@@ -8,7 +8,7 @@ import torch
 
 import crosslayer
 from crosslayer.corpus.documents import TextSource
-from crosslayer.verbs.diagnose.record import Measures
+from crosslayer.verbs.diagnose.result import Measures
 from tests.helpers.daily import daily
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny, tokens

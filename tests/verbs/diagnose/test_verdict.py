@@ -11,9 +11,8 @@ from crosslayer.core.methods import merge_plans
 from crosslayer.output.words import ranges
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.verbs.diagnose.groups import paper_groups, similar_groups
-from crosslayer.verbs.diagnose.record import Measures
-from crosslayer.verbs.diagnose.verdict import sharing_methods, verdict
-from crosslayer.verbs.diagnose.words import words
+from crosslayer.verbs.diagnose.result import Measures
+from crosslayer.verbs.diagnose.verdict import sharing_methods, verdict, words
 from tests.helpers.tiny import tiny, tokens
 
 FULL = LayerShape(9, 3, 64, 64, causal=True)

@@ -18,7 +18,7 @@ from crosslayer.verbs.heal.retrofits import open_retrofits
 from crosslayer.verbs.heal.windows import judging
 from crosslayer.verbs.heal.words import tokens_read
 from crosslayer.verbs.needles.lookup import look_up
-from crosslayer.verbs.retrofit.losses import logits_of, losses
+from crosslayer.verbs.retrofit.damage import logits_of, losses
 from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.trainer import TrainingStopped
 from tests.cli.test_bad_input import type_in

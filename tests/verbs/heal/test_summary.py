@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crosslayer.verbs.heal.summary import Summary, shown_order
-from crosslayer.verbs.retrofit.losses import Losses
+from crosslayer.verbs.retrofit.damage import Losses
 
 
 def losses(**kl):

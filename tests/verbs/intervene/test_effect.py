@@ -14,13 +14,13 @@ from crosslayer.cli.intervene import interventions as typed_interventions
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import packed
 from crosslayer.models.load import load_model
-from crosslayer.verbs.intervene.apply import intervening
 from crosslayer.verbs.intervene.kinds import (
     Ablate,
     Forbid,
     PositionSwap,
     ScaleValues,
     TokenSwap,
+    intervening,
     load_intervention,
     to_entry,
     waiver,

@@ -12,7 +12,6 @@ import torch
 from crosslayer import environment
 from crosslayer.environment import flex_fault
 from crosslayer.testing import build, config_of
-from crosslayer.verbs.intervene.apply import intervening
 from crosslayer.verbs.intervene.kinds import (
     Ablate,
     Forbid,
@@ -20,6 +19,7 @@ from crosslayer.verbs.intervene.kinds import (
     ScaleValues,
     TokenSwap,
     Waiver,
+    intervening,
     load_intervention,
     to_entry,
     waiver,

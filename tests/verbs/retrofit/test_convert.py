@@ -12,8 +12,7 @@ from crosslayer.core.plan import parse_layers
 from crosslayer.probe.what_if import look, what_if
 from crosslayer.testing import build, config_of
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
-from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.rewire import rewire
+from crosslayer.verbs.retrofit.rewire import convert, rewire
 from tests.helpers.cases import SHAPES
 from tests.helpers.nested import FACTOR, Nested
 from tests.helpers.tiny import tiny, tokens
@@ -58,9 +57,7 @@ def test_what_if_on_a_family_that_cannot_be_converted():
         zeroed.transformer.h[1].attn.c_proj.bias.zero_()
         with what_if(source, plan):
             assert (source(ids).logits - zeroed(ids).logits).abs().max() < 1e-10
-    with pytest.raises(
-        ValueError, match="'gpt2' cannot be converted; llama, mistral, mixtral, qwen2, qwen3, gemma2 can; diagnose"
-    ):
+    with pytest.raises(ValueError, match="'gpt2' cannot be converted; .*llama.*diagnose"):
         convert(source, [load_method("cla")])
 
 

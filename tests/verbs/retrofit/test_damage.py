@@ -10,8 +10,7 @@ from scipy import stats
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.probe.what_if import what_if
 from crosslayer.stats.bootstrap import Bootstrap
-from crosslayer.verbs.retrofit.damage import by_domain, damage, difference
-from crosslayer.verbs.retrofit.losses import Losses, logits_of, logits_without, losses
+from crosslayer.verbs.retrofit.damage import Losses, by_domain, damage, difference, logits_of, logits_without, losses
 from crosslayer.verbs.retrofit.record import Damage, DomainDamage, Gain
 from crosslayer.verbs.retrofit.rewire import rewire
 from crosslayer.verbs.retrofit.words import drawn, gain_sentence

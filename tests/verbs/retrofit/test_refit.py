@@ -6,8 +6,7 @@ from transformers import AutoModelForCausalLM
 
 import crosslayer
 from crosslayer.core.methods import load_method
-from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.rewire import rewire
+from crosslayer.verbs.retrofit.rewire import convert, rewire
 from tests.helpers.tiny import VOCABULARY, tiny
 
 UNIATTN = {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5)), "compensation": "attention"}

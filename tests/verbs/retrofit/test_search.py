@@ -8,9 +8,8 @@ from crosslayer.core.methods import method_class
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
-from crosslayer.verbs.retrofit.search import PASSES, Search
+from crosslayer.verbs.retrofit.search import PASSES, Search, Wires, searched_methods
 from crosslayer.verbs.retrofit.trade_off import fixed_blocks
-from crosslayer.verbs.retrofit.wires import Wires, searched_methods
 
 SHAPE = LayerShape(4, 2, 8, 8, True)
 UNIATTN, CLA, DROP = (method_class(name) for name in ("uniattn", "cla", "drop"))

@@ -8,8 +8,7 @@ from transformers import DynamicCache
 import crosslayer
 from crosslayer.core.methods import method_class
 from crosslayer.probe.what_if import look
-from crosslayer.verbs.retrofit.correlation import error_bounds
-from crosslayer.verbs.retrofit.dissimilar import averaged_caches, dissimilar_groups, ranked_pairs
+from crosslayer.verbs.retrofit.choose import averaged_caches, dissimilar_groups, error_bounds, ranked_pairs
 from tests.helpers.tiny import VOCABULARY, tiny
 
 LAYERS = 6

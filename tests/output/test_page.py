@@ -15,8 +15,7 @@ from crosslayer.output.page import Page, save_page
 from crosslayer.output.panel import Line, Panel, chart, drawn, same_scale
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.page import panels as retrofit_panels
-from crosslayer.verbs.retrofit.record import Calibration, Choice, CurvePoint, FixedBlocks, SearchRecord
-from crosslayer.verbs.retrofit.result import Receipt
+from crosslayer.verbs.retrofit.result import Calibration, Choice, CurvePoint, FixedBlocks, Receipt, SearchRecord
 from tests.helpers.browser import complaints, opened, resize
 from tests.helpers.tiny import tiny, tokens
 

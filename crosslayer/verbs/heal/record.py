@@ -7,7 +7,7 @@ from pydantic import Field
 from crosslayer.output.record import Frozen
 from crosslayer.stats.bootstrap import Estimate
 from crosslayer.verbs.needles.lookup import Lookup
-from crosslayer.verbs.retrofit.record import Damage
+from crosslayer.verbs.retrofit.result import Damage
 from crosslayer.verbs.train.record import Curve
 
 

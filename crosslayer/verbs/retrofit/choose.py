@@ -25,8 +25,8 @@ from crosslayer.probe.what_if import look, what_if
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.run import diagnose
 from crosslayer.verbs.retrofit.moments import NEEDED, SMALLEST
-from crosslayer.verbs.retrofit.record import Choice
 from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.result import Choice
 from crosslayer.verbs.retrofit.rewire import plain_decoder
 from crosslayer.verbs.retrofit.search import Kind
 from crosslayer.verbs.retrofit.streams import Streams

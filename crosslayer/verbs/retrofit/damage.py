@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from crosslayer.core.method import Compensation
 from crosslayer.corpus.windows import Windows
 from crosslayer.stats.bootstrap import Bootstrap, Interval, percentiles
-from crosslayer.verbs.retrofit.record import Damage, DomainDamage, Domains, Gain
+from crosslayer.verbs.retrofit.result import Damage, DomainDamage, Domains, Gain
 
 ROWS = 128  # of logits at a time, so that no second copy of a window's logits is made
 Run = Callable[[Tensor], Tensor]  # ids (1, T) → logits (1, T, V)

@@ -6,8 +6,7 @@ from crosslayer.core.plan import STATES
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
 from crosslayer.verbs.needles.lookup import count_found
-from crosslayer.verbs.retrofit.record import CurvePoint, DomainDamage, FixedBlocks
-from crosslayer.verbs.retrofit.result import Receipt
+from crosslayer.verbs.retrofit.result import CurvePoint, DomainDamage, FixedBlocks, Receipt
 from crosslayer.verbs.retrofit.words import kl, ratio, sentences
 
 NAMES_SHOWN = 6  # of weights

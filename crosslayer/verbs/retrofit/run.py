@@ -21,18 +21,18 @@ from crosslayer.verbs.retrofit.calibrate import NORMED, inputs
 from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_without, losses
 from crosslayer.verbs.retrofit.moments import REFITS, check_enough
-from crosslayer.verbs.retrofit.record import (
+from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
+from crosslayer.verbs.retrofit.result import (
     Architecture,
     CacheRecord,
     Calibration,
     Domains,
     Needles,
+    Receipt,
     Seconds,
     TextsRecord,
     Weights,
 )
-from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
-from crosslayer.verbs.retrofit.result import Receipt
 from crosslayer.verbs.retrofit.rewire import Rewired, rewire
 from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
 from crosslayer.verbs.retrofit.words import title

@@ -1,7 +1,7 @@
 """Which layers and methods meet a budget: a greedy search by measured damage.
 
 A move puts a method on a further layer. At each step the search takes the move with the least measured KL to the
-original, after a repair (repairs.py), for what it saves of the cache at a stated context (a layer with a sliding window
+original, after a repair, for what it saves of the cache at a stated context (a layer with a sliding window
 has less to save than others). Every move is ranked once (of deep models every n-th layer's, for its neighbours); a move
 is measured again before it is taken, for as long as another looks better then (lazy greedy).
 """

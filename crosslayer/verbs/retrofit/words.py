@@ -8,8 +8,7 @@ from crosslayer.output.words import listed, ranges, signed, signed_interval
 from crosslayer.stats import Interval
 from crosslayer.verbs.needles.lookup import lookup_words
 from crosslayer.verbs.retrofit.moments import REFITTED
-from crosslayer.verbs.retrofit.record import Damage, DomainDamage, FixedBlocks
-from crosslayer.verbs.retrofit.result import Receipt
+from crosslayer.verbs.retrofit.result import Damage, DomainDamage, FixedBlocks, Receipt
 
 
 def title(methods: Sequence[Method]) -> str:

@@ -8,7 +8,7 @@ import torch
 
 import crosslayer
 from crosslayer.probe.intercept import visited
-from crosslayer.verbs.diagnose.cross_layer import CrossLayerCosines
+from crosslayer.verbs.diagnose.sequence import CrossLayerCosines
 from tests.helpers.tiny import tiny, tokens
 
 

@@ -11,7 +11,7 @@ from crosslayer.corpus.windows import Windows, split
 from crosslayer.probe.what_if import what_if
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.verbs.retrofit.damage import Losses, by_domain, damage, difference, logits_of, logits_without, losses
-from crosslayer.verbs.retrofit.record import Damage, DomainDamage, Gain
+from crosslayer.verbs.retrofit.result import Damage, DomainDamage, Gain
 from crosslayer.verbs.retrofit.rewire import rewire
 from crosslayer.verbs.retrofit.words import drawn, gain_sentence
 from tests.helpers.daily import daily

@@ -5,11 +5,10 @@ import torch
 
 from crosslayer.core.methods import load_method, merge_plans, method_class
 from crosslayer.corpus.windows import Windows
-from crosslayer.verbs.retrofit.repairs import Entering, Repairs, _few, lowest_changed
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from crosslayer.verbs.retrofit.rewire import convert, rewire
 from crosslayer.verbs.retrofit.search import Wires
-from crosslayer.verbs.retrofit.trade_off import Measure, repeating
+from crosslayer.verbs.retrofit.trade_off import Entering, Measure, Repairs, _few, lowest_changed, repeating
 from tests.helpers.tiny import VOCABULARY, tiny
 
 LENGTH = 12

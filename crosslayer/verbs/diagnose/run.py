@@ -87,7 +87,17 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
     single = _averages([sequence.by_stream for sequence in measured])
     depth = np.stack([sequence.depth.table() for sequence in measured])  # (N, readers, sources)
     decisions = verdict(measures, shapes, inputs.settings.length)
-    facts = _facts(inputs, measured[0])
+    known = [shape for shape in shapes if shape is not None]
+    facts = DiagnosedModel(
+        **inputs.facts(),
+        attention_layers=len(known),
+        heads=known[0].heads,
+        kv_heads=known[0].kv_heads,
+        attention=inputs.model.config.get_text_config()._attn_implementation,
+        masks=[None if shape is None else shape.mask for shape in shapes],
+        streams=measured[0].by_stream["stream_norm"].shape[1] if single else 1,
+        over_depth=measured[0].over_depth,
+    )
     return Diagnosis(
         model=facts,
         settings=Settings(**dict(inputs.settings), cross_layer=cross_layer),
@@ -107,18 +117,3 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
 def _averages(by_sequence: Sequence[dict[str, np.ndarray]]) -> dict[str, Measure]:
     names = by_sequence[0].keys()
     return {name: measure(np.stack([measures[name] for measures in by_sequence])) for name in names}
-
-
-def _facts(inputs: Inputs, measured: SequenceMeasures) -> DiagnosedModel:
-    known = [shape for shape in measured.shapes if shape is not None]
-    single = measured.by_stream.get("stream_norm")
-    return DiagnosedModel(
-        **inputs.facts(),
-        attention_layers=len(known),
-        heads=known[0].heads,
-        kv_heads=known[0].kv_heads,
-        attention=inputs.model.config.get_text_config()._attn_implementation,
-        masks=[None if shape is None else shape.mask for shape in measured.shapes],
-        streams=1 if single is None else single.shape[1],
-        over_depth=measured.over_depth,
-    )

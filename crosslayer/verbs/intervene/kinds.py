@@ -211,17 +211,6 @@ class TokenSwap(Intervention):
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
         """Change what the embedding is asked for."""
-        token = self._id(model)
-
-        def swap(module: Any, args: tuple) -> tuple:
-            ids = args[0].clone()  # (B, T)
-            for row, index in running.new_tokens(self, self.position, *ids.shape):
-                ids[row, index] = token
-            return (ids, *args[1:])
-
-        stack.callback(model.get_input_embeddings().register_forward_pre_hook(swap).remove)
-
-    def _id(self, model: PreTrainedModel) -> int:
         config = model.config.get_text_config()
         token: Any = self.token
         if token == "random":
@@ -230,7 +219,14 @@ class TokenSwap(Intervention):
             token = config.bos_token_id
         if token is None or not 0 <= token < config.vocab_size:
             raise ValueError(f"token {self.token!r} is not in the vocabulary of {config.vocab_size}; give another id")
-        return token
+
+        def swap(module: Any, args: tuple) -> tuple:
+            ids = args[0].clone()  # (B, T)
+            for row, index in running.new_tokens(self, self.position, *ids.shape):
+                ids[row, index] = token
+            return (ids, *args[1:])
+
+        stack.callback(model.get_input_embeddings().register_forward_pre_hook(swap).remove)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -1,5 +1,6 @@
 """The page of an intervention, its sentences and its few figures, from its record alone."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -177,7 +178,8 @@ def _shares(place: Place) -> str:
 
 def _panels(record: Effect) -> list[Panel]:
     """Return all figures of the page, in order."""
-    sides = record.attention_by_position
+    sides, main, first = record.attention_by_position, record.places[0], _first_token(record)
+    at, rows = f"position {main.position}", "later tokens" if record.model.causal else "the other tokens"
     sentence = (
         "Mean attention that a position receives from the tokens that may see it, positions on a logarithmic axis. "
         "Bright columns are sinks."
@@ -185,70 +187,54 @@ def _panels(record: Effect) -> list[Panel]:
     heats = []
     for side, bins in (("before", sides.before), ("after", sides.after)):
         title, label, scale = f"Attention received by position, {side}", "log₁₀ of the share", (-4.0, 0.0)
-        key, position = f"attention_{side}", record.places[0].position
-        heats.append(position_panel(key, title, sentence, bins, 1.0, label, scale, position))
-    received = _received_panels(record)
-    shares = same_scale([*received, *_scan_panels(record), *_control_panels(record)])
-    return [*heats, *shares[: len(received)], *_state_panels(record), *shares[len(received) :]]
+        heats.append(position_panel(f"attention_{side}", title, sentence, bins, 1.0, label, scale, main.position))
+    title, sentence = f"Attention on {at}", f"Mean attention that {at} receives from {rows}."
+    received = [_change("attention_received", title, sentence, RECEIVED, main.attention_received, SHARE)]
+    if first is not None:
+        title, sentence = (
+            "Attention on the first token",
+            f"The same for the first token: what it loses where {at} gains.",
+        )
+        received.append(_change("first_token", title, sentence, RECEIVED, first.attention_received, SHARE))
+    ratio = "norm ÷ median of the others"
+    peak = f"Hidden state of {at}, entering each layer. A jump marks the layer before it as the maker of a peak."
+    drain = f"Value states of {at}. Low where attention is high: attention parked where it does little."
+    states = [
+        _change("hidden_norm_ratio", "Hidden-state peak", peak, ratio, main.hidden_norm_ratio, NORM),
+        _change("value_norm_ratio", "Value drain", drain, ratio, main.value_norm_ratio, NORM),
+    ]
+    if main.mlp_l1_l2 is not None:
+        sentence = f"‖u‖₁ / ‖u‖₂ of what the MLP adds at {at}: near 1 for a single peak, high for a flat vector."
+        title, bounds = "Shape of the MLP's output", (1.0, math.sqrt(record.model.hidden_size))
+        states.append(_change("mlp_l1_l2", title, sentence, "L1 / L2", main.mlp_l1_l2, bounds))
+    shares = same_scale([*received, *_trial_panels(record)])
+    return [*heats, *shares[: len(received)], *states, *shares[len(received) :]]
 
 
-def _before_and_after(
-    key: str, title: str, sentence: str, axis: str, change: Change, bounds: tuple[float, float]
-) -> Panel:
+def _change(key: str, title: str, sentence: str, axis: str, change: Change, bounds: tuple[float, float]) -> Panel:
     """Return a figure of a measure by layer, before and after, with bands."""
     lines = [curve(change.before, "before", QUIET), curve(change.after, "after", COLORS[0])]
     return Panel(key, title, sentence, LAYER, axis, lines, log_y=bounds == NORM, bounds=bounds)
 
 
-def _received_panels(record: Effect) -> list[Panel]:
-    """Return the attention that the position receives, and the first token beside it."""
-    main, first = record.places[0], _first_token(record)
-    at, rows = f"position {main.position}", "later tokens" if record.model.causal else "the other tokens"
-    sentence, change = f"Mean attention that {at} receives from {rows}.", main.attention_received
-    panels = [_before_and_after("attention_received", f"Attention on {at}", sentence, RECEIVED, change, SHARE)]
-    if first is not None:
-        sentence, change = f"The same for the first token: what it loses where {at} gains.", first.attention_received
-        title = "Attention on the first token"
-        panels.append(_before_and_after("first_token", title, sentence, RECEIVED, change, SHARE))
-    return panels
-
-
-def _state_panels(record: Effect) -> list[Panel]:
-    """Return the norms of the position's states, and the shape of what the MLP adds to it."""
-    main = record.places[0]
-    at, ratio = f"position {main.position}", "norm ÷ median of the others"
-    peak = f"Hidden state of {at}, entering each layer. A jump marks the layer before it as the maker of a peak."
-    drain = f"Value states of {at}. Low where attention is high: attention parked where it does little."
-    panels = [
-        _before_and_after("hidden_norm_ratio", "Hidden-state peak", peak, ratio, main.hidden_norm_ratio, NORM),
-        _before_and_after("value_norm_ratio", "Value drain", drain, ratio, main.value_norm_ratio, NORM),
-    ]
-    if main.mlp_l1_l2 is not None:
-        sentence = f"‖u‖₁ / ‖u‖₂ of what the MLP adds at {at}: near 1 for a single peak, high for a flat vector."
-        title, bounds = "Shape of the MLP's output", (1.0, math.sqrt(record.model.hidden_size))
-        panels.append(_before_and_after("mlp_l1_l2", title, sentence, "L1 / L2", main.mlp_l1_l2, bounds))
-    return panels
-
-
-def _scan_panels(record: Effect) -> list[Panel]:
-    lines = []
-    for i, trial in enumerate(record.scan):
+def _trial_panels(record: Effect) -> list[Panel]:
+    """Return the figures of the scan and of the controls."""
+    scan, controls, names = [], [], []
+    for trial, color in zip(record.scan, itertools.cycle(COLORS), strict=False):
         name = f"in layers {ranges(trial.layers)}" if trial.layers else "in no layer"
-        lines.append(curve(trial.attention_received, name, COLORS[i % len(COLORS)], band=False))
-    at = record.places[0].position
-    sentence = f"The intervention in some layers only: attention on position {at}{probes(record)}."
-    return _divided("scan", "In which layers it matters", sentence, lines)
-
-
-def _control_panels(record: Effect) -> list[Panel]:
-    lines, names = [], []
-    for i, control in enumerate(record.controls):
-        color, before, after = COLORS[i % len(COLORS)], control.before, control.after
-        lines.append(curve(before.attention_received, f"control {i + 1}, before", color, band=False, dashed=True))
-        lines.append(curve(after.attention_received, f"control {i + 1}, after", color, band=False))
-        names.append(f"{i + 1}: {describe(control.interventions)}")
-    sentence = f"Attention on the position of each control{probes(record)}. {'; '.join(names)}."
-    return _divided("controls", "Controls", sentence, lines)
+        scan.append(curve(trial.attention_received, name, color, band=False))
+    for number, (control, color) in enumerate(zip(record.controls, itertools.cycle(COLORS), strict=False), 1):
+        before, after = control.before.attention_received, control.after.attention_received
+        controls.append(curve(before, f"control {number}, before", color, band=False, dashed=True))
+        controls.append(curve(after, f"control {number}, after", color, band=False))
+        names.append(f"{number}: {describe(control.interventions)}")
+    at = f"position {record.places[0].position}"
+    where = f"The intervention in some layers only: attention on {at}{probes(record)}."
+    what = f"Attention on the position of each control{probes(record)}. {'; '.join(names)}."
+    return [
+        *_divided("scan", "In which layers it matters", where, scan),
+        *_divided("controls", "Controls", what, controls),
+    ]
 
 
 def _divided(key: str, title: str, sentence: str, lines: list[Line]) -> list[Panel]:

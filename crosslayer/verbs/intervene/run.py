@@ -92,7 +92,11 @@ def _measure(inputs: Inputs, request: Request, progress: Meter) -> Effect:
     """Run all sequences, (N, T), before and under the interventions, and the probes, the first of them, in trials."""
     started, interventions, probes = time.perf_counter(), request.interventions, request.probe_count
     model, ids, probed = inputs.model, inputs.ids, inputs.ids[:probes]
-    _check(model, request)
+    last = max(request.positions)
+    if model.can_generate() and last > request.length - 3:
+        raise ValueError(f"position {last} needs two tokens behind it; sequences have {request.length} tokens")
+    with intervening(model, *interventions):  # refuses what the model cannot do before anything is measured
+        pass
     controls, groups = shifted(model, request), scanned(model, request)
     roles: dict[int, Role] = dict.fromkeys(request.positions, "intervened")
     roles.setdefault(0, "first token")
@@ -128,12 +132,3 @@ def _measure(inputs: Inputs, request: Request, progress: Meter) -> Effect:
         controls=tried,
         seconds=time.perf_counter() - started,
     )
-
-
-def _check(model: PreTrainedModel, request: Request) -> None:
-    """Refuse what the model cannot do before anything is measured."""
-    last = max(request.positions)
-    if model.can_generate() and last > request.length - 3:
-        raise ValueError(f"position {last} needs two tokens behind it; sequences have {request.length} tokens")
-    with intervening(model, *request.interventions):
-        pass

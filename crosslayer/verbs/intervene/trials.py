@@ -113,20 +113,15 @@ def scanned(model: PreTrainedModel, request: Request) -> dict[tuple[int, ...], K
     for group in groups:
         acting = tuple(layer for layer in group if layer in own)
         if acting and set(acting) != own:
-            trials[acting] = _within(model, request.interventions, acting)
+            changes: list[Kind] = []  # those that act in no layer of the group are left out
+            for intervention in request.interventions:
+                layers = tuple(layer for layer in acting if layer in layers_of(model, intervention))
+                if not isinstance(intervention, InAttention):
+                    changes.append(intervention)
+                elif layers:
+                    changes.append(dataclasses.replace(intervention, layers=layers))
+            trials[acting] = tuple(changes)
     return trials
-
-
-def _within(model: PreTrainedModel, interventions: Kinds, group: tuple[int, ...]) -> Kinds:
-    """Return the interventions in those of their layers that are in the group, without those that have none there."""
-    changes: list[Kind] = []
-    for intervention in interventions:
-        layers = tuple(layer for layer in group if layer in layers_of(model, intervention))
-        if not isinstance(intervention, InAttention):
-            changes.append(intervention)
-        elif layers:
-            changes.append(dataclasses.replace(intervention, layers=layers))
-    return tuple(changes)
 
 
 def shifted(model: PreTrainedModel, request: Request) -> list[tuple[int, Kinds]]:

@@ -97,15 +97,9 @@ class Moments:
     def __init__(
         self, like: Tensor, sizes: Sequence[int], groups: int, bias: bool = False, blocks: Sequence[int] | None = None
     ):
-        """Begin with nothing.
+        """Begin with nothing; `like` is a stream (B, T, C), `sizes` are the sequences of each domain, `groups` is v.
 
-        Args:
-            like: a stream (B, T, C).
-            sizes: sequences of each domain.
-            groups: v.
-            bias: whether W has one.
-            blocks: inputs with a penalty of their own: (C,) by default, (H·D,), or (H·D, C).
-
+        `blocks` are inputs with a penalty of their own: (C,) by default, (H·D,), or (H·D, C).
         """
         length, width = like.shape[1:]
         self.blocks = (width,) if blocks is None else tuple(blocks)

@@ -6,7 +6,7 @@ from crosslayer.core.plan import STATES
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
 from crosslayer.verbs.needles.lookup import count_found
-from crosslayer.verbs.retrofit.result import CurvePoint, DomainDamage, FixedBlocks, Receipt
+from crosslayer.verbs.retrofit.result import CurvePoint, FixedBlocks, Receipt
 from crosslayer.verbs.retrofit.words import kl, ratio, sentences
 
 NAMES_SHOWN = 6  # of weights
@@ -29,7 +29,7 @@ def layout(record: Receipt) -> Page:
         cards=cards(record),
         words=sentences(record),
         panels=panels(record),
-        tables=[_by_domain(record.damage.domains), _weights(record), _plan(record), _phases(record)],
+        tables=tables(record),
     )
 
 
@@ -86,33 +86,26 @@ def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
     return Panel("trade_off", "Cache against damage", sentence, *axes, lines, wide=True, bounds=(0, math.inf))
 
 
-def _by_domain(domains: list[DomainDamage]) -> Table:
-    """Return the damage of each domain, with what was fitted and without it."""
-    rows = []
-    for domain in domains:
+def tables(record: Receipt) -> list[Table]:
+    """Return the damage with what was fitted and without it, what became of the weights, the wiring, and the phases."""
+    damage = []
+    for domain in record.damage.domains:
         without = ("–", "–") if domain.gain is None else (ratio(domain.gain.without), kl(domain.gain.without))
         seen = "fitted to" if domain.seen else ""
-        rows.append([domain.name, seen, str(domain.windows), ratio(domain), without[0], kl(domain), without[1]])
-    heads = ["domain", "", "windows", "perplexity ratio", "without the fit", "KL", "without the fit"]
-    return "Damage by domain", heads, rows
-
-
-def _weights(record: Receipt) -> Table:
-    rows = []
+        damage.append([domain.name, seen, str(domain.windows), ratio(domain), without[0], kl(domain), without[1]])
+    weights = []
     for kind, names in record.weights.model_dump().items():
         shown = names[:NAMES_SHOWN]
-        rows.append([kind, str(len(names)), [*shown, "…"] if len(names) > len(shown) else shown])
-    return "Weights", ["", "count", "names"], rows
-
-
-def _plan(record: Receipt) -> Table:
+        weights.append([kind, str(len(names)), [*shown, "…"] if len(names) > len(shown) else shown])
     states = (*STATES, "mlps")
-    rows = [[str(layer), *(record.plan.words(state, layer) for state in states)] for layer in record.changed_layers]
-    return "Who reads from whom (all other layers own everything)", ["layer", "queries", "keys", "values", "MLP"], rows
-
-
-def _phases(record: Receipt) -> Table:
-    """Return what was fitted to, and how long each phase took."""
-    rows = [["fitted to", ", ".join(record.texts.fitted) or "nothing"]]
-    rows += [[f"{phase}, seconds", f"{seconds:.1f}"] for phase, seconds in record.seconds.model_dump().items()]
-    return "How it was done", ["", ""], rows
+    plan = [[str(layer), *(record.plan.words(state, layer) for state in states)] for layer in record.changed_layers]
+    phases = [["fitted to", ", ".join(record.texts.fitted) or "nothing"]]
+    phases += [[f"{phase}, seconds", f"{seconds:.1f}"] for phase, seconds in record.seconds.model_dump().items()]
+    heads = ["domain", "", "windows", "perplexity ratio", "without the fit", "KL", "without the fit"]
+    title = "Who reads from whom (all other layers own everything)"
+    return [
+        ("Damage by domain", heads, damage),
+        ("Weights", ["", "count", "names"], weights),
+        (title, ["layer", "queries", "keys", "values", "MLP"], plan),
+        ("How it was done", ["", ""], phases),
+    ]

@@ -27,20 +27,12 @@ from crosslayer.verbs.retrofit.moments import ALONE, FITS, REFITS, Fit
 
 @dataclass(frozen=True)
 class Conversion:
-    """The rewired model, and what became of the source's weights.
-
-    Attributes:
-        model: the rewired model.
-        dropped: names of the source's weights that are gone.
-        merged: names of the weights that were merged from several layers'.
-        new: names of the weights that the source does not have.
-
-    """
+    """The rewired model, and by name what became of the source's weights."""
 
     model: PreTrainedModel
     dropped: list[str]
-    merged: list[str]
-    new: list[str]
+    merged: list[str]  # from several layers'
+    new: list[str]  # which the source does not have
 
 
 @torch.no_grad()
@@ -49,11 +41,7 @@ def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first"
 
     Where whole layers go and nothing else changes, the model is of the source's own class.
 
-    Args:
-        source: the pretrained model, which is left as it is.
-        methods: the wiring.
-        merge: what becomes of pretrained weights that a group shares, a rule of a method's `merges`.
-
+    The source stays as it is. `merge` says what becomes of weights that a group shares, a rule of a method's `merges`.
     """
     extremes = {name: weight.aminmax() for name, weight in source.named_parameters() if weight.numel()}
     broken = [name for name, ends in extremes.items() if not all(end.isfinite() for end in ends)]
@@ -64,7 +52,13 @@ def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first"
     if gone and merge == "first":
         return _without_layers(source, gone)
     weights = dict(source.state_dict())
-    merged = _inherit(weights, config, merge)
+    knowing = [method for method in config.wiring.methods if merge in method.merges]
+    if merge != "first" and not knowing:
+        rules = sorted({rule for method in config.wiring.methods for rule in method.merges})
+        raise ValueError(f"merge {merge!r} is not known to these methods; use {' or '.join(rules) or 'first'}")
+    merged = [name for method in knowing for name in method.inherit(weights, config, config.wiring, merge)]
+    if merge != "first" and not merged:
+        raise ValueError(f"merge {merge!r} merges what groups of layers share, and there are none; use first")
     model = _rewired(source, config, weights)
     names = set(model.state_dict())
     kept = [name for name in merged if name in names]
@@ -76,18 +70,6 @@ def plain_decoder(source: PreTrainedModel) -> CrossLayerForCausalLM:
     model = convert(source, []).model
     assert isinstance(model, CrossLayerForCausalLM)
     return model
-
-
-def _inherit(weights: dict[str, Tensor], config: CrossLayerConfig, merge: str) -> list[str]:
-    """Let every method that knows the rule change the weights; return the names of those that changed."""
-    knowing = [method for method in config.wiring.methods if merge in method.merges]
-    if merge != "first" and not knowing:
-        rules = sorted({rule for method in config.wiring.methods for rule in method.merges})
-        raise ValueError(f"merge {merge!r} is not known to these methods; use {' or '.join(rules) or 'first'}")
-    merged = [name for method in knowing for name in method.inherit(weights, config, config.wiring, merge)]
-    if merge != "first" and not merged:
-        raise ValueError(f"merge {merge!r} merges what groups of layers share, and there are none; use first")
-    return merged
 
 
 def _rewired(source: PreTrainedModel, config: CrossLayerConfig, weights: dict[str, Tensor]) -> CrossLayerForCausalLM:
@@ -168,9 +150,6 @@ def _without_layers(source: PreTrainedModel, gone: list[int]) -> Conversion:
     return Conversion(model.eval(), dropped=sorted(dropped), merged=[], new=[])
 
 
-OUTPUT = "model.layers.{}.self_attn.o_proj.weight"  # W_o of a layer, in all families that convert
-
-
 @dataclass(frozen=True)
 class Rewired(Conversion):
     """A model with another wiring, before it is judged.
@@ -244,7 +223,8 @@ def rewire(
         for parameter in rewired.parameters():
             parameter.data = parameter.data.clone()
     originals = model.state_dict()
-    outputs = [OUTPUT.format(fitted.layer) for fitted in fits if fitted.output_penalty is not None]
+    changed = [fitted.layer for fitted in fits if fitted.output_penalty is not None]
+    outputs = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in changed]  # W_o, in all families
     refitted = {name: originals[name] for name in outputs}
     return Rewired(**vars(conversion), methods=chosen, fit=fit, fits=fits, refitted=refitted)
 

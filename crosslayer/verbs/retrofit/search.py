@@ -171,8 +171,10 @@ class Search:
         """Measure the most promising moves again until the best of them stands; its cost in `costs` is then fresh."""
         moves = [move for move in self._moves(wires) if move not in refused]
         for move in moves:
-            if move not in costs:
-                costs[move] = _cost_nearby(move, costs)
+            if move not in costs:  # it was not ranked: as much as the nearest layer's
+                known = [other for other in costs if other[0] is move[0]]
+                nearest = min(known, key=lambda other: abs(other[1] - move[1]), default=None)
+                costs[move] = -math.inf if nearest is None else costs[nearest]
         fresh: set[Move] = set()
         while moves and self.passes < PASSES:
             best = min(moves, key=costs.__getitem__)
@@ -181,10 +183,3 @@ class Search:
             costs[best] = self._cost(wires, best, damage)
             fresh.add(best)
         return None
-
-
-def _cost_nearby(move: Move, costs: dict[Move, float]) -> float:
-    """Return the cost of the nearest layer's move, for a move that was not ranked."""
-    kind, layer = move
-    known = [other for other in costs if other[0] is kind]
-    return costs[min(known, key=lambda other: abs(other[1] - layer))] if known else -math.inf

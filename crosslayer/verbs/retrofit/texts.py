@@ -50,7 +50,10 @@ class Texts:
             are_sources = isinstance(one, TextSource) and isinstance(other, TextSource)
             if one is not other and not (are_sources and one == other):
                 raise ValueError(f"two texts are called {name!r}; a domain goes by its name, so rename either")
-        domains = {name: _read(text, seed) for name, text in {**judges, **fits}.items()}
+        domains: dict[str, Tensor | Iterable[str]] = {}
+        for name, text in {**judges, **fits}.items():
+            documents = load_documents(text, seed) if isinstance(text, TextSource) else text
+            domains[name] = [documents] if isinstance(documents, str) else documents
         if judges:
             return cls(domains, tuple(fits or judges), tuple(judges), bool(fits))
         embedded = embedded_domains()
@@ -128,9 +131,3 @@ def _by_name(text: DomainTexts, name: str) -> dict[str, Documents]:
                 f"two texts are called {source.describe()!r}; a domain goes by its file's name, so rename either"
             )
     return by_name
-
-
-def _read(text: Documents, seed: int) -> Tensor | Iterable[str]:
-    if isinstance(text, TextSource):
-        return load_documents(text, seed)
-    return [text] if isinstance(text, str) else text

@@ -81,19 +81,16 @@ class Repairs:
             if wired in self.known:
                 block.load_state_dict(self.known[wired], strict=False, assign=True)
             else:
-                self._fit(model, layer, {lender for read in reads for lender in read} - {layer})
+                streams = self.entering.at(layer, model, follow="original")
+                for lender in sorted({lender for read in reads for lender in read} - {layer}):
+                    lending = self.entering.at(lender, model, follow="original")
+                    lending.borrow(lender)
+                    both = zip(streams.carries, lending.carries, strict=True)
+                    streams.carries = [{**own, **lent} for own, lent in both]
+                fit_layer(streams, layer, self.fit, self.sizes)
                 fitted = ("compensation", "o_proj")
                 weights = block.state_dict().items()
                 self.known[wired] = {name: one for name, one in weights if any(part in name for part in fitted)}
-
-    def _fit(self, model: CrossLayerForCausalLM, layer: int, lenders: set[int]) -> None:
-        """Fit a layer that reads states of lenders, all of them on the original's own streams."""
-        streams = self.entering.at(layer, model, follow="original")
-        for lender in sorted(lenders):
-            lending = self.entering.at(lender, model, follow="original")
-            lending.borrow(lender)
-            streams.carries = [{**own, **lent} for own, lent in zip(streams.carries, lending.carries, strict=True)]
-        fit_layer(streams, layer, self.fit, self.sizes)
 
 
 def _few(domains: list[Tensor], fit: str, inputs: int) -> list[Tensor]:

@@ -154,7 +154,16 @@ def _beam_search(subject: Subject) -> Measurement:
 def _compiled(subject: Subject) -> Measurement:
     _needs_fullgraph(subject.model)
     if subject.backend == "inductor":
-        _needs_compiler(subject.ids.device)
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+        from torch.utils._triton import has_triton
+
+        if subject.ids.device.type == "cuda" and not has_triton():
+            raise NotApplicable("Triton is not installed, with which inductor compiles")
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            raise NotApplicable("there is no C++ compiler, with which inductor compiles") from None
     torch._dynamo.reset()
     try:
         compiled = torch.compile(subject.model, backend=subject.backend, fullgraph=True)
@@ -257,20 +266,6 @@ CHECKS: dict[str, Callable[[Subject], Measurement]] = {
 def _needs_fullgraph(model: PreTrainedModel) -> None:
     if not model._can_compile_fullgraph:
         raise NotApplicable(f"transformers says that {type(model).__name__} cannot be compiled as one graph")
-
-
-def _needs_compiler(device: torch.device) -> None:
-    """Refuse where inductor has nothing to compile its kernels with."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
-
-    if device.type == "cuda" and not has_triton():
-        raise NotApplicable("Triton is not installed, with which inductor compiles")
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        raise NotApplicable("there is no C++ compiler, with which inductor compiles") from None
 
 
 def _gradients(subject: Subject) -> dict[str, Tensor | None]:

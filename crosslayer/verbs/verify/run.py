@@ -63,11 +63,8 @@ def verify(
                 "a model that is named brings its own tokenizer and folder; leave tokenizer and folder out"
             )
         checks = _check_named(str(model), device, dtypes, compile_backend, progress)
-    return Verification(
-        model=public_name(model),
-        checks=tuple(checks),
-        seconds=round(time.monotonic() - started, 1),
-    )
+    seconds = round(time.monotonic() - started, 1)
+    return Verification(model=public_name(model), checks=tuple(checks), seconds=seconds)
 
 
 def check_dtypes(dtypes: Sequence[str]) -> None:
@@ -106,7 +103,12 @@ def _check_loaded(
     progress: Meter,
 ) -> list[Check]:
     """Run every check on copies of a model; a row each."""
-    _check_kind(model)
+    name = type(model).__name__
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise ValueError(f"verify needs a causal LM; {name} is none")
+    forwards = (inspect.signature(part.forward).parameters for part in (model, model.base_model))
+    if not any("past_key_values" in parameters for parameters in forwards):
+        raise ValueError(f"verify needs a model with a key-value cache; {name} keeps states of another kind")
     ids, done, total = random_ids(model, tokenizer), 0, len(CHECKS) * len(dtypes)
     with quiet_transformers(), progress("verifying", total) as meter:
         meter.step(0, total, "manifest and plain pass")
@@ -121,16 +123,6 @@ def _check_loaded(
                 done += 1
         meter.step(total, total, "")
     return rows
-
-
-def _check_kind(model: PreTrainedModel) -> None:
-    """Refuse what is no causal LM with a key-value cache."""
-    name = type(model).__name__
-    if not model.can_generate() or model.config.is_encoder_decoder:
-        raise ValueError(f"verify needs a causal LM; {name} is none")
-    forwards = (inspect.signature(part.forward).parameters for part in (model, model.base_model))
-    if not any("past_key_values" in parameters for parameters in forwards):
-        raise ValueError(f"verify needs a model with a key-value cache; {name} keeps states of another kind")
 
 
 RECORD = "record.json"

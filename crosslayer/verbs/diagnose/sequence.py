@@ -102,26 +102,15 @@ ByLayer = dict[int, Tensor]
 
 @dataclass(frozen=True)
 class SequenceMeasures:
-    """The measures of a sequence in float64.
+    """The measures of a sequence in float64."""
 
-    Attributes:
-        measures: by name, (L,), (L, L) or (L, k).
-        cross_layer: by name, (L,); empty where it was not asked for.
-        by_stream: by name, (L, N) of N residual streams; empty where there is a single stream.
-        shares: each token's share of a layer's attention, a' (L, T).
-        shapes: of each layer's attention, None where it has none.
-        over_depth: whether layers read by attention over depth.
-        depth: who reads from which sources over depth, if the model does so.
-
-    """
-
-    measures: dict[str, np.ndarray]
-    cross_layer: dict[str, np.ndarray]
-    by_stream: dict[str, np.ndarray]
-    shares: np.ndarray
-    shapes: list[LayerShape | None]
-    over_depth: bool
-    depth: DepthReads
+    measures: dict[str, np.ndarray]  # by name, (L,), (L, L) or (L, k)
+    cross_layer: dict[str, np.ndarray]  # by name, (L,); empty where it was not asked for
+    by_stream: dict[str, np.ndarray]  # by name, (L, N) of N residual streams; empty where there is a single stream
+    shares: np.ndarray  # each token's share of a layer's attention, a' (L, T)
+    shapes: list[LayerShape | None]  # of each layer's attention, None where it has none
+    over_depth: bool  # whether layers read by attention over depth
+    depth: DepthReads  # who reads from which sources over depth, if the model does so
 
 
 def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = False) -> SequenceMeasures:

@@ -70,35 +70,23 @@ class RetrofitOptions(Options):
 
 
 class Request:
-    """What is to be done.
-
-    Attributes:
-        options: what was asked for.
-        kind: the method whose layers are to be chosen; None for a whole method, or where a budget chooses.
-        whole: the method that came with all its options, None otherwise.
-        searches: whether a budget chooses methods and layers.
-        part: what of a layer the method acts on; None where it has no choice.
-        select: how layers are chosen; None where they are not.
-        many_tokens: whether the choice of layers needs as many tokens as W_c; it then reads the same.
-        fit: how W_c is fitted: as asked, or by default wherever there can be a W_c.
-        fits: whether anything is fitted to calibration text.
-        adds: whether a W_c is added wherever a method may have one.
-
-    """
+    """What is to be done."""
 
     def __init__(self, options: RetrofitOptions, post_norms: bool = False):
         """Read options; `post_norms`: the model has a norm on attention's update, through which W_o is not refitted."""
         self.options = options
+        # the method whose layers are to be chosen, or the whole method that came with all its options
         self.kind, self.whole = _method_of(options.method)
-        self.searches = self.kind is None and self.whole is None
-        self.part = self.select = None
+        self.searches = self.kind is None and self.whole is None  # a budget chooses methods and layers
+        self.part = self.select = None  # what of a layer the method acts on; how layers are chosen
         if self.kind is not None and self.kind.parts:
             self.part = options.part or self.kind.parts[0]
         if self.kind is not None and options.layers == "auto":
             self.select = options.select or selects(self.kind)[0]
-        self.many_tokens = self.select == "correlation"
+        self.many_tokens = self.select == "correlation"  # as many as W_c: the choice reads the same text
         self.fit = options.compensation or self._default_fit(post_norms)
-        self.fits, self.adds = self.fit not in ("none", "zero"), self.fit not in ("none", "refit-o")
+        self.fits = self.fit not in ("none", "zero")  # to calibration text
+        self.adds = self.fit not in ("none", "refit-o")  # a W_c, wherever a method may have one
         self._check()
 
     def fit_of(self, methods: Sequence[Method]) -> str:

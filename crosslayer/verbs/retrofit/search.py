@@ -99,23 +99,14 @@ Move = tuple[Kind, int]  # a method and the layer that it is to act on
 
 @dataclass
 class Search:
-    """A greedy search.
+    """A greedy search."""
 
-    Attributes:
-        measure: the KL to the original of wires, on the search text.
-        shapes: of each layer's attention.
-        kinds: the methods that are tried.
-        context: tokens at which the cache is counted; None: as `CacheShare` does.
-        passes: how often something was measured.
-        curve: from the whole model on, the wires after each pick and their search damage.
-
-    """
-
-    measure: Callable[[Wires], float]
-    shapes: Sequence[LayerShape | None]
-    kinds: Sequence[Kind] = field(default_factory=searched_methods)
-    context: int | None = None
-    passes: int = 0
+    measure: Callable[[Wires], float]  # the KL to the original of wires, on the search text
+    shapes: Sequence[LayerShape | None]  # of each layer's attention
+    kinds: Sequence[Kind] = field(default_factory=searched_methods)  # the methods that are tried
+    context: int | None = None  # tokens at which the cache is counted; None: as `CacheShare` does
+    passes: int = 0  # how often something was measured
+    # from the whole model on, the wires after each pick and their search damage
     curve: list[tuple[Wires, float]] = field(default_factory=list)
 
     def __post_init__(self):

@@ -22,19 +22,13 @@ class Texts:
     """Text by domain, and which domains are fitted to, and which judge the result.
 
     A domain that does both is cut into windows that each serve a single purpose.
-
-    Attributes:
-        domains: documents of each domain by name, or its token ids (N, T), a window each.
-        fitted: domains to which W_c and the choice of layers are fitted.
-        judging: domains on which the damage is measured.
-        named: whether the fitted domains were asked for, and not taken by default.
-
     """
 
+    # documents of each domain by name, or its token ids (N, T), a window each
     domains: Mapping[str, Tensor | Iterable[str]]
-    fitted: tuple[str, ...]
-    judging: tuple[str, ...]
-    named: bool = False
+    fitted: tuple[str, ...]  # domains to which W_c and the choice of layers are fitted
+    judging: tuple[str, ...]  # domains on which the damage is measured
+    named: bool = False  # whether the fitted domains were asked for, and not taken by default
 
     @classmethod
     def load(cls, judging: DomainTexts = None, fitted: DomainTexts = None, seed: int = 0) -> "Texts":

@@ -148,10 +148,6 @@ class Measure:
 
     Tokens that repeat earlier ones have half the weight: a model that can no longer look up what it has read loses
     hardly anything on ordinary text, and answers no question about it.
-
-    Attributes:
-        step: called after each.
-
     """
 
     def __init__(self, model: PreTrainedModel, windows: Windows, request: Request, calibration: Windows | None = None):
@@ -164,7 +160,7 @@ class Measure:
         if calibration is not None and request.fits:
             fit = request.fit if request.fit in REFITS else "layerwise"
             self.repairs = Repairs(plain, calibration.by_domain(), fit, inputs(plain.config, fit))
-        self.step = lambda: None
+        self.step = lambda: None  # called after each measurement
 
     def methods(self, wires: Wires) -> list[Method]:
         """Return the methods that make the wires, with their W_c."""

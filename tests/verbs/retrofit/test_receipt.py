@@ -199,7 +199,7 @@ def test_a_method_may_be_its_class_wherever_it_may_be_its_name(source):
 
 def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
     """What a request asks of a method is in its class: targets, parts, merges, groups, what it saves."""
-    from crosslayer.verbs.retrofit import request, wires
+    from crosslayer.verbs.retrofit import request, search
 
     class Halves(Method):
         targets, parts, merges, saves = ("heads",), ("left", "right"), ("first", "sum"), ("values",)
@@ -209,7 +209,7 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
             return cls()
 
     monkeypatch.setattr(request, "method_class", lambda name: Halves)
-    monkeypatch.setattr(wires, "method_class", lambda name: Halves)
+    monkeypatch.setattr(search, "method_class", lambda name: Halves)
     asked = Request(RetrofitOptions(method="halves", compensation="ridge", merge="sum", part="right"))
     assert (asked.kind, asked.part, asked.target(Halves)) == (Halves, "right", "heads")
     assert Request(RetrofitOptions(method="halves")).part == "left"

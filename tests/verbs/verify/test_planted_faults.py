@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama
 
 from crosslayer import verify
 from crosslayer.core.decoder.attention import CrossLayerAttention
-from crosslayer.verbs.verify import judge
+from crosslayer.verbs.verify import checks
 from crosslayer.verbs.verify import run as module
 from crosslayer.verbs.verify.checks import CHECKS
 from crosslayer.verbs.verify.subject import subject_of
@@ -169,7 +169,7 @@ def test_bfloat16_finds_positions_that_are_off_by_one(monkeypatch):
 
 def test_a_tolerance_that_tells_little_is_said_to_be_weak(monkeypatch):
     only(monkeypatch, "cache, uneven chunks", "save and load")
-    monkeypatch.setattr(judge, "WEAK", 1e-3)
+    monkeypatch.setattr(checks, "WEAK", 1e-3)
     rows = by_name(verify(tiny("llama", dtype=torch.float32), dtypes=("bfloat16",)))
     assert rows["cache, uneven chunks"].reason.startswith("weak: rounding alone")
     assert "weak" not in rows["save and load"].reason

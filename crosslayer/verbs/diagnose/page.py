@@ -22,6 +22,9 @@ from crosslayer.verbs.diagnose.curves import (
 )
 from crosslayer.verbs.diagnose.result import Diagnosis, TopToken
 
+FIRST, *OTHERS = COLORS  # the first color is the first token's on the whole page
+EIGENVALUES = 64  # of a spectrum that are shown
+
 
 def layout(record: Diagnosis) -> Page:
     """Return the parts of the page."""
@@ -80,10 +83,6 @@ def _visible(entry: TopToken) -> str:
         return entry.token
     text = entry.token.replace("\n", "\\n").replace(" ", "␣")
     return f"{text} (first)" if entry.first else text
-
-
-FIRST, *OTHERS = COLORS  # the first color is the first token's on the whole page
-EIGENVALUES = 64  # of a spectrum that are shown
 
 
 def panels(record: Diagnosis) -> list[Panel]:

@@ -26,6 +26,10 @@ from crosslayer.verbs.diagnose.result import ByStream
 
 SOURCES = ("previous", "first")
 FORMS = ("current", "identity")
+SINK_THRESHOLD = 0.3  # of a head's mean attention to token 0, for the sink rate
+BY_STREAM = tuple(ByStream.model_fields)  # measured of the mean of the residual streams, and of each of several
+OF_LAYERS = (*BY_STREAM, "mlp_l1_l2", "mlp_l1_l2_others", "value_norm_ratio", "value_spectrum")
+ByLayer = dict[int, Tensor]
 
 
 class CrossLayerCosines:
@@ -91,13 +95,6 @@ def _mask(call: AttentionCall) -> Tensor | None:
 def _flat(heads: Tensor) -> Tensor:
     """(B, H, T, D) → (B, T, H·D) in float32 or wider."""
     return heads.transpose(1, 2).flatten(2).to(torch.promote_types(heads.dtype, torch.float32))
-
-
-SINK_THRESHOLD = 0.3  # of a head's mean attention to token 0, for the sink rate
-BY_STREAM = tuple(ByStream.model_fields)  # measured of the mean of the residual streams, and of each of several
-OF_LAYERS = (*BY_STREAM, "mlp_l1_l2", "mlp_l1_l2_others", "value_norm_ratio", "value_spectrum")
-
-ByLayer = dict[int, Tensor]
 
 
 @dataclass(frozen=True)

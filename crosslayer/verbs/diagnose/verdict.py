@@ -32,6 +32,7 @@ PEAK = 100.0  # hidden norm of token 0 over the median, from which it is a massi
 DRAIN = 0.5  # value norm of token 0 over the median, below which it is a drain
 
 Shapes = Sequence[LayerShape | None]
+SHOWN = 4  # layers of a ranking
 
 
 def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
@@ -124,9 +125,6 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
         resting_on="map_similarity_without_first",
         attention_removed=AttentionRemoved(layers=least, share=share_without(least, ("keys", "values"))),
     )
-
-
-SHOWN = 4  # layers of a ranking
 
 
 def words(verdict: Verdict) -> list[str]:

@@ -24,6 +24,9 @@ from crosslayer.verbs.diagnose.curves import (
 from crosslayer.verbs.intervene.kinds import Kind, to_entry
 from crosslayer.verbs.intervene.result import Change, Effect, Place
 
+RECEIVED = "attention received"
+LINES = 4  # of a figure
+
 
 def describe(interventions: Sequence[Kind]) -> str:
     """Return interventions in words: waiver (position 255) + token_swap (position 0, token bos)."""
@@ -128,10 +131,6 @@ def headline(record: Effect) -> dict[str, Any]:
         "loss_behind": sides,
         "seconds": round(record.seconds, 2),
     }
-
-
-RECEIVED = "attention received"
-LINES = 4  # of a figure
 
 
 def layout(record: Effect) -> Page:

@@ -21,7 +21,13 @@ class CacheShare:
     def __init__(self, shapes: Sequence[LayerShape | None], context: int | None = None):
         windows = [shape.window for shape in shapes if shape is not None and shape.window is not None]
         self.context = context or max([CONTEXT, *(2 * window for window in windows)])
-        self.sizes = [_allocated(shape, self.context) for shape in shapes]
+        self.sizes: list[dict[str, int]] = []  # of keys and values as allocated, by layer
+        for shape in shapes:
+            keys = values = 0
+            if shape is not None:  # a whole window, of which a cache allocates all and keeps all but a token
+                tokens = self.context if shape.window is None else min(self.context, shape.window)
+                keys, values = replace(shape, window=None).cached(tokens)
+            self.sizes.append({"keys": keys, "values": values})
         self.total = sum(sum(size.values()) for size in self.sizes)
 
     def of(self, plan: DepthPlan) -> float:
@@ -38,15 +44,6 @@ class CacheShare:
     def least(self) -> float:
         """The smallest share that any plan can keep: that of a single layer."""
         return min(sum(size.values()) for size in self.sizes if sum(size.values())) / self.total
-
-
-def _allocated(shape: LayerShape | None, context: int) -> dict[str, int]:
-    """Return the elements of keys and values that a cache allocates: a whole window, of which a token is not kept."""
-    if shape is None:
-        return {"keys": 0, "values": 0}
-    tokens = context if shape.window is None else min(context, shape.window)
-    keys, values = replace(shape, window=None).cached(tokens)
-    return {"keys": keys, "values": values}
 
 
 @torch.no_grad()

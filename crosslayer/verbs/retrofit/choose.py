@@ -32,6 +32,8 @@ from crosslayer.verbs.retrofit.search import Kind
 from crosslayer.verbs.retrofit.streams import Streams
 from crosslayer.verbs.retrofit.trade_off import methods_by_damage
 
+States = dict[int, tuple[Tensor, Tensor]]  # keys and values by layer, (H, T, D) each
+
 
 def choose(
     model: PreTrainedModel, request: Request, windows: dict[str, Windows], progress: Meter
@@ -131,9 +133,6 @@ def _greedy(
                 model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
         chosen.append(max(samples, key=lambda layer: float(np.mean(samples[layer]))))
     return chosen
-
-
-States = dict[int, tuple[Tensor, Tensor]]  # keys and values by layer, (H, T, D) each
 
 
 @torch.no_grad()

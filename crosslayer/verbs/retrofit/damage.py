@@ -22,6 +22,7 @@ from crosslayer.verbs.retrofit.result import Damage, DomainDamage, Domains, Gain
 
 ROWS = 128  # of logits at a time, so that no second copy of a window's logits is made
 Run = Callable[[Tensor], Tensor]  # ids (1, T) → logits (1, T, V)
+FEWEST = 16  # windows of a domain, below which no interval is given
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,6 @@ def compare(before: Tensor, after: Tensor, ids: Tensor) -> tuple[float, float, f
         sums[2] += functional.kl_div(log_after, log_before, reduction="sum", log_target=True).double().cpu()
     nll_before, nll_after, kl = (sums / len(targets)).tolist()
     return nll_before, nll_after, kl
-
-
-FEWEST = 16  # windows of a domain, below which no interval is given
 
 
 def damage(losses: Losses, seed: int = 0) -> Damage:

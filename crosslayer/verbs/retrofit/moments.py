@@ -144,8 +144,13 @@ class Moments:
         """
         if fit == "zero":
             return torch.zeros_like(self.cross[0]), (), None
-        if fit == "mean":
-            return self._interpolated(), (), None
+        if fit == "mean":  # with a bias that of what deviates from the means over all rows
+            x, error = self.means()
+            if not self.bias:
+                return pseudo_inverse(x, self.epsilon) @ error, (), None
+            x, center, offset = x[:, :-1], x[:, :-1].mean(0), error.mean(0)
+            weight = pseudo_inverse(x - center, self.epsilon) @ (error - offset)  # (C, C)
+            return torch.cat([weight, (offset - center @ weight)[None]]), (), None
         penalties, left = self._penalties() if fit in CHOSEN else ((), None)
         return self._solved(penalties), penalties, left
 
@@ -178,15 +183,6 @@ class Moments:
             for penalty, block in zip(penalties, blocks, strict=True)
         ]
         return torch.cholesky_solve(cross, torch.linalg.cholesky(gram + torch.cat(added).diag()))
-
-    def _interpolated(self) -> Tensor:
-        """Return pinv(X̄) Ē, with a bias that of what deviates from the means over all rows."""
-        x, error = self.means()
-        if not self.bias:
-            return pseudo_inverse(x, self.epsilon) @ error
-        x, center, offset = x[:, :-1], x[:, :-1].mean(0), error.mean(0)
-        weight = pseudo_inverse(x - center, self.epsilon) @ (error - offset)  # (C, C)
-        return torch.cat([weight, (offset - center @ weight)[None]])
 
     def _penalties(self) -> tuple[tuple[float, ...], float]:
         """Return the penalties with the least error on the parts left out, and the share of E that they leave there.

@@ -18,6 +18,10 @@ from crosslayer.verbs.retrofit.cache import CacheShare
 
 Kind = type[Method]
 OWN = "own"  # how a record calls a layer that no method acts on
+PASSES = 300  # over the search text, at most
+RANKED = 200  # passes for the first ranking, at most
+AGAIN = 6  # moves that are measured again for a pick, at most
+Move = tuple[Kind, int]  # a method and the layer that it is to act on
 
 
 def searched_methods() -> list[Kind]:
@@ -89,12 +93,6 @@ class Wires:
     def plan(self) -> DepthPlan:
         """The wiring."""
         return merge_plans(self.methods(), len(self.kinds))
-
-
-PASSES = 300  # over the search text, at most
-RANKED = 200  # passes for the first ranking, at most
-AGAIN = 6  # moves that are measured again for a pick, at most
-Move = tuple[Kind, int]  # a method and the layer that it is to act on
 
 
 @dataclass

@@ -33,6 +33,7 @@ from crosslayer.verbs.retrofit.search import PASSES, Kind, Search, Wires
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
 TOKENS = 8192  # that a repair is fitted to, or more where its inputs need them
+POINTS = 5  # of the curve, at most
 
 
 class Entering:
@@ -113,9 +114,6 @@ def lowest_changed(plan: DepthPlan) -> int:
         if plan.mlps[layer] is None or reads != [own.reads(state, layer) for state in STATES]:
             touched |= {layer, *(lender for read in reads for lender in read)}
     return min(touched)
-
-
-POINTS = 5  # of the curve, at most
 
 
 @torch.no_grad()

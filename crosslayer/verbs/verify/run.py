@@ -18,6 +18,9 @@ from crosslayer.verbs.verify.checks import CHECKS, EXACT, WEAK, Measurement, in_
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check, Verification
 from crosslayer.verbs.verify.subject import random_ids, subject_of
 
+RECORD = "record.json"
+SHOWN = 3  # files that are named
+
 
 def verify(
     model: PreTrainedModel | str | Path,
@@ -123,10 +126,6 @@ def _check_loaded(
                 done += 1
         meter.step(total, total, "")
     return rows
-
-
-RECORD = "record.json"
-SHOWN = 3  # files that are named
 
 
 def check_files(folder: Path | None) -> Check:

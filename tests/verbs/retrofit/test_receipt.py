@@ -213,7 +213,7 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
     asked = Request(RetrofitOptions(method="halves", compensation="ridge", merge="sum", part="right"))
     assert (asked.kind, asked.part, asked.target(Halves)) == (Halves, "right", "heads")
     assert Request(RetrofitOptions(method="halves")).part == "left"
-    assert set(wires.searched_methods()) == {Halves}
+    assert set(search.searched_methods()) == {Halves}
     monkeypatch.setattr(Halves, "targets", ())
     assert Request(RetrofitOptions(method="halves")).fit == "none"
     with pytest.raises(ValueError, match="^`compensation` ridge does nothing with these options; leave it out$"):

@@ -46,12 +46,7 @@ class Difference(Frozen):
 
 
 def paired_difference(candidate: Sequence[float], baseline: Sequence[float]) -> Difference:
-    """Return the difference of values (S,) that belong together pair by pair.
-
-    Raises:
-        ValueError: the sides are of different lengths or empty, or a value is not finite.
-
-    """
+    """Return the difference of values (S,) that belong together pair by pair."""
     if len(candidate) != len(baseline) or not candidate:
         raise ValueError(
             f"pairs need as many candidates as baselines, at least one; got {len(candidate)} and {len(baseline)}"

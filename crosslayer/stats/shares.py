@@ -33,9 +33,6 @@ def share_difference(candidate: int, baseline: int, count: int) -> Interval:
         baseline: c, items that only the baseline has right.
         count: n, all items.
 
-    Raises:
-        ValueError: there is no item.
-
     """
     if not count:
         raise ValueError("pairs need at least one sample that both sides were asked; got none")

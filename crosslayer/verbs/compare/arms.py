@@ -26,9 +26,6 @@ def read_methods(methods: str | Sequence[Any]) -> list[Methods]:
         methods: a YAML flow list without its brackets, "vanilla, NAME, {name: NAME, option: 2}", or its entries; an
             entry may itself be a list of methods, which act together. "vanilla" and null are none.
 
-    Raises:
-        ValueError: it is no such list, a method or an option is unknown, or an arm stands twice.
-
     """
     entries = parse_value(f"[{methods}]", f"methods {methods!r}") if isinstance(methods, str) else methods
     if not entries:
@@ -56,12 +53,7 @@ def _arm(entry: Any) -> Methods:
 
 
 def label_of(methods: Methods) -> str:
-    """Return what an arm is called, in plain characters.
-
-    Raises:
-        ValueError: an entry has no name, or one that is no name.
-
-    """
+    """Return what an arm is called, in plain characters."""
     return "+".join(map(_method_label, methods)) or PLAIN
 
 
@@ -85,12 +77,7 @@ def _plain(value: Any) -> Any:
 
 
 def pick_baseline(labels: Sequence[str], baseline: str | None) -> str:
-    """Return the arm that the others are compared with: by default the plain one, or the first.
-
-    Raises:
-        ValueError: there is no such arm, or nothing beside it.
-
-    """
+    """Return the arm that the others are compared with: by default the plain one, or the first."""
     if baseline is None:
         baseline = PLAIN if PLAIN in labels else labels[0]
     if baseline not in labels:

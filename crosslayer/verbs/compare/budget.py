@@ -63,12 +63,7 @@ class State(Frozen):
 
 
 def read_state(folder: Path) -> State | None:
-    """Return what a folder keeps beside its runs; None where it keeps nothing.
-
-    Raises:
-        ValueError: `grid.json` is no such file, or a damaged one.
-
-    """
+    """Return what a folder keeps beside its runs; None where it keeps nothing."""
     path = folder / STATE
     if not path.is_file():
         return None
@@ -83,12 +78,7 @@ def read_state(folder: Path) -> State | None:
 
 
 def read_budget(text: str) -> Budget:
-    """Read "time=60" (seconds), "flops=1e14" or "tokens=1e6".
-
-    Raises:
-        ValueError: it is something else.
-
-    """
+    """Read "time=60" (seconds), "flops=1e14" or "tokens=1e6"."""
     kind, _, number = text.partition("=")
     if kind not in KINDS:
         raise ValueError(f"`budget` is {text!r}; write for example time=60, in seconds: {nearest(kind, KINDS)}")
@@ -106,10 +96,6 @@ def measured(budget: Budget, keys: Sequence[str], short: Short, folder: Path) ->
 
     Arms run in turns, in an order that alternates, so that all meet the same moments of the machine; a time is the
     median over rounds of the median over steps.
-
-    Raises:
-        ValueError: not a step fits.
-
     """
     rounds = ROUNDS if budget.kind == "time" else 1
     runs: dict[str, list[TrainingRun]] = {key: [] for key in keys}
@@ -133,12 +119,7 @@ def _step_seconds(run: TrainingRun) -> float:
 
 
 def whole_steps(amount: float, cost: float, name: str) -> int:
-    """Return how many steps of a cost fit into an amount.
-
-    Raises:
-        ValueError: not one does.
-
-    """
+    """Return how many steps of a cost fit into an amount."""
     if amount < cost:
         raise ValueError(f"`budget` is too small for a step of {name}, which takes {cost:.3g} of {amount:.3g}")
     return math.floor(amount / cost)

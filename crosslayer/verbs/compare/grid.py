@@ -36,12 +36,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """What is trained: a recipe's file with settings on top, arms, the number of seeds, and what varies.
-
-    Raises:
-        ValueError: on construction or when it is laid out, whatever is wrong, before anything is trained.
-
-    """
+    """What is trained: a recipe's file with settings on top, arms, the number of seeds, and what varies."""
 
     path: Path
     settings: tuple[str, ...]
@@ -50,12 +45,7 @@ class Grid:
     varied: dict[str, list[Any]]
 
     def within(self, budget: Budget | None) -> Self:
-        """Return the grid under a budget; one of tokens is set in the recipe of all runs.
-
-        Raises:
-            ValueError: what the budget decides varies.
-
-        """
+        """Return the grid under a budget; one of tokens is set in the recipe of all runs."""
         if budget is None:
             return self
         for key in (STEPS, TOKENS):
@@ -91,12 +81,7 @@ class Grid:
         return cells
 
     def recipe(self, setting: Setting, methods: Methods, more: Sequence[str] = ()) -> Recipe:
-        """Return the recipe of an arm in a setting, with more settings on top.
-
-        Raises:
-            ValueError: it cannot be trained; the line says of which arm.
-
-        """
+        """Return the recipe of an arm in a setting, with more settings on top."""
         values = [f"{key}={json.dumps(value)}" for key, value in setting.values.items()]
         method = json.dumps(methods or None)
         try:
@@ -117,9 +102,6 @@ def read_grid(
         seeds: how many, from the recipe's own on.
         vary: "key=value,value" each; settings are all their combinations.
         settings: "key=value" for all runs.
-
-    Raises:
-        ValueError: something of it is wrong.
 
     """
     if seeds < 1:

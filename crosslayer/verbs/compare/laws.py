@@ -47,12 +47,7 @@ class PowerLaw:
 
 
 def fit_power_law(costs: Sequence[float], losses: Sequence[float]) -> PowerLaw:
-    """Return the law through P points of costs (parameters, tokens, FLOPs) and losses, all positive.
-
-    Raises:
-        ValueError: there are fewer than two different costs, or a value is not positive.
-
-    """
+    """Return the law through P points of costs (parameters, tokens, FLOPs) and losses, all positive."""
     if len(costs) != len(losses) or len(set(costs)) < 2:
         raise ValueError(f"a power law needs two different costs, each with its loss; got {len(set(costs))}")
     if not all(np.isfinite(value) and value > 0 for value in (*costs, *losses)):

@@ -53,12 +53,7 @@ class Sorted:
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the folders of runs: those named, and the finished ones in folders of runs, in the order of their names.
-
-    Raises:
-        ValueError: a folder holds no run.
-
-    """
+    """Return the folders of runs: those named, and the finished ones in folders of runs, sorted by name."""
     folders: list[Path] = []
     for path in map(Path, paths):
         within = path / RUNS if (path / RUNS).is_dir() else path
@@ -72,12 +67,7 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def load_run(folder: Path) -> TrainingRun:
-    """Return the run of a folder.
-
-    Raises:
-        ValueError: it is no record of a training run, or a damaged one.
-
-    """
+    """Return the run of a folder."""
     try:
         schema = str(read_record(folder).get("schema"))
         if not schema.startswith("crosslayer/training/"):
@@ -99,12 +89,7 @@ def load_run(folder: Path) -> TrainingRun:
 
 
 def sort_runs(folders: Sequence[Path]) -> Sorted:
-    """Read the runs of folders and tell settings and arms by their recipes.
-
-    Raises:
-        ValueError: as `load_run`, `read_state` and `assemble`.
-
-    """
+    """Read the runs of folders and tell settings and arms by their recipes."""
     states = [_state(folder) for folder in folders]
     budgets = [None if state is None else state.budget for state in states]
     runs = [load_run(folder) for folder in folders]
@@ -152,12 +137,7 @@ def _agreed(budgets: Sequence[Budget | None]) -> Budget | None:
 
 
 def assemble(placed: Sequence[Placed]) -> Sorted:
-    """Return runs as they are compared.
-
-    Raises:
-        ValueError: two are the same, or runs of a setting have read different text or other amounts of it in a step.
-
-    """
+    """Return runs as they are compared."""
     arms: dict[str, Arm] = {}
     first: dict[str, Placed] = {}
     taken: dict[tuple[str, str, int], Placed] = {}

@@ -123,12 +123,7 @@ def _check_training(runs: Any, methods: Any, out: Any, force: bool) -> None:
 
 
 def _opened(folder: Path, budget: Budget | None, resume: bool) -> State:
-    """Return what a folder keeps, or a new state for a new folder.
-
-    Raises:
-        ValueError: the folder is of something else.
-
-    """
+    """Return what a folder keeps, or a new state for a new folder."""
     name = folder.name
     if folder.is_file():
         raise ValueError(f"the folder {name!r} is a file; name another")

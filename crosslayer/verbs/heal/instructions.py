@@ -53,12 +53,7 @@ class Instructions(Domain):
         return _documents(self._examples(False, reading))
 
     def held_out(self, reading: Reading | None = None) -> Iterator[str]:
-        """Yield prompt and response of each example that is not trained on.
-
-        Raises:
-            ValueError: a file cannot be read, or there are too few examples to hold any out.
-
-        """
+        """Yield prompt and response of each example that is not trained on."""
         documents = list(_documents(self._examples(True, reading)))
         if not documents:
             raise ValueError(f"there are {FIRST} instructions or fewer, too few to hold any out; name `validation`")
@@ -77,12 +72,7 @@ class Instructions(Domain):
 
 
 def read_examples(files: Iterable[Path], columns: Columns, reading: Reading | None = None) -> Iterator[Example]:
-    """Yield prompt and response of every row that has a response; `reading` counts what is read.
-
-    Raises:
-        ValueError: a file is no .jsonl, or a row has not the columns; the message names file, line and column.
-
-    """
+    """Yield prompt and response of every row that has a response; `reading` counts what is read."""
     for path in files:
         if file_kind(path) != ".jsonl":
             raise ValueError(f"{path.name!r} holds no columns; instructions are read from .jsonl (.gz, .xz)")
@@ -129,9 +119,6 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
             padding: the token that fills a row.
             name: of the domain, for errors.
             responses_alone: whether prompts have no labels.
-
-        Raises:
-            ValueError: no example fits into a row.
 
         """
         self.shards, self.length, self.padding, self.responses_alone = shards, length, padding, responses_alone

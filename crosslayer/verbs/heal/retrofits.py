@@ -53,12 +53,7 @@ class Retrofit:
         return digest.hexdigest()
 
     def embedding(self) -> Tensor:
-        """Return its embedding (V, C), which no wiring changes: the original's.
-
-        Raises:
-            ValueError: there is none in its files.
-
-        """
+        """Return its embedding (V, C), which no wiring changes: the original's."""
         for path in sorted(self.folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118  safetensors hands out no iterator
@@ -82,10 +77,6 @@ def open_retrofits(folders: Sequence[str | Path], original: str | None = None) -
     Args:
         folders: as `crosslayer retrofit` wrote them.
         original: the model that they come from, where its name in the receipt cannot be opened.
-
-    Raises:
-        ValueError: a folder has no receipt, two have the same name, they come from different originals, or the original
-            has another vocabulary or number of layers, or cannot be opened.
 
     """
     if not folders:
@@ -116,12 +107,7 @@ def open_retrofits(folders: Sequence[str | Path], original: str | None = None) -
 
 
 def check_original(called: str, original: PreTrainedModel, retrofits: Sequence[Retrofit]) -> None:
-    """Refuse an original that has other weights than that from which the retrofits come.
-
-    Raises:
-        ValueError: its parameters are more or fewer, or its embedding is another.
-
-    """
+    """Refuse an original that has other weights than that from which the retrofits come."""
     size = sum(parameter.numel() for parameter in original.parameters())
     weights = original.get_input_embeddings().weight.detach().cpu()  # type: ignore[operator, union-attr]
     for retrofit in retrofits:

@@ -25,24 +25,14 @@ class RecoveryRows:
     shards: dict[str, DomainShards]
 
     def training(self, items: int) -> Mixture:
-        """Return the rows of a stage, which always begin with the same.
-
-        Raises:
-            ValueError: a domain has less than a row; the message names it.
-
-        """
+        """Return the rows of a stage, which always begin with the same."""
         data = self.recipe.data
         texts = {name: parts.training for name, parts in self.shards.items()}
         weights = {part.name: part.weight for part in data.domains}
         return Mixture(texts, weights, data.length, self.recipe.seed, items, self._tables())
 
     def held_out(self) -> dict[str, Dataset[dict[str, Tensor]]]:
-        """Return rows of each domain that nobody trains on, spread evenly over it.
-
-        Raises:
-            ValueError: a domain has less than a row; the message names it.
-
-        """
+        """Return rows of each domain that nobody trains on, spread evenly over it."""
         count, length = self.recipe.eval.held_out, self.recipe.data.length
         rows: dict[str, Dataset[dict[str, Tensor]]] = {}
         for part in self.recipe.data.domains:
@@ -71,12 +61,7 @@ class RecoveryRows:
 
 
 def read_rows(recipe: HealRecipe, tokenizer: PreTrainedTokenizerFast, meter: Meter = Silent) -> RecoveryRows:
-    """Cut the text of a recipe into tokens, or take them out of the cache.
-
-    Raises:
-        ValueError: a source cannot be read, or has too little text; the message names the domain.
-
-    """
+    """Cut the text of a recipe into tokens, or take them out of the cache."""
     place = cache_folder() / "tokens"
     shards = {part.name: part.domain().shards(tokenizer, place, meter) for part in recipe.data.domains}
     rows = RecoveryRows(recipe, tokenizer, shards)

@@ -93,12 +93,7 @@ def heal(
 
 
 def _check_folder(folder: Path, files: dict[str, str], resume: bool) -> None:
-    """Refuse a folder of something else.
-
-    Raises:
-        ValueError: there are files in it, and no `resume`, or they are of another recipe or of other retrofits.
-
-    """
+    """Refuse a folder of something else."""
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not resume:

@@ -66,9 +66,6 @@ class Stage:
             folder: of the stage.
             teacher: of a stage that is distilled.
 
-        Raises:
-            TrainingStopped: a checkpoint cannot be written.
-
         """
         part, folder = self.part, folder.resolve()
         set_seed(self.recipe.seed)  # of an adapter's first values
@@ -97,12 +94,7 @@ class Stage:
         return Outcome(run)
 
     def arguments(self, folder: Path) -> TrainingArguments:
-        """Return Trainer's arguments.
-
-        Raises:
-            ValueError: they contradict each other.
-
-        """
+        """Return Trainer's arguments."""
         return training_arguments(folder, self.recipe.seed, self.part.schedule.course(self._steps), self._settings)
 
     @property
@@ -164,12 +156,7 @@ class _LastStep(TrainerCallback):
 
 
 def finished(folder: Path) -> Outcome | None:
-    """Return how a stage went, or why it stopped; None where its folder is not whole.
-
-    Raises:
-        ValueError: its record is damaged.
-
-    """
+    """Return how a stage went, or why it stopped; None where its folder is not whole."""
     if (folder / STOPPED).is_file():
         return Outcome(stopped=(folder / STOPPED).read_text(encoding="utf-8"))
     path = folder / DONE
@@ -190,12 +177,7 @@ def compensations(model: nn.Module) -> list[Compensation]:
 
 
 def check_parameters(stages: Sequence[StagePart]) -> None:
-    """Refuse stages whose parameters need what is not installed.
-
-    Raises:
-        ValueError: there are adapters, and peft is missing.
-
-    """
+    """Refuse stages whose parameters need what is not installed."""
     if any(stage.parameters == "lora" for stage in stages) and importlib.util.find_spec("peft") is None:
         raise ValueError("stages with parameters: lora need peft: pip install 'crosslayer[heal]'")
 

@@ -46,12 +46,7 @@ class Judging:
     fitted: Mapping[str, frozenset[int]]
 
     def windows(self, recipe: HealRecipe, tokenizer: PreTrainedTokenizerBase) -> Windows:
-        """Cut the windows.
-
-        Raises:
-            ValueError: a domain has too little text; the message names it.
-
-        """
+        """Cut the windows."""
         trained = {part.name: part for part in recipe.data.domains if embedded_source(part)}
         pairs = []
         for name, documents in embedded_domains(self.counts).items():
@@ -82,12 +77,7 @@ class Judging:
 
 
 def judging(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Judging:
-    """Find out how to cut the windows: as the receipts say, but for what the recipe's `eval` says.
-
-    Raises:
-        ValueError: the receipts differ in what decides that, or the recipe asks for what cannot be.
-
-    """
+    """Find out how to cut the windows: as the receipts say, but for what the recipe's `eval` says."""
     length, seed, bos = (_shared(retrofits, name) for name in ("length", "seed", "bos"))
     domains = recipe.eval.domains or _shared(retrofits, "domains", "eval.domains")
     for name in domains:

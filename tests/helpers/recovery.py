@@ -57,6 +57,13 @@ def recipe_in(folder, **changes):
     return path
 
 
+def healed(base, names, folder, recipe=None, **options):
+    """Heal retrofits of the original in `base`, by default by the recipe above, into `out` in a folder."""
+    retrofits = [base / name for name in names.split()]
+    recipe = recipe_in(folder) if recipe is None else recipe
+    return crosslayer.heal(retrofits, recipe, folder / "out", original=str(base / "original"), **options)
+
+
 def instructions_in(folder, count=60):
     """Save a table of instructions."""
     rows = [{"instruction": f"Say {k}.", "response": f"{k}" * (1 + k % 4)} for k in range(count)]

@@ -23,36 +23,17 @@ from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.trainer import TrainingStopped
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, resize
-from tests.helpers.recovery import instructions_in, original_in, recipe_in, retrofit_in
+from tests.helpers.recovery import healed, instructions_in, original_in, recipe_in, retrofit_in
 from tests.helpers.training import Stop
 from tests.verbs.train.test_interrupting import Press
 
-NAMES = ("fitted", "without", "shorter")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CROSSLAYER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A folder with the original and its retrofits."""
-    folder = tmp_path_factory.mktemp("models")
-    original = original_in(folder)
-    for name in NAMES:
-        retrofit_in(folder, original, name)
-    return folder
+NAMES = "fitted without shorter"
 
 
 @pytest.fixture(scope="module")
 def whole(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    recipe = recipe_in(folder)
-    recovery = crosslayer.heal([base / name for name in NAMES], recipe, folder / "out", original=str(base / "original"))
-    return recovery, folder / "out"
+    return healed(base, NAMES, folder), folder / "out"
 
 
 @pytest.fixture
@@ -62,12 +43,11 @@ def undrawn(monkeypatch):
 
 
 def test_hidden_numbers_are_asked_for_before_and_after_each_stage(tmp_path, undrawn):
-    original = original_in(tmp_path, max_position_embeddings=512)
-    folder = retrofit_in(tmp_path, original, "zero")
+    retrofit_in(tmp_path, original_in(tmp_path, max_position_embeddings=512), "zero")
     evaluation = {"domains": ["code"], "windows": 16, "length": 24, "held_out": 2}
     stage = {"parameters": "all", "schedule": {"steps": 1}, "train": {"learning_rate": 1e-3}}
     recipe = recipe_in(tmp_path, stages=[stage], objective={"loss": "distill"}, eval=evaluation)
-    recovery = crosslayer.heal([folder], recipe, tmp_path / "out", original=str(original))
+    recovery = healed(tmp_path, "zero", tmp_path, recipe)
     model, tokenizer = crosslayer.load_model(str(tmp_path / "out" / "zero" / "model"))
     assert recovery.arms[0].states[1].needles == look_up(model, tokenizer)
     assert [lookup.length for lookup in recovery.untrained_original.needles] == [512]
@@ -75,14 +55,13 @@ def test_hidden_numbers_are_asked_for_before_and_after_each_stage(tmp_path, undr
     assert (
         "Before: 0 of 10 hidden numbers. Of 10 numbers hidden in long texts it finds 0 (0 of 10 at 512 tokens)" in said
     )
-    without = crosslayer.heal(
-        [folder], recipe, tmp_path / "none", original=str(original), settings=["eval.needles=false"]
-    )
+    (tmp_path / "none").mkdir()
+    without = healed(tmp_path, "zero", tmp_path / "none", recipe, settings=["eval.needles=false"])
     assert without.arms[0].states[1].needles == () and "hidden" not in without.sentences()[0]
 
 
 def windows_of(base, recipe, tokenizer):
-    retrofits, _ = open_retrofits([base / name for name in NAMES], str(base / "original"))
+    retrofits, _ = open_retrofits([base / name for name in NAMES.split()], str(base / "original"))
     return judging(recipe, retrofits).windows(recipe, tokenizer)
 
 
@@ -204,16 +183,14 @@ def test_the_original_reads_the_same_rows_in_the_same_order(base, tmp_path, monk
             return super().training_step(model, inputs, num_items_in_batch)
 
     monkeypatch.setattr(stages, "CrossLayerTrainer", Watching)
-    crosslayer.heal([base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"))
+    healed(base, "without", tmp_path)
     assert set(read) == {"without/stage-2", "original"} and len(read["original"]) == 5
     assert torch.equal(torch.cat(read["original"]), torch.cat(read["without/stage-2"]))
 
 
 def test_an_interrupted_recovery_goes_on_and_ends_the_same(base, whole, tmp_path, monkeypatch, undrawn):
     """Stopped in the middle of stage 1, and again in the middle of stage 2."""
-    folder, recipe = tmp_path / "out", recipe_in(tmp_path)
-    arguments = ([base / "fitted"], recipe, folder)
-    options = {"original": str(base / "original")}
+    folder = tmp_path / "out"
 
     class Killed(Exception):
         pass
@@ -236,14 +213,14 @@ def test_an_interrupted_recovery_goes_on_and_ends_the_same(base, whole, tmp_path
         with monkeypatch.context() as patch:
             patch.setattr(stages, "CrossLayerTrainer", stopping(number, step))
             with pytest.raises(Killed):
-                crosslayer.heal(*arguments, **options, resume=number > 1)
+                healed(base, "fitted", tmp_path, resume=number > 1)
         assert (folder / "fitted" / f"stage-{number}" / "checkpoint-2").is_dir()
         assert not (folder / "record.json").exists()
     with pytest.raises(ValueError, match="the folder 'out' exists; give another name, or `resume` to go on with it"):
-        crosslayer.heal(*arguments, **options)
+        healed(base, "fitted", tmp_path)
     with pytest.raises(ValueError, match="the folder 'out' is of another recipe or of other retrofits"):
-        crosslayer.heal(*arguments, **options, resume=True, settings=["seed=1"])
-    resumed = crosslayer.heal(*arguments, **options, resume=True)
+        healed(base, "fitted", tmp_path, resume=True, settings=["seed=1"])
+    resumed = healed(base, "fitted", tmp_path, resume=True)
     for place in ("fitted/stage-1/model", "fitted/model", "original/model"):
         assert not changed(folder / place, whole[1] / place), place
     ends = [dict(zip(result.domains, result.kl[0].T.tolist(), strict=True)) for result in (resumed, whole[0])]
@@ -257,28 +234,17 @@ def test_a_whole_recovery_is_not_done_again(base, whole, tmp_path, monkeypatch):
     (folder / "record.json").unlink()
     monkeypatch.setattr(stages.Stage, "train", None)
     monkeypatch.setattr("crosslayer.verbs.heal.measure.losses", None)
-    again = crosslayer.heal(
-        [base / name for name in NAMES], folder / "recipe.yaml", folder, original=str(base / "original"), resume=True
-    )
+    again = healed(base, NAMES, tmp_path, folder / "recipe.yaml", resume=True)
     assert again == whole[0] and (folder / "record.json").is_file()
     (folder / "fitted" / "stage-1" / "stage.json").write_text("{}")
     with pytest.raises(ValueError, match="stage.json of fitted/stage-1 is damaged"):
-        crosslayer.heal(
-            [base / name for name in NAMES],
-            folder / "recipe.yaml",
-            folder,
-            original=str(base / "original"),
-            resume=True,
-        )
+        healed(base, NAMES, tmp_path, folder / "recipe.yaml", resume=True)
 
 
 def test_stages_that_end_early_say_so_and_the_original_trains_to_the_last_step(base, tmp_path, undrawn):
     """The next stage goes on from the model of the one that ended early."""
     early = "stop={smoothing: 0, patience: 1, least: 0.9}"
-    settings = [f"stages.0.{early}", f"stages.1.{early}"]
-    recovery = crosslayer.heal(
-        [base / "fitted"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"), settings=settings
-    )
+    recovery = healed(base, "fitted", tmp_path, settings=[f"stages.0.{early}", f"stages.1.{early}"])
     first, second = (state.run for state in recovery.arms[0].states[1:])
     assert (first.steps, first.planned, first.curve.steps, second.steps) == (2, 4, [1, 2], 2)
     assert recovery.trained_original.run.steps == 5
@@ -306,11 +272,10 @@ def diverging(place, cause=None):
 
 
 def test_a_retrofit_that_diverges_stops_alone(base, tmp_path, monkeypatch, undrawn):
-    folders, options = [base / "fitted", base / "without"], {"original": str(base / "original")}
-    recipe, folder = recipe_in(tmp_path), tmp_path / "out"
+    folder = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(stages, "CrossLayerTrainer", diverging("fitted/stage-1"))
-        recovery = crosslayer.heal(folders, recipe, folder, **options)
+        recovery = healed(base, "fitted without", tmp_path)
     first, second = recovery.arms[0].states[1:]
     assert first.stopped.startswith("the loss is nan at step 2") and first.run is None
     assert second.skipped == "stage 1 stopped" and second.domains[0].damage == first.domains[0].damage
@@ -319,16 +284,14 @@ def test_a_retrofit_that_diverges_stops_alone(base, tmp_path, monkeypatch, undra
     assert not changed(base / "fitted", folder / "fitted" / "model")
     assert "trained nothing in this model" in (folder / "fitted" / "model" / "README.md").read_text()
     assert "was trained after the retrofit" in (folder / "without" / "model" / "README.md").read_text()
-    again = crosslayer.heal(folders, recipe, folder, **options, resume=True)
+    again = healed(base, "fitted without", tmp_path, resume=True)
     assert again.arms == recovery.arms
 
 
 @pytest.mark.slow
 def test_without_a_trained_original_that_diverged_the_original_is_the_reference(base, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "CrossLayerTrainer", diverging("out/original"))
-    recovery = crosslayer.heal(
-        [base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original")
-    )
+    recovery = healed(base, "without", tmp_path)
     assert recovery.reference == "original" and recovery.trained_original is None
     assert "Stopped: original, which was to be trained as well: the loss is nan" in " ".join(recovery.sentences())
 
@@ -336,30 +299,30 @@ def test_without_a_trained_original_that_diverged_the_original_is_the_reference(
 def test_a_disk_fault_ends_it_all(base, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "CrossLayerTrainer", diverging("without/stage-2", OSError("no space")))
     with pytest.raises(TrainingStopped, match="the disk is full"):
-        crosslayer.heal([base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base / "original"))
+        healed(base, "without", tmp_path)
     assert not (tmp_path / "out" / "without" / "stage-2" / "stopped.txt").exists()
 
 
 @pytest.mark.slow
 def test_ctrl_c_in_the_last_step_of_a_stage_keeps_the_step(base, tmp_path, monkeypatch):
     recipe = recipe_in(tmp_path, stages=[{"parameters": "all", "schedule": {"steps": 3}}], baseline=False)
-    options = {"original": str(base / "original")}
+    (tmp_path / "whole").mkdir()
 
     class Pressed(stages.CrossLayerTrainer):
         def train(self, *args, **kwargs):
             self.add_callback(Press(3))
             return super().train(*args, **kwargs)
 
-    crosslayer.heal([base / "fitted"], recipe, tmp_path / "whole", **options)
+    healed(base, "fitted", tmp_path / "whole", recipe)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with monkeypatch.context() as patch:
         patch.setattr(stages, "CrossLayerTrainer", Pressed)
         with pytest.raises(KeyboardInterrupt):
-            crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", **options)
+            healed(base, "fitted", tmp_path, recipe)
     signal.signal(signal.SIGINT, before)
     assert list(checkpoints(tmp_path / "out" / "fitted" / "stage-1"))[-1] == 3
-    crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", **options, resume=True)
-    assert not changed(*(tmp_path / name / "fitted" / "model" for name in ("whole", "out")))
+    healed(base, "fitted", tmp_path, recipe, resume=True)
+    assert not changed(*(folder / "out" / "fitted" / "model" for folder in (tmp_path / "whole", tmp_path)))
 
 
 @pytest.mark.slow
@@ -367,7 +330,7 @@ def test_adapters_are_resumed_bit_for_bit(base, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     stage = {"parameters": "lora", "lora": {"rank": 2}, "schedule": {"steps": 4}, "train": {"learning_rate": 1e-3}}
     recipe = recipe_in(tmp_path, stages=[stage], baseline=False)
-    options = {"original": str(base / "original")}
+    (tmp_path / "whole").mkdir()
 
     class Stopping(stages.CrossLayerTrainer):
         def train(self, *args, **kwargs):
@@ -375,14 +338,14 @@ def test_adapters_are_resumed_bit_for_bit(base, tmp_path, monkeypatch):
             super().train(*args, **kwargs)
             raise KeyboardInterrupt
 
-    crosslayer.heal([base / "fitted"], recipe, tmp_path / "whole", **options)
+    healed(base, "fitted", tmp_path / "whole", recipe)
     with monkeypatch.context() as patch:
         patch.setattr(stages, "CrossLayerTrainer", Stopping)
         with pytest.raises(KeyboardInterrupt):
-            crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", **options)
+            healed(base, "fitted", tmp_path, recipe)
     assert (tmp_path / "out" / "fitted" / "stage-1" / "checkpoint-2" / "adapter_model.safetensors").is_file()
-    crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", **options, resume=True)
-    places = [tmp_path / name / "fitted" / "model" for name in ("whole", "out")]
+    healed(base, "fitted", tmp_path, recipe, resume=True)
+    places = [folder / "out" / "fitted" / "model" for folder in (tmp_path / "whole", tmp_path)]
     assert not changed(*places)
     assert {name for name in changed(base / "fitted", places[0]) if "norm" in name or "embed" in name} == set()
 
@@ -401,7 +364,7 @@ def test_the_folder_comes_back_equal(whole):
 
 
 def test_the_healed_model_opens_and_is_verified(whole):
-    for name in NAMES:
+    for name in NAMES.split():
         folder = whole[1] / name / "model"
         model, tokenizer = crosslayer.load_model(str(folder))
         assert tokenizer.decode(tokenizer("Käse").input_ids) == "Käse"
@@ -461,7 +424,7 @@ def test_responses_alone(base, tmp_path, undrawn):
     recipe = recipe_in(
         tmp_path, data={"length": 256, "domains": [domain]}, objective={"loss": "response"}, baseline=False
     )
-    recovery = crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", original=str(base / "original"))
+    recovery = healed(base, "fitted", tmp_path, recipe)
     assert recovery.left_out == {"say": 0} and set(recovery.arms[0].states[2].held_out) == {"say"}
     assert dict(zip(recovery.domains, recovery.seen.tolist(), strict=True)) == {"web": False, "code": True}
     assert recovery.domains[0] == "web"

@@ -150,9 +150,8 @@ def test_a_mixture_takes_rows_that_are_cut_otherwise(tmp_path, tokenizer):
         assert torch.equal(mixture[item]["input_ids"], rows[number]["input_ids"])
 
 
-def test_rows_that_are_held_out_come_from_all_files(tmp_path, monkeypatch):
+def test_rows_that_are_held_out_come_from_all_files(tmp_path):
     """Not from the first alone, whatever the number of files."""
-    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "cache"))
     for letter in "abcd":
         rows = [{"instruction": letter, "response": letter * 90} for _ in range(200)]
         (tmp_path / f"{letter}.jsonl").write_text("\n".join(map(json.dumps, rows)))

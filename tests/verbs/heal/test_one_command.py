@@ -10,8 +10,7 @@ STAGE = {"parameters": "all", "schedule": {"steps": 2}, "train": {"learning_rate
 
 
 @pytest.fixture
-def words(tmp_path, monkeypatch):
-    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "cache"))
+def words(tmp_path):
     original = original_in(tmp_path)
     recipe = recipe_in(tmp_path, stages=[STAGE], objective={"loss": "distill"})
     options = ["--method", "drop", "--layers", "2", "--calibration", "64", "--windows", "96", "--length", "24"]

@@ -10,7 +10,8 @@ import crosslayer
 from crosslayer.verbs.heal.recipe import HealRecipe, load_heal_recipe
 from crosslayer.verbs.heal.retrofits import Retrofit, open_retrofits
 from crosslayer.verbs.train.recipe_parts import Part
-from tests.helpers.recovery import original_in, recipe_in, retrofit_in
+from tests.helpers.recovery import healed, original_in, recipe_in, retrofit_in
+from tests.helpers.tiny import tiny
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 DOCUMENT = (RECIPES.parent / "docs" / "HEAL.md").read_text()
@@ -102,34 +103,17 @@ def test_the_documentation_lists_every_key():
     assert set(keys(HealRecipe)) - table == set()
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    retrofit_in(folder, original_in(folder), "without")
-    other = tmp_path_factory.mktemp("others")
-    retrofit_in(other, original_in(other, 0.01, "another"), "zero")
-    return folder, other
-
-
-def test_retrofits_of_two_originals_are_refused(base):
-    folder, other = base
-    with pytest.raises(
-        ValueError, match="'without' comes from 'original' and 'zero' from 'another'; heal them one by one"
-    ):
-        open_retrofits([folder / "without", other / "zero"])
-
-
 def test_another_original_of_the_same_shape_is_refused(base, tmp_path):
-    folder, other = base
+    another = original_in(tmp_path, 0.01, "another")
+    with pytest.raises(ValueError, match="'without' comes from 'original' and 'zero' from 'another'; heal them one by"):
+        open_retrofits([base / "without", retrofit_in(tmp_path, another, "zero")])
     with pytest.raises(ValueError, match="'without' has another embedding than 'another': it comes from another model"):
-        crosslayer.heal(
-            [folder / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(other / "another")
-        )  # fmt: skip
+        crosslayer.heal([base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(another))
     assert not (tmp_path / "out").exists()
 
 
 def test_the_digest_of_a_retrofit_tells_originals_apart(base, tmp_path):
-    retrofit = open_retrofits([base[0] / "without"], str(base[0] / "original"))[0][0]
+    retrofit = open_retrofits([base / "without"], str(base / "original"))[0][0]
     copy = Retrofit(tmp_path, retrofit.receipt)
     weights = load_file(retrofit.folder / "model.safetensors")
     save_file(weights, tmp_path / "model.safetensors")
@@ -142,23 +126,17 @@ def test_the_digest_of_a_retrofit_tells_originals_apart(base, tmp_path):
 def test_missing_peft_is_told_before_anything_is_trained(base, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="stages with parameters: lora need peft: pip install"):
-        crosslayer.heal(
-            [base[0] / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base[0] / "original"),
-            settings=["stages.1.parameters=lora"],
-        )  # fmt: skip
+        healed(base, "without", tmp_path, settings=["stages.1.parameters=lora"])
 
 
 def test_a_file_in_the_place_of_the_folder_is_told(base, tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(ValueError, match="the folder 'out' is a file; name another"):
-        crosslayer.heal(
-            [base[0] / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base[0] / "original")
-        )
+        healed(base, "without", tmp_path)
 
 
 def test_what_is_no_retrofit_is_refused(base, tmp_path):
-    folder, _ = base
-    original = str(folder / "original")
+    original = str(base / "original")
     with pytest.raises(ValueError, match="there is no retrofit to heal"):
         open_retrofits([])
     with pytest.raises(ValueError, match="retrofit 'nowhere' is no folder"):
@@ -166,37 +144,29 @@ def test_what_is_no_retrofit_is_refused(base, tmp_path):
     with pytest.raises(ValueError, match="'original' is no retrofit with its receipt: 'original' holds no record.json"):
         open_retrofits([original])
     with pytest.raises(ValueError, match="the name 'without' is taken in the result; rename that folder"):
-        open_retrofits([folder / "without", folder / "without"], original)
+        open_retrofits([base / "without", base / "without"], original)
     with pytest.raises(ValueError, match="the receipt's original cannot be opened, name it with `original`"):
-        open_retrofits([folder / "without"])
+        open_retrofits([base / "without"])
     with pytest.raises(ValueError, match="'without' comes from vocab_size 258, and 'smollm2' has 49152: another model"):
-        open_retrofits([folder / "without"], "smollm2")
+        open_retrofits([base / "without"], "smollm2")
 
 
 def test_another_model_of_the_same_shape_but_other_sizes_is_refused(base, tmp_path):
-    from tests.helpers.tiny import tiny
-
-    folder, _ = base
     model = tiny("llama", vocab_size=258, num_hidden_layers=4, intermediate_size=64)
     model.save_pretrained(tmp_path / "wider")
-    crosslayer.load_model(str(folder / "original"))[1].save_pretrained(tmp_path / "wider")
-    with pytest.raises(
-        ValueError, match=r"'without' comes from [\d,]+ parameters, and 'wider' has [\d,]+: another model"
-    ):
-        crosslayer.heal([folder / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(tmp_path / "wider"))
+    crosslayer.load_model(str(base / "original"))[1].save_pretrained(tmp_path / "wider")
+    with pytest.raises(ValueError, match=r"'without' comes from [\d,]+ parameters, and 'wider' has [\d,]+: another"):
+        crosslayer.heal([base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(tmp_path / "wider"))
 
 
 def test_arguments_that_contradict_each_other_are_refused_before_anything_is_measured(base, tmp_path):
     settings = ["stages.1.train.bf16=true", "stages.1.train.fp16=true"]
     with pytest.raises(ValueError, match=r"stages\.1: "):
-        crosslayer.heal(
-            [base[0] / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(base[0] / "original"),
-            settings=settings,
-        )  # fmt: skip
+        healed(base, "without", tmp_path, settings=settings)
     assert not (tmp_path / "out").exists()
 
 
 def test_settings_go_with_a_file_alone(base, tmp_path):
     recipe = load_heal_recipe(recipe_in(tmp_path))
     with pytest.raises(ValueError, match="settings are for a recipe that is a file"):
-        crosslayer.heal([base[0] / "without"], recipe, tmp_path / "out", settings=["seed=1"])
+        crosslayer.heal([base / "without"], recipe, tmp_path / "out", settings=["seed=1"])

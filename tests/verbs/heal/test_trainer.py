@@ -13,7 +13,7 @@ from crosslayer.verbs.heal.stages import compensations, merged, unfreeze
 from crosslayer.verbs.heal.trainer import DistillTrainer, Teacher
 from crosslayer.verbs.train.arguments import training_arguments
 from tests.helpers.cases import CASES
-from tests.helpers.recovery import original_in, recipe_in, retrofit_in
+from tests.helpers.recovery import healed, recipe_in
 from tests.helpers.tiny import tiny, tokens
 from tests.helpers.training import Random, course, losses, model_of
 
@@ -168,20 +168,6 @@ def test_merged_adapters_compute_the_same(case):
         contract.close(expected, whole(ids, use_cache=False).logits, "merged", 1e-8)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    original = original_in(folder)
-    for name in ("fitted", "shorter"):
-        retrofit_in(folder, original, name)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 def test_distilling_retrofits_with_adapters_in_bfloat16(base, tmp_path):
     """The original is its own baseline, and a model without a whole layer matches the layers that stay."""
     pytest.importorskip("peft")
@@ -192,8 +178,7 @@ def test_distilling_retrofits_with_adapters_in_bfloat16(base, tmp_path):
         "train": {"learning_rate": 3e-3, "bf16": True},
     }
     recipe = recipe_in(tmp_path, stages=[stage], objective={"loss": "distill", "hidden": 0.1})
-    folders = [base / "fitted", base / "shorter"]
-    recovery = crosslayer.heal(folders, recipe, tmp_path / "out", original=str(base / "original"))
+    recovery = healed(base, "fitted shorter", tmp_path, recipe)
     assert recovery.trained_original is None and recovery.reference == "original"
     assert not (tmp_path / "out" / "original" / "model").exists()
     shorter = recovery.arms[1]
@@ -201,5 +186,4 @@ def test_distilling_retrofits_with_adapters_in_bfloat16(base, tmp_path):
     assert shorter.states[1].run.parameters == "lora"
     model, _ = crosslayer.load_model(str(tmp_path / "out" / "shorter" / "model"))
     assert type(model).__name__ == "LlamaForCausalLM" and model.config.num_hidden_layers == 3
-    resumed = crosslayer.heal(folders, recipe, tmp_path / "out", original=str(base / "original"), resume=True)
-    assert resumed == recovery
+    assert healed(base, "fitted shorter", tmp_path, recipe, resume=True) == recovery

@@ -14,24 +14,9 @@ from crosslayer.verbs.heal.windows import judging
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Receipt
 from crosslayer.verbs.retrofit.texts import Texts
-from tests.helpers.recovery import original_in, recipe_in, retrofit_in
+from tests.helpers.recovery import healed, recipe_in
 
 STAGE = {"parameters": "all", "schedule": {"steps": 1}}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A folder with the original and two retrofits, of which `fitted` was fitted to code, which judged it."""
-    folder = tmp_path_factory.mktemp("models")
-    original = original_in(folder)
-    for name in ("fitted", "without"):
-        retrofit_in(folder, original, name)
-    return folder
 
 
 def opened(base, *names):
@@ -54,7 +39,7 @@ def receipts_parts(base, name):
 
 def test_without_a_word_of_the_recipe_the_damage_before_is_the_receipts_own(base, tmp_path):
     recipe = recipe_in(tmp_path, stages=[STAGE], eval={"held_out": 1}, baseline=False, seed=5)
-    recovery = crosslayer.heal([base / "fitted"], recipe, tmp_path / "out", original=str(base / "original"))
+    recovery = healed(base, "fitted", tmp_path, recipe)
     receipt = crosslayer.load_result(base / "fitted")
     assert isinstance(receipt, Receipt)
     assert recovery.domains == ("code",) and (recovery.windows, recovery.length) == (16, 24)
@@ -126,8 +111,8 @@ def test_windows_of_a_domain_that_was_trained_on_and_fitted_to_are_marked(base, 
     """What is held out of the training may have been fitted to."""
     data = {"length": 32, "domains": [{"name": "code"}]}
     evaluation = {"domains": ["code"], "windows": 16, "held_out": 1}
+    recipe = recipe_in(tmp_path, stages=[STAGE], eval=evaluation, baseline=False, data=data)
     for name, kind in (("fitted", "seen: fitted"), ("without", "seen")):
-        recipe = recipe_in(tmp_path, stages=[STAGE], eval=evaluation, baseline=False, data=data)
-        recovery = crosslayer.heal([base / name], recipe, tmp_path / name, original=str(base / "original"))
+        recovery = healed(base, name, tmp_path / name, recipe)
         assert f"code ({kind}, 16 windows)" in recovery.page()
         assert f"on code ({kind}) the KL" in recovery.sentences()[0]

@@ -93,16 +93,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def extended(p_value: float, pages: int) -> float:
-    """Return a p-value adjusted for pages that were seen before seeds were added; below 0.05 it still decides.
+    """Return a p-value of all pairs adjusted for pages of fewer seeds that were seen before; below 0.05 it decides.
 
     The first page spends an error of 0.05, each page k after it 0.01 / (k (k − 1)), which is 0.01 over all of them:
     some page errs with a probability of at most 0.06, however often seeds are added. Unadjusted, adding them one by one
     until something shows errs three times as often (Armitage and others, 1969; spending: Lan and DeMets, 1983).
-
-    Args:
-        p_value: of all pairs at hand.
-        pages: how many pages judged fewer seeds.
-
     """
     return p_value if pages == 0 else min(1.0, p_value * 5 * pages * (pages + 1))
 

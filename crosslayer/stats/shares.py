@@ -28,11 +28,7 @@ def share_difference(candidate: int, baseline: int, count: int) -> Interval:
     Agresti and Min (2005), 10.1002/sim.1781: half an item is added to each cell of the table. Newcombe's interval for
     pairs (1998) is nearly of no width where all answers agree: ± 0.2 points for 200 items, of which 120 are right.
 
-    Args:
-        candidate: b, items that only the candidate has right.
-        baseline: c, items that only the baseline has right.
-        count: n, all items.
-
+    b items only the candidate has right, c only the baseline; n are all.
     """
     if not count:
         raise ValueError("pairs need at least one sample that both sides were asked; got none")

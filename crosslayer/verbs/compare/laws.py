@@ -186,21 +186,21 @@ def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
                 if result.arm == arm.label and result.setting in names
                 if result.overtaken and result.critical is not None and result.critical.mean is not None
             }
-            if len(reached) > 1:
-                lines.append(_trend(arm.label, where, dict(sorted(reached.items()))))
+            if len(reached) < 2:
+                continue
+            reached = dict(sorted(reached.items()))
+            law = fit_power_law([*map(float, reached)], [*reached.values()])
+            interval, following = law.exponent_interval, 2 * max(reached)
+            lines.append(
+                LengthTrend(
+                    arm=arm.label,
+                    where=where,
+                    lengths=tuple(reached),
+                    tokens=tuple(reached.values()),
+                    exponent=-law.exponent,
+                    interval=None if interval is None else (-interval[1], -interval[0]),
+                    next_length=following,
+                    next_tokens=law.loss(following),
+                )
+            )
     return tuple(lines)
-
-
-def _trend(arm: str, where: str, reached: dict[int, float]) -> LengthTrend:
-    law = fit_power_law([*map(float, reached)], [*reached.values()])
-    interval, following = law.exponent_interval, 2 * max(reached)
-    return LengthTrend(
-        arm=arm,
-        where=where,
-        lengths=tuple(reached),
-        tokens=tuple(reached.values()),
-        exponent=-law.exponent,
-        interval=None if interval is None else (-interval[1], -interval[0]),
-        next_length=following,
-        next_tokens=law.loss(following),
-    )

@@ -16,14 +16,7 @@ LAST = 1000  # points of a curve that are continued: those of the paper; of a sh
 
 
 def outcomes(runs: Sorted, baseline: str, smooth: int | None) -> tuple[Outcome, ...]:
-    """Return every arm beside the baseline in each setting where it has runs.
-
-    Args:
-        runs: all of them.
-        baseline: label of an arm.
-        smooth: over how many steps training curves are smoothed; None for a twentieth.
-
-    """
+    """Return every arm beside the baseline in each setting where it has runs, curves smoothed over so many steps."""
     grouped: dict[tuple[str, str], dict[int, ComparedRun]] = {}
     for run in runs.runs:
         grouped.setdefault((run.setting, run.arm), {})[run.seed] = run
@@ -99,13 +92,7 @@ def _curve(
 
 
 def entries_of(steps: np.ndarray, smooth: int | None) -> int:
-    """Return over how many logged entries (N,) a curve is smoothed, at least 1.
-
-    Args:
-        steps: at which losses were logged.
-        smooth: so many steps; None for the 20th part of the last.
-
-    """
+    """Return over how many of its logged entries, at steps (N,), a curve is smoothed; None: the 20th part of it."""
     wanted = steps[-1] / SHARE if smooth is None else smooth
     distance = steps[-1] / len(steps)
     return max(1, round(float(wanted / distance)))

@@ -15,9 +15,9 @@ import numpy as np
 
 from crosslayer.output.record import read_record
 from crosslayer.output.result import load_as
-from crosslayer.verbs.compare.arms import label_of
 from crosslayer.verbs.compare.budget import State, read_state
-from crosslayer.verbs.compare.record import MISSING, Arm, Budget, ComparedRun, Glance, Setting, Trace
+from crosslayer.verbs.compare.grid import label_of
+from crosslayer.verbs.compare.record import MISSING, Arm, Budget, ComparedRun, Glance, Setting, Trace, mean_of_known
 from crosslayer.verbs.train.record import Look
 from crosslayer.verbs.train.result import TrainingRun
 
@@ -209,13 +209,8 @@ def _compared(part: Placed) -> ComparedRun:
 def _glance(look: Look) -> Glance:
     norms = [norm for norm in look.stream_norm if norm is not None]
     growth = norms[-1] / norms[0] if norms and norms[0] > 0 else None
-    shares, rates = _mean(look.first_token_share), _mean(look.sink_rate)
+    shares, rates = mean_of_known(look.first_token_share), mean_of_known(look.sink_rate)
     return Glance(step=look.step, first_token_share=shares, sink_rate=rates, stream_growth=growth)
-
-
-def _mean(layers: Sequence[float | None]) -> float | None:
-    values = [value for value in layers if value is not None]
-    return float(np.mean(values)) if values else None
 
 
 def _flat(values: dict[str, Any], place: str = "") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -52,6 +53,12 @@ class Trace(Frozen):
         if len(self.steps) != len(self.losses):
             raise ValueError(f"{len(self.steps)} steps have {len(self.losses)} losses")
         return self
+
+
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are not None, None where there are none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 class Glance(Frozen):

@@ -15,9 +15,8 @@ from typing import Any
 
 from crosslayer.output.folder import check_target, held, write_whole
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.verbs.compare.arms import label_of, pick_baseline
 from crosslayer.verbs.compare.budget import SHORT, STATE, State, Stopped, measured, read_budget, read_state
-from crosslayer.verbs.compare.grid import Cell, Grid, read_grid
+from crosslayer.verbs.compare.grid import Cell, Grid, label_of, pick_baseline, read_grid
 from crosslayer.verbs.compare.laws import laws, trends
 from crosslayer.verbs.compare.outcomes import outcomes
 from crosslayer.verbs.compare.read import RECORD, RUNS, Placed, Sorted, assemble, load_run, run_folders, sort_runs
@@ -162,8 +161,10 @@ class _Job:
             before = self.state.stopped.get(cell.name)
             if before is not None and before.recipe == digest:
                 continue
-            if before is not None:
-                self._forget(cell.name)
+            if before is not None:  # by another recipe
+                if not (self.folder / RUNS / cell.name / RECORD).is_file():
+                    shutil.rmtree(self.folder / RUNS / cell.name, ignore_errors=True)
+                self._keep(stopped={name: what for name, what in self.state.stopped.items() if name != cell.name})
             try:
                 run = self._train(cell, f"run {number} of {len(cells)}, {cell.name}")
                 placed.append(Placed(run, cell.name, cell.setting))
@@ -201,13 +202,6 @@ class _Job:
 
         budget, steps = measured(budget, [*first], short, self.folder / ".measured")
         self._keep(budget=budget, steps=steps)
-
-    def _forget(self, name: str) -> None:
-        """Let go what is left of a run that diverged by another recipe."""
-        place = self.folder / RUNS / name
-        if not (place / RECORD).is_file():
-            shutil.rmtree(place, ignore_errors=True)
-        self._keep(stopped={other: what for other, what in self.state.stopped.items() if other != name})
 
     def _train(self, cell: Cell, name: str) -> TrainingRun:
         """Return a finished run of the very recipe, or train it to its end."""

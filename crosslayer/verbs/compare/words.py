@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from crosslayer.output.words import listed, percent, percent_interval, signed, signed_interval
 from crosslayer.stats.means import FEWEST, Difference
-from crosslayer.verbs.compare.record import COSTS, RELEVANT, ComparedRun, Law, LengthTrend, Outcome
+from crosslayer.verbs.compare.record import COSTS, RELEVANT, ComparedRun, Law, LengthTrend, Outcome, mean_of_known
 from crosslayer.verbs.compare.result import Comparison
 
 
@@ -46,15 +46,10 @@ def inside(runs: Sequence[ComparedRun]) -> tuple[float | None, float | None, flo
     """Return first-token share, sink rate and growth of the stream at the end: means over runs, or None."""
     ends = [run.glances[-1] for run in runs if run.glances]
     return (
-        _mean([end.first_token_share for end in ends]),
-        _mean([end.sink_rate for end in ends]),
-        _mean([end.stream_growth for end in ends]),
+        mean_of_known([end.first_token_share for end in ends]),
+        mean_of_known([end.sink_rate for end in ends]),
+        mean_of_known([end.stream_growth for end in ends]),
     )
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _at(label: str) -> str:

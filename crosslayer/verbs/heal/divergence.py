@@ -38,7 +38,7 @@ def divergence(hidden: Tensor, head: Head, target: Tensor, target_head: Head, ro
         head: of the model.
         target: (R, C of the teacher), its hidden states of the same tokens.
         target_head: of the teacher, of the same vocabulary.
-        rows: tokens whose gradient with respect to logits is in memory.
+        rows: tokens whose ∂KL/∂y is in memory.
 
     """
     assert head.weight.shape[0] == target_head.weight.shape[0], "the vocabularies differ"

@@ -34,15 +34,15 @@ def averages(losses: Sequence[float], smoothing: float) -> list[float]:
     return [average.add(loss) for loss in losses]
 
 
-class Falling:
-    """Whether the average of losses still falls, loss by loss."""
+class EarlyStop(TrainerCallback):
+    """Ends a run by the rule; what a resumed run must know is in the log that its checkpoint holds."""
 
     def __init__(self, smoothing: float, patience: int, least: float):
         self.average, self.patience, self.least = Average(smoothing), patience, least
         self.first = math.ceil(1 / (1 - smoothing) - 1e-9)  # number of the loss whose average is the first mark
         self.losses, self.waited, self.mark = 0, 0, math.inf
 
-    def add(self, loss: float) -> bool:
+    def falling(self, loss: float) -> bool:
         """Take a loss, and return whether the average still falls."""
         value, self.losses = self.average.add(loss), self.losses + 1
         if self.losses < self.first:
@@ -53,23 +53,16 @@ class Falling:
             self.waited += 1
         return self.waited < self.patience
 
-
-class EarlyStop(TrainerCallback):
-    """Ends a run by the rule; what a resumed run must know is in the log that its checkpoint holds."""
-
-    def __init__(self, smoothing: float, patience: int, least: float):
-        self.falling = Falling(smoothing, patience, least)
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Take the losses of the parts before, where a run is resumed."""
         for entry in state.log_history:
             if "loss" in entry:
-                self.falling.add(entry["loss"])
+                self.falling(entry["loss"])
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take the newest loss; no checkpoint is saved of the last step, from which a resumed run would go on."""
         newest = state.log_history[-1]
-        if "loss" in newest and not self.falling.add(newest["loss"]):
+        if "loss" in newest and not self.falling(newest["loss"]):
             control.should_training_stop, control.should_save = True, False

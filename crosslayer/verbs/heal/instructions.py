@@ -9,7 +9,7 @@ Shapes: T tokens of a row, E examples.
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from crosslayer.corpus.files import Reading, file_kind, jsonl_rows, local_files, row_text, say_skipped
 from crosslayer.verbs.train.mixture import IGNORED
+from crosslayer.verbs.train.recipe_parts import Part
 from crosslayer.verbs.train.shards import Shards
 from crosslayer.verbs.train.texts import FIRST, Domain
 
@@ -31,14 +32,17 @@ PROMPT = (
 Example = tuple[str, str]  # prompt, response
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a table; `choices` holds a list of texts, which is set below the input, a line each."""
+class Columns(Part):
+    """Where a table has instructions and their responses."""
 
     instruction: str = "instruction"
+    """The column of the instruction."""
     input: str | None = None
+    """The column of what the instruction is about, if there is any."""
     choices: str | None = None
+    """The column of a list of answers to choose from, which follow the input, a line each."""
     response: str = "response"
+    """The column of the response."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ class Instructions(Domain):
 
     def digest(self) -> str:
         """Return a SHA-256 of the text, its columns and the prompt."""
-        return hashlib.sha256(f"{super().digest()}/{astuple(self.columns)}/{PROMPT}".encode()).hexdigest()
+        columns = tuple(self.columns.model_dump().values())
+        return hashlib.sha256(f"{super().digest()}/{columns}/{PROMPT}".encode()).hexdigest()
 
     def _examples(self, held_out: bool, reading: Reading | None) -> Iterator[Example]:
         source = self.validation if held_out and self.validation is not None else self.source
@@ -103,23 +108,12 @@ def _documents(examples: Iterable[Example]) -> Iterator[str]:
 
 
 class ExampleRows(Dataset[dict[str, Tensor]]):
-    """Rows of whole examples, in the order of the text; as many as fit into T tokens stand in a row.
-
-    Attributes:
-        left_out: examples that are longer than a row.
-
-    """
+    """Rows of whole examples, in the order of the text: as many as fit into T tokens; longer ones are `left_out`."""
 
     def __init__(self, shards: Shards, length: int, padding: int, name: str, responses_alone: bool = True):
-        """Find out which examples stand in which row.
+        """Find out which examples stand in which row of T = `length` tokens; what is left of it is `padding`.
 
-        Args:
-            shards: prompts and responses in turn.
-            length: T.
-            padding: the token that fills a row.
-            name: of the domain, for errors.
-            responses_alone: whether prompts have no labels.
-
+        The shards hold prompts and responses in turn; prompts have labels unless `responses_alone`.
         """
         self.shards, self.length, self.padding, self.responses_alone = shards, length, padding, responses_alone
         starts = np.append(shards.starts(0, shards.tokens), shards.tokens)  # (2 E + 1,)

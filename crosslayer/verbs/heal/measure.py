@@ -41,49 +41,29 @@ class Measured(Frozen):
 
 
 class Measurement(NamedTuple):
-    """What is measured of a model.
+    """What is measured of a model."""
 
-    Attributes:
-        losses: on the windows, against the original's.
-        held_out: losses on rows held out of the text that is trained on, by domain.
-        needles: which numbers that are hidden in long texts it finds; empty where it was not asked.
-
-    """
-
-    losses: Losses
-    held_out: dict[str, float]
-    needles: tuple[Lookup, ...]
+    losses: Losses  # on the windows, against the original's
+    held_out: dict[str, float]  # on rows held out of the text that is trained on, by domain
+    needles: tuple[Lookup, ...]  # which numbers that are hidden in long texts it finds; empty where it was not asked
 
 
 @dataclass(frozen=True)
 class Judge:
-    """The original, and the text on which models are compared with it.
-
-    Attributes:
-        original: the original.
-        tokenizer: of all models, to ask them for numbers hidden in long texts; None: they are not asked.
-        windows: on which losses are compared.
-        held_out: rows held out of the text that is trained on, by domain.
-        meter: shows what is being done.
-
-    """
+    """The original, and the text on which models are compared with it."""
 
     original: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: PreTrainedTokenizerBase | None  # to ask models for numbers hidden in long texts; None: they are not
     windows: Windows
-    held_out: Mapping[str, Dataset[dict[str, Tensor]]]
+    held_out: Mapping[str, Dataset[dict[str, Tensor]]]  # rows of the text that is trained on, by domain
     meter: Meter
 
     def measure(self, models: Mapping[Path, Path]) -> dict[Path, Measurement]:
-        """Measure saved models, by the file that keeps the losses; the original runs once for many of them.
-
-        Args:
-            models: the folder of each model, by that file.
-
-        """
+        """Measure the models of folders, each by the file that keeps its losses; the original runs once for many."""
         measured = {path: kept for path in models if (kept := self._read(path)) is not None}
         for paths in _batches([path for path in models if path not in measured], models):
-            loaded = {path: self._load(models[path]) for path in paths}
+            own = {"dtype": self.original.dtype, "device": self.original.device}
+            loaded = {path: load_model(str(models[path]), **own)[0] for path in paths}
             runs = {str(path): logits_of(model) for path, model in loaded.items()}
             with self.meter(f"measuring {', '.join(map(_called, paths))}", len(self.windows)) as bar:
                 results = losses(logits_of(self.original), runs, self.windows, bar.step)
@@ -96,11 +76,7 @@ class Judge:
         own = Losses(other.before, other.before, np.zeros(len(other.kl)), other.documents, other.domains)
         return self._read(path) or self._measured(path, self.original, own)
 
-    def _load(self, folder: Path) -> PreTrainedModel:
-        return load_model(str(folder), dtype=self.original.dtype, device=self.original.device)[0]
-
     def _measured(self, path: Path, model: PreTrainedModel, losses: Losses) -> Measurement:
-        """Return what is measured of a model, and keep it in a file."""
         held_out = {name: _mean_loss(model, rows) for name, rows in self.held_out.items()}
         needles = look_up(model, self.tokenizer, progress=self.meter)
         path.parent.mkdir(parents=True, exist_ok=True)

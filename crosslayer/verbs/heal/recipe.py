@@ -21,23 +21,10 @@ STAGES = 8  # at most
 JUDGED = 5  # of an embedded domain every fifth piece is held out, which is enough to measure on
 
 
-class ColumnsPart(Part):
-    """Where a table has instructions and their responses."""
-
-    instruction: str = "instruction"
-    """The column of the instruction."""
-    input: str | None = None
-    """The column of what the instruction is about, if there is any."""
-    choices: str | None = None
-    """The column of a list of answers to choose from, which follow the input, a line each."""
-    response: str = "response"
-    """The column of the response."""
-
-
 class HealDomainPart(DomainPart):
     """Text of a kind, or instructions with their responses."""
 
-    columns: ColumnsPart | None = None
+    columns: Columns | None = None
     """Of instructions: the columns of .jsonl files. Null: plain text."""
 
     @model_validator(mode="after")
@@ -56,7 +43,7 @@ class HealDomainPart(DomainPart):
         training, validation = self.training_source(), self.validation_source()
         if self.columns is None:
             return Domain(self.name, training, validation, JUDGED if embedded_source(self) else EVERY)
-        return Instructions(self.name, training, validation, columns=Columns(**self.columns.model_dump()))
+        return Instructions(self.name, training, validation, columns=self.columns)
 
 
 class HealDataPart(DataPart):

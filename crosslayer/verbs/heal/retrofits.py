@@ -72,13 +72,7 @@ class Retrofit:
 
 
 def open_retrofits(folders: Sequence[str | Path], original: str | None = None) -> tuple[list[Retrofit], str]:
-    """Read the receipts of some retrofits, and return these with the name of their original.
-
-    Args:
-        folders: as `crosslayer retrofit` wrote them.
-        original: the model that they come from, where its name in the receipt cannot be opened.
-
-    """
+    """Read the receipts of some retrofits, and return these with the name of their original, by default as they say."""
     if not folders:
         raise ValueError("there is no retrofit to heal; name at least one folder of `crosslayer retrofit`")
     retrofits: list[Retrofit] = []
@@ -144,15 +138,7 @@ def _check_config(called: str, original: PreTrainedConfig, retrofit: Retrofit) -
 
 
 def save_healed(source: Path, retrofit: Retrofit, target: Path, trained: bool) -> None:
-    """Write the folder of a healed model, whole or not at all.
-
-    Args:
-        source: where its weights and its tokenizer are.
-        retrofit: that it was.
-        target: the folder.
-        trained: whether any stage trained it.
-
-    """
+    """Write the folder of a healed model, whole or not at all, from a folder with its weights and its tokenizer."""
     model, tokenizer = load_model(str(source), device="cpu")
     with whole_folder(target) as partial:
         with quiet_transformers():

@@ -57,15 +57,9 @@ class Stage:
     meter: Meter
 
     def train(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None) -> Outcome:
-        """Train a model, in place, and save it; where the folder holds a whole checkpoint, go on from there.
+        """Train a model of float32, in place, and save it; where the folder holds a whole checkpoint, go on from there.
 
-        Where the loss is not finite, return what happened, which the folder keeps too.
-
-        Args:
-            model: in float32.
-            folder: of the stage.
-            teacher: of a stage that is distilled.
-
+        Where the loss is not finite, return what happened, which the folder keeps too. A teacher is for distillation.
         """
         part, folder = self.part, folder.resolve()
         set_seed(self.recipe.seed)  # of an adapter's first values

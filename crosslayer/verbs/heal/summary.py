@@ -18,31 +18,19 @@ ALL = "all windows"
 
 @dataclass(frozen=True)
 class Summary:
-    """What all states are compared by.
+    """What all states are compared by."""
 
-    Attributes:
-        domains: in the order in which they are shown.
-        seen: those that any model was fitted to or trained on.
-        reference: losses of the trained original, or of the original.
-        seed: of the bootstrap.
-
-    """
-
-    domains: Sequence[str]
-    seen: frozenset[str]
-    reference: Losses
-    seed: int
+    domains: Sequence[str]  # in the order in which they are shown
+    seen: frozenset[str]  # those that any model was fitted to or trained on
+    reference: Losses  # of the trained original, or of the original
+    seed: int  # of the bootstrap
 
     def standings(
         self, state: Losses, earlier: Losses | None, first: Losses | None
     ) -> tuple[tuple[Standing, ...], Standing]:
         """Return how a state stands on each domain, and on all windows.
 
-        Args:
-            state: its losses.
-            earlier: those of the state before; None for the first.
-            first: those before any training; None for the reference itself.
-
+        `earlier` is None for the first state; `first`, the state before any training, is None for the reference itself.
         """
         every = (state, earlier, first, self.reference)
         by_domain = []
@@ -73,13 +61,9 @@ class Summary:
         )
 
     def order(self, ends: Mapping[str, Losses]) -> dict[str, tuple[Place, ...]]:
-        """Return the retrofits by KL on each domain, lowest first, each beside the one before it.
+        """Return the retrofits by KL at the end on each domain, lowest first, each beside the one before it.
 
         Equal ones keep the order in which they came.
-
-        Args:
-            ends: losses at the end, by retrofit.
-
         """
         order = {}
         for domain in self.domains:

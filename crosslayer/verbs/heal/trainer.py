@@ -23,13 +23,9 @@ from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 
 class Teacher:
-    """The original, whose predictions and states a retrofit is trained towards.
+    """The original, which stays as it is: a retrofit is trained towards its predictions and, with λ = `hidden`, states.
 
-    Args:
-        model: the original; it stays as it is.
-        layers: (L of the retrofit,), the layer of the original that each layer of the retrofit is.
-        hidden: λ.
-
+    `layers` is (L of the retrofit,): the layer of the original that each of its layers is.
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], hidden: float = 0.0):

@@ -26,24 +26,14 @@ from crosslayer.verbs.retrofit.texts import Texts
 
 @dataclass(frozen=True)
 class Judging:
-    """How the windows to measure on are cut.
+    """How the windows to measure on are cut."""
 
-    Attributes:
-        counts: N of each domain.
-        length: T.
-        cut_length: tokens of the receipts' windows, of which the first T are read where a domain was fitted to.
-        seed: of the windows and of the bootstrap.
-        bos: first token of a window, as a receipt has it.
-        fitted: of each domain the numbers of the windows to which anything was fitted.
-
-    """
-
-    counts: Mapping[str, int]
-    length: int
-    cut_length: int
-    seed: int
-    bos: str
-    fitted: Mapping[str, frozenset[int]]
+    counts: Mapping[str, int]  # N of each domain
+    length: int  # T
+    cut_length: int  # tokens of the receipts' windows, of which the first T are read where a domain was fitted to
+    seed: int  # of the windows and of the bootstrap
+    bos: str  # first token of a window, as a receipt has it
+    fitted: Mapping[str, frozenset[int]]  # of each domain the numbers of the windows to which anything was fitted
 
     def windows(self, recipe: HealRecipe, tokenizer: PreTrainedTokenizerBase) -> Windows:
         """Cut the windows."""

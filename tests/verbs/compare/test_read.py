@@ -5,8 +5,8 @@ import json
 import pytest
 
 import crosslayer
-from crosslayer.verbs.compare.arms import label_of, read_methods
 from crosslayer.verbs.compare.budget import State
+from crosslayer.verbs.compare.grid import label_of, read_methods
 from tests.cli.test_bad_input import type_in
 from tests.helpers.runs import run, written
 

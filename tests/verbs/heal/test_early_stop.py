@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from crosslayer.verbs.heal.early_stop import EarlyStop, Falling, averages
+from crosslayer.verbs.heal.early_stop import EarlyStop, averages
 from tests.helpers.training import trainer_of
 
 
 def first_end(losses, smoothing, patience, least=0.001):
-    falling = Falling(smoothing, patience, least)
-    return next((k for k, loss in enumerate(losses, 1) if not falling.add(loss)), None)
+    rule = EarlyStop(smoothing, patience, least)
+    return next((k for k, loss in enumerate(losses, 1) if not rule.falling(loss)), None)
 
 
 def test_the_average_is_the_weighted_mean():
@@ -65,7 +65,7 @@ def test_noise_at_the_start_of_a_real_curve_does_not_end_it_and_its_plateau_does
 
 
 def test_an_average_counts_from_its_first_full_window():
-    assert [Falling(smoothing, 1, 0.1).first for smoothing in (0.0, 0.5, 0.9, 0.95)] == [1, 2, 10, 20]
+    assert [EarlyStop(smoothing, 1, 0.1).first for smoothing in (0.0, 0.5, 0.9, 0.95)] == [1, 2, 10, 20]
 
 
 def test_no_checkpoint_is_left_of_the_step_that_ends_it(tmp_path):

@@ -57,7 +57,6 @@ def _differences(record: Comparison, setting: Setting, suffix: str) -> list[Pane
 
 
 def _relative(record: Comparison, setting: Setting, suffix: str) -> list[Panel]:
-    """Return the relative curves with their bands."""
     curves = {part.arm: part.curve for part in record.outcomes if part.setting == setting.label}
     groups, over = [], 0
     for group in _groups(record, setting):
@@ -90,7 +89,6 @@ def _curves(record: Comparison, setting: Setting, suffix: str) -> list[Panel]:
 
 
 def _by_step(run: ComparedRun) -> dict[str, Mapping[int, float | None]]:
-    """Return the quantities of `CURVES` of a run by step."""
     return {
         "training_loss": dict(zip(run.curve.steps, run.curve.losses, strict=True)),
         "validation_loss": dict(zip(run.validation.steps, run.validation.losses, strict=True)),

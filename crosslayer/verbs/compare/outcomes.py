@@ -33,7 +33,6 @@ def outcomes(runs: Sorted, baseline: str, smooth: int | None) -> tuple[Outcome, 
 
 
 def _outcome(own: dict[int, ComparedRun], others: dict[int, ComparedRun], smooth: int | None) -> Outcome:
-    """Return an arm beside the baseline, from the runs of either by seed."""
     first = next(iter(own.values()))
     seeds = sorted(own.keys() & others.keys())
     candidates, baselines = [own[seed] for seed in seeds], [others[seed] for seed in seeds]

@@ -79,7 +79,6 @@ def _beside(setting: str) -> str:
 
 
 def _finals(record: Comparison, setting: str) -> Table:
-    """Return the final losses of a setting."""
     head = ["arm", "seeds", "loss", f"less {record.baseline}", "95 % interval", "p (Holm)", "lower or higher?"]
     rows = []
     losses = [run.final_loss for run in record.of(setting, record.baseline)]
@@ -99,7 +98,6 @@ def _finals(record: Comparison, setting: str) -> Table:
 
 
 def _costs(record: Comparison, setting: str) -> Table:
-    """Return what each arm costs, with its ratio to the baseline."""
     sides = {arm: record.of(setting, arm) for arm in record.ordered}
     rows = [
         [arm, *(_cost_cell(runs, sides[record.baseline], column) for column in COLUMNS)]
@@ -132,7 +130,6 @@ def _median(runs: Sequence[ComparedRun], read: Read) -> float | None:
 
 
 def _domains(record: Comparison, setting: str) -> Table:
-    """Return the differences by domain."""
     rows = []
     for result in record.outcomes:
         if result.setting == setting and result.domains:
@@ -181,7 +178,6 @@ def _with_settings(title: str, head: list[str], rows: list[list[str]]) -> Table:
 
 
 def _laws(record: Comparison) -> Iterator[Table]:
-    """Yield the power laws, a table for each group of settings."""
     head = ["arm", "L = A · C^−α", "α over seeds (95 %)", "α by scatter (95 %)", "C saved at the largest", "95 %"]
     for where, cost in dict.fromkeys((law.where, law.cost) for law in record.laws):
         group = [law for law in record.laws if (law.where, law.cost) == (where, cost)]

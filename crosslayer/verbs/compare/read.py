@@ -124,7 +124,6 @@ def _recipe(run: TrainingRun, budget: Budget | None) -> dict[str, Any]:
 
 
 def _count(recipes: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
-    """Return how many different values recipes have at some keys."""
     return len({json.dumps([recipe.get(key, MISSING) for key in keys]) for recipe in recipes})
 
 

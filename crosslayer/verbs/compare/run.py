@@ -222,7 +222,6 @@ class _Job:
         return run
 
     def _keep(self, **changes: Any) -> None:
-        """Change what the folder keeps."""
         self.state = self.state.model_copy(update=changes)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / STATE, self.state.model_dump_json(by_alias=True, indent=1))

@@ -85,7 +85,6 @@ def _overview(record: Recovery) -> Table:
 
 
 def _stage_words(state: State) -> str:
-    """Return what a state is, in a line of a table."""
     if state.skipped is not None:
         return f"{state.name}: skipped, {state.skipped}"
     if state.stopped is not None:
@@ -119,7 +118,6 @@ def _domain(record: Recovery, place: int) -> Table:
 
 
 def _held_out(record: Recovery) -> Table:
-    """Return the losses of what is held out of the text that was trained on."""
     domains = list(record.untrained_original.held_out)
     rows = [
         [name, state.name, *(f"{state.held_out[domain]:.4f}" for domain in domains)]

@@ -50,7 +50,6 @@ class RecoveryRows:
         return {name: examples.left_out for name, examples in self._tables().items()}
 
     def _tables(self) -> dict[str, ExampleRows]:
-        """Return the rows to train on of each domain of instructions."""
         names = [part.name for part in self.recipe.data.domains if part.columns is not None]
         return {name: self._examples(name, self.shards[name].training) for name in names}
 

@@ -93,7 +93,6 @@ def heal(
 
 
 def _check_folder(folder: Path, files: dict[str, str], resume: bool) -> None:
-    """Refuse a folder of something else."""
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not resume:

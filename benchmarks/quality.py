@@ -25,7 +25,7 @@ from crosslayer.environment import environment
 from crosslayer.eviction.running import evicting_if
 from crosslayer.output.progress import Progress
 from crosslayer.verbs.evaluate import summary
-from crosslayer.verbs.evaluate.cost import measure_cost
+from crosslayer.verbs.evaluate.run import measure_cost
 from crosslayer.verbs.needles.record import difference, is_found
 
 LENGTH = 512  # tokens of a window of text

@@ -7,6 +7,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from crosslayer.eviction.policies import Policy, policy
 
@@ -129,3 +132,11 @@ def parse_eviction(text: str) -> Eviction:
             amounts[layer] = amount
     by_layer = tuple(amounts.get(layer) for layer in range(max(amounts) + 1))
     return Eviction(name, text.strip(), by_layer=by_layer)
+
+
+def _readable(text: str) -> str:
+    parse_eviction(text)
+    return text
+
+
+Evict = Annotated[str, AfterValidator(_readable)]  # the text of an eviction, as an option

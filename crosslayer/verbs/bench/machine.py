@@ -19,8 +19,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from crosslayer.verbs.bench.costs import Structure
-from crosslayer.verbs.bench.prediction import Load, Rates
+from crosslayer.verbs.bench.costs import Load, Rates, Structure
 
 BUFFER = 256 * 2**20  # bytes to stream over: well above a last-level cache
 LONGEST = 4096  # tokens of the prompt at which rates are measured: longer ones run at the same rate

@@ -4,14 +4,14 @@ import contextlib
 import ctypes
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 from transformers import PreTrainedModel
 
-from crosslayer.verbs.bench.costs import Structure
-from crosslayer.verbs.bench.prediction import Load
+from crosslayer.verbs.bench.costs import Load, Structure
 from crosslayer.verbs.bench.record import Side
 
 Models = Mapping[Side, PreTrainedModel]
@@ -37,12 +37,12 @@ def free_memory(device: torch.device) -> float:
     return available
 
 
+@dataclass
 class Peak:
     """The largest memory in use inside the block above what was in use before; `reason` says why it is unknown."""
 
-    def __init__(self):
-        self.bytes: int | None = None
-        self.reason: str | None = None
+    bytes: int | None = None
+    reason: str | None = None
 
 
 @contextlib.contextmanager

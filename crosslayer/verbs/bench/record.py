@@ -1,45 +1,30 @@
 """What `record.json` of a bench holds: times in seconds, sizes in bytes, a row for each context and batch size."""
 
-from typing import Annotated, Generic, Literal, Self, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from crosslayer.eviction.eviction import parse_eviction
+from crosslayer.eviction.eviction import Evict
 from crosslayer.output.record import SEVERAL, Frozen, ModelFacts, Options, Seed
 from crosslayer.stats.ratios import Verdict
-from crosslayer.verbs.bench.prediction import Operators, Prediction, Rates
+from crosslayer.verbs.bench.costs import Operators, Prediction, Rates
 
 Side = Literal["candidate", "baseline"]
 SIDES: tuple[Side, Side] = ("candidate", "baseline")
 MEASURES = ("ttft", "tpot_dynamic", "tpot_static")
-ATTENTION = ("sdpa", "eager")
 Part = TypeVar("Part")
 
 
 class BenchSettings(Options):
-    """What is measured: every context (tokens of the prompt) with every batch size.
-
-    Raises:
-        ValueError: a number below 1, no context, no batch, an attention that is not offered, or an eviction that cannot
-            be read.
-
-    """
+    """What is measured: every context (tokens of the prompt) with every batch size."""
 
     contexts: Annotated[tuple[PositiveInt, ...], SEVERAL]
     batches: Annotated[tuple[PositiveInt, ...], SEVERAL] = (1,)
     new_tokens: PositiveInt
     repeats: PositiveInt
-    attention: str = "sdpa"
+    attention: Literal["sdpa", "eager"] = "sdpa"
     seed: Seed = 0
-    evict: str | None = Field(default=None, description="what the candidate's cache evicts")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.attention not in ATTENTION:
-            raise ValueError(f"attention {self.attention!r} is not measured; use {' or '.join(ATTENTION)}")
-        if self.evict is not None:
-            parse_eviction(self.evict)
-        return self
+    evict: Evict | None = Field(default=None, description="what the candidate's cache evicts")
 
 
 class Both(Frozen, Generic[Part]):

@@ -84,11 +84,8 @@ class Benchmark(Result):
 
 
 def _figures(row: Row) -> dict[str, Any]:
-    figures: dict[str, Any] = {
-        "context": row.context,
-        "batch": row.batch,
-        "cache": round(row.cache.dynamic.ratio, 4),
-    }
+    cache = round(row.cache.dynamic.ratio, 4)
+    figures: dict[str, Any] = {"context": row.context, "batch": row.batch, "cache": cache}
     for measure, time in row.times().items():
         interval = time.interval and [round(end, 3) for end in time.interval]
         figures[measure] = {"ratio": round(time.ratio, 3), "interval": interval}

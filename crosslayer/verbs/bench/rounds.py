@@ -17,10 +17,9 @@ from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.transformers_versions import EMPTY_LAYER
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.running import NewCache
-from crosslayer.verbs.bench.costs import Structure
+from crosslayer.verbs.bench.costs import Load, Operators, Rates, Structure
 from crosslayer.verbs.bench.machine import measure_rates, operators, seconds
 from crosslayer.verbs.bench.memory import Models, eager_skip, peak_memory
-from crosslayer.verbs.bench.prediction import Load, Operators, Rates
 from crosslayer.verbs.bench.record import MEASURES, SIDES, BenchSettings, Row, Side
 from crosslayer.verbs.bench.summary import WarmUp, row
 
@@ -29,12 +28,7 @@ EAGER_REPEATS = 2  # eager prefill is many times slower and nobody's choice: a f
 
 @contextmanager
 def attention_of(models: Models, kind: str) -> Iterator[None]:
-    """Run all models with the same attention implementation; the former ones come back at the end.
-
-    Raises:
-        ValueError: a model does not have that implementation.
-
-    """
+    """Run all models with the same attention implementation; the former ones come back at the end."""
     before = {side: model.config.get_text_config()._attn_implementation or "eager" for side, model in models.items()}
     try:
         for model in models.values():
@@ -118,9 +112,7 @@ class SideBySide:
         """
         if side in self.evictions:
             return self.prefill(side)
-        if all(
-            type(layer) in (DynamicLayer, EMPTY_LAYER) for layer in cache.layers
-        ):  # the states of all tokens, or none
+        if all(type(layer) in (DynamicLayer, EMPTY_LAYER) for layer in cache.layers):  # states of all tokens, or none
             return static_copy(self.models[side], cache, self.load)
         filled = StaticCache(config=self.models[side].config, max_cache_len=self.load.total)
         self.models[side](self.ids[:, : self.load.context], past_key_values=filled, use_cache=True)

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,14 +20,14 @@ from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
 from crosslayer.stats.ratios import coverage
-from crosslayer.verbs.bench.costs import Structure, structure
+from crosslayer.verbs.bench.costs import Load, Structure, structure
 from crosslayer.verbs.bench.memory import Models, too_large
-from crosslayer.verbs.bench.prediction import Load
-from crosslayer.verbs.bench.record import SIDES, BenchSettings, Both, MeasuredModel, Row, Side, Skip
+from crosslayer.verbs.bench.record import SIDES, BenchSettings, Both, MeasuredModel, Row, ServingSettings, Side, Skip
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.rounds import SideBySide, attention_of
 from crosslayer.verbs.bench.serving import bench_vllm
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
+from crosslayer.verbs.serve.engine import memory_bytes
 
 LEARNED = 8  # a table of learned positions has up to so many rows more than positions
 
@@ -72,18 +73,19 @@ def bench(
             than a context, or nothing fits in memory.
 
     """
-    asked = {"contexts": contexts, "batches": batches, "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
+    asked: dict[str, Any] = {"contexts": contexts, "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
     if engine == "vllm":
         if device is not None or attention != "sdpa" or evict is not None:
             raise ValueError("`device`, `attention` and `evict` are for `engine` transformers; vLLM has its own")
-        memory = 1.0 if kv_memory is None else kv_memory
-        return bench_vllm(model, baseline, **asked, kv_memory=memory, dtype=dtype, progress=progress)
+        asked |= {"requests": batches, "dtype": dtype}
+        asked |= {"kv_bytes": memory_bytes(1.0 if kv_memory is None else kv_memory)}
+        return bench_vllm(model, baseline, ServingSettings(**asked), progress)
     if engine != "transformers":
         raise ValueError(f"`engine` is {engine!r}; it must be transformers or vllm")
     if kv_memory is not None:
         raise ValueError("`kv_memory` is for `engine` vllm; transformers allocates what is needed")
-    settings = BenchSettings(**asked, attention=attention, evict=evict)
-    return in_turns(model, baseline, settings, dtype, device, progress)
+    asked |= {"batches": batches, "attention": attention, "evict": evict}
+    return in_turns(model, baseline, BenchSettings(**asked), dtype, device, progress)
 
 
 def in_turns(

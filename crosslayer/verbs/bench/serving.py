@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from crosslayer.verbs.bench.record import SIDES, Both, ServedModel, ServingRow, 
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
 from crosslayer.verbs.bench.summary import compared
 from crosslayer.verbs.serve.caches import not_saved
-from crosslayer.verbs.serve.engine import Served, check_engine, memory_bytes, servable
+from crosslayer.verbs.serve.engine import GIB, Served, check_engine, servable
 from crosslayer.verbs.serve.plugin import ALLOWED
 
 # of vLLM, where the user has not set them: what it logs would hide the result
@@ -26,33 +26,9 @@ QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr
 GPU_SHARE = 0.45  # of its memory, for each of two engines
 
 
-def bench_vllm(
-    candidate: Any,
-    baseline: Any,
-    *,
-    contexts: Sequence[int],
-    batches: Sequence[int],
-    new_tokens: int,
-    repeats: int,
-    kv_memory: float,
-    seed: int,
-    dtype: Any,
-    progress: Meter,
-) -> ServingBenchmark:
-    """Measure how many tokens the cache holds and the throughput, of two models in two engines that run in turns.
-
-    See `bench`, of which these are the options; dtype None is as vLLM has it.
-    """
-    settings = ServingSettings(
-        contexts=contexts,  # type: ignore[arg-type]
-        requests=batches,  # type: ignore[arg-type]
-        new_tokens=new_tokens,
-        repeats=repeats,
-        kv_bytes=memory_bytes(kv_memory),
-        dtype=dtype,
-        seed=seed,
-    )
-    longest = max(settings.contexts) + new_tokens
+def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings, progress: Meter) -> ServingBenchmark:
+    """Measure how many tokens the cache holds and the throughput, of two models in two engines that run in turns."""
+    longest = max(settings.contexts) + settings.new_tokens
     started = time.perf_counter()
     with ExitStack() as stack:
         stack.enter_context(_environment())
@@ -60,8 +36,9 @@ def bench_vllm(
         import vllm  # type: ignore[import-not-found]
 
         served: dict[Side, Served] = {}
+        memory = settings.kv_bytes / GIB
         for side, model in zip(SIDES, (candidate, baseline), strict=True):
-            served[side] = servable(str(model), kv_memory=kv_memory, length=longest, dtype=dtype)
+            served[side] = servable(str(model), kv_memory=memory, length=longest, dtype=settings.dtype)
         engines: dict[Side, Any] = {}
         for side in SIDES:
             engines[side] = _started(served[side], settings, longest, progress, stack)
@@ -72,7 +49,7 @@ def bench_vllm(
         settings=settings,
         engine=f"vLLM {vllm.__version__}",
         rows=tuple(rows),
-        interval_coverage=coverage(repeats),
+        interval_coverage=coverage(settings.repeats),
         seconds=time.perf_counter() - started,
     )
 

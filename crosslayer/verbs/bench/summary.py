@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crosslayer.stats.ratios import paired_ratio, verdict
-from crosslayer.verbs.bench.costs import Structure
-from crosslayer.verbs.bench.prediction import Load, Operators, Prediction, Rates, predict
+from crosslayer.verbs.bench.costs import Load, Operators, Prediction, Rates, Structure, predict
 from crosslayer.verbs.bench.record import (
     MEASURES,
     SIDES,
@@ -68,17 +67,15 @@ def row(
     Structures and rates are missing where there is no prediction, times of eager attention where `no_eager` says why.
     """
     predictions: dict[Side, dict[str, Prediction]] = {}
-    unsteady = unsteadiest(rates) if rates else None
+    usual, unsteady = (middle(rates), unsteadiest(rates)) if rates else (None, None)
     cached, reads = None, None
-    if rates:
+    if usual is not None:
         for side in SIDES:
-            predictions[side] = predict(structures[side], middle(rates), load, warm_ups[side].operators)
+            predictions[side] = predict(structures[side], usual, load, warm_ups[side].operators)
     if structures:
-        stored, read = [], []
-        for side in SIDES:
-            stored.append(structures[side].cache_bytes(load.batch, load.total))
-            read.append(structures[side].state_bytes(load.batch, load.total))
-        cached, reads = stored[0] / stored[1], _bytes(read)
+        stored = [structures[side].cache_bytes(load.batch, load.total) for side in SIDES]
+        reads = _bytes([structures[side].state_bytes(load.batch, load.total) for side in SIDES])
+        cached = stored[0] / stored[1]
     measured = {}
     for name in MEASURES:
         measured[name] = compared(times[name], {side: predictions[side][name] for side in predictions}, unsteady)
@@ -95,7 +92,7 @@ def row(
         peak_memory=PeakMemory(
             candidate=candidate.peak, baseline=baseline.peak, reason=candidate.peak_reason or baseline.peak_reason
         ),
-        rates=middle(rates) if rates else None,
+        rates=usual,
         unsteadiest_rate=unsteady,
         operators=Both(candidate=candidate.operators, baseline=baseline.operators),
         eager=compared(times["eager"]) if no_eager is None else None,

@@ -36,12 +36,7 @@ GROUPS: dict[str, list[list[str]]] = {
 
 
 def check_installed() -> str:
-    """Return lm-eval's version.
-
-    Raises:
-        ValueError: it is not installed, or lacks what it needs for Hugging Face models.
-
-    """
+    """Return lm-eval's version."""
     missing = [name for name in ("lm_eval", "accelerate", "datasets") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"eval needs {', '.join(missing)}, not installed: pip install 'crosslayer[eval]'")
@@ -96,22 +91,17 @@ class Tasks:
     """Tasks of lm-eval, and of a folder of the user's own, by name.
 
     Attributes:
+        allow_code: whether code that task files name may run.
         groups: tasks of each group in `GROUPS` that was named.
         loaded: tasks and groups of lm-eval, with their data.
 
     """
 
     def __init__(self, names: Sequence[str], include_path: Path | None, allow_code: bool = False):
-        """Find tasks and read their data.
-
-        Raises:
-            ValueError: a name is unknown, the folder is none, or holds no tasks, or tasks that run code; data cannot
-                be had, or a task is wrong.
-
-        """
+        """Find tasks and read their data."""
         from lm_eval.tasks import TaskManager
 
-        own: set[str] = set()
+        self.allow_code, own = allow_code, set[str]()
         if include_path is not None:
             _check_folder(include_path, allow_code)
             self.manager = TaskManager(include_path=str(include_path), include_defaults=False)
@@ -151,13 +141,8 @@ class Tasks:
         return groups or list(found["tasks"].values())
 
 
-def score(lm: Any, tasks: Tasks, settings: EvaluateSettings, allow_code: bool = False) -> dict[str, Any]:
-    """Return what lm-eval's simple_evaluate returns; run inside of `quiet`, since it sets all seeds.
-
-    Raises:
-        ValueError: lm-eval refuses a task, or the model.
-
-    """
+def score(lm: Any, tasks: Tasks, settings: EvaluateSettings) -> dict[str, Any]:
+    """Return what lm-eval's simple_evaluate returns; run inside of `quiet`, since it sets all seeds."""
     from lm_eval.evaluator import simple_evaluate
 
     seed = settings.seed + LM_EVAL_SEED
@@ -175,7 +160,7 @@ def score(lm: Any, tasks: Tasks, settings: EvaluateSettings, allow_code: bool = 
             numpy_random_seed=seed % 2**32,
             torch_random_seed=seed,
             fewshot_random_seed=seed,
-            confirm_run_unsafe_code=allow_code,
+            confirm_run_unsafe_code=tasks.allow_code,
         )
     except ValueError as error:  # with a sentence of its own
         raise ValueError(f"lm-eval stopped: {error}") from error
@@ -219,16 +204,13 @@ def _names_code(path: Path, seen: set[Path]) -> bool:
         nodes[id(node)] = node
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         waiting += node.value if isinstance(node, yaml.SequenceNode) else [part for pair in pairs for part in pair]
-        if _is_code(node.tag) or any(_runs(key.value, value) for key, value in pairs):
+        plain = node.tag.startswith("tag:yaml.org,2002:") and not node.tag.startswith("tag:yaml.org,2002:python")
+        if not plain or any(_runs(key.value, value) for key, value in pairs):
             return True
         for value in (value for key, value in pairs if key.value == "include"):
             parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
             included += [path.parent / str(part.value) for part in parts]
     return any(_names_code(file, seen) for file in included)
-
-
-def _is_code(tag: str) -> bool:
-    return not tag.startswith("tag:yaml.org,2002:") or tag.startswith("tag:yaml.org,2002:python")
 
 
 def _runs(name: Any, value: yaml.Node) -> bool:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import torch
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
@@ -24,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.running import NewCache
 from crosslayer.output.progress import Meter, Silent, Steps
+from crosslayer.verbs.bench.memory import free_memory
 
 CPU_TOKENS = 1024  # of a batch
 LARGEST_BATCH = 64  # as lm-eval has it
@@ -150,8 +150,8 @@ class MeteredLM(_HFLM):
         if requests:
             _, context, continuation = requests[pos]
             length = min(length, len(context) + len(continuation))
-        free = psutil.virtual_memory().available
-        return cpu_batch(length, self.model.config.get_text_config().vocab_size, free)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        return cpu_batch(length, vocabulary, int(free_memory(self.device)))
 
 
 class EvictedLM(MeteredLM):

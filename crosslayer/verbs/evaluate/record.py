@@ -1,27 +1,23 @@
 """What `record.json` of an evaluation holds: a row for each task and metric, and for each group of tasks."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
-from crosslayer.eviction.eviction import parse_eviction
+from crosslayer.eviction.eviction import Evict
 from crosslayer.output.record import Frozen, ModelFacts, Options, Seed
+from crosslayer.verbs.bench.record import Bytes, Comparison
 from crosslayer.verbs.evaluate.paired import Paired
 
 
 class EvaluateSettings(Options):
-    """What is evaluated, and how.
-
-    Raises:
-        ValueError: there is no task, a number is out of range, or the eviction cannot be read.
-
-    """
+    """What is evaluated, and how."""
 
     tasks: tuple[str, ...]
     limit: PositiveInt | None
     num_fewshot: NonNegativeInt | None
     batch: int | Literal["auto"]
-    evict: str | None = None
+    evict: Evict | None = None
     seed: Seed
 
     @field_validator("batch", mode="before")
@@ -31,13 +27,12 @@ class EvaluateSettings(Options):
             return batch
         raise ValueError(f"batch is {batch!r}; it is auto or a number of requests, at least 1")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.tasks or not all(name.strip() for name in self.tasks):
+    @field_validator("tasks")
+    @classmethod
+    def _check_tasks(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        if not tasks or not all(name.strip() for name in tasks):
             raise ValueError("there is no task; name some, such as arc_easy,piqa")
-        if self.evict is not None:
-            parse_eviction(self.evict)
-        return self
+        return tasks
 
 
 class EvaluatedModel(ModelFacts):
@@ -54,6 +49,16 @@ class EvaluatedModels(Frozen):
 
     candidate: EvaluatedModel
     baseline: EvaluatedModel | None
+
+
+class Cost(Frozen):
+    """A row of `bench`: a prompt of `context` tokens, and further ones from a dynamic cache, or one that evicts."""
+
+    context: int
+    cache: Bytes = Field(description="allocated, with what an eviction knows of its tokens")
+    ttft: Comparison = Field(description="time to first token")
+    tpot: Comparison = Field(description="time per further token")
+    interval_coverage: float = Field(ge=0, le=1)
 
 
 class Score(Frozen):

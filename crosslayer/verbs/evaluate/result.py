@@ -10,8 +10,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
-from crosslayer.verbs.evaluate.cost import Cost
-from crosslayer.verbs.evaluate.record import EvaluatedModels, EvaluateSettings, ScoreRow
+from crosslayer.verbs.evaluate.record import Cost, EvaluatedModels, EvaluateSettings, ScoreRow
 
 HARNESS = "lm_eval"  # the folder of what lm-eval returned
 

@@ -1,7 +1,7 @@
 """Scores of a model on tasks of lm-eval, beside a baseline on the same items."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,11 +12,15 @@ from crosslayer.eviction.running import evicting_if
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.tokens import positions
+from crosslayer.verbs.bench.record import BenchSettings
+from crosslayer.verbs.bench.run import in_turns
 from crosslayer.verbs.evaluate import harness, summary
-from crosslayer.verbs.evaluate.cost import cost_context, measure_cost
-from crosslayer.verbs.evaluate.record import EvaluatedModel, EvaluatedModels, EvaluateSettings
+from crosslayer.verbs.evaluate.record import Cost, EvaluatedModel, EvaluatedModels, EvaluateSettings
 from crosslayer.verbs.evaluate.result import Evaluation
 from crosslayer.verbs.evaluate.templates import sandboxed
+
+COST_CONTEXT, COST_TOKENS, COST_PAIRS = 512, 16, 5  # of a cost: tokens of the prompt and after it, pairs of runs
 
 
 def evaluate(
@@ -72,12 +76,12 @@ def evaluate(
         raise ValueError("a cost is of two models that run in turns; load the baseline by itself")
     sides = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device)
     if cost:
-        cost_context([side.positions for side in sides])
+        cost_context(side.positions for side in sides)
     with harness.quiet(), sandboxed(), progress("reading tasks", 0):  # reading renders templates, too
         chosen = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
     models, results = [], []
     for side, evicted in zip(sides, (evict, None), strict=False):  # the baseline keeps all
-        facts, returned = _score(side, chosen, settings, evicted, allow_code, progress)
+        facts, returned = _score(side, chosen, settings, evicted, progress)
         models.append(facts)
         results.append(returned)
     other = results[1] if len(results) > 1 else None
@@ -95,12 +99,7 @@ def evaluate(
 
 
 def _score(
-    side: Loadable,
-    tasks: harness.Tasks,
-    settings: EvaluateSettings,
-    evict: str | None,
-    allow_code: bool,
-    progress: Meter,
+    side: Loadable, tasks: harness.Tasks, settings: EvaluateSettings, evict: str | None, progress: Meter
 ) -> tuple[EvaluatedModel, dict[str, Any]]:
     """Load a model, evaluate it and let it go; return what it is, and what lm-eval returned."""
     from crosslayer.verbs.evaluate.lm import language_model
@@ -109,7 +108,7 @@ def _score(
     started = time.perf_counter()
     with harness.quiet(), sandboxed(), evaluating(model), evicting_if(model, evict) as new_cache:
         lm = language_model(model, side.tokenizer, settings.batch, progress, evict, new_cache)
-        results = harness.score(lm, tasks, settings, allow_code)
+        results = harness.score(lm, tasks, settings)
     facts = EvaluatedModel(
         **side.facts(model),
         seconds=round(time.perf_counter() - started, 3),
@@ -118,3 +117,22 @@ def _score(
         reduced=None if evict is None else lm.reduced,
     )
     return facts, results
+
+
+def measure_cost(candidate: PreTrainedModel, baseline: PreTrainedModel, evict: str | None, progress: Meter) -> Cost:
+    """Return what the candidate's cache and time are beside the baseline's, so that they stand beside its scores."""
+    context = cost_context(map(positions, (candidate, baseline)))
+    settings = BenchSettings(contexts=(context,), new_tokens=COST_TOKENS, repeats=COST_PAIRS, evict=evict)
+    benchmark = in_turns(candidate, baseline, settings, progress=progress)
+    row, covered = benchmark.rows[0], benchmark.interval_coverage
+    return Cost(
+        context=context, cache=row.cache.dynamic, ttft=row.ttft, tpot=row.tpot_dynamic, interval_coverage=covered
+    )
+
+
+def cost_context(limits: Iterable[int]) -> int:
+    """Return how many tokens of a prompt have a place among the positions of all models, with what follows them."""
+    least = min(limits)
+    if least <= COST_TOKENS:
+        raise ValueError(f"a cost is measured over {COST_TOKENS} new tokens; a model has {least} positions")
+    return min(COST_CONTEXT, least - COST_TOKENS)

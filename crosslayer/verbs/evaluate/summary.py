@@ -62,24 +62,14 @@ def _is_close(value: float, reported: float) -> bool:
 
 
 def check_same(candidate: Sequence[Sample], baseline: Sequence[Sample], task: str) -> None:
-    """Refuse to pair samples of other documents, or of other prompts.
-
-    Raises:
-        ValueError: they differ.
-
-    """
+    """Refuse to pair samples of other documents, or of other prompts."""
     for name in ("doc_id", "doc_hash", "prompt_hash"):
         if [sample[name] for sample in candidate] != [sample[name] for sample in baseline]:
             raise ValueError(f"{task}: candidate and baseline were asked different things ({name}); nothing is paired")
 
 
 def rows(candidate: Results, baseline: Results | None) -> tuple[ScoreRow, ...]:
-    """Return a row for each task, metric and filter of lm-eval's results.
-
-    Raises:
-        ValueError: both sides were not asked the same.
-
-    """
+    """Return a row for each task, metric and filter of lm-eval's results."""
     scored = []
     for task in candidate["samples"]:
         for key, value in candidate["results"][task].items():
@@ -138,14 +128,9 @@ def _compared(candidate: Items | None, baseline: Items | None, higher_is_better:
 def group_rows(
     groups: Mapping[str, Sequence[str]], scored: Sequence[ScoreRow], candidate: Results, baseline: Results | None
 ) -> tuple[ScoreRow, ...]:
-    """Return the mean of acc, and that of acc_norm where tasks have it, over the tasks of each group.
+    """Return the mean of acc, and that of acc_norm where tasks have it, over the tasks `scored` of each group.
 
-    Args:
-        groups: tasks by group, beside lm-eval's own groups.
-        scored: the rows of the tasks.
-        candidate: lm-eval's results.
-        baseline: those of the baseline.
-
+    `groups` are those beside lm-eval's own.
     """
     means = []
     for group, tasks in {**_harness_groups(candidate), **groups}.items():

@@ -36,12 +36,7 @@ def sandboxed() -> Iterator[None]:
 
 
 def _render(sandbox: ImmutableSandboxedEnvironment, template: str, doc: Mapping[str, Any]) -> str:
-    """Render a template, as lm-eval's `apply_template`.
-
-    Raises:
-        ValueError: it is wrong, wants what the sandbox forbids, or takes longer than `PATIENCE`.
-
-    """
+    """Render a template, as lm-eval's `apply_template`."""
     try:
         with _within(PATIENCE):
             return sandbox.from_string(template).render(**doc)
@@ -67,9 +62,8 @@ def _within(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGALRM) is ring:  # else Ctrl-C was pressed, and has its own alarm
-            signal.setitimer(signal.ITIMER_REAL, *rest)
-            signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *rest)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Frozen
 from crosslayer.output.words import signed
 from crosslayer.probe.tokens import positions
-from crosslayer.verbs.needles.record import FoundDifference, difference, is_found
+from crosslayer.verbs.needles.record import difference, is_found
 from crosslayer.verbs.needles.run import needles
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -47,15 +47,10 @@ def look_up(
     return tuple(lookups)
 
 
-def lookup_difference(model: Sequence[Lookup], original: Sequence[Lookup]) -> FoundDifference:
-    """Return how many more or fewer numbers a model finds than its original, over all lengths."""
-    ours, theirs = ([right for lookup in side for right in lookup.found] for side in (model, original))
-    return difference(0, ours, theirs)
-
-
 def lookup_words(model: Sequence[Lookup], original: Sequence[Lookup]) -> str:
     """Say how many numbers a model finds beside its original."""
-    compared = lookup_difference(model, original)
+    ours, theirs = ([right for lookup in side for right in lookup.found] for side in (model, original))
+    compared = difference(0, ours, theirs)  # paired, over all lengths
     counts = ", ".join(str(sum(lookup.found)) for lookup in model)
     lengths = ", ".join(f"{lookup.length:,}" for lookup in model)
     low, high = (signed(100 * end, 0) for end in compared.interval)

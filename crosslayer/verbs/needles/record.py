@@ -10,7 +10,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from crosslayer.eviction.eviction import parse_eviction
+from crosslayer.eviction.eviction import Evict
 from crosslayer.output.record import SEVERAL, Frozen, ModelFacts, Options, Seed
 from crosslayer.stats import Interval
 from crosslayer.stats.shares import Verdict, mcnemar, share_difference, verdict_of, wilson
@@ -21,13 +21,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class NeedlesSettings(Options):
-    """Every length with every depth, `samples` times.
-
-    Raises:
-        ValueError: a length below 256, a depth that is no per cent, no length or depth, more keys than there are, a
-            number below 1, or an eviction that cannot be read.
-
-    """
+    """Every length with every depth, `samples` times."""
 
     lengths: Annotated[tuple[int, ...], SEVERAL]
     depths: Annotated[tuple[int, ...], SEVERAL]
@@ -35,7 +29,7 @@ class NeedlesSettings(Options):
     samples: PositiveInt
     new_tokens: PositiveInt
     batch: PositiveInt
-    evict: str | None = None
+    evict: Evict | None = None
     seed: Seed
 
     @property
@@ -52,8 +46,6 @@ class NeedlesSettings(Options):
             raise ValueError(f"depths is {wrong[0]}; use 0 (the beginning) to 100 (the end), in per cent")
         if not 1 <= self.keys <= len(KEYS):
             raise ValueError(f"keys is {self.keys}; use 1 to {len(KEYS)}")
-        if self.evict is not None:
-            parse_eviction(self.evict)
         return self
 
 
@@ -138,12 +130,7 @@ def score(length: int, depth: int | None, found: Sequence[bool], other: Sequence
 
 
 def difference(length: int, candidate: Sequence[bool], baseline: Sequence[bool]) -> FoundDifference:
-    """Return the difference candidate − baseline of shares over n samples that both were asked, with its interval.
-
-    Raises:
-        ValueError: the sides are of different lengths, or empty.
-
-    """
+    """Return the difference candidate − baseline of shares over n samples that both were asked, with its interval."""
     pairs = list(zip(candidate, baseline, strict=True))
     gained, lost = pairs.count((True, False)), pairs.count((False, True))
     interval = share_difference(gained, lost, len(pairs))

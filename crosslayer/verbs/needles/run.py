@@ -4,14 +4,15 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.environment import quiet_transformers
-from crosslayer.eviction.running import evicting_if
+from crosslayer.eviction.running import NewCache, evicting_if
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
-from crosslayer.verbs.needles.answers import answers
 from crosslayer.verbs.needles.record import (
     AskedModel,
     FoundDifference,
@@ -167,3 +168,45 @@ def _differences(samples: Sequence[Sample], models: Sequence[AskedModel]) -> Ite
             found.append(is_found(text, sample.value))
     for length, both in right.items():
         yield difference(length, *both)
+
+
+def answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int = 32,
+    batch: int = 8,
+    new_cache: NewCache | None = None,
+) -> Iterator[list[str]]:
+    """Yield what a model in evaluation mode says to N prompts (token ids), batch by batch, greedily, in their order.
+
+    Prompts of a batch are padded on the left; the answers are the same with any `batch`, up to rounding. The model's
+    generation_config counts for nothing but special tokens. `new_cache` makes the cache of each batch.
+    """
+    end = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    padding = end if isinstance(end, int) else 0  # any token: it is masked
+    settings = model.generation_config
+    for start in range(0, len(prompts), batch):
+        ids, mask = padded(prompts[start : start + batch], padding)  # (B, T) each
+        model.generation_config = GenerationConfig(  # generate reads the folder's wherever it is not told otherwise
+            bos_token_id=settings.bos_token_id, eos_token_id=settings.eos_token_id, do_sample=False
+        )
+        try:
+            sequences = model.generate(  # type: ignore[operator]
+                ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                past_key_values=None if new_cache is None else new_cache(),
+                max_new_tokens=new_tokens,
+                pad_token_id=padding,
+            )  # (B, T + N)
+        finally:
+            model.generation_config = settings
+        yield [str(tokenizer.decode(row, skip_special_tokens=True)) for row in sequences[:, ids.shape[1] :]]
+
+
+def padded(prompts: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tensor]:
+    """Return ids and mask, (B, T) each, of prompts, padded on the left, where the mask is 0."""
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=padding, padding_side="left")
+    return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")

@@ -45,15 +45,7 @@ class Drawn:
 
 
 class Samples:
-    """Makes samples for a tokenizer.
-
-    Args:
-        tokenizer: counts the tokens.
-        keys: needles in a sample, from 1 on; one of them is asked for.
-        new_tokens: tokens that are left for the answer.
-        seed: of all that is drawn.
-
-    """
+    """Makes samples of `keys` needles, whose tokens a tokenizer counts; `new_tokens` are left for the answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, keys: int = 4, new_tokens: int = 32, seed: int = 0):
         self.tokenizer, self.keys, self.new_tokens, self.seed = tokenizer, keys, new_tokens, seed
@@ -63,16 +55,8 @@ class Samples:
     def sample(self, length: int, depth: int, index: int) -> Sample:
         """Return a sample whose prompt has, with the new tokens, at most `length` tokens, and nearly as many.
 
-        The words that seed the generator name all that it follows from.
-
-        Args:
-            length: tokens of prompt and answer.
-            depth: where the needle stands, from 0 (the beginning) to 100 (the end).
-            index: number of the sample; another is another text with other keys.
-
-        Raises:
-            ValueError: the length has no room for template, needles, answer and a sentence, or for more than there is.
-
+        `depth` is from 0 (the beginning) to 100 (the end); another `index` is another text with other keys. The words
+        that seed the generator name all that it follows from.
         """
         draw = random.Random(f"needles {self.seed} {length} {depth} {self.keys} {index}")
         numbers = draw.sample(range(10 ** (DIGITS - 1), 10**DIGITS), self.keys)

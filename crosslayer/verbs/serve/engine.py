@@ -44,12 +44,7 @@ def check_engine() -> None:
 
 
 def servable(model: str, *, kv_memory: float | None, length: int | None, dtype: str | None) -> Served:
-    """Return a model that vLLM can serve, ours or a stock one, with so many GiB for the cache of the longest request.
-
-    Raises:
-        ValueError: there is no such model, vLLM cannot serve it, or the memory does not hold the longest request.
-
-    """
+    """Return a model that vLLM can serve, ours or a stock one, with so many GiB for the longest request's cache."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"`dtype` is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if kv_memory is not None:

@@ -4,9 +4,8 @@ import math
 
 import torch
 
-from crosslayer.verbs.bench.costs import structure
+from crosslayer.verbs.bench.costs import Load, structure
 from crosslayer.verbs.bench.machine import measure_rates, operators
-from crosslayer.verbs.bench.prediction import Load
 from tests.helpers.tiny import tiny
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from crosslayer.verbs.bench import memory
+from crosslayer.verbs.bench.costs import Load
 from crosslayer.verbs.bench.memory import free_memory, peak_memory
-from crosslayer.verbs.bench.prediction import Load
 from crosslayer.verbs.bench.words import sentences
 from tests.helpers.benches import short
 from tests.helpers.meters import Recorder

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from crosslayer.verbs.bench.costs import structure
-from crosslayer.verbs.bench.prediction import Load, Operators, Rates, predict
+from crosslayer.verbs.bench.costs import Load, Operators, Rates, predict, structure
 from crosslayer.verbs.bench.words import sentences
 from tests.helpers.benches import BYTES, short
 from tests.helpers.tiny import tiny

@@ -21,7 +21,7 @@ from tests.helpers.tiny import tiny
         ({"new_tokens": 0}, "new_tokens: Input should be greater than 0"),
         ({"repeats": 0}, "repeats: Input should be greater than 0"),
         ({"contexts": ("x",)}, r"contexts\.0: Input should be a valid integer"),
-        ({"attention": "flex"}, "attention 'flex' is not measured; use sdpa or eager"),
+        ({"attention": "flex"}, "attention: Input should be 'sdpa' or 'eager'"),
     ],
 )
 def test_settings_that_are_refused(settings, message):
@@ -57,7 +57,7 @@ def test_learned_positions_end_and_rotary_positions_go_on():
         (["--batches", "0"], "batches.0: Input should be greater than 0"),
         (["--contexts", ""], "--contexts is ''"),
         (["--new-tokens", "0"], "--new-tokens: Input should be greater than 0"),
-        (["--attention", "flash"], "attention 'flash' is not measured"),
+        (["--attention", "flash"], "--attention: Input should be 'sdpa' or 'eager'"),
         (["--contexts", "4"], "bench needs a causal LM"),
     ],
 )

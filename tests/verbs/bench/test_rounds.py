@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.testing import build, config_of
 from crosslayer.verbs.bench import run as module
-from crosslayer.verbs.bench.prediction import Load
+from crosslayer.verbs.bench.costs import Load
 from crosslayer.verbs.bench.rounds import static_copy
 from crosslayer.verbs.bench.words import sentences
 from tests.helpers.benches import UNIATTN, short

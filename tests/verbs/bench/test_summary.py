@@ -2,7 +2,7 @@
 
 import pytest
 
-from crosslayer.verbs.bench.prediction import Prediction, Rates
+from crosslayer.verbs.bench.costs import Prediction, Rates
 from crosslayer.verbs.bench.record import Comparison, Timing, UnsteadyRate
 from crosslayer.verbs.bench.summary import explain, middle, unsteadiest
 

@@ -10,7 +10,7 @@ from crosslayer.environment import environment
 from crosslayer.verbs.evaluate.lm import cpu_batch
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, resize
-from tests.output.test_page import LOOK
+from tests.output.test_page import LOOK, opened
 
 NAMES = "arc_easy_local,lambada_openai_local,wikitext2_local,blimp_local"
 
@@ -104,7 +104,7 @@ def test_the_page_of_one_model_has_scores_alone(tasks, pair, browser, tmp_path):
     alone = crosslayer.evaluate(pair[0], tasks="piqa_local,blimp_local", include_path=tasks)
     assert all(row.paired is None and row.baseline is None for row in (*alone.rows, *alone.groups))
     assert crosslayer.load_result(alone.save(tmp_path / "out").parent) == alone
-    browser.get((tmp_path / "out" / "report.html").as_uri())
+    opened(browser, tmp_path / "out" / "report.html")
     assert browser.execute_script(LOOK) == [] and "standard error" in alone.page()
 
 
@@ -131,7 +131,7 @@ def larger(evaluation):
 def test_nothing_on_the_page_is_cut_or_overlaps(browser, evaluation, tmp_path, width):
     result = larger(evaluation)
     resize(browser, width)
-    browser.get(result.save(tmp_path / "out").as_uri())
+    opened(browser, result.save(tmp_path / "out"))
     assert len(browser.find_elements("css selector", ".figure")) == 2
     assert browser.execute_script(LOOK) == [] and not complaints(browser)
     page = result.page()

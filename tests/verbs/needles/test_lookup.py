@@ -3,7 +3,7 @@
 import torch
 
 import crosslayer
-from crosslayer.verbs.needles.lookup import LENGTHS, count_found, look_up, lookup_difference, lookup_words
+from crosslayer.verbs.needles.lookup import LENGTHS, count_found, look_up, lookup_words
 from tests.verbs.needles.oracle import TOKENIZER, Oracle, config, oracle, random_model
 
 
@@ -20,11 +20,10 @@ def test_an_oracle_finds_forty_and_random_weights_none():
     lengths = [lookup.length for lookup in right]
     assert lengths == [lookup.length for lookup in wrong] and set(lengths) <= set(LENGTHS) and 512 in lengths
     assert all(lookup.found == (True,) * 10 for lookup in right) and count_found(wrong) == 0
-    compared = lookup_difference(wrong, right)
-    assert (compared.gained, compared.lost, compared.n) == (0, 10 * len(lengths), 10 * len(lengths))
-    assert compared.verdict == "worse"
-    said = lookup_words(right, right)
-    assert f"Of {compared.n} numbers" in said and f"it finds {compared.n} (" in said
+    asked = 10 * len(lengths)
+    same, worse = lookup_words(right, right), lookup_words(wrong, right)
+    assert f"Of {asked} numbers" in same and f"it finds {asked} (" in same
+    assert "it finds 0 (" in worse and f"the original {asked}: −100 to " in worse
 
 
 def test_what_is_asked_is_what_the_verb_asks():

@@ -11,7 +11,7 @@ from crosslayer.verbs.needles.words import sentences
 from tests.cli.test_cli import run
 from tests.helpers.browser import complaints, resize
 from tests.helpers.tiny import tiny
-from tests.output.test_page import LOOK
+from tests.output.test_page import LOOK, opened
 from tests.verbs.needles.oracle import TOKENIZER, oracle, random_model
 
 SMALL = {"lengths": [512, 768], "depths": [0, 50, 100], "keys": 3, "samples": 3, "new_tokens": 16}
@@ -71,10 +71,10 @@ def test_the_result_comes_back_and_its_page_is_fit_to_see(compared, beside, tmp_
     assert len(list((tmp_path / "out" / "figures").glob("scores_*.svg"))) == len(result.sides)
     for width in (1280, 390):
         resize(browser, width)
-        browser.get(page.as_uri())
+        opened(browser, page)
         assert browser.execute_script(LOOK) == [] and complaints(browser) == []
         written = browser.execute_script(
-            "return [...document.querySelectorAll('.heatmaplayer .heatmap-label')].map(label => label.textContent)"
+            "return [...document.querySelectorAll('.figure .role-mark.mark-text text')].map(text => text.textContent)"
         )
         assert sorted(written, key=int) == sorted(f"{100 * score:.0f}" for score in result.scores.ravel())
 

@@ -303,7 +303,7 @@ def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
         means.append({"name": name, "x": x, "low": low, "high": high, "value": words})
     ends = [end for end in (*dots.low, *dots.high) if end is not None]
     x = _axis(panel.x_title, [0.0, *dots.x, *ends, *(point["x"] for point in single)], False, panel.x_ticks)
-    x["axis"] |= {"tickCount": 5}
+    x["axis"] |= {"tickCount": 5, "labelFlush": 12}  # a label at an end stays inside
     y = {"field": "name", "type": "nominal", "scale": {"domain": names}, "axis": {"title": None, "grid": True}}
     at = {"x": {"field": "x", **x}, "y": y}
     interval = {"x": {"field": "low", **x}, "x2": {"field": "high"}, "y": y}

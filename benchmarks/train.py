@@ -25,7 +25,7 @@ from crosslayer.environment import environment
 from crosslayer.stats.ratios import paired_ratio
 from crosslayer.verbs.train.arguments import training_arguments
 from crosslayer.verbs.train.initialise import initialise
-from crosslayer.verbs.train.recipe_parts import SchedulePart
+from crosslayer.verbs.train.recipe import SchedulePart
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 SHAPE = {

@@ -13,7 +13,7 @@ from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.output.progress import Silent
 from crosslayer.verbs.train.arguments import training_arguments
 from crosslayer.verbs.train.initialise import initialise
-from crosslayer.verbs.train.recipe_parts import SchedulePart
+from crosslayer.verbs.train.recipe import SchedulePart
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 LENGTH = 12

@@ -12,9 +12,9 @@ from crosslayer.corpus.files import file_kind
 from crosslayer.output.record import Seed
 from crosslayer.verbs.heal.instructions import Columns, Instructions
 from crosslayer.verbs.retrofit.damage import FEWEST
-from crosslayer.verbs.train.recipe_arguments import Arguments
+from crosslayer.verbs.train.arguments import Arguments
+from crosslayer.verbs.train.recipe import Count, DataPart, DomainPart, Part, SchedulePart
 from crosslayer.verbs.train.recipe_file import nearest, read_recipe
-from crosslayer.verbs.train.recipe_parts import Count, DataPart, DomainPart, Part, SchedulePart
 from crosslayer.verbs.train.texts import EVERY, Domain
 
 STAGES = 8  # at most

@@ -28,8 +28,8 @@ from crosslayer.verbs.heal.rows import RecoveryRows
 from crosslayer.verbs.heal.trainer import DistillTrainer, Teacher
 from crosslayer.verbs.train.arguments import training_arguments
 from crosslayer.verbs.train.attention import set_attention
+from crosslayer.verbs.train.callbacks import Interruption, resumable
 from crosslayer.verbs.train.checkpoints import PARTIAL, checkpoints
-from crosslayer.verbs.train.interrupting import Interruption, resumable
 from crosslayer.verbs.train.record import curve_of, training_seconds
 from crosslayer.verbs.train.trainer import CrossLayerTrainer, TrainingStopped
 

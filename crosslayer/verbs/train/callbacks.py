@@ -1,20 +1,29 @@
-"""What a training run tells while it runs, a line of JSON for each measurement, and its checkpoints by the clock."""
+"""What a run does between its steps: logs lines of JSON, saves by the clock, and stops whole at Ctrl-C."""
 
 import contextlib
 import json
 import math
+import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from crosslayer._path import NAME
+from crosslayer._start import interrupts
 from crosslayer.output.folder import write_whole
 from crosslayer.output.progress import Meter, Steps
+from crosslayer.verbs.train.checkpoints import checkpoints
 
 LOG = "log.jsonl"
+NOTICE = f"{NAME}: interrupted; the step under way is finished and saved first (Ctrl-C again ends at once)\n"
 
 
 class Log(TrainerCallback):
@@ -83,6 +92,55 @@ class SaveByTime(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start the clock again."""
         self.since = time.monotonic()
+
+
+class Interruption(TrainerCallback):
+    """Takes Ctrl-C while a single process trains; several would stop at different steps, and wait for one another."""
+
+    def __init__(self):
+        self.pressed = False
+
+    @contextlib.contextmanager
+    def heeded(self, args: TrainingArguments) -> Iterator[None]:
+        """Raise KeyboardInterrupt at the end of the block if Ctrl-C was pressed within, or at a second press."""
+        before, self.pressed = signal.getsignal(signal.SIGINT), False
+        main = threading.current_thread() is threading.main_thread()
+        if not main or args.world_size > 1 or not callable(before):
+            yield
+            return
+
+        def press(number: int, frame: FrameType | None) -> None:
+            if self.pressed:
+                before(number, frame)
+            self.pressed = True
+            os.write(2, NOTICE.encode())
+
+        signal.signal(signal.SIGINT, press)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if self.pressed:
+            raise KeyboardInterrupt
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save and stop."""
+        if self.pressed:
+            control.should_save = control.should_training_stop = True
+
+
+@contextlib.contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Have the line of an interrupted command say from which checkpoint of a run's folder it can go on."""
+    interrupts.advice = ""
+    try:
+        yield
+    except KeyboardInterrupt:
+        interrupts.caught()
+        last = next(reversed(checkpoints(folder).values()), None)
+        told = "no checkpoint was written yet" if last is None else f"the last whole checkpoint is {last.name}"
+        interrupts.advice = f"; {told}{'' if last is None else ', and --resume goes on from it'}"
+        raise
 
 
 def _line(values: dict[str, Any]) -> str:

@@ -11,12 +11,13 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetPydanticSchema, ValidationError, with_config
+from typing_extensions import TypedDict  # that of Python 3.11 is not known to pydantic
 
 LARGEST = 2**16  # bytes of a file
 AnyRecipe = TypeVar("AnyRecipe", bound=BaseModel)
@@ -70,6 +71,39 @@ def nearest(name: str, names: Sequence[str]) -> str:
     """Return what is said to a name that is not among `names`."""
     close = [other for other in names if name and other.startswith(name)] or difflib.get_close_matches(name, names, 1)
     return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}"
+
+
+def one_of(names: Collection[str]) -> AfterValidator:
+    """Refuse other text than these names; say which is nearest."""
+
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"{name!r} is not known; {nearest(name, list(names))}")
+        return name
+
+    return AfterValidator(check)
+
+
+def only_keys(known: Collection[str], elsewhere: Mapping[str, str]) -> Callable[[Any], Any]:
+    """Return what refuses other keys of a mapping; of those that are set elsewhere it says why."""
+
+    def check(values: Any) -> Any:
+        for key in values if isinstance(values, dict) else ():
+            if key in elsewhere:
+                raise WrongKey(key, f"{key} is not set here: {elsewhere[key]}")
+            if key not in known:
+                name = key if key.isprintable() else ascii(key)
+                raise WrongKey(key, f"{name} is not known; {nearest(key, list(known))}")
+        return values
+
+    return check
+
+
+def typed_keys(kinds: Mapping[str, Any]) -> GetPydanticSchema:
+    """Have a mapping checked as one of these keys with values of these types, all of which may be missing."""
+    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    kind = with_config(config)(TypedDict("Keys", kinds, total=False))  # type: ignore[operator, misc]
+    return GetPydanticSchema(lambda source, handler: handler(kind))
 
 
 def _files(path: Path, above: tuple[Path, ...]) -> list[Source]:

@@ -21,20 +21,17 @@ from crosslayer.models.load import load_model
 from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.bench.memory import peak_memory
-from crosslayer.verbs.train.arguments import training_arguments
+from crosslayer.verbs.train.arguments import step_sequences, training_arguments
 from crosslayer.verbs.train.attention import check_attention, set_attention
-from crosslayer.verbs.train.callbacks import SaveByTime
+from crosslayer.verbs.train.callbacks import SaveByTime, resumable
 from crosslayer.verbs.train.checkpoints import checkpoints
-from crosslayer.verbs.train.facts import matrix_flops, trained_model
+from crosslayer.verbs.train.costs import check_room, matrix_flops, trained_model
 from crosslayer.verbs.train.initialise import initialise
-from crosslayer.verbs.train.interrupting import resumable
 from crosslayer.verbs.train.looks import looks_in, windows_of_each
 from crosslayer.verbs.train.mixture import ORDER, Mixture, validation_windows
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
 from crosslayer.verbs.train.record import TrainedDomain, Validation, curve_of, training_seconds
 from crosslayer.verbs.train.result import TrainingRun
-from crosslayer.verbs.train.resuming import step_sequences
-from crosslayer.verbs.train.room import check_room
 from crosslayer.verbs.train.texts import Domain, DomainShards
 from crosslayer.verbs.train.tokenizers import kept_tokenizer
 from crosslayer.verbs.train.trainer import CrossLayerTrainer

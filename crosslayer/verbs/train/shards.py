@@ -29,7 +29,7 @@ from crosslayer.corpus.files import Reading
 from crosslayer.output.folder import exclusive, filled, write_whole
 from crosslayer.output.progress import Meter, Silent, say
 from crosslayer.verbs.train.checkpoints import sync
-from crosslayer.verbs.train.encode import PART, batches, encoder, frame, pieces
+from crosslayer.verbs.train.tokenizers import PART, batches, encoder, frame, pieces
 
 INDEX, ENDS, BEGUN = "index.json", "ends.bin", "begun.json"
 SCHEMA = "crosslayer/shards/2"

@@ -36,16 +36,15 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from crosslayer._start import EndedTooSoon
 from crosslayer.output.folder import disk_fault, set_modes
 from crosslayer.output.progress import Meter, Silent
+from crosslayer.verbs.train.arguments import step_sequences
 from crosslayer.verbs.train.attention import document_borders
-from crosslayer.verbs.train.callbacks import Log
-from crosslayer.verbs.train.checkpoints import PARTIAL, last_good, publish, stage
-from crosslayer.verbs.train.interrupting import Interruption
+from crosslayer.verbs.train.callbacks import Interruption, Log
+from crosslayer.verbs.train.checkpoints import KEPT, PARTIAL, Kept, Resumed, last_good, publish, stage
+from crosslayer.verbs.train.costs import without_logits
 from crosslayer.verbs.train.looks import as_number, layer_norms, look
 from crosslayer.verbs.train.mixture import ORDER
 from crosslayer.verbs.train.optimizers import mixing_parameters, optimizer_of
-from crosslayer.verbs.train.recipe_parts import OptimizerPart
-from crosslayer.verbs.train.resuming import KEPT, Kept, Resumed, step_sequences
-from crosslayer.verbs.train.room import without_logits
+from crosslayer.verbs.train.recipe import OptimizerPart
 
 PICKLED = "training_args.bin"  # which Trainer adds to a model
 

@@ -16,11 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from crosslayer import CrossLayerForCausalLM, TextSource
 from crosslayer.core.methods import method_names
-from crosslayer.verbs.train.arguments import training_arguments
-from crosslayer.verbs.train.recipe import Recipe, load_recipe
-from crosslayer.verbs.train.recipe_arguments import OWNED
-from crosslayer.verbs.train.recipe_parts import DomainPart
-from crosslayer.verbs.train.sizes import SIZES
+from crosslayer.verbs.train.arguments import OWNED, training_arguments
+from crosslayer.verbs.train.recipe import SIZES, DomainPart, Recipe, load_recipe
 from tests.helpers.training import course
 
 ROOT = Path(__file__).parents[3]

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 import crosslayer
-from crosslayer.verbs.train import room
+from crosslayer.verbs.train import costs
 from crosslayer.verbs.train.arguments import training_arguments
 from tests.helpers.training import course, recipe_in
 
@@ -38,11 +38,11 @@ def test_it_is_no_more_than_a_run_takes_and_no_less_than_a_sixth(recipe, tmp_pat
     run = crosslayer.train(recipe, tmp_path / "run", settings=settings)
     if run.peak_bytes is None:
         return
-    monkeypatch.setattr(room, "free_memory", lambda device: run.peak_bytes)
+    monkeypatch.setattr(costs, "free_memory", lambda device: run.peak_bytes)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # it fits: training begins
         patch.setattr("crosslayer.verbs.train.run.CrossLayerTrainer", mock.Mock(side_effect=KeyboardInterrupt))
         crosslayer.train(recipe, tmp_path / "again", settings=settings)
-    monkeypatch.setattr(room, "free_memory", lambda device: run.peak_bytes / 6)
+    monkeypatch.setattr(costs, "free_memory", lambda device: run.peak_bytes / 6)
     with pytest.raises(ValueError, match="training takes at least"):
         crosslayer.train(recipe, tmp_path / "third", settings=settings)
     start = [f"model={{start: {tmp_path / 'run' / 'model'}}}", *settings[2:]]
@@ -54,7 +54,7 @@ def test_muon_has_one_state_of_a_matrix(tmp_path, monkeypatch):
     model = torch.nn.Linear(1000, 1000, bias=False, device="meta")
     config = LlamaConfig(vocab_size=1, hidden_size=1, num_hidden_layers=1, num_attention_heads=1)
     arguments = training_arguments(tmp_path, 0, course(1), {"use_cpu": True, "per_device_train_batch_size": 1})
-    monkeypatch.setattr(room, "free_memory", lambda device: 3.5 * 4 * 1000**2)
-    room.check_room(model, config, arguments, 1, muon=True)
+    monkeypatch.setattr(costs, "free_memory", lambda device: 3.5 * 4 * 1000**2)
+    costs.check_room(model, config, arguments, 1, muon=True)
     with pytest.raises(ValueError, match="training takes at least 0.0 GB for 1,000,000 parameters"):
-        room.check_room(model, config, arguments, 1)
+        costs.check_room(model, config, arguments, 1)

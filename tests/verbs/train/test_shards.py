@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from crosslayer.verbs.train import encode
 from crosslayer.verbs.train import shards as module
+from crosslayer.verbs.train import tokenizers
 from crosslayer.verbs.train.shards import fingerprint, open_shards, tokenise
 from crosslayer.verbs.train.tokenizers import make_tokenizer
 from tests.helpers.text import tokenizer as word_tokenizer
@@ -56,8 +56,8 @@ def test_documents_begin_and_end_as_the_tokenizer_has_them(tmp_path):
 def test_files_end_anywhere_and_reading_does_not_see_it(tmp_path, monkeypatch):
     whole = write(tmp_path / "whole")
     monkeypatch.setattr(module, "FILE", 7)
-    monkeypatch.setattr(encode, "BATCH", 5)
-    monkeypatch.setattr(encode, "PART", 3)
+    monkeypatch.setattr(tokenizers, "BATCH", 5)
+    monkeypatch.setattr(tokenizers, "PART", 3)
     split = write(tmp_path / "split")
     assert len(split.files) > 5 and min(split.files[:-1]) >= 7
     ids, starts = whole.read(0, whole.tokens), whole.starts(0, whole.tokens)
@@ -78,8 +78,8 @@ def test_a_large_vocabulary_takes_more_bytes(tmp_path):
 def test_a_long_document_is_cut_before_words_and_stays_a_document(tmp_path, monkeypatch):
     pairs = make_tokenizer("bpe:400", lambda: [words(0, 400)])
     expected = documents_of(write(tmp_path / "whole", [words(0, 400), "w1"], pairs))
-    monkeypatch.setattr(encode, "BATCH", 150)
-    monkeypatch.setattr(encode, "PART", 50)
+    monkeypatch.setattr(tokenizers, "BATCH", 150)
+    monkeypatch.setattr(tokenizers, "PART", 50)
     assert documents_of(write(tmp_path / "cut", [words(0, 400), "w1"], pairs)) == expected
 
 
@@ -212,8 +212,8 @@ def interrupted(documents, after):
 def small_files(monkeypatch):
     """Files, parts and batches of a few tokens; gives the texts that are encoded."""
     monkeypatch.setattr(module, "FILE", 10)
-    monkeypatch.setattr(encode, "BATCH", 20)
-    monkeypatch.setattr(encode, "PART", 10)
+    monkeypatch.setattr(tokenizers, "BATCH", 20)
+    monkeypatch.setattr(tokenizers, "PART", 10)
     encoded, encoder = [], module.encoder
 
     def noted(tokenizer):

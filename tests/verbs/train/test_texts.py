@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from crosslayer.corpus.documents import TextSource
-from crosslayer.verbs.train import encode, texts
+from crosslayer.verbs.train import texts, tokenizers
 from crosslayer.verbs.train.texts import Domain
 from crosslayer.verbs.train.tokenizers import make_tokenizer
 from tests.helpers.text import words
@@ -84,7 +84,7 @@ class Noted:
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.xz", "parquet"])
 def test_of_files_it_is_told_how_much_is_read(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(encode, "BATCH", 20_000)
+    monkeypatch.setattr(tokenizers, "BATCH", 20_000)
     monkeypatch.setattr(Noted, "told", [])
     draw = random.Random(0)  # what does not pack well, so that packed files are long enough
     documents = ["".join(draw.choices(string.ascii_letters, k=10_000)) for _ in range(100)]

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
-from crosslayer.verbs.train import room
+from crosslayer.verbs.train import costs
 from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.trainer import TrainingStopped
 from tests.helpers.cases import CASES, each
@@ -220,7 +220,7 @@ def test_every_way_to_train_gives_the_same_losses(way, tmp_path):
 def test_a_batch_of_too_many_logits_trains_and_is_judged_without_them(more, tmp_path, monkeypatch):
     runs, seen = [], []
     for name, bound in (("all", 2**30), ("none", 0)):
-        monkeypatch.setattr(room, "LOGITS", bound)
+        monkeypatch.setattr(costs, "LOGITS", bound)
         model = model_of(["resformer"], attention_dropout=0.0, final_logit_softcapping=3.0)
         model.lm_head.register_forward_hook(lambda _, __, logits, to=seen: to.append(logits.shape[:-1]))
         more = {**more, "per_device_eval_batch_size": 1}

@@ -93,10 +93,6 @@ def training_arguments(
         course: steps and learning rate, as `SchedulePart.course` returns them.
         train: any other field of `TrainingArguments`.
 
-    Raises:
-        ValueError: `train` needs a package that is missing, or asks for what this machine cannot do; or a single
-            process sees several GPUs.
-
     """
     own = {
         "output_dir": str(folder),

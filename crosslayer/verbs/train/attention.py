@@ -31,12 +31,7 @@ AttentionMaskInterface.register(WITHIN_DOCUMENTS, document_mask)
 
 
 def check_attention(kind: Attention | None, device: torch.device) -> None:
-    """Refuse attention that cannot train on a device.
-
-    Raises:
-        ValueError: it cannot; the message begins with the recipe's key.
-
-    """
+    """Refuse attention that cannot train on a device."""
     if kind == "flex" and device.type == "cpu":
         raise ValueError("model.attention is flex, which has no backward pass on a CPU; write sdpa")
     if kind == "flash" and (device.type == "cpu" or not is_flash_attn_2_available()):
@@ -44,12 +39,7 @@ def check_attention(kind: Attention | None, device: torch.device) -> None:
 
 
 def set_attention(model: PreTrainedModel, kind: Attention | None, arguments: TrainingArguments) -> None:
-    """Have a model attend within documents: as `kind` says, by default by SDPA, document by document if it can.
-
-    Raises:
-        ValueError: the model, the device or the arguments do not go together with `kind`.
-
-    """
+    """Have a model attend within documents: as `kind` says, by default by SDPA, document by document if it can."""
     check_attention(kind, arguments.device)
     config: Any = model.config.get_text_config()
     if not isinstance(config, CrossLayerConfig) and (model._is_stateful or STATES & set(layer_kinds(config))):

@@ -177,12 +177,7 @@ class Resumed:
 
     @classmethod
     def read(cls, checkpoint: Path, args: TrainingArguments) -> Self:
-        """Check a checkpoint before anything of it is loaded.
-
-        Raises:
-            ValueError: a file of it cannot be read, or it is of another step or another batch.
-
-        """
+        """Check a checkpoint before anything of it is loaded."""
         try:
             state = TrainerState.load_from_json(str(checkpoint / STATE))
             kept = Kept.model_validate((state.stateful_callbacks or {})[KEPT])  # type: ignore[call-overload]

@@ -108,9 +108,6 @@ def check_room(
         length: tokens of a sequence.
         muon: whether matrices have one state of the optimizer instead of two.
 
-    Raises:
-        ValueError: it does not fit; the message says what it would take, and what is free.
-
     """
     text = config.get_text_config()
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -23,9 +23,6 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
         model: any model of transformers, with memory (not on the meta device).
         seed: of all tensors together.
 
-    Raises:
-        ValueError: a parameter is on the meta device, or the model's rule leaves one without a value.
-
     """
     named = dict(model.named_parameters())
     meta = [name for name, parameter in named.items() if parameter.is_meta]

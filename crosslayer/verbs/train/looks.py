@@ -32,10 +32,6 @@ def look(model: PreTrainedModel, windows: Tensor) -> dict[str, float]:
     """Return the mean over windows (N, T) of each measure of each layer: "look_sink_rate_layer_0" and so on.
 
     NaN stands where a layer has no such sublayer.
-
-    Raises:
-        ValueError: the model cannot be probed.
-
     """
     with evaluating(model), readable_masks(model):
         measured = [measure_sequence(model, window).measures for window in windows]

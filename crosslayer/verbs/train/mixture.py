@@ -44,10 +44,6 @@ class Mixture(Dataset[dict[str, Tensor]]):
         items: how many rows there are.
         rows: of a domain by name, where they are cut otherwise than into windows; each of `length` tokens.
 
-    Raises:
-        ValueError: domains and weights do not have the same names, a weight is not positive, a domain is shorter than a
-            window, or `length` (at least 2) or `items` is too small.
-
     """
 
     def __init__(
@@ -89,12 +85,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
         return self.rows[name][window]
 
     def place(self, item: int) -> tuple[str, int]:
-        """Return the domain of a row, and which of the domain's windows it is.
-
-        Raises:
-            IndexError: there is no such row.
-
-        """
+        """Return the domain of a row, and which of the domain's windows it is."""
         if not 0 <= item < self.items:
             raise IndexError(f"row {item} of a mixture of {self.items}")
         name, index = self._domain(item)
@@ -150,12 +141,7 @@ def validation_windows(shards: Shards, length: int, count: int, name: str | None
 
 
 def windows_of(shards: Shards, length: int, name: str) -> int:
-    """Return how many windows of `length` tokens a text has; what is left at its end belongs to none.
-
-    Raises:
-        ValueError: not a single one, or a window is too short; the message begins with `name`.
-
-    """
+    """Return how many windows of `length` tokens a text has; what is left at its end belongs to none."""
     if length < 2:
         raise ValueError(f"{name}: rows of {length} tokens; they need at least 2, since the first is not predicted")
     if shards.tokens < length:

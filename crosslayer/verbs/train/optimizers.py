@@ -84,9 +84,6 @@ def optimizer_of(
         kind: the class of `train.optim`, for all parameters where Muon is not chosen.
         options: its own.
 
-    Raises:
-        ValueError: an expression decides for no parameter, or the choices do not go together.
-
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = {name: next((each for each in chosen.rates if re.search(each, name)), None) for name in named}

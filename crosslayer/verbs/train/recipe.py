@@ -277,10 +277,6 @@ class SchedulePart(Part):
 
         The first step of a warmup is not at zero: its rate is that of one step up, or the minimum, if it falls in a
         line.
-
-        Raises:
-            ValueError: warmup, or warmup and decay, are more than all steps.
-
         """
         warmup = int(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
         if warmup >= steps:

@@ -43,9 +43,6 @@ def read_recipe(kind: type[AnyRecipe], path: str | Path, settings: Sequence[str]
         path: of a YAML file.
         settings: values that replace the file's, such as "train.learning_rate=3e-4".
 
-    Raises:
-        ValueError: in one line the file or setting, the key, and what is wrong with it.
-
     """
     sources = _files(Path(path), ())
     values: dict[str, Any] = {"name": Path(path).stem}
@@ -189,12 +186,7 @@ def _writer(sources: Sequence[Source], keys: Sequence[Any]) -> str:
 
 
 def parse_value(text: str, place: str) -> Any:
-    """Return the value of YAML text: plain data that JSON can hold.
-
-    Raises:
-        ValueError: it is no such text; the line begins with `place` and names the line, where there are several.
-
-    """
+    """Return the value of YAML text: plain data that JSON can hold."""
     try:
         value = yaml.load(text, _Core)  # noqa: S506  builds nothing but plain data
         json.dumps(value, ensure_ascii=False).encode()  # without halves of characters (surrogates)

@@ -213,12 +213,7 @@ def _config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> CrossLayerCon
 
 
 def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
-    """Take a new folder, or one of the same recipe.
-
-    Raises:
-        ValueError: the folder is of something else.
-
-    """
+    """Take a new folder, or one of the same recipe."""
     if not is_first():  # the first process may have written into it already
         return
     written = folder / RECIPE

@@ -156,9 +156,6 @@ def tokenise(
         meter: shows what is being done.
         reading: counts what is read of the documents' files, where they come from files; for a percentage.
 
-    Raises:
-        ValueError: the folder cannot be written or holds something else, its files are damaged, or there is no text.
-
     """
     folder = folder.expanduser().resolve()
     if not _is_there(folder, fingerprint):  # what is there may lie where nothing can be written, not even a lock
@@ -177,12 +174,7 @@ def tokenise(
 
 
 def open_shards(folder: Path) -> Shards:
-    """Open a folder of shards, whose files have the sizes that its index says.
-
-    Raises:
-        ValueError: a file is missing or cut off; the message names it.
-
-    """
+    """Open a folder of shards, whose files have the sizes that its index says."""
     index = _read_index(folder)
     sizes = {_file_name(number): tokens * TYPES[index.dtype].itemsize for number, tokens in enumerate(index.files)}
     for name, size in {**sizes, ENDS: index.documents * END_TYPE.itemsize}.items():

@@ -52,9 +52,6 @@ class Domain:
         Args:
             reading: counts what is read of files; that of `held_out` too.
 
-        Raises:
-            ValueError: the source cannot be read.
-
         """
         if self.validation is not None:
             yield from self._documents(reading)
@@ -70,12 +67,7 @@ class Domain:
             yield "".join(run)
 
     def held_out(self, reading: Reading | None = None) -> Iterator[str]:
-        """Yield the documents, or the pieces of them, that are not trained on.
-
-        Raises:
-            ValueError: a source cannot be read, or the text is too short to hold any of it out.
-
-        """
+        """Yield the documents, or the pieces of them, that are not trained on."""
         if self.validation is not None:
             yield from stream_documents(self.validation, reading)
             return
@@ -88,12 +80,7 @@ class Domain:
             raise ValueError("the text is too short to hold any of it out; name a source for validation")
 
     def shards(self, tokenizer: PreTrainedTokenizerFast, folder: Path, meter: Meter = Silent) -> DomainShards:
-        """Return the tokens of both parts; they are written into folders in `folder`, unless they are there already.
-
-        Raises:
-            ValueError: a source cannot be read, the text is too short, or files are damaged; it names the domain.
-
-        """
+        """Return the tokens of both parts; they are written into folders in `folder`, unless they are there already."""
         text = self.digest()
 
         def cut(part: str, documents: Callable[[Reading], Iterator[str]], source: TextSource) -> Shards:
@@ -117,12 +104,7 @@ class Domain:
             yield from stream_documents(self.source, reading)
 
     def digest(self) -> str:
-        """Return a SHA-256 of the text and of how it is parted.
-
-        Raises:
-            ValueError: a source does not exist; it names the domain.
-
-        """
+        """Return a SHA-256 of the text and of how it is parted."""
         try:
             if self.source.name is None:
                 source = hashlib.sha256("\0".join(self._documents()).encode()).hexdigest()

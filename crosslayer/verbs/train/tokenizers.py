@@ -32,9 +32,6 @@ def make_tokenizer(name: str, documents: Callable[[], Iterable[str]]) -> PreTrai
             the text has not so many pairs that come twice; everything else is a model whose tokenizer is taken.
         documents: called for the text to train on; it is read twice.
 
-    Raises:
-        ValueError: N is no number or leaves no room for pairs, there is no text, or the model has no such tokenizer.
-
     """
     if name == "bytes":
         ids = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -58,9 +55,6 @@ def kept_tokenizer(
         folder: of a file for each text and size.
         digest: of the text to train on.
 
-    Raises:
-        ValueError: as `make_tokenizer`'s.
-
     """
     if not name.startswith("bpe:"):
         return make_tokenizer(name, documents)
@@ -76,12 +70,7 @@ def kept_tokenizer(
 
 
 def pair_tokens(name: str) -> int:
-    """Return N of "bpe:N".
-
-    Raises:
-        ValueError: N is no number, or leaves no room for pairs.
-
-    """
+    """Return N of "bpe:N"."""
     match = re.fullmatch("bpe:([0-9]{1,9})", name)
     if match is None or int(match[1]) < LEAST:
         raise ValueError(f"tokenizer {name!r}: give bpe:N with a number of tokens from {LEAST} on, such as bpe:8192")

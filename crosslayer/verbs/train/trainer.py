@@ -100,9 +100,6 @@ class CrossLayerTrainer(Trainer):
             looked_at: token ids (N, T) over which each evaluation measures sinks and norms of every layer.
             optimizer: what a recipe says of it, beside `args`.
 
-        Raises:
-            ValueError: the arguments ask for what cannot be done here, or for more items than there are.
-
         """
         needed = args.max_steps * step_sequences(args)
         items = len(train_dataset)  # type: ignore[arg-type]
@@ -199,12 +196,7 @@ class CrossLayerTrainer(Trainer):
         return {**prepared, **document_borders(self.model, prepared["position_ids"])}
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Add the gradients of a batch and count its tokens.
-
-        Raises:
-            TrainingStopped: the loss is not finite.
-
-        """
+        """Add the gradients of a batch and count its tokens."""
         if self._clock is None:
             self._clock = time.perf_counter(), self.state.num_input_tokens_seen
             if self._resumed is not None:  # the next loss that is logged is the mean since the entry before
@@ -217,12 +209,7 @@ class CrossLayerTrainer(Trainer):
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm of the whole gradient; before a step that is logged, measure each layer's too.
-
-        Raises:
-            TrainingStopped: the norm is not finite; in float16 the step is left out instead, and its scale lowered.
-
-        """
+        """Return the norm of the whole gradient; before a step that is logged, measure each layer's too."""
         norm = as_number(super()._get_grad_norm(model, grad_norm))
         if not self.args.fp16:
             self._check_finite("gradient's norm", norm, 0, self.args.gradient_accumulation_steps - 1)
@@ -300,12 +287,7 @@ class CrossLayerTrainer(Trainer):
         return sums.sum() / counts.sum(), sums, counts
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint beside its place, and put it there when it is whole.
-
-        Raises:
-            TrainingStopped: it cannot be written; what lay in its place, and the checkpoints before, stay.
-
-        """
+        """Save a checkpoint beside its place, and put it there when it is whole."""
         with self._untimed():
             try:
                 if self.args.should_save:

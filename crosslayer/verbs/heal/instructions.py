@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from crosslayer.corpus.files import Reading, file_kind, jsonl_rows, local_files, row_text, say_skipped
 from crosslayer.verbs.train.mixture import IGNORED
-from crosslayer.verbs.train.recipe_parts import Part
+from crosslayer.verbs.train.recipe import Part
 from crosslayer.verbs.train.shards import Shards
 from crosslayer.verbs.train.texts import FIRST, Domain
 

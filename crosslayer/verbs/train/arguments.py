@@ -85,14 +85,10 @@ def step_sequences(args: TrainingArguments) -> int:
 def training_arguments(
     folder: Path, seed: int, course: Mapping[str, Any], train: Mapping[str, Any] | None = None
 ) -> TrainingArguments:
-    """Return Trainer's arguments for a run.
+    """Return Trainer's arguments for a run, whose log and checkpoints go into `folder`.
 
-    Args:
-        folder: the run's; log and checkpoints go there.
-        seed: of dropout; weights and data have been drawn before.
-        course: steps and learning rate, as `SchedulePart.course` returns them.
-        train: any other field of `TrainingArguments`.
-
+    `course` has steps and learning rate, as `SchedulePart.course` returns them; `train` any other field of
+    `TrainingArguments`. The seed is dropout's: weights and data have been drawn before.
     """
     own = {
         "output_dir": str(folder),

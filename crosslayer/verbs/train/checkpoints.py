@@ -92,9 +92,8 @@ def damage(checkpoint: Path) -> str | None:
         size = present[name].stat().st_size
         if size != file.bytes:
             return f"{name} has {size:,} bytes instead of {file.bytes:,}"
-    return next(
-        (f"{name} is changed" for name, file in mark.files.items() if _digest(present[name]) != file.sha256), None
-    )
+    changed = (name for name, file in mark.files.items() if _digest(present[name]) != file.sha256)
+    return next((f"{name} is changed" for name in changed), None)
 
 
 def stage(folder: Path) -> Path:
@@ -109,13 +108,7 @@ def publish(folder: Path, step: int, keep: int | None) -> None:
     """Mark the staged checkpoint of a step complete, give it its name, and remove the oldest beyond `keep`.
 
     A checkpoint of the same step goes, and so do those of later steps: the run has gone back to an earlier one, and
-    what it had written since is not its own past any more.
-
-    Args:
-        folder: the run's.
-        step: whose checkpoint lies in the staging folder.
-        keep: how many checkpoints stay; None: all.
-
+    what it had written since is not its own past any more. With None for `keep` all stay.
     """
     staged, target = folder / PARTIAL / f"checkpoint-{step}", folder / f"checkpoint-{step}"
     files = _files(staged)
@@ -129,9 +122,8 @@ def publish(folder: Path, step: int, keep: int | None) -> None:
         target.rename(folder / PARTIAL / "replaced")
     staged.rename(target)
     sync(folder)
-    there = checkpoints(folder)
-    past = [path for number, path in there.items() if number <= step]
-    later = [path for number, path in there.items() if number > step]
+    past = [path for number, path in checkpoints(folder).items() if number <= step]
+    later = [path for number, path in checkpoints(folder).items() if number > step]
     for path in (folder / PARTIAL, *later, *past[: -keep if keep else 0]):
         shutil.rmtree(path, ignore_errors=True)
 

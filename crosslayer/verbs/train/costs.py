@@ -74,17 +74,14 @@ def _forward_flops(model: PreTrainedModel, length: int) -> float:
     """
     longer = min(length, COUNTED)
     shorter = longer // 2
-    of_token = {count: _counted(model, count) / count for count in (shorter, longer)}
+    of_token = {}
+    with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH):  # plain products; others have no count
+        for count in (shorter, longer):
+            with FlopCounterMode(display=False) as counter:
+                model(torch.zeros(1, count, dtype=torch.long), use_cache=False)
+            of_token[count] = counter.get_total_flops() / count
     growth = (of_token[longer] - of_token[shorter]) / (longer - shorter)
     return of_token[longer] + growth * (length - longer)
-
-
-def _counted(model: PreTrainedModel, count: int) -> int:
-    """Return the FLOPs of a forward pass over so many tokens; by plain products, since others have no count."""
-    ids = torch.zeros(1, count, dtype=torch.long)
-    with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(ids, use_cache=False)
-    return counter.get_total_flops()
 
 
 def without_logits(config: Any, args: TrainingArguments, tokens: int) -> dict[str, bool]:
@@ -99,15 +96,10 @@ def without_logits(config: Any, args: TrainingArguments, tokens: int) -> dict[st
 def check_room(
     model: nn.Module, config: PreTrainedConfig, args: TrainingArguments, length: int, muon: bool = False
 ) -> None:
-    """Refuse a run that cannot fit into what is free.
+    """Refuse a run with sequences of `length` tokens that cannot fit into what is free.
 
-    Args:
-        model: on the meta device, or with memory; that is free no more, and is not counted.
-        config: the model's.
-        args: of the run.
-        length: tokens of a sequence.
-        muon: whether matrices have one state of the optimizer instead of two.
-
+    The model may be on the meta device; where it has memory, that is taken already and not counted. With Muon matrices
+    have one state of the optimizer instead of two.
     """
     text = config.get_text_config()
     count = sum(parameter.numel() for parameter in model.parameters())

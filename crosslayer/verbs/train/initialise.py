@@ -44,7 +44,8 @@ def _draw(model: PreTrainedModel, name: str, parameter: nn.Parameter, seed: int)
     module, stored = model.get_submodule(name.rpartition(".")[0]), parameter.data
     parameter.data = torch.full(stored.shape, math.nan, device="cpu")
     try:
-        torch.default_generator.manual_seed(_hash(seed, name))
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         parameter._is_hf_initialized = False  # type: ignore[attr-defined]
         model._init_weights(module)
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -56,8 +57,3 @@ def _draw(model: PreTrainedModel, name: str, parameter: nn.Parameter, seed: int)
             f"{name} gets no first value; {type(module).__name__} must set it where it resets its parameters"
         )
     stored.copy_(first)
-
-
-def _hash(seed: int, name: str) -> int:
-    """Return 63 bits that seed and name determine."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1

@@ -25,7 +25,6 @@ class Rows(Protocol):
     """Rows of a domain by number, each with `input_ids`, `position_ids` and `labels`, (T,) int64."""
 
     def __len__(self) -> int: ...
-
     def __getitem__(self, item: int, /) -> dict[str, Tensor]: ...
 
 
@@ -131,10 +130,7 @@ class FixedRows(Dataset[dict[str, Tensor]]):
 
 
 def validation_windows(shards: Shards, length: int, count: int, name: str | None = None) -> FixedRows:
-    """Return so many windows of `length` tokens, or as many as there are, spread evenly over a text, always the same.
-
-    Errors are those of `windows_of`; `name` is the folder's by default.
-    """
+    """Return `count` windows of `length` tokens, or as many as a text has, spread evenly over it; always the same."""
     windows = windows_of(shards, length, name or shards.folder.name)
     count = min(count, windows)
     return FixedRows(shards, [windows * number // count for number in range(count)], length)

@@ -74,16 +74,10 @@ def optimizer_of(
     kind: Any,
     options: dict[str, Any],
 ) -> Optimizer:
-    """Return the optimizer that a recipe says.
+    """Return the optimizer that a recipe says, for the parameters of a model that train.
 
-    Args:
-        model: whose parameters that train it is for.
-        chosen: Muon or not, and groups of learning rates.
-        arguments: learning rate, weight decay, and those of AdamW.
-        decayed: names of parameters that weight decay acts on.
-        kind: the class of `train.optim`, for all parameters where Muon is not chosen.
-        options: its own.
-
+    Weight decay acts on those named in `decayed`. Where Muon is not chosen, it is of the class `kind` with `options`,
+    those of `train.optim`.
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = {name: next((each for each in chosen.rates if re.search(each, name)), None) for name in named}

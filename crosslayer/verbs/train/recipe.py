@@ -134,13 +134,9 @@ class ModelPart(Part):
         return self
 
     def config(self, length: int, vocab_size: int, **special: int | None) -> CrossLayerConfig:
-        """Return the config of a new model.
+        """Return the config of a new model, whose positions reach as far as `length`, unless the shape says further.
 
-        Args:
-            length: of a sequence, as far as positions reach, unless the shape says further.
-            vocab_size: of the tokenizer.
-            special: its `bos_token_id`, `eos_token_id` and `pad_token_id`.
-
+        `special` are the tokenizer's `bos_token_id`, `eos_token_id` and `pad_token_id`.
         """
         assert self.start is None, "a model to train on brings its own config"
         settings: dict[str, Any] = {"max_position_embeddings": length, **SIZES.get(self.size or "", {}), **self.shape}

@@ -36,13 +36,8 @@ def read_recipe(kind: type[AnyRecipe], path: str | Path, settings: Sequence[str]
     """Read a recipe and check it; no file of data is opened.
 
     Mappings of files merge key by key, and the extending file wins; lists, methods and all else are replaced, and
-    settings replace what they name. A name is not inherited; the default is the file's.
-
-    Args:
-        kind: what the recipe describes.
-        path: of a YAML file.
-        settings: values that replace the file's, such as "train.learning_rate=3e-4".
-
+    settings, such as "train.learning_rate=3e-4", replace what they name. A name is not inherited; the default is the
+    file's. What is wrong is a ValueError of one line: the file or setting, the key, and the fault.
     """
     sources = _files(Path(path), ())
     values: dict[str, Any] = {"name": Path(path).stem}

@@ -65,22 +65,13 @@ class Begun(BaseModel):
 
 @dataclass(frozen=True)
 class Shards:
-    """The tokens of a text, read where they lie in files; cheap to send to another process.
-
-    Args:
-        folder: where the files are.
-        fingerprint: of the text, the tokenizer and the format.
-        dtype: "uint16" or "uint32".
-        documents: how many; each has at least a single token.
-        files: tokens of each file.
-
-    """
+    """The tokens of a text, read where they lie in files; cheap to send to another process."""
 
     folder: Path
-    fingerprint: str
-    dtype: str
-    documents: int
-    files: tuple[int, ...]
+    fingerprint: str  # of the text, the tokenizer and the format
+    dtype: str  # "uint16" or "uint32"
+    documents: int  # each has at least a single token
+    files: tuple[int, ...]  # tokens of each
 
     @cached_property
     def tokens(self) -> int:
@@ -194,7 +185,6 @@ def _is_there(folder: Path, fingerprint: str) -> bool:
 
 
 def _read_index(folder: Path) -> Index:
-    """Read and check `index.json`."""
     path = folder / INDEX
     if not path.is_file() or path.stat().st_size > LARGEST:
         raise ValueError(f"{folder.name!r} is no folder of shards: it has no {INDEX}; name another folder")

@@ -29,30 +29,16 @@ class DomainShards(NamedTuple):
 
 @dataclass(frozen=True)
 class Domain:
-    """Text of a single kind.
+    """Text of a single kind; every 20th piece is held out, which is a document, or 16,384 characters of a long one."""
 
-    Args:
-        name: of the domain; where `source` is the embedded corpus, the name of a part of it chooses that part.
-        source: of the text.
-        validation: of text to judge by; None holds every 20th document out, or, of documents of more than 16,384
-            characters, every 20th piece of so many.
-        every: the same for another number than 20.
-
-    """
-
-    name: str
+    name: str  # where `source` is the embedded corpus, the name of a part of it chooses that part
     source: TextSource
-    validation: TextSource | None = None
+    validation: TextSource | None = None  # text to judge by, instead of pieces that are held out
     every: int = EVERY
     parts: ClassVar[int] = 1  # how many of the documents belong together, as `tokenise` takes them
 
     def training(self, reading: Reading | None = None) -> Iterator[str]:
-        """Yield the documents to train on; of one from which pieces are held out, what stands between them.
-
-        Args:
-            reading: counts what is read of files; that of `held_out` too.
-
-        """
+        """Yield the documents to train on; of one from which pieces are held out, what stands between them."""
         if self.validation is not None:
             yield from self._documents(reading)
             return

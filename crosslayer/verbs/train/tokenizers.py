@@ -47,15 +47,7 @@ def make_tokenizer(name: str, documents: Callable[[], Iterable[str]]) -> PreTrai
 def kept_tokenizer(
     name: str, documents: Callable[[], Iterable[str]], folder: Path, digest: str
 ) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a run; byte pairs are trained once and kept in a folder.
-
-    Args:
-        name: as of `make_tokenizer`, the next too.
-        documents: called where the byte pairs are not there yet.
-        folder: of a file for each text and size.
-        digest: of the text to train on.
-
-    """
+    """As `make_tokenizer`; byte pairs are trained once and kept in a folder, for each size and digest of their text."""
     if not name.startswith("bpe:"):
         return make_tokenizer(name, documents)
     size = pair_tokens(name)

@@ -52,10 +52,7 @@ PICKLED = "training_args.bin"  # which Trainer adds to a model
 class TrainingStopped(EndedTooSoon):
     """A run ended before its last step, through no fault of its settings that could be seen beforehand.
 
-    Attributes:
-        step: the step that was not completed, or whose checkpoint could not be written.
-        checkpoint: the last good checkpoint, None where there is none.
-
+    `step` was not completed, or its checkpoint could not be written; `checkpoint` is the last good one, if any.
     """
 
     def __init__(self, what: str, step: int, checkpoint: Path | None):
@@ -67,11 +64,8 @@ class TrainingStopped(EndedTooSoon):
 class CrossLayerTrainer(Trainer):
     """Trains any causal language model on packed sequences.
 
-    Attributes:
-        window_losses: of the newest evaluation, the mean loss of every validation window (N,), by the names that the
-            log has for them ("eval_loss", "eval_web_loss").
-        interruption: whether Ctrl-C was pressed.
-
+    `window_losses` has the mean loss of every validation window (N,) of the newest evaluation, by the names that the
+    log has for them ("eval_loss", "eval_web_loss"); `interruption` says whether Ctrl-C was pressed.
     """
 
     def __init__(
@@ -86,20 +80,12 @@ class CrossLayerTrainer(Trainer):
         looked_at: Tensor | None = None,
         optimizer: OptimizerPart | None = None,
     ):
-        """Prepare a run.
+        """Prepare a run of a model with its first values; `args` are as `training_arguments` makes them.
 
-        Args:
-            model: with its first values.
-            args: as `training_arguments` makes them.
-            train_dataset: items of `input_ids`, `position_ids` and `labels` (T,), in the order in which they are read;
-                as many as all steps read.
-            eval_dataset: validation windows, which are such items too; or such by domain.
-            tokenizer: is saved along with the model.
-            meter: shows progress.
-            depth_norms: whether each layer's gradient norm before clipping is logged, as `grad_norm_layer_0` and so on.
-            looked_at: token ids (N, T) over which each evaluation measures sinks and norms of every layer.
-            optimizer: what a recipe says of it, beside `args`.
-
+        Items of data are `input_ids`, `position_ids` and `labels` (T,): to train on, as many as all steps read, in that
+        order; to judge by, also domain by domain. With `depth_norms` each layer's gradient norm before clipping is
+        logged, as `grad_norm_layer_0` and so on; over `looked_at`, token ids (N, T), each evaluation measures sinks and
+        norms of every layer.
         """
         needed = args.max_steps * step_sequences(args)
         items = len(train_dataset)  # type: ignore[arg-type]
@@ -132,18 +118,9 @@ class CrossLayerTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
-        """Train to the last step.
+        """Train to the last step; if asked, from the last good checkpoint of the run's folder on, if there is one.
 
-        Args:
-            resume_from_checkpoint: whether to go on from the last good checkpoint of the run's folder, if there is one.
-            trial: must be None; part of Trainer's signature, as the next.
-            ignore_keys_for_eval: must be None.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed; in a single process the step under way has been finished and saved.
-            ValueError: the checkpoint is broken, or of another batch.
-            TrainingStopped: a loss is not finite, or a checkpoint cannot be written.
-
+        At Ctrl-C (KeyboardInterrupt) a single process has finished the step under way and saved it.
         """
         assert trial is None and ignore_keys_for_eval is None and not isinstance(resume_from_checkpoint, str)
         checkpoint = last_good(self._folder) if resume_from_checkpoint else None
@@ -211,7 +188,7 @@ class CrossLayerTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm of the whole gradient; before a step that is logged, measure each layer's too."""
         norm = as_number(super()._get_grad_norm(model, grad_norm))
-        if not self.args.fp16:
+        if not self.args.fp16:  # which leaves such a step out, and lowers its scale
             self._check_finite("gradient's norm", norm, 0, self.args.gradient_accumulation_steps - 1)
         if self._wants_norms and (self.state.global_step + 1) % self.state.logging_steps == 0:
             limit = self.args.max_grad_norm

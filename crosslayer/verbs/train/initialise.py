@@ -18,11 +18,6 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     Values are drawn in float32 on the CPU and then rounded, so that they are the same on any device, and in another
     dtype but for rounding. A tied tensor counts under its first name. Initialise a model before anything wraps it:
     names count.
-
-    Args:
-        model: any model of transformers, with memory (not on the meta device).
-        seed: of all tensors together.
-
     """
     named = dict(model.named_parameters())
     meta = [name for name, parameter in named.items() if parameter.is_meta]

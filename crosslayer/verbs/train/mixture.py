@@ -33,16 +33,8 @@ class Mixture(Dataset[dict[str, Tensor]]):
 
     Of the first n rows a domain has its share of n, but for less than the number of domains. Its windows do not
     overlap, and come in another order in each epoch. Of two mixtures that differ in `items` alone, the shorter is the
-    beginning of the longer.
-
-    Args:
-        domains: tokens by the name of the domain.
-        weights: of each domain; they need not sum to 1.
-        length: T, tokens of a row.
-        seed: of the order.
-        items: how many rows there are.
-        rows: of a domain by name, where they are cut otherwise than into windows; each of `length` tokens.
-
+    beginning of the longer. Weights need not sum to 1. `rows` are those of a domain, by name, that are cut otherwise
+    than into windows; each is of `length` tokens, too.
     """
 
     def __init__(
@@ -54,16 +46,8 @@ class Mixture(Dataset[dict[str, Tensor]]):
         items: int,
         rows: Mapping[str, Rows] | None = None,
     ):
-        if not domains:
-            raise ValueError("a mixture needs at least one domain")
-        for name in domains.keys() ^ weights.keys():
-            what = "a domain" if name not in domains else "a weight"
-            raise ValueError(f"{name!r} is not {what}; domains: {', '.join(domains)}; weights: {', '.join(weights)}")
-        for name, weight in weights.items():
-            if not 0 < weight < math.inf:
-                raise ValueError(f"the weight of {name!r} is {weight}; it must be a positive number")
-        if items < 1:
-            raise ValueError(f"a mixture of {items} rows; it needs at least 1")
+        assert domains and domains.keys() == weights.keys() and items > 0, "a recipe has these from a single list"
+        assert all(0 < weight < math.inf for weight in weights.values()), "a recipe refuses such weights"
         self.domains, self.length, self.seed, self.items = dict(domains), length, seed, items
         self.rows: dict[str, Rows] = dict(rows or {})
         for name, shards in domains.items():

@@ -22,14 +22,7 @@ Groups = list[dict[str, Any]]
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon and AdamW as one optimizer: the groups, the state and the steps of both.
-
-    Args:
-        matrices: groups of parameters (rows, columns) for Muon; `lr` and `weight_decay` stand in each.
-        others: groups for AdamW.
-        adamw: its further options.
-
-    """
+    """Muon of matrices and AdamW of all else as one optimizer: the groups, the state and the steps of both."""
 
     def __init__(self, matrices: Groups, others: Groups, adamw: Mapping[str, Any]):
         self.parts = (Muon(matrices, adjust_lr_fn="match_rms_adamw"), AdamW(others, **adamw))

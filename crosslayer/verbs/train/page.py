@@ -11,13 +11,19 @@ UNIT = "nats a token"
 def layout(record: TrainingRun) -> Page:
     """Return the parts of the page."""
     methods = "+".join(str(entry["name"]) for entry in record.model.methods) or "no method"
+    last, curve = record.validation[-1].losses, record.curve
+    worst = max(last, key=lambda name: last[name])
     return Page(
         title=f"Training of {record.name}",
         subtitle=(
             f"{methods} · {record.model.parameters:,} parameters · {record.tokens:,} tokens in {record.steps:,} steps "
             f"· seed {record.seed}"
         ),
-        cards=_cards(record),
+        cards=[
+            ("Training loss", f"{curve.losses[-1]:.3f}" if curve.losses else "—", "the last that was logged"),
+            ("Validation loss", f"{last[worst]:.3f}", f"{worst}, the highest of {len(last)}"),
+            ("Time", f"{record.seconds / 60:.1f} min", "of training steps"),
+        ],
         words=sentences(record),
         panels=[*_curves(record), *_looks(record)],
         tables=[_domains(record), _facts(record)],
@@ -32,8 +38,7 @@ def sentences(record: TrainingRun) -> list[str]:
     repeated = [f"{domain.name} {domain.passes:.1f} times" for domain in record.domains if domain.passes > 1]
     if repeated:
         words.append(f"Text came again: the run went through {', '.join(repeated)}.")
-    rate = record.tokens / record.seconds if record.seconds else 0.0
-    flops = _flops(record)
+    rate, flops = record.tokens / record.seconds if record.seconds else 0.0, _flops(record)
     words.append(
         f"{rate:,.0f} tokens a second, {flops / 1e9:,.1f} GFLOP/s by three times the forward pass's count: "
         f"{flops / record.matrix_flops:.0%} of what a large product of matrices reaches on this machine."
@@ -43,16 +48,6 @@ def sentences(record: TrainingRun) -> list[str]:
 
 def _flops(record: TrainingRun) -> float:
     return record.tokens * record.model.flops_per_token / record.seconds if record.seconds else 0.0
-
-
-def _cards(record: TrainingRun) -> list[tuple[str, str, str]]:
-    last = record.validation[-1].losses
-    worst = max(last, key=lambda name: last[name])
-    return [
-        ("Training loss", f"{record.curve.losses[-1]:.3f}" if record.curve.losses else "—", "the last that was logged"),
-        ("Validation loss", f"{last[worst]:.3f}", f"{worst}, the highest of {len(last)}"),
-        ("Time", f"{record.seconds / 60:.1f} min", "of training steps"),
-    ]
 
 
 def _curves(record: TrainingRun) -> list[Panel]:

@@ -135,18 +135,12 @@ def tokenise(
     A document begins and ends with what the tokenizer puts there, and with its end token where it has any; special
     tokens written out in the text stay text. The folder is whole or not there. Processes that want the same one wait
     for the first. What was interrupted goes on where it was. All cores are used (`RAYON_NUM_THREADS`,
-    `TOKENIZERS_PARALLELISM=false` limit that); the files are the same for any number.
+    `TOKENIZERS_PARALLELISM=false` limit that); the files are the same for any number. A folder with shards of another
+    fingerprint is replaced; what is no folder of shards is not touched.
 
-    Args:
-        documents: read only if they must be; those without text are left out.
-        tokenizer: a fast one.
-        folder: with shards of another fingerprint it is replaced; what is no folder of shards is not touched.
-        fingerprint: of the text and the tokenizer, such as `fingerprint` gives.
-        parts: how many documents belong together, such as 2 for a prompt and its response: the first alone begins,
-            and the last alone ends, with special tokens. None may be blank then.
-        meter: shows what is being done.
-        reading: counts what is read of the documents' files, where they come from files; for a percentage.
-
+    Documents are read only if they must be; those without text are left out. Of `parts` that belong together, such as 2
+    for a prompt and its response, the first alone begins, and the last alone ends, with special tokens; none may be
+    blank then. `reading` counts what is read of the documents' files, for a percentage.
     """
     folder = folder.expanduser().resolve()
     if not _is_there(folder, fingerprint):  # what is there may lie where nothing can be written, not even a lock

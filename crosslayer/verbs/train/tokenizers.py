@@ -26,12 +26,9 @@ PART = 2**16  # characters; a longer document is encoded in parts, cut before a 
 def make_tokenizer(name: str, documents: Callable[[], Iterable[str]]) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a run.
 
-    Args:
-        name: "bytes", where token b is byte b of the text in UTF-8, and any text comes back as it was; "bpe:N", byte
-            pairs (GPT-2's way to part words) trained on `documents`, N tokens with the special ones, or fewer where
-            the text has not so many pairs that come twice; everything else is a model whose tokenizer is taken.
-        documents: called for the text to train on; it is read twice.
-
+    Of "bytes" token b is byte b of the text in UTF-8, and any text comes back as it was. "bpe:N" are byte pairs
+    (GPT-2's way to part words) trained on the documents, which are read twice: N tokens with the special ones, or fewer
+    where the text has not so many pairs that come twice. Everything else is a model whose tokenizer is taken.
     """
     if name == "bytes":
         ids = {character: byte for byte, character in bytes_to_unicode().items()}

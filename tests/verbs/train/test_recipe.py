@@ -257,6 +257,7 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("data.domains=[books]", "data.domains.0: … it is 'books'"),
         ("data.domains=[{}]", "data.domains.0.name: …"),
         ("data.domains.0.weight=0", "data.domains.0.weight: … it is 0"),
+        ("data.domains.0.weight=-1", "data.domains.0.weight: … it is -1"),
         ("data.domains.0.weight=.inf", "data.domains.0.weight: … it is '.inf'"),
         ("data.domains.0.name=boks", "data.domains.0: name is 'boks', no embedded domain; did you mean 'books'?"),
         ("data.domains.0.name=../x", "data.domains.0.name: '../x' is not at most 64 letters, digits, _, - and ., a letter or digit first"),

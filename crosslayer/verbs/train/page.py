@@ -52,22 +52,22 @@ def _flops(record: TrainingRun) -> float:
 
 def _curves(record: TrainingRun) -> list[Panel]:
     """Return losses and the gradient's norm by step, where there are two steps to draw between."""
-    curve, panels = record.curve, []
-    logged, judged = [float(step) for step in curve.steps], [float(entry.step) for entry in record.validation]
-    if len(logged) > 1:
-        words, lines = "Each point is the mean since the point before.", [Line("training", logged, curve.losses)]
-        panels.append(Panel("training_loss", "Training loss", words, "step", UNIT, lines))
-    if len(judged) > 1:
-        lines = [
-            Line(domain.name, judged, [entry.losses[domain.name] for entry in record.validation])
-            for domain in record.domains
-        ]
-        words = "Text that is held out, domain by domain."
-        panels.append(Panel("validation_loss", "Validation loss", words, "step", UNIT, lines))
-    if len(logged) > 1:
-        words, lines = "Of all parameters, before clipping.", [Line("norm", logged, curve.gradient_norms)]
-        panels.append(Panel("gradient_norm", "Norm of the gradient", words, "step", "norm", lines, log_y=True))
-    return panels
+    logged, judged = [float(step) for step in record.curve.steps], [float(entry.step) for entry in record.validation]
+    training = [Line("training", logged, record.curve.losses)]
+    validation = [
+        Line(domain.name, judged, [entry.losses[domain.name] for entry in record.validation])
+        for domain in record.domains
+    ]
+    norm = [Line("norm", logged, record.curve.gradient_norms)]
+    since, held_out = "Each point is the mean since the point before.", "Text that is held out, domain by domain."
+    panels = [
+        Panel("training_loss", "Training loss", since, "step", UNIT, training),
+        Panel("validation_loss", "Validation loss", held_out, "step", UNIT, validation),
+        Panel(
+            "gradient_norm", "Gradient norm", "Of all parameters, before clipping.", "step", "norm", norm, log_y=True
+        ),
+    ]
+    return [panel for panel in panels if len(panel.lines[0].x) > 1]
 
 
 def _looks(record: TrainingRun) -> list[Panel]:
@@ -104,7 +104,7 @@ def _domains(record: TrainingRun) -> Table:
 
 
 def _facts(record: TrainingRun) -> Table:
-    model, machine = record.model, record.environment.machine
+    model = record.model
     rows = [
         ["class", model.class_],
         ["layers", str(model.layers)],
@@ -114,6 +114,5 @@ def _facts(record: TrainingRun) -> Table:
         ["memory at its peak", "—" if record.peak_bytes is None else f"{record.peak_bytes / 1e6:,.0f} MB"],
         [f"KV bytes stored a token ({model.dtype})", f"{model.kv_bytes_per_token:,.0f}"],
         ["KV bytes read for each token of the cache", f"{model.kv_read_bytes_per_token:,.0f}"],
-        ["device", machine.gpu or f"{machine.processor}, {machine.threads} threads"],
     ]
     return "Model", ["what", "value"], rows

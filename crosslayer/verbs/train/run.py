@@ -6,7 +6,7 @@ The folder holds `recipe.yaml` (with every default), `log.jsonl` and checkpoints
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,10 @@ def train(
     elif settings:
         raise ValueError("settings are for a recipe that is a file; change the loaded one by load_recipe")
     target = Path(out).expanduser().resolve()
-    with held(target) if is_first() else contextlib.nullcontext():
-        _prepare(target, recipe, resume)
+    first = os.environ.get("RANK", "0") == "0"  # of the run's processes: the one that takes the folder, and writes
+    with held(target) if first else contextlib.nullcontext():
+        if first:
+            _prepare(target, recipe, resume)
         with resumable(target):
             return _train(recipe, target, resume, progress)
 
@@ -136,15 +138,12 @@ def _texts(
     In between, once its vocabulary is known, a new model that cannot fit is refused.
     """
     domains = [Domain(part.name, part.training_source(), part.validation_source()) for part in recipe.data.domains]
-
-    def documents() -> Iterator[str]:
-        for domain in domains:
-            yield from domain.training()
-
     place = cache_folder() / "tokens"
     with progress("reading the tokenizer", 0):
         digest = "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
-        tokenizer = kept_tokenizer(recipe.tokenizer, documents, place, digest)
+        tokenizer = kept_tokenizer(
+            recipe.tokenizer, lambda: (text for domain in domains for text in domain.training()), place, digest
+        )
     if recipe.model.start is None:
         config = _config(recipe, tokenizer)
         with torch.device("meta"):
@@ -214,8 +213,6 @@ def _config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> CrossLayerCon
 
 def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
     """Take a new folder, or one of the same recipe."""
-    if not is_first():  # the first process may have written into it already
-        return
     written = folder / RECIPE
     if folder.exists() and any(folder.iterdir()):
         if not resume:
@@ -237,8 +234,3 @@ def _is_of(written: Path, recipe: Recipe) -> bool:
         return False
     trained = [{key: value for key, value in one.train.items() if key not in BATCH} for one in (there, recipe)]
     return trained[0] == trained[1] and there == recipe.model_copy(update={"train": there.train})
-
-
-def is_first() -> bool:
-    """Return whether this is the first of the run's processes, the one that writes and prints."""
-    return os.environ.get("RANK", "0") == "0"

@@ -135,7 +135,7 @@ def verified(folder):
         {**row, "name": "compiled", "status": "FAIL", "reason": "InductorError: " + "a long word or two " * 9},
         {**row, "name": "flex attention", "status": "NOT APPLICABLE", "reason": "<b>this model has none</b>"},
     ]
-    record = {"schema": "crosslayer/verify/2", "model": "ours", "command": "crosslayer verify ours", "seconds": 9.0}
+    record = {"schema": "crosslayer/verify/3", "model": "ours", "command": "crosslayer verify ours", "seconds": 9.0}
     return crosslayer.Verification.from_record(
         {**record, "checks": checks, "environment": environment().model_dump()}
     ).save(folder)

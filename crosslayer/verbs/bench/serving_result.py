@@ -14,7 +14,7 @@ from crosslayer.verbs.bench.words import NO_INTERVAL, durations, ratio, size
 class ServingBenchmark(Result):
     """What `crosslayer.bench` returns for engine vllm: the tokens that the cache holds, and a row for each setting."""
 
-    schema_: Literal["crosslayer/serving/2"] = Field(default="crosslayer/serving/2", alias="schema")
+    schema_: Literal["crosslayer/bench-serving/2"] = Field(default="crosslayer/bench-serving/2", alias="schema")
     models: Both[ServedModel]
     settings: ServingSettings
     engine: str = Field(description="vLLM and its version")

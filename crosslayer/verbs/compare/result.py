@@ -12,8 +12,8 @@ from crosslayer.verbs.compare.record import Arm, Budget, ComparedRun, Law, Lengt
 class Comparison(Result):
     """What `crosslayer.compare` returns. Shapes: A outcomes (an arm beside the baseline in a setting), D domains."""
 
-    schema_: Literal["crosslayer/comparison/1"] = Field(
-        "crosslayer/comparison/1", validation_alias="schema", serialization_alias="schema"
+    schema_: Literal["crosslayer/compare/2"] = Field(
+        "crosslayer/compare/2", validation_alias="schema", serialization_alias="schema"
     )
     name: str
     baseline: str

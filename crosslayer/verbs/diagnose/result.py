@@ -210,7 +210,7 @@ class Diagnosis(Result):
     for a single sequence. Layers and positions count from 0. docs/MEASURES.md has definitions and sources.
     """
 
-    schema_: Literal["crosslayer/diagnosis/3"] = Field(default="crosslayer/diagnosis/3", alias="schema")
+    schema_: Literal["crosslayer/diagnose/3"] = Field(default="crosslayer/diagnose/3", alias="schema")
     model: DiagnosedModel
     settings: Settings
     measures: Measures

@@ -22,7 +22,7 @@ class Evaluation(Result):
     returned, unchanged, of an evaluation that was not loaded from a folder.
     """
 
-    schema_: Literal["crosslayer/eval/2"] = Field(default="crosslayer/eval/2", alias="schema")
+    schema_: Literal["crosslayer/evaluate/2"] = Field(default="crosslayer/evaluate/2", alias="schema")
     models: EvaluatedModels
     settings: EvaluateSettings
     rows: tuple[ScoreRow, ...] = Field(min_length=1)

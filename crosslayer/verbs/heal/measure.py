@@ -31,7 +31,7 @@ SHARE = 2  # of the free memory, models that are measured together take at most 
 class Measured(Frozen):
     """What a file of losses holds, a number for each window; `schema_` is written as "schema"."""
 
-    schema_: Literal["crosslayer/recovery-losses/1"] = Field(default="crosslayer/recovery-losses/1", alias="schema")
+    schema_: Literal["crosslayer/heal-losses/2"] = Field(default="crosslayer/heal-losses/2", alias="schema")
     text: str
     before: list[float]
     after: list[float]

@@ -13,7 +13,7 @@ from crosslayer.verbs.heal.record import Arm, Place, Standing, State
 class Recovery(Result):
     """What `crosslayer.heal` returns. Shapes: A retrofits, S states (before, and after each stage), D domains."""
 
-    schema_: Literal["crosslayer/recovery/2"] = Field(default="crosslayer/recovery/2", alias="schema")
+    schema_: Literal["crosslayer/heal/3"] = Field(default="crosslayer/heal/3", alias="schema")
     name: str
     original: str
     recipe: dict[str, Any] = Field(description="as it was, with every default")

@@ -117,7 +117,7 @@ class Effect(Result):
     Shapes: L layers; 2 stands for before and under the interventions.
     """
 
-    schema_: Literal["crosslayer/intervention/3"] = Field(default="crosslayer/intervention/3", alias="schema")
+    schema_: Literal["crosslayer/intervene/3"] = Field(default="crosslayer/intervene/3", alias="schema")
     model: IntervenedModel
     settings: Settings
     interventions: list[Entry] = Field(min_length=1)

@@ -12,8 +12,8 @@ from crosslayer.verbs.train.record import Curve, Look, TrainedDomain, TrainedMod
 class TrainingRun(Result):
     """What `crosslayer.train` returns. Shapes: N logged entries, M evaluations, D domains in the recipe's order."""
 
-    schema_: Literal["crosslayer/training/2"] = Field(
-        "crosslayer/training/2", validation_alias="schema", serialization_alias="schema"
+    schema_: Literal["crosslayer/train/3"] = Field(
+        "crosslayer/train/3", validation_alias="schema", serialization_alias="schema"
     )
     name: str
     seed: int

@@ -32,7 +32,7 @@ class Check(Frozen):
 class Verification(Result):
     """What `crosslayer.verify` returns: a row for each check, typed, with its page."""
 
-    schema_: Literal["crosslayer/verify/2"] = Field(default="crosslayer/verify/2", alias="schema")
+    schema_: Literal["crosslayer/verify/3"] = Field(default="crosslayer/verify/3", alias="schema")
     model: str = Field(description="name of the model without folders above it, or its class")
     checks: tuple[Check, ...]
     seconds: float

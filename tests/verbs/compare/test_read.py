@@ -51,7 +51,7 @@ def test_a_pause_of_the_machine_hardly_changes_the_time_of_a_step(tmp_path):
     ("change", "message"),
     [
         ({"schema": "crosslayer/bench/2"}, "00-0: record.json is 'crosslayer/bench/2', no training run's"),
-        ({"schema": "crosslayer/training/1"}, "00-0: record.json is 'crosslayer/training/1'; this release reads"),
+        ({"schema": "crosslayer/train/1"}, "00-0: record.json is 'crosslayer/train/1'; this release reads"),
         ({"seed": "0; rm"}, "00-0: record.json: seed: "),
         ({"recipe": {}}, "00-0: its recipe has no data.length"),
         ({"recipe": {"data": {"length": True}}}, "00-0: its recipe has no data.length"),

@@ -63,7 +63,7 @@ def test_a_layer_without_attention_has_no_number():
 def test_an_old_record_is_refused_by_its_version():
     record = crosslayer.diagnose(tiny("llama"), tokens()).record()
     with pytest.raises(
-        ValueError, match="^the record is 'crosslayer/diagnosis/2'; this release reads crosslayer/diagnosis/3$"
+        ValueError, match="^the record is 'crosslayer/diagnosis/2'; this release reads crosslayer/diagnose/3$"
     ):
         crosslayer.Diagnosis.from_record({**record, "schema": "crosslayer/diagnosis/2"})
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):

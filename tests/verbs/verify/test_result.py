@@ -35,12 +35,12 @@ def test_a_saved_verification_is_loaded_again_equal(monkeypatch, tmp_path):
     verification = verify(to_model(tiny("gemma2")), dtypes=("float32",))
     page = verification.save(tmp_path / "out")
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert record == verification.record() and record["schema"] == "crosslayer/verify/2"
+    assert record == verification.record() and record["schema"] == "crosslayer/verify/3"
     assert Verification.from_record(record) == verification and page.read_text() == verification.page()
     assert "<iframe" in verification._repr_html_() and "Verification of CrossLayerForCausalLM" in page.read_text()
     assert [check.name for check in verification.skipped] == ["manifest", "eager and SDPA"] and verification.passed
     assert verification.headline()["not_applicable"] == 2 and verification.headline()["passed"] == 1
-    with pytest.raises(ValueError, match="crosslayer/verify/2"):
+    with pytest.raises(ValueError, match="crosslayer/verify/3"):
         Verification.from_record({**record, "schema": "crosslayer/verify/1"})
 
 

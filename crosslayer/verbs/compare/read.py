@@ -70,7 +70,7 @@ def load_run(folder: Path) -> TrainingRun:
     """Return the run of a folder."""
     try:
         schema = str(read_record(folder).get("schema"))
-        if not schema.startswith("crosslayer/training/"):
+        if not schema.startswith("crosslayer/train/"):
             raise ValueError(f"record.json is {schema[:60]!r}, no training run's")
         run = load_as([TrainingRun], folder)
         for word in (run.name, run.model.dtype, *(domain.name for domain in run.domains)):

@@ -18,6 +18,7 @@ from crosslayer.models.load import (
     resolve_device,
 )
 from crosslayer.output.progress import Meter
+from crosslayer.probe.tokens import config_positions
 
 Named = PreTrainedModel | str | Path
 
@@ -41,7 +42,7 @@ class Loadable:
     @property
     def positions(self) -> int:
         """How many positions it has; far more than enough where its config names no limit."""
-        return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31
+        return config_positions(self.config) or 2**31
 
     def load(self, progress: Meter) -> PreTrainedModel:
         """Return the model; one that is named is loaded at every call, and its memory is free once nobody holds it."""
@@ -52,14 +53,19 @@ class Loadable:
 
     def facts(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return what a record tells of the model once it is loaded: the fields of `ModelFacts`."""
-        return {
-            "name": self.name,
-            "class_": type(model).__name__,
-            "layers": self.config.get_text_config().num_hidden_layers,
-            "parameters": model.num_parameters(),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": model.device.type,
-        }
+        return model_facts(model, self.name)
+
+
+def model_facts(model: PreTrainedModel, name: str) -> dict[str, Any]:
+    """Return what a record tells of a model: the fields of `ModelFacts`."""
+    return {
+        "name": name,
+        "class_": type(model).__name__,
+        "layers": model.config.get_text_config().num_hidden_layers,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+    }
 
 
 def pair(

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from crosslayer.core.plan import CACHED
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.core.transformers_versions import layers_without_cache
 
 
@@ -83,10 +84,15 @@ _watched: dict[nn.Module, tuple[int, list[Handler]]] = {}
 _replaced: dict[str, tuple[int, Callable | None]] = {}  # by name: how many models use it, and the function before
 
 
+def plan_of(config: PreTrainedConfig) -> DepthPlan | None:
+    """Return the plan of one of our own models, from its config."""
+    text = config.get_text_config()
+    return text.plan if isinstance(text, CrossLayerConfig) else None
+
+
 def attention_layers(config: PreTrainedConfig) -> list[int]:
     """Return the indices of the layers that have softmax attention, from the config alone."""
-    text = config.get_text_config()
-    plan = getattr(text, "plan", None)  # of our own models
+    plan, text = plan_of(config), config.get_text_config()
     if plan is not None:
         return [i for i in range(plan.layers) if plan.attends(i)]
     kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None)
@@ -98,7 +104,7 @@ def attention_layers(config: PreTrainedConfig) -> list[int]:
 
 def stored_shares(config: PreTrainedConfig, layer: int) -> dict[str, float]:
     """Return which share of its full keys and values a layer keeps in the cache: 0 where it reuses another's."""
-    plan = getattr(config, "plan", None)
+    plan = plan_of(config)
     if plan is not None:
         return {state: plan.stored_share(state, layer) for state in CACHED}
     return dict.fromkeys(CACHED, 0.0 if layer in layers_without_cache(config) else 1.0)
@@ -106,7 +112,7 @@ def stored_shares(config: PreTrainedConfig, layer: int) -> dict[str, float]:
 
 def read_counts(config: PreTrainedConfig, layer: int) -> dict[str, int]:
     """Return how many layers' keys and values attention of a layer reads: 1, unless a plan names several."""
-    plan = getattr(config, "plan", None)
+    plan = plan_of(config)
     return dict.fromkeys(CACHED, 1) if plan is None else {state: plan.read_count(state, layer) for state in CACHED}
 
 

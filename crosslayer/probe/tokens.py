@@ -1,7 +1,7 @@
 """What a model takes: how many positions it has, and which token ids."""
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from crosslayer.probe.intercept import text_model
 from crosslayer.probe.maps import UNREADABLE
@@ -16,9 +16,14 @@ def position_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding] | Non
     return None
 
 
+def config_positions(config: PreTrainedConfig) -> int | None:
+    """Return how many positions a config names, if any."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def position_limit(model: PreTrainedModel) -> int | None:
     """Return how many positions a model has, if any limit; rows of the table for padding (RoBERTa) are none."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = config_positions(model.config)
     embedding = position_embedding(model)
     if embedding is None:
         return limit

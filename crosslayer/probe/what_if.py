@@ -19,7 +19,7 @@ from crosslayer.core.method import mixes
 from crosslayer.core.methods import Entry, load_methods, merge_plans
 from crosslayer.core.plan import STATES, DepthPlan
 from crosslayer.core.transformers_versions import is_checkpointing
-from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, visited
+from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, plan_of, visited
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
 
@@ -74,7 +74,7 @@ class Sublayers:
 @torch.no_grad()
 def look(model: PreTrainedModel) -> Sublayers:
     """Find the layers' shapes and modules by a forward pass over two tokens."""
-    plan = getattr(model.config.get_text_config(), "plan", None)
+    plan = plan_of(model.config)
     if plan is not None and plan != DepthPlan.identity(plan.layers):
         raise ValueError("what-if needs a model without cross-layer methods; this model has some already")
     calls: list[AttentionCall] = []

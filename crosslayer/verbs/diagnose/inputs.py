@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Text, open_text, read_windows, text_name
 from crosslayer.models.load import ready_model
+from crosslayer.models.pair import model_facts
 from crosslayer.output.progress import Meter
 from crosslayer.probe.intercept import layer_stack
 from crosslayer.probe.tokens import check_ids, check_length
@@ -28,16 +29,11 @@ class Inputs:
 
     def facts(self) -> dict[str, Any]:
         """Return the fields of `ProbedModel`."""
-        model = self.model
-        return {
-            "name": self.name,
-            "class_": type(model).__name__,
-            "type": model.config.model_type,
-            "layers": len(layer_stack(model)),
-            "hidden_size": model.config.get_text_config().hidden_size,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(model.device),
+        config = self.model.config
+        return model_facts(self.model, self.name) | {
+            "layers": len(layer_stack(self.model)),  # those that are looked at, of an encoder and a decoder
+            "type": config.model_type,
+            "hidden_size": config.get_text_config().hidden_size,
         }
 
 

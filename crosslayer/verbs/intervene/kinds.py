@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crosslayer.environment import check_flex
-from crosslayer.probe.intercept import AttentionCall, attention_layers, intercepted, layer_stack
+from crosslayer.probe.intercept import AttentionCall, attention_layers, intercepted, layer_stack, plan_of
 from crosslayer.probe.tokens import position_embedding, position_limit
 from crosslayer.verbs.intervene.running import Running, added_mask, as_taken
 
@@ -85,7 +85,7 @@ class Waiver(InAttention):
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
         """Edit the rows of the mask."""
-        planned = getattr(model.config.get_text_config(), "plan", None) is not None  # its layers mix by attention alone
+        planned = plan_of(model.config) is not None  # its layers mix by attention alone
         others = sorted(set(range(len(layer_stack(model)))) - set(attention_layers(model.config)))
         if self.layers == "all" and others and not planned:
             raise ValueError(

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.weights import to_config
 from crosslayer.models.load import DTYPES, load_config, model_source, public_name
+from crosslayer.probe.tokens import config_positions
 from crosslayer.verbs.serve import bounded
 from crosslayer.verbs.serve.caches import bytes_per_token, not_servable, untried
 from crosslayer.verbs.serve.plugin import register_decilm, version_fault
@@ -54,7 +55,7 @@ def servable(model: str, *, kv_memory: float | None, length: int | None, dtype: 
     reason = not_servable(config) if isinstance(config, CrossLayerConfig) else None
     if reason is not None:
         raise ValueError(f"vLLM cannot serve {name}: {reason}")
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = config_positions(config)
     if length is not None and positions is not None and length > positions:
         raise ValueError(f"`max_length` is {length}; {name} has {positions} positions")
     longest = positions if length is None else length

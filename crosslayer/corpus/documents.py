@@ -1,5 +1,6 @@
 """Documents of a source: a file, a dataset, or the corpus that lies in the package."""
 
+import contextlib
 import glob
 import hashlib
 import re
@@ -12,11 +13,12 @@ from typing import Any
 
 import psutil
 
-from crosslayer.corpus.files import DOCUMENT_LINE, Reading, local_files, stream_file
-from crosslayer.corpus.hub import dataset_revision, stream_dataset
+from crosslayer.corpus.files import DOCUMENT_LINE, Reading, local_files, say_skipped, stream_file
+from crosslayer.hub import dataset_revision, reading_dataset
 from crosslayer.output.progress import QUIET, say
 
 DATA = Path(__file__).parent.parent / "data"
+SHUFFLED = 1000  # rows of the buffer from which a dataset is drawn
 NAMED = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+)", re.ASCII | re.DOTALL)
 
 
@@ -104,6 +106,46 @@ def stream_documents(source: TextSource, reading: Reading | None = None) -> Iter
             yield from stream_file(path, source.column, reading)
     else:
         yield from load_documents(source)
+
+
+def stream_dataset(name: str, config: str | None, split: str, column: str, seed: int) -> Iterator[str]:
+    """Open a dataset at once, so that an unreadable name is said before a model is loaded; stream its texts.
+
+    Rows whose `column` has no text are skipped, and their number is said; `seed` decides the order of rows.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"{name!r} is no local file, and a datasets name needs: pip install 'crosslayer[train]'"
+        ) from error
+    with _readable(name), reading_dataset(name):
+        rows = datasets.load_dataset(name, config, split=split, streaming=True)
+        return _texts(name, rows.shuffle(seed=seed, buffer_size=SHUFFLED), column)
+
+
+def _texts(name: str, rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
+    skipped = 0
+    with _readable(name):
+        for row in rows:
+            if column not in row:
+                raise KeyError(f"column {column!r} is not there; it has {', '.join(row)}")
+            if isinstance(row[column], str):
+                yield row[column]
+            else:
+                skipped += 1
+    say_skipped(name, skipped)
+
+
+@contextlib.contextmanager
+def _readable(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # datasets raises many kinds; all mean that this source cannot be read
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{name!r} is no local file, and as a dataset it cannot be read ({reason or type(error).__name__})"
+        ) from error
 
 
 def source_digest(source: TextSource) -> str:

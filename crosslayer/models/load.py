@@ -19,10 +19,9 @@ from transformers import (
 )
 
 from crosslayer.core.transformers_versions import attention_that_caps
-from crosslayer.corpus.hub import is_hub_name
 from crosslayer.environment import quiet_transformers
+from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.embedded import EMBEDDED, embedded_config, embedded_folder
-from crosslayer.models.hub import hub_source
 from crosslayer.output.progress import Meter, Silent
 
 logger = logging.getLogger(__name__)
@@ -111,6 +110,18 @@ def check_layers(count: Any) -> None:
     """Refuse a number of layers that no model has; None, which says nothing, is let through."""
     if count is not None and not (isinstance(count, int) and 1 <= count <= MOST_LAYERS):
         raise ValueError(f"num_hidden_layers is {count}; it must be a whole number from 1 to {MOST_LAYERS}")
+
+
+def model_facts(model: PreTrainedModel, name: str) -> dict[str, Any]:
+    """Return what a record tells of a model: the fields of `ModelFacts`."""
+    return {
+        "name": name,
+        "class_": type(model).__name__,
+        "layers": model.config.get_text_config().num_hidden_layers,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+    }
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

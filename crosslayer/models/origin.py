@@ -6,9 +6,8 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
-from crosslayer.corpus.hub import is_hub_name
+from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.embedded import EMBEDDED, embedded_name
-from crosslayer.models.hub import hub_source
 from crosslayer.output.card import parted
 
 CARD = "README.md"

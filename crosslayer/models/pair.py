@@ -13,6 +13,7 @@ from crosslayer.models.load import (
     load_config,
     load_model,
     load_tokenizer,
+    model_facts,
     model_source,
     public_name,
     resolve_device,
@@ -54,18 +55,6 @@ class Loadable:
     def facts(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return what a record tells of the model once it is loaded: the fields of `ModelFacts`."""
         return model_facts(model, self.name)
-
-
-def model_facts(model: PreTrainedModel, name: str) -> dict[str, Any]:
-    """Return what a record tells of a model: the fields of `ModelFacts`."""
-    return {
-        "name": name,
-        "class_": type(model).__name__,
-        "layers": model.config.get_text_config().num_hidden_layers,
-        "parameters": model.num_parameters(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-    }
 
 
 def pair(

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from crosslayer.corpus import files, hub
+from crosslayer import hub
+from crosslayer.corpus import files
 from crosslayer.corpus.documents import TextSource, load_documents, source_digest, stream_documents
 from crosslayer.corpus.domains import check_table_options
 from crosslayer.corpus.windows import packed

@@ -13,10 +13,9 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import crosslayer
-from crosslayer.corpus import hub
+from crosslayer import hub
 from crosslayer.models import embedded
 from crosslayer.models import load as models
-from crosslayer.models.hub import BRIEFLY
 from crosslayer.models.load import resolve_dtype
 from crosslayer.output.folder import exclusive
 from crosslayer.testing import build, config_of
@@ -299,7 +298,7 @@ def test_what_the_hub_says_is_one_line_and_comes_at_once(fake_hub, name, message
 
 
 def test_the_hub_is_waited_for_under_five_seconds():
-    assert max(hub.PATIENCE, BRIEFLY) < 5
+    assert max(hub.PATIENCE, hub.BRIEFLY) < 5
 
 
 def test_an_address_that_is_never_found_is_not_waited_for(monkeypatch, fake_hub):

@@ -2,39 +2,28 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Text, open_text, read_windows, text_name
-from crosslayer.models.load import ready_model
-from crosslayer.models.pair import model_facts
+from crosslayer.models.load import model_facts, ready_model
 from crosslayer.output.progress import Meter
 from crosslayer.probe.intercept import layer_stack
 from crosslayer.probe.tokens import check_ids, check_length
-from crosslayer.verbs.diagnose.result import TextSettings
+from crosslayer.verbs.diagnose.result import ProbedModel, TextSettings
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A model, its tokenizer where it has any, its name, and token ids (N, T) that fit it."""
+    """A model, its tokenizer where it has any, token ids (N, T) that fit it, and what a record says of both."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    name: str
     ids: Tensor
+    facts: ProbedModel
     settings: TextSettings
-
-    def facts(self) -> dict[str, Any]:
-        """Return the fields of `ProbedModel`."""
-        config = self.model.config
-        return model_facts(self.model, self.name) | {
-            "layers": len(layer_stack(self.model)),  # those that are looked at, of an encoder and a decoder
-            "type": config.model_type,
-            "hidden_size": config.get_text_config().hidden_size,
-        }
 
 
 def read_inputs(
@@ -53,6 +42,9 @@ def read_inputs(
     """Return a model with what it is to read: the text is looked at before the model is loaded, and cut after it."""
     opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=meter)
     loaded, tokenizer, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=meter)
+    config = loaded.config
+    known = model_facts(loaded, name) | {"layers": len(layer_stack(loaded))}  # of two stacks, the one that is looked at
+    facts = ProbedModel(**known, type=config.model_type, hidden_size=config.get_text_config().hidden_size)
     cut = not isinstance(opened, Tensor)
     if cut:
         check_length(loaded, length)
@@ -68,4 +60,4 @@ def read_inputs(
         seed=seed if cut else None,
         bos=bos if cut else None,
     )
-    return Inputs(loaded, tokenizer, name, windows.ids, settings)
+    return Inputs(loaded, tokenizer, windows.ids, facts, settings)

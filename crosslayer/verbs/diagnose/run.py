@@ -89,7 +89,7 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
     decisions = verdict(measures, shapes, inputs.settings.length)
     known = [shape for shape in shapes if shape is not None]
     facts = DiagnosedModel(
-        **inputs.facts(),
+        **dict(inputs.facts),
         attention_layers=len(known),
         heads=known[0].heads,
         kv_heads=known[0].kv_heads,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import yaml
 
-from crosslayer.corpus.hub import reading_dataset
+from crosslayer.hub import reading_dataset
 from crosslayer.verbs.evaluate.record import EvaluateSettings
 
 SCRIPT = "python -m crosslayer.verbs.evaluate.local_tasks"

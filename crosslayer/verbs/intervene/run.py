@@ -121,7 +121,7 @@ def _measure(inputs: Inputs, request: Request, progress: Meter) -> Effect:
         nowhere = Trial(layers=[], **dict(before.reading(0, probes)))
         scan = [nowhere, *scan, Trial(layers=everywhere, **dict(after.reading(0, probes)))]
     return Effect(
-        model=IntervenedModel(**inputs.facts(), causal=before.causal),
+        model=IntervenedModel(**dict(inputs.facts), causal=before.causal),
         settings=Settings(**{**dict(inputs.settings), "seed": request.seed}, probes=probes),
         interventions=list(interventions),
         places=[place_of(position, role, i, before, after) for i, (position, role) in enumerate(roles.items())],

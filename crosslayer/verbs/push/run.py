@@ -5,7 +5,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from crosslayer.corpus.hub import is_hub_name
+from crosslayer.hub import is_hub_name
 from crosslayer.output.manifest import read_manifest
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.push.result import Pushed

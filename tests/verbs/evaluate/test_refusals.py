@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 import crosslayer
-from crosslayer.corpus import hub
+from crosslayer import hub
 from crosslayer.verbs.evaluate.harness import GROUPS, select
 from crosslayer.verbs.evaluate.words import sentences
 from tests.cli.test_bad_input import type_in

@@ -3,19 +3,17 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url, is_offline_mode
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 
-from crosslayer.corpus.files import say_skipped
-
 PATIENCE = 4.0  # seconds to wait for the hub
-SHUFFLED = 1000  # rows of the buffer from which a stream is drawn
+BRIEFLY = 1.0  # where the model is in the cache already
 ANSWERS = (EntryNotFoundError, GatedRepoError, RepositoryNotFoundError)  # of a hub that can be reached
 
 
@@ -54,6 +52,32 @@ def _within(seconds: float, ask: Callable[[], Any]) -> Any:
     return answers[0] if answers else TimeoutError(f"no answer in {seconds:.0f} s")
 
 
+def hub_source(name: str) -> str:
+    """Return from where transformers loads a hub's model: its name, or its folder in the cache if the hub is away.
+
+    Without this question it tries some ten times, for up to a minute, to reach a hub that cannot be reached; and even
+    with `local_files_only` it asks for an adapter, where peft is installed.
+    """
+    cached = try_to_load_from_cache(name, "config.json")
+    cached = cached if isinstance(cached, str) else None
+    if is_offline_mode():
+        answer: Exception | None = OSError("HF_HUB_OFFLINE is set")
+    else:
+        answer = ask_hub(name, "config.json", BRIEFLY if cached else PATIENCE)
+    if answer is None:
+        return name
+    if isinstance(answer, GatedRepoError):
+        raise ValueError(f"model {name!r} is gated: accept its terms on the Hugging Face hub, then `hf auth login`")
+    if isinstance(answer, RepositoryNotFoundError):
+        raise ValueError(f"there is no folder {name!r}, and the Hugging Face hub has no such model, or a private one")
+    if isinstance(answer, EntryNotFoundError):
+        raise ValueError(f"{name!r} on the Hugging Face hub has no config.json; it is no model of transformers")
+    if cached is not None:
+        return str(Path(cached).parent)
+    reason = (" ".join(str(answer).split()) or type(answer).__name__)[:100]
+    raise ValueError(f"there is no folder {name!r}, and the Hugging Face hub cannot be reached ({reason})")
+
+
 @functools.cache
 def dataset_revision(name: str) -> str | None:
     """Return the newest commit of a dataset; where the hub does not say, the one that was read last, or None."""
@@ -81,43 +105,3 @@ def reading_dataset(name: str) -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
-
-
-def stream_dataset(name: str, config: str | None, split: str, column: str, seed: int) -> Iterator[str]:
-    """Open a dataset at once, so that an unreadable name is said before a model is loaded; stream its texts.
-
-    Rows whose `column` has no text are skipped, and their number is said; `seed` decides the order of rows.
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"{name!r} is no local file, and a datasets name needs: pip install 'crosslayer[train]'"
-        ) from error
-    with _readable(name), reading_dataset(name):
-        rows = datasets.load_dataset(name, config, split=split, streaming=True)
-        return _texts(name, rows.shuffle(seed=seed, buffer_size=SHUFFLED), column)
-
-
-def _texts(name: str, rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
-    skipped = 0
-    with _readable(name):
-        for row in rows:
-            if column not in row:
-                raise KeyError(f"column {column!r} is not there; it has {', '.join(row)}")
-            if isinstance(row[column], str):
-                yield row[column]
-            else:
-                skipped += 1
-    say_skipped(name, skipped)
-
-
-@contextlib.contextmanager
-def _readable(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # datasets raises many kinds; all mean that this source cannot be read
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{name!r} is no local file, and as a dataset it cannot be read ({reason or type(error).__name__})"
-        ) from error

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def read_inputs(
     opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=meter)
     loaded, tokenizer, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=meter)
     config = loaded.config
-    known = model_facts(loaded, name) | {"layers": len(layer_stack(loaded))}  # of two stacks, the one that is looked at
+    known: dict[str, Any] = model_facts(loaded, name) | {"layers": len(layer_stack(loaded))}
     facts = ProbedModel(**known, type=config.model_type, hidden_size=config.get_text_config().hidden_size)
     cut = not isinstance(opened, Tensor)
     if cut:

@@ -44,7 +44,7 @@ class Interrupts:
     """
 
     def __init__(self):
-        self.at_once, self.raised = True, 0.0  # when it was raised last, 0: never
+        self.at_once, self.raised, self.status = True, 0.0, 0  # when one was raised last, and its exit status; 0: never
         self.advice = ""  # what the line says beside INTERRUPT_LINE: how to go on
 
     def watch(self) -> None:
@@ -59,13 +59,21 @@ class Interrupts:
             self._end(number)
         if self.raised and time.monotonic() - self.raised < PATIENCE:
             return
-        self.raised = time.monotonic()
+        self.raised, self.status = time.monotonic(), 128 + number
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     def _end(self, number: int) -> None:
         if number == signal.SIGINT:
             os.write(2, f"{INTERRUPT_LINE}\n".encode())
         os._exit(128 + number)
+
+    def behind(self, error: BaseException | None) -> int:
+        """Return the exit status of a signal that a library turned into an error, 0 where none is behind it."""
+        if self.raised and time.monotonic() - self.raised < PATIENCE:
+            return self.status
+        while error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+            error = error.__context__
+        return 0 if error is None else self.status
 
     def caught(self) -> None:
         """Heed Ctrl-C no more, if there was one: the command ends."""

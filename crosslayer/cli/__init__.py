@@ -75,7 +75,7 @@ def main() -> None:
         if "--debug" in sys.argv:
             traceback.print_exc()
         options = {option.name for verb in VERBS for option in verb.options}
-        status = INTERRUPTED if interrupts.raised else _fail(*errors.explain(error, options))
+        status = interrupts.behind(error) or _fail(*errors.explain(error, options))
     finally:
         interrupts.caught()
         release_targets()

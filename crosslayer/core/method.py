@@ -241,7 +241,7 @@ class Method:
 
     Class attributes say what a method is for the commands:
 
-    - `targets`: where a linear map W_c may write that makes up for what layers lose; see `Compensated`.
+    - `targets`: where a linear map W_c may write that makes up for what layers lose; a `Compensated` has some.
     - `saves`: of "keys" and "values" those that each further layer under the method saves; where it is not empty, the
       search by damage tries the method.
     - `grouped`: layers act in groups behind a leader; False: each named layer by itself.
@@ -331,12 +331,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Compensated(Method):
-    """A method whose layers borrow or lose states, for which a W_c may make up.
-
-    Raises:
-        ValueError: W_c has no such place.
-
-    """
+    """A method whose layers borrow or lose states, for which a W_c may make up."""
 
     targets = TARGETS
 
@@ -345,7 +340,8 @@ class Compensated(Method):
     compensation_bias: bool = False
     """Whether W_c has a bias."""
 
-    def __post_init__(self):
+    def check_compensation(self) -> None:
+        """Refuse a W_c in a place that the method has not, or a bias of none."""
         check_choice(self.name(), "compensation", self.compensation, (*self.targets, None))
         if self.compensation_bias and self.compensation is None:
             raise ValueError(

@@ -1,5 +1,6 @@
 """How a command starts and is interrupted: at once, in one line, whatever a library does with the exception."""
 
+import contextlib
 import io
 import os
 import signal
@@ -94,6 +95,21 @@ def test_an_interrupt_that_a_library_turned_into_another_error_is_one(interrupts
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 130 and capsys.readouterr().err == f"{INTERRUPT_LINE}\n"
+
+
+def test_an_error_long_after_a_signal_that_a_library_swallowed_is_said(interrupts, monkeypatch, capsys):
+    interrupts.at_once = False
+
+    def swallow(**_):
+        with contextlib.suppress(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.06)
+        raise ValueError("the file is empty")
+
+    monkeypatch.setattr(cli, "app", swallow)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2 and "the file is empty" in capsys.readouterr().err
 
 
 def test_a_process_that_ignores_signals_goes_on_doing_so():

@@ -11,6 +11,7 @@ detached, and deposits its gradient with the stage that kept it.
 Shapes: B batch, T tokens, V vocabulary.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from crosslayer.core.decoder.cuts import Cut, Traffic, find_cuts, find_traffic
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, CrossLayerModel, masks_of
-from crosslayer.core.decoder.rank_cache import Microbatch, RankCache
+from crosslayer.core.decoder.rank_cache import Microbatch
 from crosslayer.core.method import TOKENS, Carry, Residual
 
 
@@ -89,12 +90,12 @@ def pipeline_parts(
     between = find_cuts(model.config, starts[1:])
     cuts = (None, *between, None)
     traffic = find_traffic(between, ranks, keep)
-    caches = [RankCache() for _ in range(ranks)]
+    waiting: list[dict[int, deque[Microbatch]]] = [defaultdict(deque) for _ in range(ranks)]
     return [
         PipelinePart(
             model,
             range(bounds[stage], bounds[stage + 1]),
-            Exchange(stage, ranks, cuts[stage], cuts[stage + 1], traffic, caches[stage % ranks]),
+            Exchange(stage, ranks, cuts[stage], cuts[stage + 1], traffic, waiting[stage % ranks]),
         )
         for stage in range(stages)
     ]
@@ -110,7 +111,7 @@ class Exchange:
         before: the cut before it, None for the first stage.
         after: the cut behind it, None for the last stage.
         traffic: what is sent and kept at all stages.
-        cache: what its rank keeps.
+        waiting: by stage, the microbatches that wait for the stages of its rank; they pass all in the same order.
 
     """
 
@@ -119,11 +120,11 @@ class Exchange:
     before: Cut | None
     after: Cut | None
     traffic: Traffic
-    cache: RankCache
+    waiting: dict[int, deque[Microbatch]]
 
     def arrive(self, received: Sequence[Tensor]) -> tuple[Microbatch, dict[int, Tensor]]:
         """Return the microbatch, and by their numbers the tensors that cross the cut before the stage."""
-        microbatch = Microbatch() if self.stage < self.ranks else self.cache.take(self.stage)
+        microbatch = Microbatch() if self.stage < self.ranks else self.waiting[self.stage].popleft()
         if self.before is None:
             return microbatch, {}
         tensors = dict(zip(self.traffic.sent[self.stage], received, strict=True))
@@ -134,7 +135,7 @@ class Exchange:
         assert self.after is not None
         tensors = microbatch.keep(self.traffic.kept[self.stage], tensors, self.after.stream)
         if self.stage + self.ranks < len(self.traffic.sent):
-            self.cache.leave(self.stage + self.ranks, microbatch)
+            self.waiting[self.stage + self.ranks].append(microbatch)
         return tuple(tensors[number].contiguous() for number in self.traffic.sent[self.stage + 1])
 
 

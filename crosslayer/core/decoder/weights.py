@@ -31,14 +31,6 @@ IGNORED = {
 }  # fmt: skip
 
 
-# what may differ between families, so that not every one of them can express it
-OURS = (
-    "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types", "family",
-    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
-    "num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits",
-)  # fmt: skip
-
-
 def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerConfig:
     """Translate a config, and add methods; one of ours, of a model without methods, takes them as it is.
 
@@ -114,7 +106,8 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
     for one in (values, back):
         if one["attention_output_bias"] is None:
             one["attention_output_bias"] = one["attention_bias"]
-    for key in OURS:
+    differing = {"family"}.union(*[{*kind.reads, *kind.fixes} for _, kind in known.values()])
+    for key in sorted(differing):  # what may differ between families, so that not every one of them can express it
         if values[key] != back[key]:
             raise ValueError(f"{family} cannot express {key} = {values[key]!r}")
     return result

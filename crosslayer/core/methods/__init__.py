@@ -186,6 +186,11 @@ def wire(methods: Sequence[Method], layers: int, linear: tuple[int, ...] = ()) -
 
 @functools.lru_cache(maxsize=256)
 def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> Wiring:
+    for method in methods:  # here, since a subclass may have a `__post_init__` of its own
+        if isinstance(method, Compensated):
+            method.check_compensation()
+        elif method.targets or hasattr(method, "compensation"):
+            raise ValueError(f"{method.name()}: a method with `targets` or `compensation` is a subclass of Compensated")
     plans = [method.plan(layers) for method in methods]
     for method, own in zip(methods, plans, strict=True):
         _leave_alone(method.name(), own, linear)

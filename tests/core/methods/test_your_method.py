@@ -6,12 +6,14 @@ import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import crosslayer
 from crosslayer.core import methods
+from crosslayer.core.method import Compensated, Method
 from crosslayer.testing import CHECKS, config_of
 
 ROOT = Path(__file__).parents[3]
@@ -58,6 +60,30 @@ def test_a_whole_number_for_a_fraction_is_that_fraction(folder):
     for value in (float("nan"), float("inf"), True, "1"):
         with pytest.raises(ValueError, match=r"scaled: by is .*; it must be a finite number$"):
             config_of({"name": "scaled", "by": value})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCheck(Compensated):
+    """A method whose own check hides that of its base class."""
+
+    def __post_init__(self):
+        pass
+
+
+@dataclass(frozen=True)
+class WithoutBase(Method):
+    """A method that says where a W_c may write, and is no subclass of `Compensated`."""
+
+    targets = ("attention",)
+
+
+def test_w_c_is_checked_and_never_left_out_silently():
+    with pytest.raises(ValueError, match="compensation is 'head'"):
+        methods.wire([OwnCheck(compensation="head")], 4)
+    with pytest.raises(ValueError, match="compensation_bias is a bias of W_c"):
+        methods.wire([OwnCheck(compensation_bias=True)], 4)
+    with pytest.raises(ValueError, match="is a subclass of Compensated"):
+        methods.wire([WithoutBase()], 4)
 
 
 def test_its_test_passes(folder):

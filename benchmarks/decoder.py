@@ -32,7 +32,7 @@ from crosslayer.core import depth_attention
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.methods import method_class, method_names, to_entry
 from crosslayer.stats.ratios import paired_ratio
-from crosslayer.testing import elements
+from crosslayer.testing.tiny import elements
 from crosslayer.verbs.bench.memory import peak_memory
 
 SHAPE = {

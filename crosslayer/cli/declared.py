@@ -53,7 +53,12 @@ SOURCE = (  # of text that is a table or a data set
 )
 FORCE = Option("force", "bool", False, "replace an existing folder of results.")
 EVERYWHERE = (
-    Option("allow_methods", "Sequence[str] | None", None, "a module of your own that a config may name, repeatable."),
+    Option(
+        "allow_methods",
+        "Sequence[str] | None",
+        None,
+        "a module of your own that may be imported, repeatable.",
+    ),
     Option("debug", "bool", False, "show a traceback on an error."),
 )
 

@@ -52,7 +52,7 @@ def depth_reads(model: nn.Module) -> Iterator[DepthReads]:
     Nothing is recorded of models without residuals that weigh sources (`Residual.depth_weights`).
     """
     reads, residuals = DepthReads(), {name: m for name, m in model.named_modules() if isinstance(m, Residual)}
-    before = {name: dict(vars(residual)) for name, residual in residuals.items()}
+    before = {name: vars(residual)["read"] for name, residual in residuals.items() if "read" in vars(residual)}
     try:
         for name, residual in residuals.items():
             place = re.search(r"(\d+)\.(\w+)_residual$", name)
@@ -62,7 +62,8 @@ def depth_reads(model: nn.Module) -> Iterator[DepthReads]:
     finally:
         for name, residual in residuals.items():
             del vars(residual)["read"]
-            vars(residual).update({key: value for key, value in before[name].items() if key == "read"})
+            if name in before:
+                residual.read = before[name]
 
 
 def _recording(residual: Residual, reader: str, reads: DepthReads) -> Callable[[Tensor, Carry], tuple[Tensor, Carry]]:

@@ -31,7 +31,6 @@ from crosslayer.core.methods import Entry
 from crosslayer.probe.intercept import visited
 from crosslayer.testing.tiny import (
     SHAPE,
-    TOLERANCE,
     VOCABULARY,
     build,
     close,
@@ -342,21 +341,4 @@ BY_OPTIONS: tuple[Check, ...] = (
 BY_METHOD: tuple[Check, ...] = (a_conversion_begins_like_a_new_model, reentrant_is_refused, documented)
 CHECKS: tuple[Check, ...] = (*BY_OPTIONS, *BY_METHOD)
 
-__all__ = [
-    "BY_METHOD",
-    "BY_OPTIONS",
-    "CHECKS",
-    "SHAPE",
-    "TOLERANCE",
-    "VOCABULARY",
-    "build",
-    "check_method",
-    "close",
-    "compiled_equals_eager",
-    "config_of",
-    "elements",
-    "predicted",
-    "steps",
-    "tokens",
-    "tolerance",
-]
+__all__ = ["CHECKS", "BY_METHOD", "BY_OPTIONS", "check_method", "compiled_equals_eager", "config_of"]

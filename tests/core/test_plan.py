@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from transformers.modeling_utils import AttentionInterface
 
 import crosslayer.core.methods
-from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.core.method import Method, StateReader, Wiring
 from crosslayer.core.methods import load_method, merge_plans, method_names
 from crosslayer.core.plan import STATES, DepthPlan, parse_layers
+from crosslayer.testing import tiny as contract
 from tests.helpers.tiny import tokens
 
 

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.output import manifest
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from tests.helpers.tiny import VOCABULARY
 
 METHODS = {

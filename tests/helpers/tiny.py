@@ -4,7 +4,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from crosslayer.core.transformers_versions import attention_that_caps
-from crosslayer.testing import VOCABULARY, tokens
+from crosslayer.testing.tiny import VOCABULARY, tokens
 
 __all__ = ["BASE", "CAUSAL", "ENCODERS", "LENGTH", "VOCABULARY", "tiny", "tokens"]
 LENGTH = 24  # of `tokens`

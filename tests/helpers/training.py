@@ -8,9 +8,9 @@ import yaml
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
-from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.output.progress import Silent
+from crosslayer.testing import tiny as contract
 from crosslayer.verbs.train.arguments import training_arguments
 from crosslayer.verbs.train.initialise import initialise
 from crosslayer.verbs.train.recipe import SchedulePart

@@ -18,7 +18,7 @@ from crosslayer.models import embedded
 from crosslayer.models import load as models
 from crosslayer.models.load import resolve_dtype
 from crosslayer.output.folder import exclusive
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from tests.helpers.tiny import tiny
 
 

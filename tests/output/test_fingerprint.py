@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from crosslayer import testing as contract
 from crosslayer.output.manifest import fingerprint
 from crosslayer.probe.intercept import layer_stack
+from crosslayer.testing import tiny as contract
 from tests.helpers.cases import SINGLE
 from tests.helpers.tiny import CAUSAL, tiny
 

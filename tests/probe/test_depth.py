@@ -7,7 +7,7 @@ import torch
 import crosslayer
 from crosslayer.core.method import Residual
 from crosslayer.probe.depth import depth_reads
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from tests.helpers.tiny import tokens
 
 FORMS = [

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 import crosslayer
-from crosslayer import testing as contract
+from crosslayer.testing import tiny as contract
 from tests.cli.test_cli import run
 from tests.helpers.shipped import SHIPPED, families, needs, shipped
 from tests.helpers.tiny import BASE, CAUSAL, tiny, tokens

@@ -106,8 +106,8 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
     for one in (values, back):
         if one["attention_output_bias"] is None:
             one["attention_output_bias"] = one["attention_bias"]
-    differing = {"family"}.union(*[{*kind.reads, *kind.fixes} for _, kind in known.values()])
-    for key in sorted(differing):  # what may differ between families, so that not every one of them can express it
+    differing = set().union(*[{*kind.reads, *kind.fixes} for _, kind in known.values()])
+    for key in ("family", *sorted(differing)):  # what not every family can express
         if values[key] != back[key]:
             raise ValueError(f"{family} cannot express {key} = {values[key]!r}")
     return result

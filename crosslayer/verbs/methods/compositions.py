@@ -6,7 +6,7 @@
 import torch
 
 from crosslayer.core.methods import method_class, method_names, to_entry
-from crosslayer.testing import build, close, config_of, steps, tokens
+from crosslayer.testing.tiny import build, close, config_of, steps, tokens
 
 LAYERS = 6
 HEAD = f"""# Which methods go together

@@ -9,7 +9,7 @@ from packaging.version import Version
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, QuantizedCache
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache, convert_and_export_with_cache
 
-from crosslayer import testing as contract
+from crosslayer.testing import tiny as contract
 from tests.helpers.cases import CASES
 from tests.helpers.tiny import tokens
 

@@ -9,10 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerModel, modeling
 from crosslayer.core.decoder.weights import to_model
 from crosslayer.core.method import Compensation
+from crosslayer.testing import tiny as contract
 from tests.helpers.cases import CASES, each
 from tests.helpers.tiny import tokens
 

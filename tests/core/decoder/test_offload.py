@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.probe.depth import depth_reads
+from crosslayer.testing import tiny as contract
 from tests.helpers.cases import CASES, SINGLE
 from tests.helpers.tiny import tokens
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from crosslayer import testing as contract
 from crosslayer.core.decoder import packed
 from crosslayer.core.decoder.packed import Documents
+from crosslayer.testing import tiny as contract
 from crosslayer.verbs.train.attention import WITHIN_DOCUMENTS
 from tests.helpers.cases import CASES, each
 from tests.helpers.tiny import tokens

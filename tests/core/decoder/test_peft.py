@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crosslayer import testing as contract
+from crosslayer.testing import tiny as contract
 from tests.helpers.cases import CASES
 from tests.helpers.tiny import tokens
 

@@ -11,10 +11,10 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-from crosslayer import testing as contract
 from crosslayer.core.decoder.cuts import find_cuts
 from crosslayer.core.decoder.layer import CrossLayerDecoderLayer
 from crosslayer.core.decoder.pipeline import pipeline_parts, pipeline_stages
+from crosslayer.testing import tiny as contract
 from tests.core.decoder.test_sharded import free_port
 from tests.helpers.cases import CASES, each
 

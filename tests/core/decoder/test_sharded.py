@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
-from crosslayer import testing as contract
 from crosslayer.core import depth_attention
+from crosslayer.testing import tiny as contract
 from tests.helpers.cases import COMPOSITIONS, SHAPES, SINGLE, each
 
 FAMILIES = ("cla, gemma2", "attnres, gpt2", "attnres, mixture of experts", "attnres, linear attention")

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerForCausalLM
+from crosslayer.testing import tiny as contract
 from tests.core.decoder.test_sharded import free_port, gradients
 from tests.helpers.cases import CASES, each
 from tests.helpers.tiny import tokens

@@ -13,7 +13,7 @@ from crosslayer import testing as contract
 from crosslayer.core import depth_attention
 from crosslayer.core.depth_attention import keep, listed
 from crosslayer.core.methods.attnres import AttnRes
-from crosslayer.testing import build, close, config_of
+from crosslayer.testing.tiny import build, close, config_of
 from tests.core.methods.naive import Naive, attend, check
 from tests.helpers.tiny import tokens
 

@@ -9,7 +9,7 @@ import torch
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.core.methods import method_class
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from tests.core.methods.naive import Naive, attend, check
 from tests.helpers.tiny import tokens
 

@@ -10,7 +10,7 @@ from crosslayer.core import depth_attention
 from crosslayer.core.decoder.families import model_types
 from crosslayer.core.decoder.weights import from_model, to_config, to_model
 from crosslayer.core.method import Mixing
-from crosslayer.testing import build, close, config_of
+from crosslayer.testing.tiny import build, close, config_of
 from tests.helpers.tiny import tiny, tokens
 
 

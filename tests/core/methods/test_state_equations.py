@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from crosslayer.testing import build, close, config_of
+from crosslayer.testing.tiny import build, close, config_of
 from tests.core.methods.naive import Naive, check
 
 

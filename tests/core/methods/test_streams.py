@@ -9,7 +9,7 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4DecoderLayer, DeepseekV4HyperHead
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
-from crosslayer.testing import build, close, config_of
+from crosslayer.testing.tiny import build, close, config_of
 from tests.core.methods.naive import Naive, attend, check, project
 from tests.helpers.tiny import tokens
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crosslayer.core.decoder import CrossLayerForCausalLM, CrossLayerModel
-from crosslayer.testing import VOCABULARY, build, close, config_of, tokens
+from crosslayer.testing.tiny import VOCABULARY, build, close, config_of, tokens
 
 
 def tables(model):

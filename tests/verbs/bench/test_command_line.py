@@ -3,7 +3,7 @@
 import json
 
 from crosslayer import load_model
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench.result import Benchmark
 from tests.cli.test_cli import run
 

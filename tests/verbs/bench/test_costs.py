@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from crosslayer.testing import SHAPE, build, config_of
+from crosslayer.testing import SHAPE, config_of
+from crosslayer.testing.tiny import build
 from crosslayer.verbs.bench.costs import Attention, structure
 from tests.helpers.benches import BYTES, DROP, LAYER, MLP, OUT, STATE, UNIATTN, K, Q, V
 from tests.helpers.tiny import VOCABULARY, tiny, tokens

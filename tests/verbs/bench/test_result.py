@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench.page import figures
 from crosslayer.verbs.bench.record import MEASURES
 from crosslayer.verbs.bench.result import Benchmark

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from crosslayer.core.decoder.caches import cache_bytes
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench import run as module
 from crosslayer.verbs.bench.costs import Load
 from crosslayer.verbs.bench.rounds import static_copy

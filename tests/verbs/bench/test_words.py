@@ -7,7 +7,7 @@ import pytest
 
 from crosslayer.cli.printing import print_table
 from crosslayer.stats.ratios import coverage
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench.page import figures
 from crosslayer.verbs.bench.record import MEASURES
 from crosslayer.verbs.bench.result import Benchmark

@@ -8,10 +8,10 @@ from transformers import AutoConfig, AutoModel
 from transformers.modeling_utils import AttentionInterface
 
 import crosslayer
-from crosslayer import testing as contract
 from crosslayer.probe import intercept
 from crosslayer.probe.intercept import attention_layers, intercepted, layer_stack, visited
 from crosslayer.probe.stream import streams
+from crosslayer.testing import tiny as contract
 from tests.helpers.tiny import BASE, CAUSAL, ENCODERS, tiny, tokens
 
 FAMILIES = [*CAUSAL, *ENCODERS]

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer import testing as contract
 from crosslayer.probe import measures as m
 from crosslayer.probe.entries import over_tokens
 from crosslayer.probe.intercept import attention_layers, layer_stack, visited
 from crosslayer.probe.maps import map_sums
 from crosslayer.probe.stream import split, streams
+from crosslayer.testing import tiny as contract
 from tests.helpers.shipped import SHIPPED, families, needs, shipped
 from tests.helpers.tiny import tokens
 from tests.verbs.diagnose.test_families import output

@@ -1,7 +1,7 @@
 """Tiny models of ours that have, or lack, a form elsewhere."""
 
 from crosslayer.core.decoder.weights import to_model
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from tests.helpers.bytelevel import byte_level
 from tests.helpers.tiny import tiny
 

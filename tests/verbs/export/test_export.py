@@ -13,7 +13,7 @@ import crosslayer
 from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.models.embedded import cache_folder
 from crosslayer.output.manifest import check_files, read_manifest
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from tests.cli.test_cli import run
 from tests.helpers.naive_forms import deci_logits, gguf_facts, gguf_logits
 from tests.helpers.text import tokenizer as word_level

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerForCausalLM
+from crosslayer.testing import tiny as contract
 from crosslayer.verbs.heal import trainer as recovery_trainer
 from crosslayer.verbs.heal.divergence import divergence
 from crosslayer.verbs.heal.recipe import LoraPart

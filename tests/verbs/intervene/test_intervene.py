@@ -11,7 +11,7 @@ import torch
 
 from crosslayer import environment
 from crosslayer.environment import flex_fault
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.intervene.kinds import (
     Ablate,
     Forbid,

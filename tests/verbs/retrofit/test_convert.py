@@ -10,7 +10,7 @@ from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.methods import load_method, method_class
 from crosslayer.core.plan import parse_layers
 from crosslayer.probe.what_if import look, what_if
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
 from crosslayer.verbs.retrofit.rewire import convert, rewire
 from tests.helpers.cases import SHAPES

@@ -2,8 +2,8 @@
 
 import pytest
 
-from crosslayer import testing as contract
 from crosslayer.core.plan import CACHED
+from crosslayer.testing import tiny as contract
 from crosslayer.verbs.serve.caches import bytes_per_token, cache_owner, not_saved, not_servable
 from tests.helpers.cases import CASES, each
 

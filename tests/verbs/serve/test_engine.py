@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 import crosslayer
 from crosslayer.core import methods
-from crosslayer.testing import build, config_of
+from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.serve import configuration_decilm, engine, plugin
 from tests.cli.test_cli import run
 from tests.helpers.bytelevel import byte_level

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.testing import build, config_of, tokens
+from crosslayer.testing.tiny import build, config_of, tokens
 from tests.helpers.cases import CASES
 
 pytestmark = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from crosslayer import testing as contract
 from crosslayer.core.decoder import CrossLayerForCausalLM
+from crosslayer.testing import tiny as contract
 from crosslayer.verbs.train.initialise import initialise
 from tests.helpers.cases import CASES, each
 

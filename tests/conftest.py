@@ -49,5 +49,5 @@ def _nothing_is_left_behind():
     after = global_state()
     changed = [name for name in before if after.get(name) is not before[name] and after.get(name) != before[name]]
     if "attention" in before:  # else transformers was imported just now
-        changed += sorted(set(after) - set(before))
+        changed += sorted(set(after) - set(before) - {"sdpa_within_documents"})  # training's own name, which stays
     assert not changed, f"the test leaves other values of {changed} behind"

@@ -77,7 +77,7 @@ def pair(
 
     """
     sources = [model] if baseline is None else [model, baseline]
-    configs = [_causal_config(verb, source) for source in sources]
+    configs = [causal_config(verb, source) for source in sources]
     loaded = [source for source in sources if isinstance(source, PreTrainedModel)]
     named = [source for source in sources if not isinstance(source, PreTrainedModel)]
     if not named and (dtype is not None or device is not None):
@@ -97,8 +97,8 @@ def pair(
     return sides
 
 
-def _causal_config(verb: str, source: Named) -> PreTrainedConfig:
-    """Return a model's config; a model that is not there, or no causal language model, is refused."""
+def causal_config(verb: str, source: Named) -> PreTrainedConfig:
+    """Return the config of a model for a verb; one that is not there, or no causal language model, is refused."""
     if isinstance(source, PreTrainedModel):
         config, fits, name = source.config, source.can_generate(), type(source).__name__
     else:

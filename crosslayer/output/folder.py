@@ -36,7 +36,7 @@ def whole_folder(target: Path, force: bool = False) -> Iterator[Path]:
     """
     target = target.expanduser().resolve()
     with contextlib.nullcontext() if target in _reserved else _lock_of(target):
-        _check(target, force)
+        check_free(target, force)
         with filled(target) as partial:
             yield partial
 
@@ -47,7 +47,7 @@ def check_target(target: Path, force: bool) -> None:
     with contextlib.ExitStack() as stack:
         if target not in _reserved:
             stack.enter_context(_lock_of(target))
-        _check(target, force)
+        check_free(target, force)
         if target not in _reserved:
             _reserved[target] = stack.pop_all()
 
@@ -186,7 +186,9 @@ def _naming(folder: Path) -> Iterator[None]:
         raise OSError(FULL.get(fault, errno.ENOSPC), fault, path) from error
 
 
-def _check(target: Path, force: bool) -> None:
+def check_free(target: Path, force: bool) -> None:
+    """Refuse an output folder that exists, or with `force` one that holds more than we wrote."""
+    target = target.expanduser().resolve()
     if target.exists() and not target.is_dir():
         raise ValueError(f"the folder {target.name!r} is a file; name another")
     if target.exists() and not force:

@@ -66,10 +66,11 @@ class Result(Shown, BaseModel):
         return import_module(f"{cls.__module__.rpartition('.')[0]}.{name}")
 
     def made_with(self) -> Table:
-        """Return what the page ends with: the command, the verb's `settings`, versions and the machine."""
-        record = self.model_dump(mode="json", include={"command", "settings", "environment"})
-        settings = record.get("settings")
+        """Return what the page ends with: the command, the verb's `settings`, seconds, versions and the machine."""
+        record = self.model_dump(mode="json", include={"command", "settings", "seconds", "environment"})
+        settings, seconds = record.get("settings"), record.get("seconds")
         rows = {"command": record["command"], **(settings if isinstance(settings, dict) else {})}
+        rows["seconds"] = f"{seconds:.1f}" if isinstance(seconds, float) else seconds
         rows |= record["environment"]["versions"] | record["environment"]["machine"]
         cells = [[name, _written(value)] for name, value in rows.items() if value not in (None, [], "")]
         return "Made with", ["setting", "value"], cells

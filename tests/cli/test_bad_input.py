@@ -233,7 +233,7 @@ CASES = [
     ("export {kit}/model --to hf --dtype int3", "'int3' is not known; use float32"),
     ("export {kit}/model --to hf --dtype float64", "weights are written in float32, bfloat16 or float16"),
     ("export {kit}/gpt2 --to deci", "'gpt2' cannot be converted; .*llama, "),
-    ("export {kit}/bert --to hf", "export needs a causal LM; BertModel is none"),
+    ("export {kit}/bert --to hf", "export needs a causal LM; bert is none"),
     ("export {kit}/nothing --to hf", "does not exist"),
     ("push {kit}/model 'my model'", "'my model' is no name of a repository: it is NAME or OWNER/NAME"),
     ("push {kit}/model me/model", "'model' is no model's folder of crosslayer: it has no manifest.json"),

@@ -10,10 +10,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.weights import to_config
 from crosslayer.environment import quiet_transformers
-from crosslayer.models.load import load_config, ready_model
+from crosslayer.models.load import ready_model
 from crosslayer.models.origin import origin
+from crosslayer.models.pair import causal_config
 from crosslayer.output.card import card, common_facts, parted, use
-from crosslayer.output.folder import whole_folder
+from crosslayer.output.folder import check_free, whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.export import decilm, stock
@@ -57,26 +58,24 @@ def export(
     if to not in REFUSALS:
         raise ValueError(f"`to` is {to!r}; it must be one of {', '.join(REFUSALS)}")
     named = not isinstance(model, PreTrainedModel)
-    with whole_folder(Path(out), force) as partial:
-        config = load_config(str(model)) if named else model.config
-        translated = config if isinstance(config, CrossLayerConfig) else None
-        if translated is None and to != "hf":  # a stock model may stay stock
-            translated = to_config(config)
-        if translated is not None:
-            check_form(translated, to)
-        if named and dtype is None:
-            dtype = config.dtype or torch.float32
-        device = "cpu" if named else None
-        loaded, words, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
-        if not loaded.can_generate():
-            raise ValueError(f"export needs a causal LM; {type(loaded).__name__} is none")
-        if loaded.dtype not in DTYPES:
-            raise ValueError(f"`dtype` is {loaded.dtype}; weights are written in float32, bfloat16 or float16")
-        with progress(f"writing {to}", 0):
-            written, facts = _write(loaded, translated, words, to, name, partial)
-            text = _card(model, loaded, name, to, words is not None)
-            (partial / "README.md").write_text(text, encoding="utf-8")
-            write_manifest(partial, written)  # its logits on fixed ids stand for what other programs must compute
+    check_free(Path(out), force)
+    config = causal_config("export", model)
+    translated = config if isinstance(config, CrossLayerConfig) else None
+    if translated is None and to != "hf":  # a stock model may stay stock
+        translated = to_config(config)
+    if translated is not None:
+        check_form(translated, to)
+    if named and dtype is None:
+        dtype = config.dtype or torch.float32
+    device = "cpu" if named else None
+    loaded, words, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    if loaded.dtype not in DTYPES:
+        raise ValueError(f"`dtype` is {loaded.dtype}; weights are written in float32, bfloat16 or float16")
+    with whole_folder(Path(out), force) as partial, progress(f"writing {to}", 0):
+        written, facts = _write(loaded, translated, words, to, name, partial)
+        text = _card(model, loaded, name, to, words is not None)
+        (partial / "README.md").write_text(text, encoding="utf-8")
+        write_manifest(partial, written)  # its logits on fixed ids stand for what other programs must compute
         size = sum(path.stat().st_size for path in partial.rglob("*"))
     dtype_name = str(loaded.dtype).removeprefix("torch.")
     return Exported(model=name, to=to, dtype=dtype_name, bytes=size, **facts)

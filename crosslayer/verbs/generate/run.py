@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import ready_model
+from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Options, Seed
 from crosslayer.probe.intercept import evaluating
@@ -73,11 +74,10 @@ def generate(
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text to continue")
+    causal_config("generate", model)
     loaded, words, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     if words is None:
         raise ValueError("a model that is loaded needs tokenizer=…, its own")
-    if not loaded.can_generate() or loaded.config.is_encoder_decoder:
-        raise ValueError(f"generate needs a causal LM; {type(loaded).__name__} is none")
     ids = _prompt_ids(words, prompt, chat)  # (1, T)
     _check_ids(loaded, ids, max_new_tokens)
     cache = DynamicCache(config=loaded.config)

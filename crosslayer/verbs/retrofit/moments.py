@@ -166,22 +166,27 @@ class Moments:
             gram, cross = gram - self.gram[without], cross - self.cross[without]
         if combinations is not None:
             cross = cross @ combinations
+        energy = gram.diagonal()[: sum(self.blocks)]  # of each input, (I,)
         if not self.bias:
-            return self._ridge(gram, cross, penalties)
+            return self._ridge(gram, cross, energy, penalties)
         tokens = gram[-1, -1]
         center, offset = gram[-1, :-1] / tokens, cross[-1] / tokens  # means of X and E, (I,) and (C,)
         gram = gram[:-1, :-1] - tokens * torch.outer(center, center)
-        weight = self._ridge(gram, cross[:-1] - tokens * torch.outer(center, offset), penalties)
+        weight = self._ridge(gram, cross[:-1] - tokens * torch.outer(center, offset), energy, penalties)
         return torch.cat([weight, (offset - center @ weight)[None]])
 
-    def _ridge(self, gram: Tensor, cross: Tensor, penalties: Sequence[float]) -> Tensor:
+    def _ridge(self, gram: Tensor, cross: Tensor, energy: Tensor, penalties: Sequence[float]) -> Tensor:
+        """Solve with penalties; `energy` (I,) is that of the inputs before they were centred.
+
+        Inputs that hardly vary leave nothing but the rounding of `energy` in a centred gram, which may be negative: the
+        least penalty stays above that.
+        """
         if not penalties:
             return torch.linalg.pinv(gram, rtol=SMALLEST, hermitian=True) @ cross
-        blocks = gram.diagonal().split(list(self.blocks))
-        added = [
-            torch.full_like(block, penalty * (float(block.mean()) or 1.0))  # of nothing but zeros: weights of zero
-            for penalty, block in zip(penalties, blocks, strict=True)
-        ]
+        added, sizes = [], list(self.blocks)
+        for penalty, centred, whole in zip(penalties, gram.diagonal().split(sizes), energy.split(sizes), strict=True):
+            mean = max(float(centred.mean()), SMALLEST / PENALTIES[0] * float(whole.sum()))
+            added.append(torch.full_like(centred, penalty * (mean or 1.0)))  # of nothing but zeros: weights of zero
         return torch.cholesky_solve(cross, torch.linalg.cholesky(gram + torch.cat(added).diag()))
 
     def _penalties(self) -> tuple[tuple[float, ...], float]:

@@ -122,6 +122,7 @@ def _by_name(text: DomainTexts, name: str) -> dict[str, Documents]:
             )
         if by_name.setdefault(source.describe(), source) != source:
             raise ValueError(
-                f"two texts are called {source.describe()!r}; a domain goes by its file's name, so rename either"
+                f"two texts are called {source.describe()!r}; a domain goes by its file's name: rename one, or name it: "
+                "NAME=FILE"
             )
     return by_name

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import DTYPES, EMBEDDED, load_model, public_name, resolve_device
+from crosslayer.models.pair import causal_config
 from crosslayer.output import manifest
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.verify.checks import CHECKS, EXACT, WEAK, Measurement, in_brief, judged, tolerance_of
@@ -107,8 +108,7 @@ def _check_loaded(
 ) -> list[Check]:
     """Run every check on copies of a model; a row each."""
     name = type(model).__name__
-    if not model.can_generate() or model.config.is_encoder_decoder:
-        raise ValueError(f"verify needs a causal LM; {name} is none")
+    causal_config("verify", model)
     forwards = (inspect.signature(part.forward).parameters for part in (model, model.base_model))
     if not any("past_key_values" in parameters for parameters in forwards):
         raise ValueError(f"verify needs a model with a key-value cache; {name} keeps states of another kind")

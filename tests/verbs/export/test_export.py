@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import errno
 import json
 
 import pytest
@@ -226,6 +227,19 @@ def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a vocabulary of 99"):
         crosslayer.export(small, tmp_path / "out", words(), to="gguf")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_is_looked_at_before_the_model_is_loaded_and_written_after(monkeypatch, tmp_path):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("crosslayer.verbs.export.run.ready_model", full)
+    with pytest.raises(OSError, match="No space") as caught:
+        crosslayer.export(ours("plain"), tmp_path / "out", words(), to="hf")
+    assert caught.value.filename is None and not list(tmp_path.iterdir())  # the cache is full, and not this folder
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="'out' exists"):
+        crosslayer.export(ours("plain"), tmp_path / "out", words(), to="hf")
 
 
 def test_the_command_line_writes_replaces_and_refuses(monkeypatch, tmp_path, capsys):

@@ -299,6 +299,19 @@ def test_no_penalty_shrinks_a_bias():
     assert (mean - expected).abs().max() < 1e-8
 
 
+@pytest.mark.parametrize("spread", [0, 1e-9, 1e-7, 1e-5])
+def test_inputs_that_hardly_vary_leave_a_bias_alone(spread):
+    """Their centred gram is rounding, which has no Cholesky factor."""
+    generator = torch.Generator().manual_seed(0)
+    center, offset = torch.randn(2, 64, generator=generator)
+    moments = Moments(torch.zeros(1, 16, 64), [8, 8, 8], 1, bias=True)
+    noise, rest = torch.randn(2, 24, 16, 64, generator=generator)
+    moments.add(center + spread * noise, offset + rest)
+    solved, _, left = moments.solve("ridge")
+    assert solved.isfinite().all() and left is not None and left < 1
+    assert (center.double() @ solved[:-1] + solved[-1] - offset).abs().max() < 0.3  # the mean of 384 rows of noise
+
+
 def test_ridge_shrinks_what_noise_would_fit(source):
     """Held-out sequences choose the penalty: with few tokens it must not be the smallest."""
     _, fits = fitted(source, "uniattn", "ridge", text(16, 6))

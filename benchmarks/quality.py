@@ -20,7 +20,8 @@ from scipy import stats
 from torch.nn import functional
 
 from crosslayer import evaluate, load_model, needles
-from crosslayer.corpus.windows import read_windows
+from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.corpus.windows import packed
 from crosslayer.environment import environment
 from crosslayer.eviction.running import evicting_if
 from crosslayer.output.progress import Progress
@@ -64,7 +65,7 @@ def measure(row, baseline, options):
     scored = evaluate(
         model, tokenizer, tasks=tasks, include_path=options.tasks, limit=options.limit, evict=evict, progress=Progress
     ).lm_eval_results["candidate"]
-    windows = read_windows(None, tokenizer, sequences=options.windows, length=LENGTH)
+    windows = packed(load_documents(TextSource()), tokenizer, sequences=options.windows, length=LENGTH)
     raw = {"model": model, "tasks": scored, "losses": window_losses(model, windows, evict)}
     raw["needles"] = needles_found(model, tokenizer, evict, options) if options.needles else {}
     result = {"name": name or folder, "evict": evict}

@@ -41,29 +41,6 @@ class Windows:
         return {name: self.ids[[domain == name for domain in self.domains]] for name in names}
 
 
-def read_windows(
-    text: Text,
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    sequences: int = 8,
-    length: int = 512,
-    seed: int = 0,
-    bos: str = "auto",
-    meter: Meter = Silent,
-) -> Windows:
-    """Return token sequences of a text: token ids (N, T) as they are; everything else is read and cut by `packed`.
-
-    That is a source, documents (a string is a single one), or None for the embedded corpus.
-    """
-    opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=meter)
-    if isinstance(opened, Tensor):
-        return Windows(opened, ())
-    if tokenizer is None:
-        raise ValueError("texts need tokenizer=…; without it give token ids (B, T)")
-    with meter("cutting the text into tokens", 0):
-        return packed(opened, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
-
-
 def open_text(
     text: Text, *, sequences: int, length: int, seed: int = 0, meter: Meter = Silent
 ) -> Tensor | Iterable[str]:

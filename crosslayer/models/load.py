@@ -5,7 +5,7 @@ import re
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import (
@@ -132,15 +132,6 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return _tokenizer(source)
 
 
-class Ready(NamedTuple):
-    """A model, its tokenizer where it has any, how a result calls it, and whether it was loaded for this call alone."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    name: str
-    loaded_here: bool
-
-
 def ready_model(
     model: PreTrainedModel | str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -148,7 +139,7 @@ def ready_model(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     meter: Meter = Silent,
-) -> Ready:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Return a model and its tokenizer: as they are, or, where `model` is a name, loaded by `load_model`.
 
     Raises:
@@ -158,11 +149,11 @@ def ready_model(
     if isinstance(model, PreTrainedModel):
         if dtype is not None or device is not None:
             raise ValueError("dtype and device are for a model that is named; this model is loaded already")
-        return Ready(model, tokenizer, public_name(model), False)
+        return model, tokenizer
     if tokenizer is not None:
         raise ValueError("a model that is named brings its own tokenizer; leave tokenizer=… out")
     with meter(f"loading {model}", 0):
-        return Ready(*load_model(str(model), dtype=dtype, device=device), public_name(model), True)
+        return load_model(str(model), dtype=dtype, device=device)
 
 
 def public_name(model: PreTrainedModel | str | Path) -> str:

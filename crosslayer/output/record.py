@@ -57,6 +57,14 @@ class Measure(Frozen):
             raise ValueError("it holds something else than numbers and null")
         return rows
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a measure of another shape, or whose interval is of another."""
+        found, interval = self.array.shape, self.interval
+        if found != shape:
+            raise ValueError(f"{name} has the shape {found}, and with this model it is {shape}")
+        if interval is not None and interval.shape != (*shape, 2):
+            raise ValueError(f"{name} has the shape {shape}, and its interval {interval.shape}")
+
     @property
     def array(self) -> np.ndarray:
         """The mean as float64, NaN where a layer has no such sublayer."""

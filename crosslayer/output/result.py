@@ -56,9 +56,14 @@ class Result(Shown, BaseModel):
         """Return the parts of the page: what `layout` of the verb's `page.py` makes of the result."""
         return self.sibling("page").layout(self)
 
+    def tables(self) -> Sequence[Table]:
+        """Return the tables of the verb's `page.py` that a terminal shows too."""
+        page = self.sibling("page")
+        return page.tables(self) if hasattr(page, "tables") else ()
+
     def sentences(self) -> list[str]:
-        """Return what was found, in the sentences of the verb's `words.py`."""
-        return self.sibling("words").sentences(self)
+        """Return what was found, in the sentences that `page.py` has, or takes from `words.py`."""
+        return self.sibling("page").sentences(self)
 
     @classmethod
     def sibling(cls, name: str) -> Any:

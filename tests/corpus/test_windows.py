@@ -5,7 +5,7 @@ import torch
 
 from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.pieces import special_tokens
-from crosslayer.corpus.windows import JOINED, packed, read_windows, text_name
+from crosslayer.corpus.windows import JOINED, open_text, packed, text_name
 from tests.helpers.text import WORDS, tokenizer, words
 
 
@@ -84,12 +84,12 @@ def test_any_text_is_read(tmp_path):
     source, options = TextSource(str(tmp_path / "a.txt")), {"sequences": 3, "length": 20}
     expected = packed([words(0, 500)], tokenizer(), **options)
     for text in (source, words(0, 500), [words(0, 500)]):
-        windows = read_windows(text, tokenizer(), **options)
+        opened = open_text(text, **options)
+        assert not isinstance(opened, torch.Tensor)
+        windows = packed(opened, tokenizer(), **options)
         assert torch.equal(windows.ids, expected.ids) and windows.documents == expected.documents
-    assert read_windows(expected.ids, None).ids is expected.ids
+    assert open_text(expected.ids, **options) is expected.ids
     assert [text_name(text) for text in (source, words(0, 9), expected.ids)] == ["a.txt", "own texts", None]
     assert text_name(None) == TextSource().describe()
-    with pytest.raises(ValueError, match="texts need tokenizer="):
-        read_windows(source, None, **options)
     with pytest.raises(ValueError, match="the text has 5 bytes, and 3 sequences of 20 are 60 tokens"):
-        read_windows("w1 w2", tokenizer(), **options)
+        open_text("w1 w2", **options)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.corpus.windows import Text, open_text, read_windows, text_name
-from crosslayer.models.load import model_facts, ready_model
+from crosslayer.corpus.windows import Text, Windows, open_text, packed, text_name
+from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.output.progress import Meter
 from crosslayer.probe.intercept import layer_stack
 from crosslayer.probe.tokens import check_ids, check_length
@@ -42,14 +42,20 @@ def read_inputs(
 ) -> Inputs:
     """Return a model with what it is to read: the text is looked at before the model is loaded, and cut after it."""
     opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=meter)
-    loaded, tokenizer, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=meter)
+    loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device, meter=meter)
+    known: dict[str, Any] = model_facts(loaded, public_name(model))
+    known |= {"layers": len(layer_stack(loaded))}  # of two stacks, the one that is looked at
     config = loaded.config
-    known: dict[str, Any] = model_facts(loaded, name) | {"layers": len(layer_stack(loaded))}
     facts = ProbedModel(**known, type=config.model_type, hidden_size=config.get_text_config().hidden_size)
     cut = not isinstance(opened, Tensor)
-    if cut:
+    if isinstance(opened, Tensor):
+        windows = Windows(opened, ())
+    elif tokenizer is None:
+        raise ValueError("texts need tokenizer=…; without it give token ids (B, T)")
+    else:
         check_length(loaded, length)
-    windows = read_windows(opened, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos, meter=meter)
+        with meter("cutting the text into tokens", 0):
+            windows = packed(opened, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
     check_ids(loaded, windows.ids)
     if getattr(getattr(loaded, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("prompt-learning adapters add tokens outside the layers; give the base model instead")

@@ -56,7 +56,7 @@ def _cards(record: Diagnosis) -> list[tuple[str, str, str]]:
     for least in verdict.redundancy.attention[:1]:
         note = f"cos(x, x + Attn(x)) = {least.similarity:.3f}"
         cards.append(("Redundant attention", f"layer {least.layer}", note))
-    if verdict.cache is not None and verdict.cache.by_depth.followers and verdict.cache.by_depth.kept:
+    if verdict.cache is not None and verdict.cache.by_depth.groups and verdict.cache.by_depth.kept:
         kept = sorted(verdict.cache.by_depth.kept, key=lambda entry: entry.share)
         note = f"would stay with superblocks ({' · '.join(entry.title for entry in kept)}); unproven until retrofitted"
         cards.append(("Candidate KV cache", " · ".join(f"{entry.share:.0%}" for entry in kept), note))

@@ -127,7 +127,6 @@ class Sink(Frozen):
     layers: list[int] = Field(
         description="that give it more than SINK_SHARE of their attention, and twice an even share"
     )
-    begins: int | None = Field(description="the first of them")
     strongest: int
     strongest_share: float
     over_even: float = Field(description="the strongest layer's share over what even attention would give")
@@ -165,32 +164,21 @@ class KeptShare(Frozen):
 
 
 class Superblocks(Frozen):
-    """Groups of layers that may share, the followers among them, and what would stay of the cache, by method."""
+    """Groups of layers that may share, and what would stay of the cache, by method."""
 
     groups: list[list[int]]
-    followers: int
     kept: list[KeptShare]
 
 
-class AttentionRemoved(Frozen):
-    """Layers whose attention changes least, and what would stay of the cache without it."""
-
-    layers: list[int]
-    share: float
-
-
 class CacheCandidates(Frozen):
-    """What could be saved of the KV cache of `length` tokens, which has `elements` numbers.
-
-    `by_depth` are the superblocks of arXiv 2502.00439, `by_similarity` those of the measure `resting_on`.
-    """
+    """What could be saved of the KV cache of `length` tokens, which has `elements` numbers."""
 
     length: int
     elements: int
-    by_depth: Superblocks
-    by_similarity: Superblocks
-    resting_on: str
-    attention_removed: AttentionRemoved
+    by_depth: Superblocks = Field(description="the superblocks of arXiv 2502.00439")
+    by_similarity: Superblocks = Field(description="grouped by `map_similarity_without_first`")
+    least_attention: list[int] = Field(description="layers whose attention changes least")
+    share_without: float = Field(description="of the cache that would stay without attention in those")
 
 
 class Verdict(Frozen):
@@ -210,7 +198,7 @@ class Diagnosis(Result):
     for a single sequence. Layers and positions count from 0. docs/MEASURES.md has definitions and sources.
     """
 
-    schema_: Literal["crosslayer/diagnose/3"] = Field(default="crosslayer/diagnose/3", alias="schema")
+    schema_: Literal["crosslayer/diagnose/4"] = Field(default="crosslayer/diagnose/4", alias="schema")
     model: DiagnosedModel
     settings: Settings
     measures: Measures
@@ -230,15 +218,9 @@ class Diagnosis(Result):
         layers = self.model.layers
         for part in (self.measures, self.cross_layer, self.by_stream):
             for name, measure in part or ():
-                if measure is None:
-                    continue
-                shape, interval = measure.array.shape, measure.interval
-                own = (self.model.streams,) if part is self.by_stream else (layers,) if name in PAIRS else shape[1:]
-                if shape != (layers, *own):
-                    of = f"{layers} layers" + (f" and {own[0]} streams" if part is self.by_stream else "")
-                    raise ValueError(f"{name} has the shape {shape}, and the model has {of}")
-                if interval is not None and interval.shape != (*shape, 2):
-                    raise ValueError(f"{name} has the shape {shape}, and its interval {interval.shape}")
+                if measure is not None:
+                    free = (layers,) if name in PAIRS else measure.array.shape[1:]
+                    measure.check(name, (layers, *((self.model.streams,) if part is self.by_stream else free)))
         return self
 
     def __getattr__(self, name: str) -> np.ndarray:

@@ -14,7 +14,6 @@ from crosslayer.output.words import ranges
 from crosslayer.probe.shapes import ENTRIES, LayerShape
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.result import (
-    AttentionRemoved,
     CacheCandidates,
     DiagnosedModel,
     KeptShare,
@@ -61,7 +60,6 @@ def sink_of(measures: Measures, shapes: Shapes, length: int) -> Sink:
     strongest = int(np.nanargmax(share))
     return Sink(
         layers=layers,
-        begins=layers[0] if layers else None,
         strongest=strongest,
         strongest_share=float(share[strongest]),
         over_even=float(share[strongest] / even[strongest]),
@@ -115,15 +113,15 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
             KeptShare(method=cls.name(), title=cls.__name__, share=share_without(followers, cls.saves))
             for cls in sharing_methods()
         ]
-        return Superblocks(groups=groups, followers=len(followers), kept=kept)
+        return Superblocks(groups=groups, kept=kept)
 
     return CacheCandidates(
         length=length,
         elements=total,
         by_depth=superblocks(paper_groups(list(shapes))),
         by_similarity=superblocks(similar_groups(similarity, list(shapes), count)),
-        resting_on="map_similarity_without_first",
-        attention_removed=AttentionRemoved(layers=least, share=share_without(least, ("keys", "values"))),
+        least_attention=least,
+        share_without=share_without(least, ("keys", "values")),
     )
 
 
@@ -195,18 +193,17 @@ def _cache_words(cache: CacheCandidates) -> list[str]:
         sentences.append(f"Superblocks of 4 layers in the top half (arXiv 2502.00439), {blocks}, would keep {kept}.")
     if cache.by_similarity.groups:
         blocks, kept = _shown(cache.by_similarity)
-        count = cache.by_similarity.followers
+        count = sum(len(group) - 1 for group in cache.by_similarity.groups)
         sentences.append(
             f"Superblocks by map similarity without the first column, {blocks} with {count} "
             f"follower{'s' if count > 1 else ''}, would keep {kept}."
         )
     if not sentences:
         sentences.append("No neighbouring layers may share maps: there are too few of them, or their masks differ.")
-    removed = cache.attention_removed
-    if removed.layers:
+    if cache.least_attention:
         sentences.append(
-            f"Dropping attention where it changes its input least, in layers {ranges(removed.layers)}, would keep "
-            f"{removed.share:.2%} of the KV cache."
+            f"Dropping attention where it changes its input least, in layers {ranges(cache.least_attention)}, would "
+            f"keep {cache.share_without:.2%} of the KV cache."
         )
     return sentences
 

@@ -9,7 +9,6 @@ import numpy as np
 from pydantic import Field, PrivateAttr, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.output.shown import Table
 from crosslayer.verbs.evaluate.record import Cost, EvaluatedModels, EvaluateSettings, ScoreRow
 
 HARNESS = "lm_eval"  # the folder of what lm-eval returned
@@ -65,10 +64,6 @@ class Evaluation(Result):
         """Lower and upper ends of those, (N, 2); NaN where there is none."""
         none = (np.nan, np.nan)
         return np.array([none if row.paired is None else row.paired.interval or none for row in self.rows])
-
-    def tables(self) -> list[Table]:
-        """Return the scores, and beside a baseline the differences."""
-        return self.sibling("page").tables(self)
 
     def headline(self) -> dict[str, Any]:
         """Return the names of the models, and scores with differences, rounded, of rows and groups."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.weights import to_config
 from crosslayer.environment import quiet_transformers
-from crosslayer.models.load import ready_model
+from crosslayer.models.load import public_name, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.models.pair import causal_config
 from crosslayer.output.card import card, common_facts, parted, use
@@ -59,7 +59,7 @@ def export(
         raise ValueError(f"`to` is {to!r}; it must be one of {', '.join(REFUSALS)}")
     named = not isinstance(model, PreTrainedModel)
     check_free(Path(out), force)
-    config = causal_config("export", model)
+    name, config = public_name(model), causal_config("export", model)
     translated = config if isinstance(config, CrossLayerConfig) else None
     if translated is None and to != "hf":  # a stock model may stay stock
         translated = to_config(config)
@@ -68,7 +68,7 @@ def export(
     if named and dtype is None:
         dtype = config.dtype or torch.float32
     device = "cpu" if named else None
-    loaded, words, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    loaded, words = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     if loaded.dtype not in DTYPES:
         raise ValueError(f"`dtype` is {loaded.dtype}; weights are written in float32, bfloat16 or float16")
     with whole_folder(Path(out), force) as partial, progress(f"writing {to}", 0):

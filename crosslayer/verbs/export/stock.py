@@ -12,7 +12,7 @@ from crosslayer.verbs.export.layers import left, renumbered
 
 
 def stock_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of a stock class with the same logits, which shares its weights; for what `no_stock_class` lets pass."""
+    """Return a model of a stock class with the same logits and the same weights, of what `no_stock_class` lets pass."""
     if not isinstance(model, CrossLayerForCausalLM):
         return model
     config = stock_config(model.config)

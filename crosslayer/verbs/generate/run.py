@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.environment import quiet_transformers
-from crosslayer.models.load import ready_model
+from crosslayer.models.load import public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Options, Seed
@@ -75,7 +75,7 @@ def generate(
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text to continue")
     causal_config("generate", model)
-    loaded, words, name, _ = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    loaded, words = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     if words is None:
         raise ValueError("a model that is loaded needs tokenizer=…, its own")
     ids = _prompt_ids(words, prompt, chat)  # (1, T)
@@ -87,7 +87,7 @@ def generate(
         chosen = _continue(loaded, words, ids.to(loaded.device), cache, sampling, streamer)
     seconds = time.perf_counter() - started
     return Continuation(
-        model=name,
+        model=public_name(model),
         prompt=prompt,
         text=str(words.decode(chosen, skip_special_tokens=True)),
         new_tokens=len(chosen),

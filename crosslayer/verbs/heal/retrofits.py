@@ -105,7 +105,7 @@ def check_original(called: str, original: PreTrainedModel, retrofits: Sequence[R
     size = sum(parameter.numel() for parameter in original.parameters())
     weights = original.get_input_embeddings().weight.detach().cpu()  # type: ignore[operator, union-attr]
     for retrofit in retrofits:
-        before, own = retrofit.receipt.architecture.parameters_before, retrofit.embedding()
+        before, own = retrofit.receipt.architecture.parameters, retrofit.embedding()
         if before != size:
             raise ValueError(
                 f"{retrofit.name!r} comes from {before:,} parameters, and {called!r} has {size:,}: another model"

@@ -211,7 +211,7 @@ class _Job:
     def _result(self, courses: dict[str, list[_Step]]) -> Recovery:
         untrained, trained = courses[ORIGINAL][0].measured, courses[ORIGINAL][-1]  # the same where it did not train
         judged = set(untrained.losses.domains)
-        fitted = {name for retrofit in self.retrofits for name in retrofit.receipt.texts.fitted} & judged
+        fitted = {name for retrofit in self.retrofits for name in retrofit.receipt.fitted} & judged
         trained_on = {part.name for part in self.recipe.data.domains if embedded_source(part)} & judged
         seen = frozenset(fitted | trained_on)
         ours = {retrofit.name: courses[retrofit.name] for retrofit in self.retrofits}

@@ -88,8 +88,8 @@ def judging(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Judging:
 
 def _fitted(retrofit: Retrofit, name: str) -> range:
     """Return which windows of a domain a retrofit was fitted to: they follow those that judged it."""
-    texts = retrofit.receipt.texts
-    parts = Texts({}, tuple(texts.fitted), tuple(texts.judged)).parts(Request(retrofit.receipt.settings))
+    receipt = retrofit.receipt
+    parts = Texts({}, tuple(receipt.fitted), tuple(receipt.judged)).parts(Request(receipt.settings))
     start = parts["evaluation"].get(name, 0)
     count = sum(parts[part].get(name, 0) for part in ("calibration", "choice", "search") if part in parts)
     return range(start, start + count)
@@ -97,7 +97,7 @@ def _fitted(retrofit: Retrofit, name: str) -> range:
 
 def _shared(retrofits: Sequence[Retrofit], what: str, key: str | None = None) -> Any:
     """Return an option of the receipts, which must be the same in all; `key` of a recipe can say it instead."""
-    options = [{**vars(part.receipt.settings), "domains": tuple(part.receipt.texts.judged)} for part in retrofits]
+    options = [{**vars(part.receipt.settings), "domains": tuple(part.receipt.judged)} for part in retrofits]
     said = [", ".join(option[what]) if what == "domains" else str(option[what]) for option in options]
     for retrofit, other in zip(retrofits, said, strict=True):
         if other != said[0]:

@@ -300,7 +300,7 @@ def positions_of(intervention: Kind) -> tuple[int, ...]:
     return intervention.positions if isinstance(intervention, InAttention) else (intervention.position,)
 
 
-def layers_of(model: PreTrainedModel, intervention: Kind) -> tuple[int, ...]:
+def acting_layers(model: PreTrainedModel, intervention: Kind) -> tuple[int, ...]:
     """Return the layers in which an intervention acts, none if it does not act by layer."""
     if not isinstance(intervention, InAttention):
         return ()

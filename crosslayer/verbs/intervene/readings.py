@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from crosslayer.output.progress import Steps
-from crosslayer.output.summary import summarise
+from crosslayer.output.summary import measure, summarise
 from crosslayer.probe import measures as m
 from crosslayer.probe.entries import has_entries
 from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, visited
@@ -28,7 +28,7 @@ from crosslayer.probe.maps import is_causal, map_sums, rows_that_see
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.verbs.diagnose.sequence import ByLayer, spread
 from crosslayer.verbs.intervene.kinds import Kind, intervening
-from crosslayer.verbs.intervene.result import Change, LayerMeasure, LossChange, Place, Reading, Role, Scalar
+from crosslayer.verbs.intervene.result import Change, LossChange, Place, Reading, Role, Scalar
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sample:
 
     def reading(self, index: int, count: int | None = None) -> Reading:
         """Summarise the readings of a watched position, by its index among them, over the first `count` sequences."""
-        return Reading(**{name: _by_layer(sample[:count, :, index]) for name, sample in self.measures.items()})
+        return Reading(**{name: measure(sample[:count, :, index]) for name, sample in self.measures.items()})
 
 
 class Passes:
@@ -159,13 +159,9 @@ def place_of(position: int, role: Role, index: int, before: Sample, after: Sampl
     return Place(position=position, role=role, **changes, loss_behind=loss)
 
 
-def _by_layer(sample: np.ndarray) -> LayerMeasure:  # (N, L)
-    return LayerMeasure.model_validate(summarise(sample))
-
-
 def change(before: np.ndarray, after: np.ndarray) -> Change:
     """Summarise readings by layer, (N, L) each, and their paired difference."""
-    return Change(before=_by_layer(before), after=_by_layer(after), difference=_by_layer(after - before))
+    return Change(before=measure(before), after=measure(after), difference=measure(after - before))
 
 
 def loss_change(before: np.ndarray | None, after: np.ndarray | None, index: int) -> LossChange | None:

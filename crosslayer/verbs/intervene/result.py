@@ -3,7 +3,7 @@
 Shapes: L layers. A measure by layer holds None where a layer has no such sublayer.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -14,14 +14,6 @@ from crosslayer.verbs.diagnose.result import ProbedModel, TextSettings
 from crosslayer.verbs.intervene.kinds import Entry
 
 Role = Literal["intervened", "first token", "left alone"]
-Ends = Annotated[list[float | None], Field(min_length=2, max_length=2)]  # of an interval
-
-
-class LayerMeasure(Measure):
-    """A measure by layer, (L,): mean over n sequences, and the ends of its 95 % Student-t interval."""
-
-    mean: list[float | None] = Field(min_length=1)
-    ci95: list[Ends] | None = Field(description="None for a single sequence")
 
 
 class Scalar(Frozen):
@@ -35,9 +27,9 @@ class Scalar(Frozen):
 class Change(Frozen):
     """A measure by layer before and under an intervention, with the paired difference over sequences."""
 
-    before: LayerMeasure
-    after: LayerMeasure
-    difference: LayerMeasure
+    before: Measure
+    after: Measure
+    difference: Measure
 
     @property
     def means(self) -> np.ndarray:
@@ -56,10 +48,10 @@ class LossChange(Frozen):
 class Reading(Frozen):
     """The measures of a position by layer, over the probes, in a single state of the model."""
 
-    attention_received: LayerMeasure
-    hidden_norm_ratio: LayerMeasure
-    value_norm_ratio: LayerMeasure
-    mlp_l1_l2: LayerMeasure | None = Field(default=None, description="None where no layer has an MLP of its own")
+    attention_received: Measure
+    hidden_norm_ratio: Measure
+    value_norm_ratio: Measure
+    mlp_l1_l2: Measure | None = Field(default=None, description="None where no layer has an MLP of its own")
 
 
 class Place(Frozen):
@@ -133,9 +125,9 @@ class Effect(Result):
         parts: list[Any] = [*self.places, *self.scan]
         parts += [side for control in self.controls for side in (control.before, control.after)]
         parts += [value for place in self.places for _, value in place if isinstance(value, Change)]
-        for measure in (value for part in parts for _, value in part if isinstance(value, LayerMeasure)):
-            if {len(measure.mean), len(measure.ci95 or measure.mean)} != {self.model.layers}:
-                raise ValueError(f"a measure has {len(measure.mean)} entries; the model has {self.model.layers} layers")
+        for name, measure in (named for part in parts for named in part):
+            if isinstance(measure, Measure):
+                measure.check(name, (self.model.layers,))
         return self
 
     @property
@@ -192,10 +184,6 @@ class Effect(Result):
         readings = [side for control in self.controls for side in (control.before, control.after)]
         means = [reading.attention_received.mean for reading in readings]
         return np.array(means, dtype=float).reshape(-1, 2, self.model.layers)
-
-    def sentences(self) -> list[str]:
-        """Return what was measured, in sentences."""
-        return self.sibling("page").sentences(self)
 
     def headline(self) -> dict[str, Any]:
         """Return the figures of the main position: over all layers, before and after, and the loss behind it."""

@@ -20,7 +20,7 @@ from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.summary import by_position
 from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.diagnose.inputs import Inputs, read_inputs
-from crosslayer.verbs.intervene.kinds import Kind, intervening, layers_of, positions_of
+from crosslayer.verbs.intervene.kinds import Kind, acting_layers, intervening, positions_of
 from crosslayer.verbs.intervene.readings import Passes, place_of
 from crosslayer.verbs.intervene.result import (
     AttentionByPosition,
@@ -117,7 +117,7 @@ def _measure(inputs: Inputs, request: Request, progress: Meter) -> Effect:
             start, end = before.reading(watched.index(position), probes), passes.sample(probed, [position], moved)
             tried.append(Control(interventions=list(moved), position=position, before=start, after=end.reading(0)))
     if scan:  # between no layers, and all layers in which the interventions act
-        everywhere = sorted({layer for intervention in interventions for layer in layers_of(model, intervention)})
+        everywhere = sorted({layer for intervention in interventions for layer in acting_layers(model, intervention)})
         nowhere = Trial(layers=[], **dict(before.reading(0, probes)))
         scan = [nowhere, *scan, Trial(layers=everywhere, **dict(after.reading(0, probes)))]
     return Effect(

@@ -19,7 +19,7 @@ from crosslayer.verbs.intervene.kinds import (
     Kind,
     PositionSwap,
     TokenSwap,
-    layers_of,
+    acting_layers,
     load_intervention,
     positions_of,
 )
@@ -103,7 +103,7 @@ def scanned(model: PreTrainedModel, request: Request) -> dict[tuple[int, ...], K
     """Return the interventions in each group of layers, without the groups in which nothing acts or everything does."""
     depth, scan = len(layer_stack(model)), request.scan
     groups = _groups(scan, depth) if isinstance(scan, str) else scan
-    own = {layer for intervention in request.interventions for layer in layers_of(model, intervention)}
+    own = {layer for intervention in request.interventions for layer in acting_layers(model, intervention)}
     for layer in (layer for group in groups for layer in group):
         if not 0 <= layer < depth:
             raise ValueError(f"scan: layer {layer} does not exist; layers go from 0 to {depth - 1}")
@@ -115,7 +115,7 @@ def scanned(model: PreTrainedModel, request: Request) -> dict[tuple[int, ...], K
         if acting and set(acting) != own:
             changes: list[Kind] = []  # those that act in no layer of the group are left out
             for intervention in request.interventions:
-                layers = tuple(layer for layer in acting if layer in layers_of(model, intervention))
+                layers = tuple(layer for layer in acting if layer in acting_layers(model, intervention))
                 if not isinstance(intervention, InAttention):
                     changes.append(intervention)
                 elif layers:

@@ -71,10 +71,10 @@ def _how(record: Receipt) -> str:
     """Return the command line, or the call from Python."""
     if record.command is not None:
         return f"```sh\n{record.command}\n```"
-    texts, options = record.texts, [f"{name}={value!r}" for name, value in record.settings.changed().items()]
-    names = {"model": [record.architecture.name], "text": texts.judged}
-    if texts.fitted and set(texts.fitted) != set(texts.judged):
-        names["calibration_text"] = texts.fitted
+    options = [f"{name}={value!r}" for name, value in record.settings.changed().items()]
+    names = {"model": [record.architecture.name], "text": record.judged}
+    if record.fitted and set(record.fitted) != set(record.judged):
+        names["calibration_text"] = record.fitted
         options.append("calibration_text=calibration_text")
     comment = "; ".join(f"{name}: {', '.join(map(repr, values))}" for name, values in names.items())
     call = f"crosslayer.retrofit({', '.join(['model', 'text', 'tokenizer', *options])})"

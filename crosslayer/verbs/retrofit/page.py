@@ -21,19 +21,20 @@ FIT_LINES = (  # of the figure of what is fitted: name, field of a fit, color, d
 def layout(record: Receipt) -> Page:
     """Return the parts of the page."""
     model, settings = record.architecture, record.settings
-    classes = f"{model.source_class} → {model.retrofit_class}"
-    measured = f"{settings.windows} windows of {settings.length} tokens, {', '.join(record.texts.judged)}"
+    classes = f"{model.class_} → {model.retrofit_class}"
+    measured = f"{settings.windows} windows of {settings.length} tokens, {', '.join(record.judged)}"
+    fitted = f"fitted to {', '.join(record.fitted) or 'nothing'}"
     return Page(
         title=f"Retrofit of {model.name}",
-        subtitle=f"{record.title} · {classes} · {measured}",
-        cards=cards(record),
+        subtitle=f"{record.title} · {classes} · {measured} · {fitted}",
+        cards=_cards(record),
         words=sentences(record),
         panels=panels(record),
-        tables=tables(record),
+        tables=_tables(record),
     )
 
 
-def cards(record: Receipt) -> list[tuple[str, str, str]]:
+def _cards(record: Receipt) -> list[tuple[str, str, str]]:
     """Return the headline cards: title, figure, explanation."""
     worst, fitted = record.damage.domains[0], record.calibration.windows
     low, high = worst.ratio_ci95
@@ -86,8 +87,8 @@ def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
     return Panel("trade_off", "Cache against damage", sentence, *axes, lines, wide=True, bounds=(0, math.inf))
 
 
-def tables(record: Receipt) -> list[Table]:
-    """Return the damage with what was fitted and without it, what became of the weights, the wiring, and the phases."""
+def _tables(record: Receipt) -> list[Table]:
+    """Return the damage with what was fitted and without it, what became of the weights, and the wiring."""
     damage = []
     for domain in record.damage.domains:
         without = ("–", "–") if domain.gain is None else (ratio(domain.gain.without), kl(domain.gain.without))
@@ -99,13 +100,10 @@ def tables(record: Receipt) -> list[Table]:
         weights.append([kind, str(len(names)), [*shown, "…"] if len(names) > len(shown) else shown])
     states = (*STATES, "mlps")
     plan = [[str(layer), *(record.plan.words(state, layer) for state in states)] for layer in record.changed_layers]
-    phases = [["fitted to", ", ".join(record.texts.fitted) or "nothing"]]
-    phases += [[f"{phase}, seconds", f"{seconds:.1f}"] for phase, seconds in record.seconds.model_dump().items()]
     heads = ["domain", "", "windows", "perplexity ratio", "without the fit", "KL", "without the fit"]
     title = "Who reads from whom (all other layers own everything)"
     return [
         ("Damage by domain", heads, damage),
         ("Weights", ["", "count", "names"], weights),
         (title, ["layer", "queries", "keys", "values", "MLP"], plan),
-        ("How it was done", ["", ""], phases),
     ]

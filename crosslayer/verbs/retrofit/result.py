@@ -15,7 +15,7 @@ from crosslayer.core.plan import STATES, DepthPlan
 from crosslayer.environment import quiet_transformers
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
-from crosslayer.output.record import Frozen
+from crosslayer.output.record import Frozen, ModelFacts
 from crosslayer.output.result import Result
 from crosslayer.stats import Interval
 from crosslayer.verbs.needles.lookup import Lookup, count_found
@@ -23,19 +23,14 @@ from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.request import RetrofitOptions
 
 
-class Architecture(Frozen):
-    """The model before and after."""
+class Architecture(ModelFacts):
+    """The original, and what the retrofit is beside it."""
 
-    name: str = Field(description="the original's name, without the folders above it")
     origin: dict[str, str | list[str]] = Field(
         default_factory=dict, description="base_model, license and language for the card, as far as they are known"
     )
-    source_class: str = Field(description="class of the original")
-    retrofit_class: str = Field(description="class of the retrofit")
-    layers: int = Field(description="L, of the original")
-    parameters_before: int
+    retrofit_class: str
     parameters_after: int
-    dtype: str
 
 
 class CurvePoint(Frozen):
@@ -147,22 +142,6 @@ class Needles(Frozen):
     retrofit: tuple[Lookup, ...] = Field(min_length=1)
 
 
-class TextsRecord(Frozen):
-    """Names of the domains that were read."""
-
-    judged: list[str] = Field(description="on which the damage was measured")
-    fitted: list[str] = Field(description="to which W_c or the choice of layers was fitted")
-
-
-class Seconds(Frozen):
-    """How long each phase took."""
-
-    choose: float
-    rewire: float = Field(description="conversion and calibration")
-    damage: float = Field(description="losses on text, and hidden numbers")
-    all: float
-
-
 SHIM_FILE = "modeling_shim.py"
 SHIM = '''"""Lets `trust_remote_code=True` find the installed package: pip install crosslayer."""
 
@@ -190,7 +169,7 @@ class Receipt(Result):
     Shapes: D domains, the worst that nothing was fitted to first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/4"] = Field(default="crosslayer/retrofit/4", alias="schema")
+    schema_: Literal["crosslayer/retrofit/5"] = Field(default="crosslayer/retrofit/5", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as a config has them")
     title: str = Field(description="the methods with the options that were set, in words")
@@ -204,8 +183,9 @@ class Receipt(Result):
         default=None, description="None where none were asked for, or the model's positions or tokens do not allow it"
     )
     settings: RetrofitOptions = Field(description="what was asked for")
-    texts: TextsRecord
-    seconds: Seconds
+    judged: list[str] = Field(description="domains on which the damage was measured")
+    fitted: list[str] = Field(description="domains to which W_c or the choice of layers was fitted")
+    seconds: dict[str, float] = Field(description="of each phase")
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
@@ -332,7 +312,7 @@ class Receipt(Result):
             "perplexity_ratio_ci95": [round(end, 4) for end in worst.ratio_ci95],
             "kl": round(worst.kl, 5),
             "needles": None if self.needles is None else count_found(self.needles.retrofit),
-            "seconds": round(self.seconds.all, 1),
+            "seconds": round(sum(self.seconds.values()), 1),
         }
 
     def save(self, folder: str | Path, force: bool = False, remote_code_shim: bool = False) -> Path:

@@ -6,7 +6,7 @@ caller's business.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,20 +23,31 @@ from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, changed_alone, why_no_refit
 from crosslayer.verbs.retrofit.moments import ALONE, FITS, REFITS, Fit
+from crosslayer.verbs.retrofit.result import Weights
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """The rewired model, and by name what became of the source's weights."""
+class Rewired:
+    """A model with another wiring, before it is judged.
+
+    Attributes:
+        model: the model.
+        weights: what became of the source's weights, by name.
+        fit: how W_c and W_o were fitted; None where neither was.
+        fits: what they do in each layer that was fitted, from below.
+        refitted: the original's tensor of every W_o that was refitted, by name.
+
+    """
 
     model: PreTrainedModel
-    dropped: list[str]
-    merged: list[str]  # from several layers'
-    new: list[str]  # which the source does not have
+    weights: Weights
+    fit: str | None = None
+    fits: list[Fit] = field(default_factory=list)
+    refitted: dict[str, Tensor] = field(default_factory=dict)
 
 
 @torch.no_grad()
-def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first") -> Conversion:
+def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first") -> Rewired:
     """Rewire a model of a family that converts (decoder/families).
 
     Where whole layers go and nothing else changes, the model is of the source's own class.
@@ -62,7 +73,7 @@ def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first"
     model = _rewired(source, config, weights)
     names = set(model.state_dict())
     kept = [name for name in merged if name in names]
-    return Conversion(model, dropped=sorted(set(weights) - names), merged=kept, new=sorted(names - set(weights)))
+    return Rewired(model, Weights(dropped=sorted(set(weights) - names), merged=kept, new=sorted(names - set(weights))))
 
 
 def plain_decoder(source: PreTrainedModel) -> CrossLayerForCausalLM:
@@ -122,7 +133,7 @@ def _layers_gone(wiring: Wiring) -> list[int]:
     return gone if nothing_else and not any(mixes(method) for method in wiring.methods) else []
 
 
-def _without_layers(source: PreTrainedModel, gone: list[int]) -> Conversion:
+def _without_layers(source: PreTrainedModel, gone: list[int]) -> Rewired:
     """Return a model of the source's own class without some layers; what stays is the very tensor of the source."""
     kept = [layer for layer in range(source.config.num_hidden_layers) if layer not in gone]
     config = copy.deepcopy(source.config)
@@ -147,25 +158,7 @@ def _without_layers(source: PreTrainedModel, gone: list[int]) -> Conversion:
     model.load_state_dict(weights, strict=True, assign=True)
     model.tie_weights()
     model.generation_config = copy.deepcopy(source.generation_config)
-    return Conversion(model.eval(), dropped=sorted(dropped), merged=[], new=[])
-
-
-@dataclass(frozen=True)
-class Rewired(Conversion):
-    """A model with another wiring, before it is judged.
-
-    Attributes:
-        methods: what it is wired by.
-        fit: how W_c and W_o were fitted; None where neither was.
-        fits: what they do in each layer that was fitted, from below.
-        refitted: the original's tensor of every W_o that was refitted, by name.
-
-    """
-
-    methods: list[Method]
-    fit: str | None
-    fits: list[Fit]
-    refitted: dict[str, Tensor]
+    return Rewired(model.eval(), Weights(dropped=sorted(dropped), merged=[], new=[]))
 
 
 @torch.no_grad()
@@ -208,8 +201,8 @@ def rewire(
     if same and not any(mixes(method) for method in chosen):
         names = ", ".join(method.name() for method in chosen) or "no method"
         raise ValueError(f"{names} as it stands changes nothing; name layers")
-    conversion, fits = convert(model, chosen, merge), []
-    rewired = conversion.model
+    made, fits = convert(model, chosen, merge), []
+    rewired = made.model
     if fit not in REFITS and not any(isinstance(module, Compensation) for module in rewired.modules()):
         fit = None
     elif fit != "zero":
@@ -226,7 +219,7 @@ def rewire(
     changed = [fitted.layer for fitted in fits if fitted.output_penalty is not None]
     outputs = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in changed]  # W_o, in all families
     refitted = {name: originals[name] for name in outputs}
-    return Rewired(**vars(conversion), methods=chosen, fit=fit, fits=fits, refitted=refitted)
+    return Rewired(rewired, made.weights.model_copy(update={"refitted": outputs}), fit, fits, refitted)
 
 
 def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | None) -> str:

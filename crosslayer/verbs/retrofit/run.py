@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.core.decoder.weights import to_config
 from crosslayer.core.methods import Entry, merge_plans, to_entry
 from crosslayer.corpus.windows import Windows
-from crosslayer.models.load import Ready, load_config, ready_model
+from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
@@ -29,9 +29,6 @@ from crosslayer.verbs.retrofit.result import (
     Domains,
     Needles,
     Receipt,
-    Seconds,
-    TextsRecord,
-    Weights,
 )
 from crosslayer.verbs.retrofit.rewire import Rewired, rewire
 from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
@@ -113,9 +110,9 @@ def retrofit(
     asked["method"] = plain_method(method)
     options = RetrofitOptions(**{name: asked[name] for name in RetrofitOptions.model_fields})
     request, texts = _read(options, model, text, calibration_text, progress)
-    ready = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
-    with evaluating(ready.model):
-        return _receipt(ready, request, texts, progress)
+    loaded, words = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    with evaluating(loaded):
+        return _receipt(model, loaded, words, request, texts, progress)
 
 
 def _read(
@@ -139,15 +136,22 @@ def _read(
     return request, texts
 
 
-def _receipt(ready: Ready, request: Request, texts: Texts, progress: Meter) -> Receipt:
-    """Do what was requested on a model that is ready."""
-    model, tokenizer, options = ready.model, ready.tokenizer, request.options
-    started = time.perf_counter()
+def _receipt(
+    source: PreTrainedModel | str | Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    request: Request,
+    texts: Texts,
+    progress: Meter,
+) -> Receipt:
+    """Do what was requested on a model that was loaded from a source, or is the source itself."""
+    options, started = request.options, time.perf_counter()
     with progress("cutting the text into tokens", 0):
         windows = texts.windows(tokenizer, request)
     for part in windows.values():
         check_ids(model, part.ids)
     calibration = windows["calibration"].by_domain() if request.fits else {}
+    fitted = texts.fitted if windows.keys() & {"calibration", "choice", "search"} else ()
     choosing = time.perf_counter()
     methods, choice = choose(model, request, windows, progress)
     rewiring = time.perf_counter()
@@ -161,23 +165,31 @@ def _receipt(ready: Ready, request: Request, texts: Texts, progress: Meter) -> R
             groups=options.groups,
             merge=options.merge,
             progress=bar.step,
-            share_weights=ready.loaded_here,
+            share_weights=model is not source,
         )
     judging = time.perf_counter()
-    damage = _judge(model, rewired, windows["evaluation"], texts.seen(request), options.seed, progress)
+    damage = _judge(model, rewired, windows["evaluation"], frozenset(fitted), options.seed, progress)
     needles, found = None, look_up(rewired.model, tokenizer, options.seed, progress) if options.needles else ()
     if found:
         needles = Needles(original=look_up(model, tokenizer, options.seed, progress), retrofit=found)
-    done = time.perf_counter()
+    seconds = {
+        "read": choosing - started,
+        "choose": rewiring - choosing,
+        "rewire": judging - rewiring,  # conversion and calibration
+        "damage": time.perf_counter() - judging,  # losses on text, and hidden numbers
+    }
     receipt = Receipt(
-        architecture=_architecture(ready, rewired.model),
+        architecture=Architecture(
+            **model_facts(model, public_name(source)),
+            origin=origin(model),
+            retrofit_class=type(rewired.model).__name__,
+            parameters_after=rewired.model.num_parameters(),
+        ),
         methods=[to_entry(method) for method in methods],
         title=title(methods),
         plan=merge_plans(methods, model.config.num_hidden_layers),
         choice=choice,
-        weights=Weights(
-            dropped=rewired.dropped, merged=rewired.merged, new=rewired.new, refitted=list(rewired.refitted)
-        ),
+        weights=rewired.weights,
         calibration=Calibration(
             fit=rewired.fit if rewired.fits and rewired.fit is not None else request.fit,
             windows={name: len(ids) for name, ids in calibration.items()},
@@ -187,10 +199,9 @@ def _receipt(ready: Ready, request: Request, texts: Texts, progress: Meter) -> R
         damage=damage,
         needles=needles,
         settings=options,
-        texts=TextsRecord(judged=list(texts.judging), fitted=list(texts.read(request))),
-        seconds=Seconds(
-            choose=rewiring - choosing, rewire=judging - rewiring, damage=done - judging, all=done - started
-        ),
+        judged=list(texts.judging),
+        fitted=list(fitted),
+        seconds={name: round(seconds, 2) for name, seconds in seconds.items()},
     )
     return receipt.of_model(rewired.model, tokenizer)
 
@@ -205,20 +216,6 @@ def _judge(
     with progress("measuring the damage", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
     return by_domain(measured["after"], measured.get("without"), seen, seed)
-
-
-def _architecture(ready: Ready, rewired: PreTrainedModel) -> Architecture:
-    model = ready.model
-    return Architecture(
-        name=ready.name,
-        origin=origin(model),
-        source_class=type(model).__name__,
-        retrofit_class=type(rewired).__name__,
-        layers=model.config.num_hidden_layers,
-        parameters_before=sum(parameter.numel() for parameter in model.parameters()),
-        parameters_after=sum(parameter.numel() for parameter in rewired.parameters()),
-        dtype=str(model.dtype).removeprefix("torch."),
-    )
 
 
 def _cache(model: PreTrainedModel, rewired: PreTrainedModel, context: int | None) -> CacheRecord:

@@ -56,14 +56,6 @@ class Texts:
             raise ValueError(f"{doubled[0]!r} is the name of an embedded domain; give `text` too, or rename it")
         return cls({**domains, **embedded}, tuple(fits or FITTED), tuple(embedded), bool(fits))
 
-    def read(self, request: Request) -> tuple[str, ...]:
-        """Return the domains to which W_c or the choice of layers is fitted; none where nothing is."""
-        return self.fitted if self.parts(request).keys() & {"calibration", "choice", "search"} else ()
-
-    def seen(self, request: Request) -> frozenset[str]:
-        """Return the domains to which anything is fitted, among those that judge."""
-        return frozenset(self.read(request)) & frozenset(self.judging)
-
     def parts(self, request: Request) -> dict[str, dict[str, int]]:
         """Return the windows that are needed, by purpose and domain."""
         options, least = request.options, FEWEST * len(self.judging)
@@ -122,7 +114,7 @@ def _by_name(text: DomainTexts, name: str) -> dict[str, Documents]:
             )
         if by_name.setdefault(source.describe(), source) != source:
             raise ValueError(
-                f"two texts are called {source.describe()!r}; a domain goes by its file's name: rename one, or name it: "
-                "NAME=FILE"
+                f"two texts are called {source.describe()!r}; a domain goes by its file's name, so rename "
+                "either, or name it (NAME=FILE)"
             )
     return by_name

@@ -44,7 +44,7 @@ def sentences(record: Receipt) -> list[str]:
     said = [
         f"{record.title}: the KV cache allocates {cache.share:.2%} of the original's "
         f"({cache.bytes_per_token_before:,.0f} → {cache.bytes_per_token_after:,.0f} bytes a token at "
-        f"{cache.context:,.0f} tokens), parameters {model.parameters_before / 1e6:.1f} → "
+        f"{cache.context:,.0f} tokens), parameters {model.parameters / 1e6:.1f} → "
         f"{model.parameters_after / 1e6:.1f} M.",
         f"Worst {'fitted' if worst.seen else 'unseen'} domain, {worst.name}: perplexity "
         f"{worst.perplexity_before:.2f} → {worst.perplexity_after:.2f}, ratio {ratio(worst)}; KL to the original "

@@ -65,10 +65,6 @@ class TrainingRun(Result):
         last = self.validation[-1].losses
         return sum(domain.share * last[domain.name] for domain in self.domains)
 
-    def sentences(self) -> list[str]:
-        """Return what was found, in sentences."""
-        return self.sibling("page").sentences(self)
-
     def headline(self) -> dict[str, Any]:
         """Return name, seed, tokens, and the validation losses at the end."""
         return {

@@ -6,7 +6,6 @@ from pydantic import Field
 
 from crosslayer.output.record import Frozen
 from crosslayer.output.result import Result
-from crosslayer.output.shown import Table
 
 Status = Literal["PASS", "FAIL", "NOT APPLICABLE"]
 PASS: Status = "PASS"
@@ -61,14 +60,6 @@ class Verification(Result):
     def exit_status(self) -> int:  # type: ignore[override]
         """1 where a check failed, of the command line."""
         return 0 if self.passed else 1
-
-    def tables(self) -> list[Table]:
-        """Return the checks that ran, and what was skipped and why."""
-        return self.sibling("page").tables(self)
-
-    def sentences(self) -> list[str]:
-        """Return what was found, in sentences."""
-        return self.sibling("page").sentences(self)
 
     def headline(self) -> dict[str, Any]:
         """Return the model's name, how many checks passed, failed or do not apply, and the seconds."""

@@ -120,8 +120,8 @@ assert request.kind is cls and request.target(cls) == "attention"
 method = request.compensated(request.from_groups([[2, 3]], 6))
 shape = {**contract.SHAPE, "num_hidden_layers": 6}
 result = convert(LlamaForCausalLM(LlamaConfig(**shape)).eval(), [method])
-assert "model.layers.3.self_attn.v_proj.weight" in result.dropped, result.dropped
-assert "model.layers.3.attn_compensation.weight" in result.new, result.new
+assert "model.layers.3.self_attn.v_proj.weight" in result.weights.dropped, result.weights.dropped
+assert "model.layers.3.attn_compensation.weight" in result.weights.new, result.weights.new
 
 built = contract.build(contract.config_of(["cla"], family="toy", hidden_act="relu2"))
 assert built(contract.tokens()).logits.isfinite().all() and not hasattr(built.model.layers[0].mlp, "gate_proj")

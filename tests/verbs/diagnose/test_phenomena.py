@@ -25,7 +25,7 @@ def test_smollm2_shows_its_sink():
     by_depth = diagnosis.verdict.cache.by_depth
     assert by_depth.groups == [[18, 19, 20, 21], [22, 23, 24, 25], [26, 27, 28, 29]]
     assert {entry.method: entry.share for entry in by_depth.kept}["uniattn"] == pytest.approx(0.85)
-    assert diagnosis.verdict.sink.begins == 12
+    assert diagnosis.verdict.sink.layers[0] == 12
 
 
 def test_minilm_shows_cls_and_the_outliers_of_its_position_table():

@@ -22,7 +22,6 @@ SLIDING = LayerShape(9, 3, 64, 64, causal=True, window=8)
 def test_windows_longer_than_the_text_still_differ():
     cache = crosslayer.diagnose(tiny("gemma2", sliding_window=4096), tokens()).verdict.cache
     assert cache.by_depth.groups == [] and cache.by_similarity.groups == []
-    assert cache.resting_on == "map_similarity_without_first"
 
 
 def test_even_attention_is_no_sink():
@@ -61,7 +60,7 @@ def test_shares_are_the_papers(layers, uniattn, cla):
     cache = verdict(measures(layers), [FULL] * layers, 512).cache
     kept = {entry.method: entry.share for entry in cache.by_depth.kept}
     assert kept["uniattn"] == pytest.approx(uniattn) and kept["cla"] == pytest.approx(cla)
-    assert cache.attention_removed.share == pytest.approx(cla)  # as many layers
+    assert cache.share_without == pytest.approx(cla)  # as many layers
 
 
 def test_every_method_that_saves_by_sharing_is_counted_as_its_own_plan_says():

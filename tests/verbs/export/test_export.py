@@ -1,8 +1,8 @@
 """Exported files hold the model: logits, computed from the files alone, are ours; what has no form is refused."""
 
 import copy
-import importlib.util
 import errno
+import importlib.util
 import json
 
 import pytest

@@ -85,7 +85,7 @@ def test_retrofits_that_were_judged_otherwise_are_refused(option, value, evaluat
     for file in ("config.json", "model.safetensors"):
         (other / file).symlink_to(base / "without" / file)
     receipt = json.loads((base / "without" / "record.json").read_text())
-    receipt["texts" if option == "judged" else "settings"][option] = value
+    (receipt if option == "judged" else receipt["settings"])[option] = value
     (other / "record.json").write_text(json.dumps(receipt))
     retrofits, _ = open_retrofits([base / "without", other], str(base / "original"))
     recipe = load_heal_recipe(recipe_in(tmp_path, eval=evaluation))
@@ -99,8 +99,8 @@ def test_retrofits_that_were_judged_otherwise_are_refused(option, value, evaluat
 
 def test_a_text_of_ones_own_needs_a_domain_to_judge_on(base, tmp_path):
     retrofits, _ = opened(base, "without")
-    texts = retrofits[0].receipt.texts.model_copy(update={"judged": ["own.txt"]})
-    own = type(retrofits[0])(retrofits[0].folder, retrofits[0].receipt.model_copy(update={"texts": texts}))
+    receipt = retrofits[0].receipt.model_copy(update={"judged": ["own.txt"]})
+    own = type(retrofits[0])(retrofits[0].folder, receipt)
     with pytest.raises(
         ValueError, match=r"'without' was judged on 'own.txt', which is no embedded domain; name eval.dom"
     ):

@@ -217,7 +217,9 @@ def test_a_bias_is_least_squares_with_an_intercept(source, fit):
         assert np.abs(found.weight.detach().numpy().T - solved[:-1]).max() < 1e-5
         assert np.abs(found.bias.detach().numpy() - solved[-1]).max() < 1e-5 < np.abs(solved[-1]).max()
         naive.model.layers[number].compensation.load_state_dict(found.state_dict())
-    assert done.new == [f"model.layers.{i}.attn_compensation.{part}" for i in (2, 4) for part in ("bias", "weight")]
+    assert done.weights.new == [
+        f"model.layers.{i}.attn_compensation.{part}" for i in (2, 4) for part in ("bias", "weight")
+    ]
     plain = rewire(source, METHODS["drop"], calibration=ids, fit=fit)
     assert done.fits[0].token_after < plain.fits[0].token_after
 
@@ -323,9 +325,9 @@ def test_the_original_and_everything_but_wc_stay(source):
     made = rewire(source, METHODS["uniattn"], calibration=text(), fit="lstsq")
     assert all(torch.equal(source.state_dict()[name], weight) for name, weight in before.items())
     found = made.model.state_dict()
-    assert made.new == [f"model.layers.{i}.attn_compensation.weight" for i in (2, 4, 5)]
-    assert all(torch.equal(found[n], before[n]) for n in found if n not in made.new)
-    assert all(found[name].abs().max() > 0 for name in made.new)
+    assert made.weights.new == [f"model.layers.{i}.attn_compensation.weight" for i in (2, 4, 5)]
+    assert all(torch.equal(found[n], before[n]) for n in found if n not in made.weights.new)
+    assert all(found[name].abs().max() > 0 for name in made.weights.new)
 
 
 def test_a_mixer_below_parts_the_streams(source):

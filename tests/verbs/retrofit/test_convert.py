@@ -78,8 +78,12 @@ def test_weights_that_stay_are_the_sources_own(family):
     made = convert(source, [method("uniattn")])
     weights, found = source.state_dict(), made.model.state_dict()
     assert all(found[name].data_ptr() == weights[name].data_ptr() for name in found)
-    assert {name.split(".")[2] for name in made.dropped} == {"2", "3", "5"}
-    assert all(".q_" in name or ".k_" in name for name in made.dropped) and not made.merged and not made.new
+    assert {name.split(".")[2] for name in made.weights.dropped} == {"2", "3", "5"}
+    assert (
+        all(".q_" in name or ".k_" in name for name in made.weights.dropped)
+        and not made.weights.merged
+        and not made.weights.new
+    )
     apart = rewire(source, method("uniattn")).model.state_dict()
     assert all(torch.equal(apart[n], weights[n]) and apart[n].data_ptr() != weights[n].data_ptr() for n in apart)
 
@@ -98,7 +102,7 @@ def test_merging_equal_layers_changes_nothing_and_the_svd_beats_the_first():
         for merge in ("mean", "svd"):
             made = convert(source, [cla], merge)
             assert (made.model(ids).logits - expected).abs().max() < 1e-9, merge
-            assert any(".1.self_attn.k_proj" in name for name in made.merged)
+            assert any(".1.self_attn.k_proj" in name for name in made.weights.merged)
 
 
 def test_the_svd_folds_its_factors_exactly():
@@ -182,7 +186,7 @@ def test_the_cache_allocates_the_share_that_the_paper_counts(name, layers, group
 
 def test_mixing_modules_begin_as_they_should():
     made = rewire(tiny("llama"), ["resformer", "attnres"])
-    assert {"weights", "query", "gain"} == {name.rsplit(".")[-1] for name in made.new}
+    assert {"weights", "query", "gain"} == {name.rsplit(".")[-1] for name in made.weights.new}
     ids = tokens()
     assert torch.equal(made.model(ids).logits, made.model(ids).logits)
     assert made.model.model.layers[1].self_attn.mixers[0].weights.tolist() == [0.5, 0.5]
@@ -193,7 +197,7 @@ def test_modules_and_buffers_inside_of_a_mixer_begin_as_they_should():
     rewired = rewire(source, "tests.helpers.nested")
     mixer = rewired.model.model.layers[2].self_attn.mixers[0]
     assert mixer.scale.tolist() == [FACTOR] * 8 and not mixer.linear.weight.any() and not mixer.linear.bias.any()
-    assert sum(name.endswith("linear.weight") for name in rewired.new) == 3
+    assert sum(name.endswith("linear.weight") for name in rewired.weights.new) == 3
     with torch.no_grad():
         for layer in source.model.layers:
             layer.self_attn.v_proj.weight.mul_(FACTOR)

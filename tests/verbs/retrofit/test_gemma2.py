@@ -78,7 +78,7 @@ def test_merging_sees_projections_with_gemmas_gain(merge):
             follower.weight.copy_(leader.weight * gains[0] / gains[1])
         expected = convert(source, [cla]).model(ids).logits
         merged = convert(source, [cla], merge)
-        assert "model.layers.2.self_attn.k_proj.weight" in merged.merged
+        assert "model.layers.2.self_attn.k_proj.weight" in merged.weights.merged
         assert (merged.model(ids).logits - expected).abs().max() < 1e-5  # of a float32 softmax
 
 

@@ -109,7 +109,7 @@ def test_both_together_leave_less_of_a_domain_left_out_than_either(source):
 def test_nothing_is_added_and_the_original_stays(source):
     before = {name: weight.clone() for name, weight in source.state_dict().items()}
     rewired = rewire(source, plain(UNIATTN), calibration=domains(), fit="refit-o", share_weights=True)
-    assert rewired.new == [] and list(rewired.refitted) == [
+    assert rewired.weights.new == [] and list(rewired.refitted) == [
         f"model.layers.{layer}.self_attn.o_proj.weight" for layer in FOLLOWERS
     ]
     for name, weight in source.state_dict().items():

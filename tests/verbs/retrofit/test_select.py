@@ -150,7 +150,7 @@ def test_retrofits_by_both_choices(source):
     kept = shared.plan.keys
     assert sum(source != layer for layer, source in enumerate(kept)) == 2 and shared.kv_share == pytest.approx(4 / 6)
     assert all(shared.model.model.layers[layer].self_attn.k_proj is None for layer in range(6) if kept[layer] != layer)
-    assert shared.choice.groups and shared.calibration.fit == "refit" and shared.texts.fitted == ["a", "b"]
+    assert shared.choice.groups and shared.calibration.fit == "refit" and shared.fitted == ["a", "b"]
     linear = retrofitted(source, method="drop", select="correlation", count=2, compensation="lmmse", bias=True)
     (chosen,) = linear.methods
     ids = torch.cat([text(90)[16:80], text(90).flip(0)[16:80]])  # the windows to which W_c is fitted
@@ -159,7 +159,7 @@ def test_retrofits_by_both_choices(source):
     assert all(linear.model.model.layers[layer].compensation.bias.abs().max() > 0 for layer in chosen["attention"])
     assert linear.calibration.fit == "lmmse" and linear.calibration.windows == {"a": 64, "b": 64}
     bare = retrofitted(source, method="drop", select="correlation", count=2, compensation="none")
-    assert bare.methods[0]["attention"] == chosen["attention"] and bare.texts.fitted == ["a", "b"]
+    assert bare.methods[0]["attention"] == chosen["attention"] and bare.fitted == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs,
     assert json.loads(output.out.strip().splitlines()[-1])["kv_share"] <= 0.7
     assert "searching, about 36 of at most 300 wirings" in output.err
     record = json.loads((out / "record.json").read_text())
-    assert record["texts"] == {"judged": ["text.txt"], "fitted": ["text.txt"]}
+    assert record["judged"] == record["fitted"] == ["text.txt"]
     search = record["choice"]["search"]
     assert search["passes"] <= 300 and search["curve"][-1]["share"] <= 0.7
     assert [len(blocks["search_minus_fixed_ci95"]) for blocks in search["fixed"]] == [2, 2]
@@ -201,7 +201,7 @@ def test_a_method_of_ones_own(monkeypatch, inputs, tmp_path, capsys):
     record = json.loads((out / "record.json").read_text())
     assert record["methods"] == [{"name": "every_third"}] and record["plan"]["keys"] == [0, 0, 0, 3, 3, 3, 6, 6]
     assert record["calibration"]["fit"] == "none" and record["choice"]["how"] == "as options"
-    assert record["texts"]["fitted"] == []
+    assert record["fitted"] == []
     assert capsys.readouterr().out.startswith("every_third: the KV cache allocates 37.50%")
 
 

@@ -49,7 +49,7 @@ class Family:
         experts: whether a mixture of gated MLPs may stand in the place of an MLP.
         embedding: the class of token embeddings, of (count, width, padding).
         learned_positions: whether vectors are added to embeddings by position; otherwise positions are rotary.
-        tried: of "pipeline" and "vllm" what the family has been tried with; the others refuse it.
+        tried: of "pipeline", "vllm" and "export" what the family has been tried with; the others refuse it.
         model_types: by `model_type`, Hugging Face's models that convert.
 
     """

@@ -66,7 +66,7 @@ def unlike_llama(config: CrossLayerConfig) -> str | None:
     """Return in what the layers of a model differ from Llama's, beyond biases; None for nothing."""
     kinds = set(config.layer_types or ())
     facts = {
-        f"family is {config.family!r}": config.family != "llama",
+        f"family is {config.family!r}": "export" not in config.parts.tried,
         "queries and keys are normed (qk_norm)": config.qk_norm,
         f"it has {config.num_local_experts} experts": config.num_local_experts is not None,
         f"layers see a window of {config.sliding_window} tokens": "sliding_attention" in kinds,

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,7 +80,7 @@ OPENED = """
 import sys, torch
 from transformers import AutoModelForCausalLM as A
 
-stock, ours, *targets = sys.argv[1:]
+stock, ours, bare, *targets = sys.argv[1:]
 model = A.from_pretrained(stock)
 print(type(model).__name__, len(model.model.layers), "crosslayer" in sys.modules)
 for source, target in zip([ours, *targets], targets):
@@ -87,8 +88,9 @@ for source, target in zip([ours, *targets], targets):
     model.save_pretrained(target)
     print(model(torch.tensor([[5, 6, 7]])).logits.sum().item(), model.config.plan.keys[7])
 import crosslayer  # with which the class is found without the shim
-model = A.from_pretrained(ours)
-print(type(model).__name__, model.config.plan.keys)
+for folder in (bare, ours):
+    model = A.from_pretrained(folder)
+    print(type(model).__name__, model.config.plan.keys)
 """
 
 
@@ -100,14 +102,18 @@ def test_folders_open_in_another_process(monkeypatch, inputs, tmp_path, capsys):
     assert "a stock LlamaForCausalLM opens without crosslayer: no shim is written" in capsys.readouterr().err
     assert check_files(stock) == [] and not (stock / "modeling_shim.py").exists()
     assert retrofit(monkeypatch, inputs, ours, "--method", "cla", "--layers", "6-7", "--remote-code-shim") == 0
-    folders = [str(folder) for folder in (stock, ours, tmp_path / "again", tmp_path / "third")]
+    bare = shutil.copytree(ours, tmp_path / "bare", ignore=shutil.ignore_patterns("modeling_shim.py"))
+    config = json.loads((bare / "config.json").read_text())
+    assert config.pop("auto_map")
+    (bare / "config.json").write_text(json.dumps(config))
+    folders = [str(folder) for folder in (stock, ours, bare, tmp_path / "again", tmp_path / "third")]
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
     found = subprocess.run([sys.executable, "-c", OPENED, *folders], capture_output=True, text=True, env=environment)
     assert found.returncode == 0, found.stderr[-500:]
     lines = found.stdout.strip().split("\n")
     assert lines[0] == "LlamaForCausalLM 6 False"
     assert lines[1] == lines[2] and lines[1].endswith(" 6")
-    assert lines[3] == "CrossLayerForCausalLM (0, 1, 2, 3, 4, 5, 6, 6)"
+    assert lines[3:] == ["CrossLayerForCausalLM (0, 1, 2, 3, 4, 5, 6, 6)"] * 2
 
 
 def test_the_worst_domain_that_was_not_fitted_to_leads(monkeypatch, inputs, tmp_path, capsys):

@@ -44,10 +44,6 @@ def embedded_folder(name: str) -> Path:
 
     The converted model is named by the file's SHA-256, so that another file is converted anew. Processes that need it
     at the same time wait for the first of them.
-
-    Raises:
-        ValueError: a package is not installed, or the cache folder cannot be written.
-
     """
     source, target = _places(name)
     if _is_converted(target):

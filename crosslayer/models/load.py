@@ -140,12 +140,7 @@ def ready_model(
     device: str | torch.device | None = None,
     meter: Meter = Silent,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Return a model and its tokenizer: as they are, or, where `model` is a name, loaded by `load_model`.
-
-    Raises:
-        ValueError: as `load_model`; or `dtype`, `device` or a tokenizer is of no use.
-
-    """
+    """Return a model and its tokenizer: as they are, or, where `model` is a name, loaded by `load_model`."""
     if isinstance(model, PreTrainedModel):
         if dtype is not None or device is not None:
             raise ValueError("dtype and device are for a model that is named; this model is loaded already")
@@ -196,9 +191,7 @@ def is_causal(config: PreTrainedConfig) -> bool:
 def model_source(name: str, needs_weights: bool = True) -> str:
     """Return the folder or hub name from which transformers loads a model, or without weights its config.
 
-    Raises:
-        ValueError: it is not there, or a local folder cannot be opened safely; transformers words it less clearly.
-
+    What is not there, or cannot be opened safely, is refused here: transformers words it less clearly.
     """
     if name in EMBEDDED:
         return str(embedded_folder(name))

@@ -71,10 +71,6 @@ def pair(
 
     One that is named gets the dtype and the device of the other, unless others are asked for. One that is loaded has
     `tokenizer`, or that of the other.
-
-    Raises:
-        ValueError: a model is not there or is no causal LM, there is no tokenizer, or an option is of no use.
-
     """
     sources = [model] if baseline is None else [model, baseline]
     configs = [causal_config(verb, source) for source in sources]

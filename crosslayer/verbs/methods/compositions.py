@@ -19,12 +19,7 @@ options may not. Mixers chain in list order, so that for two of them the order c
 
 
 def collision(first: str, second: str) -> str | None:
-    """Return why two methods exclude one another, None where they work together.
-
-    Raises:
-        AssertionError: they are accepted, and their cache changes the logits or the order of the list what is refused.
-
-    """
+    """Return why two methods exclude one another, in both orders; None where they work together, with a cache too."""
     entries = [to_entry(method_class(name).example(LAYERS)) for name in (first, second)]
     refused = [_refused(entries), _refused(entries[::-1])]
     assert (refused[0] is None) == (refused[1] is None), f"{first}, {second}: {refused}"

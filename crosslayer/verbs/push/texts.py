@@ -25,10 +25,6 @@ def own_texts(folder: Path, repo: str) -> dict[str, str]:
 
     The card is written anew from the receipt, or, where there is none, the folder's with the repository's name put in;
     a card that was edited since the folder was written goes up as it is.
-
-    Raises:
-        ValueError: the folder has no manifest, or files that are missing, changed or not listed in it.
-
     """
     if not folder.is_dir() or not (folder / NAME).is_file():
         raise ValueError(f"{folder.name!r} is no model's folder of crosslayer: it has no {NAME}, as a retrofit has")

@@ -1,7 +1,6 @@
 """Proof that a causal LM is right: its files are its manifest's, and every way to run it gives the same logits."""
 
 import inspect
-import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -15,11 +14,11 @@ from crosslayer.models.load import DTYPES, EMBEDDED, load_model, public_name, re
 from crosslayer.models.pair import causal_config
 from crosslayer.output import manifest
 from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.record import read_record
 from crosslayer.verbs.verify.checks import CHECKS, EXACT, WEAK, Measurement, in_brief, judged, tolerance_of
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check, Verification
 from crosslayer.verbs.verify.subject import random_ids, subject_of
 
-RECORD = "record.json"
 SHOWN = 3  # files that are named
 
 
@@ -134,7 +133,7 @@ def check_files(folder: Path | None) -> Check:
         return Check(name="manifest", dtype=None, status=NOT_APPLICABLE, reason="the model is not a local folder")
     if not (folder / manifest.NAME).exists():
         if _is_retrofit(folder):
-            reason = f"its {RECORD} says that this is a retrofit, and the {manifest.NAME} of a retrofit is missing"
+            reason = f"its record.json says that this is a retrofit, and the {manifest.NAME} of a retrofit is missing"
             return Check(name="manifest: files", dtype=None, status=FAIL, reason=reason)
         return Check(name="manifest", dtype=None, status=NOT_APPLICABLE, reason=f"the folder has no {manifest.NAME}")
     try:
@@ -176,7 +175,6 @@ def _is_retrofit(folder: Path) -> bool:
     A config cannot say so: `save_pretrained` of a model trained further would repeat it in a folder that has none.
     """
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return str(read_record(folder).get("schema")).startswith("crosslayer/retrofit/")
+    except ValueError:
         return False
-    return isinstance(record, dict) and str(record.get("schema", "")).startswith("crosslayer/retrofit/")

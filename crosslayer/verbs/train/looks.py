@@ -1,6 +1,6 @@
 """Looks at a model while it is trained: gradients, and over a few held-out windows sinks and norms, of every layer.
 
-Flows: windows → measures of each (`diagnosis/sequence.py`) → their means in the log → `Look`s of the record.
+Flows: windows → measures of each (`verbs/diagnose/sequence.py`) → their means in the log → `Look`s of the record.
 Shapes: N windows, T tokens, L layers.
 """
 

@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,6 +34,7 @@ from crosslayer.verbs.train.tokenizers import PART, batches, encoder, frame, pie
 INDEX, ENDS, BEGUN = "index.json", "ends.bin", "begun.json"
 SCHEMA = "crosslayer/shards/2"
 FILE = 2**24  # tokens of a file at least; the batch with the last of them goes into it too
+OPEN = 64  # files that are mapped at once; each holds a descriptor, and a process may have no more than 1,024
 LARGEST = 2**24  # bytes of an index; that of 10¹² tokens needs fewer
 TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 END_TYPE = np.dtype("<i8")
@@ -86,7 +87,8 @@ class Shards:
         while done < count:
             number = bisect.bisect_right(self._offsets, start + done) - 1
             inside = start + done - self._offsets[number]
-            part = self._maps[number][inside : inside + count - done]
+            tokens = _mapped(self.folder / _file_name(number), self.dtype, self.fingerprint)
+            part = tokens[inside : inside + count - done]
             ids[done : done + len(part)] = part
             done += len(part)
         return ids
@@ -98,11 +100,6 @@ class Shards:
         return np.concatenate(([0], inside)) if start == 0 else inside
 
     @cached_property
-    def _maps(self) -> list[np.ndarray]:
-        paths = [self.folder / _file_name(number) for number in range(len(self.files))]
-        return [np.memmap(path, dtype=TYPES[self.dtype], mode="r") for path in paths]
-
-    @cached_property
     def _ends(self) -> np.ndarray:
         return np.asarray(np.memmap(self.folder / ENDS, dtype=END_TYPE, mode="r"))
 
@@ -112,6 +109,12 @@ class Shards:
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # no maps: they would be copied
+
+
+@lru_cache(maxsize=OPEN)
+def _mapped(path: Path, dtype: str, fingerprint: str) -> np.ndarray:
+    """Map a file; what is written later under its name has another fingerprint."""
+    return np.memmap(path, dtype=TYPES[dtype], mode="r")
 
 
 def fingerprint(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -246,6 +249,8 @@ def _write(
         raise ValueError("there is no text to cut into tokens")
     if tokens > before:
         at.files.append(tokens - before)
+    else:  # what followed the last whole file had no tokens
+        (folder / _file_name(len(at.files))).unlink(missing_ok=True)
     for name in (_file_name(len(at.files) - 1), ENDS):
         sync(folder / name)
     index = Index(schema=SCHEMA, fingerprint=fingerprint, dtype=dtype, documents=at.documents, files=at.files)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers.normalizers import Replace
 
 from crosslayer.verbs.train import shards as module
 from crosslayer.verbs.train import tokenizers
@@ -155,7 +156,7 @@ def test_opening_reads_no_tokens(tmp_path, monkeypatch):
         Path, "open", lambda path, *args, **options: opened.append(path) or read(path, *args, **options)
     )
     shards = open_shards(tmp_path / "s")
-    assert [path.name for path in opened] == ["index.json"] and "_maps" not in vars(shards)
+    assert [path.name for path in opened] == ["index.json"] and shards.tokens
 
 
 def test_ends_that_do_not_fit_are_refused(tmp_path):
@@ -251,6 +252,22 @@ def test_an_interrupted_cutting_goes_on_with_the_same_bytes(tmp_path, small_file
         assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "whole"]
         shutil.rmtree(tmp_path / "s")
     assert "going on from " in capsys.readouterr().err
+
+
+def test_many_files_are_not_all_open_at_once(tmp_path, small_files):
+    """A process may have 1,024 descriptors, and a large text has more files."""
+    shards = write(tmp_path / "s", LONG * 10, FRAMED)
+    assert len(shards.files) > module.OPEN + 20
+    before = len(os.listdir("/dev/fd"))
+    shards.read(0, shards.tokens)
+    assert len(os.listdir("/dev/fd")) <= before + module.OPEN + 1  # and that of the documents' ends
+
+
+def test_text_without_tokens_behind_the_last_whole_file_leaves_none(tmp_path, small_files):
+    unknown = word_tokenizer()
+    unknown.backend_tokenizer.normalizer = Replace("nothing", "")
+    shards = write(tmp_path / "s", [words(0, 12), "nothing", "nothing " * 3], unknown)
+    assert shards.tokens == 12 and sorted(files_of(tmp_path / "s")) == ["ends.bin", "index.json", "tokens-00000.bin"]
 
 
 def _changed(folder):

@@ -20,7 +20,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, GetPydanticSchema, V
 from typing_extensions import TypedDict  # that of Python 3.11 is not known to pydantic
 
 LARGEST = 2**16  # bytes of a file
+EXAMPLES = {"model": "{size: tiny}", "schedule": "{steps: 1000}"}  # of keys that have no default
 AnyRecipe = TypeVar("AnyRecipe", bound=BaseModel)
+Keys = tuple[Any, ...]  # of mappings and lists, from the top
 Source = tuple[str, dict[str, Any]]  # a file or a setting, and what it says
 
 
@@ -49,14 +51,34 @@ def read_recipe(kind: type[AnyRecipe], path: str | Path, settings: Sequence[str]
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        keys, cause, missing = first["loc"], first.get("ctx", {}).get("error"), first["type"] == "missing"
-        message = first["msg"] if cause is None else str(cause)
-        if cause is None and not missing:
-            message += f"; it is {'null' if first['input'] is None else reprlib.repr(first['input'])}"
+        found: dict[Keys, list[Any]] = {}
+        for each in error.errors(include_url=False):
+            found.setdefault(_place(each, values), []).append(each)
+        first = next(iter(found))
+        keys = max((place for place in found if place[: len(first)] == first), key=len)  # in the likeliest of a union
+        fault = found[keys][0]
+        cause, missing = fault.get("ctx", {}).get("error"), fault["type"] == "missing"
+        message = ", or ".join(dict.fromkeys(each["msg"] for each in found[keys])) if cause is None else str(cause)
+        if missing and keys[-1] in EXAMPLES:
+            message += f"; write for example {keys[-1]}: {EXAMPLES[keys[-1]]}"
+        elif cause is None and not missing:
+            message += f"; it is {'null' if fault['input'] is None else reprlib.repr(fault['input'])}"
         named = keys[:-1] if missing else (*keys, cause.key) if isinstance(cause, WrongKey) else keys
-        writer = _writer(sources, named)
+        writer = _writer(sources, named) if named else str(path)  # of what is missing at the top
         raise ValueError(": ".join(filter(None, (writer, ".".join(map(str, keys)), message)))) from None
+
+
+def _place(fault: Any, values: Any) -> Keys:
+    """Return the keys of the input that lead to a fault; what pydantic adds, such as a union's members, are none."""
+    keys: Keys = ()
+    for part in fault["loc"]:
+        if part in _keys(values):
+            keys, values = (*keys, part), values[part]
+    return (*keys, fault["loc"][-1]) if fault["type"] == "missing" else keys
+
+
+def _keys(values: Any) -> Collection[Any]:
+    return values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -165,14 +187,13 @@ def _apply(values: dict[str, Any], setting: str) -> Source:
     return place, said
 
 
-def _writer(sources: Sequence[Source], keys: Sequence[Any]) -> str:
+def _writer(sources: Sequence[Source], keys: Keys) -> str:
     """Return the last source of those that say most of the way to a value."""
 
     def depth(source: Source) -> int:
         values: Any = source[1]
         for number, key in enumerate(keys):
-            known = values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
-            if key not in known:
+            if key not in _keys(values):
                 return number
             values = values[key]
         return len(keys)

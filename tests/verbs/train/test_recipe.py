@@ -268,7 +268,7 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("schedule.warmup=1.5", "schedule.warmup: 1.5 is neither a whole number of steps nor a share below 1"),
         ("schedule.warmup=100", "schedule: warmup is 100 steps of 100; it must be fewer"),
         ("schedule.kind=wds", "schedule.kind: … it is 'wds'"),
-        ("optimizer.rates={'(': 2}", "optimizer.rates.(.[key]: '(' is no regular expression: missing ), unterminated subpattern at position 0"),
+        ("optimizer.rates={'(': 2}", "optimizer.rates.(: '(' is no regular expression: missing ), unterminated subpattern at position 0"),
         ("schedule.minimum=2", "schedule.minimum: … it is 2"),
         ("train=3", "train: … it is 3"),
         ("train.learning_rate=high", "train.learning_rate: … it is 'high'"),
@@ -276,7 +276,9 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("train.gradient_accumulation_steps=-1", "train.gradient_accumulation_steps: … it is -1"),
         ("train.bf16=yes", "train.bf16: … it is 'yes'"),
         ("train.optim=adamw", "train.optim: 'adamw' is not known; did you mean 'adamw_torch'?"),
-        ("train.report_to=[3]", "train.report_to.str: … it is [3]"),
+        ("train.report_to=[3]", "train.report_to.0: … it is 3"),
+        ("train.report_to=3", "train.report_to: … string, or … list; it is 3"),
+        ("model.shape.rope_parameters=3", "model.shape.rope_parameters: … it is 3"),
         ("train.max_steps=3", "train: max_steps is not set here: write schedule.steps or schedule.tokens"),
         ("train.seed=1", "train: seed is not set here: write `seed` at the top of the recipe"),
         ("train.load_best_model_at_end=true", "train: load_best_model_at_end is not set here: write eval.every and eval.windows"),
@@ -292,10 +294,15 @@ def test_values_are_those_of_yamls_core_schema(recipe):
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_a_line(recipe, setting, message):
     """The setting, or the file, the key and the value; … stands for pydantic's words."""
-    said = refusal(recipe, setting).removeprefix(f"--set {setting}: ")
-    first, _, last = message.partition("…")
-    assert said.startswith(first) and said.endswith(last), said
-    assert len(said) > len(message) if "…" in message else said == message
+    source = "" if message.startswith("plain.yaml: ") else f"--set {setting}: "
+    words = ".+".join(map(re.escape, f"{source}{message}".split("…")))
+    assert re.fullmatch(words, refusal(recipe, setting))
+
+
+def test_a_key_that_is_missing_is_said_of_the_file_and_with_what_to_write(recipe):
+    recipe.write_text(PLAIN.replace("schedule: {steps: 100}", ""))
+    said = refusal(recipe, "seed=1")
+    assert re.fullmatch(r"plain\.yaml: schedule: .+; write for example schedule: \{steps: 1000\}", said)
 
 
 def test_the_setting_that_is_wrong_is_named_among_several(recipe):

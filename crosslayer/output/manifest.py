@@ -20,6 +20,7 @@ from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import environment
 from crosslayer.output.folder import write_whole
+from crosslayer.output.record import fault_of
 from crosslayer.probe.intercept import evaluating, layer_stack
 from crosslayer.probe.tokens import positions
 
@@ -65,7 +66,7 @@ def write_manifest(folder: Path, model: PreTrainedModel) -> None:
         raise ValueError(f"{folder.name!r} holds {odd[0]!r}, which is not a regular file; a manifest lists files")
     manifest = Manifest(
         schema="crosslayer/manifest/1",
-        files={name: _digest(path) for name, path in files.items()},
+        files={name: file_digest(path) for name, path in files.items()},
         plan=plan_of(model),
         methods=methods_of(model),
         fingerprint=fingerprint(model),
@@ -92,11 +93,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"it is not a file of at most {LARGEST:,} bytes")
         manifest = Manifest.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
-            deep = "recursion limit" in first["msg"]
-            raise ValueError(f"{NAME}: {'it is nested too deeply' if deep else first['msg']}") from None
-        raise ValueError(f"{NAME}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        fault = fault_of(error)
+        raise ValueError(f"{NAME}: {'it is nested too deeply' if 'recursion limit' in fault else fault}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{NAME}: {error}") from None
     for name in manifest.files:
@@ -116,7 +114,7 @@ def check_files(folder: Path) -> list[str]:
     for name, path in paths.items():
         if name not in digests:
             faults.append(f"{name} is not listed")
-        elif not path.is_file() or _digest(path) != digests[name]:
+        elif not path.is_file() or file_digest(path) != digests[name]:
             faults.append(f"{name} is changed")
     return sorted(faults)
 
@@ -192,6 +190,7 @@ def _entries(folder: Path) -> dict[str, Path]:
     return {name: path for name, path in names.items() if name not in NOT_LISTED and not name.startswith(CLIENT)}
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

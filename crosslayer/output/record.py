@@ -134,10 +134,15 @@ class Options(BaseModel):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            own = first["msg"].removeprefix("Value error, ") if first["type"] == "value_error" else None
-            raise ValueError(own or f"{place}: {first['msg']}") from None
+            own = error.errors()[0].get("ctx", {}).get("error")  # which names the option
+            raise ValueError(str(own or fault_of(error))) from None
+
+
+def fault_of(error: ValidationError) -> str:
+    """Return the first fault of what may come from anyone: the place, if it has any, and what is wrong there."""
+    first = error.errors()[0]
+    place, words = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    return f"{place if place.isprintable() else repr(place)}: {words}" if place else words
 
 
 def typed_command() -> Any:

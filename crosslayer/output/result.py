@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from crosslayer.environment import Environment, environment
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.page import Page, save_page
-from crosslayer.output.record import read_record, typed_command
+from crosslayer.output.record import fault_of, read_record, typed_command
 from crosslayer.output.shown import Shown, Table
 
 NOTEBOOK_HEIGHT = 800  # pixels of the page inside a notebook's cell
@@ -164,7 +164,6 @@ def load_as(kinds: Sequence[type[AnyResult]], folder: Path) -> AnyResult:
         raise ValueError(f"record.json is {schema[:60]!r}; this release reads {', '.join(readable)}")
     try:
         return known[schema].from_record(record)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"record.json: {place}: {first['msg']}") from None
+    except ValueError as error:
+        fault = fault_of(error) if isinstance(error, ValidationError) else error
+        raise ValueError(f"record.json: {fault}") from None

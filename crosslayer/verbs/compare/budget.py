@@ -16,7 +16,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from crosslayer.output.record import Frozen
+from crosslayer.output.record import Frozen, fault_of
 from crosslayer.verbs.compare.record import Budget
 from crosslayer.verbs.train.recipe_file import nearest
 from crosslayer.verbs.train.result import TrainingRun
@@ -72,9 +72,7 @@ def read_state(folder: Path) -> State | None:
     try:
         return State.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{STATE}: {place if place.isprintable() else repr(place)}: {first['msg']}") from None
+        raise ValueError(f"{STATE}: {fault_of(error)}") from None
 
 
 def read_budget(text: str) -> Budget:

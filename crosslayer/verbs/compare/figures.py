@@ -7,6 +7,7 @@ import numpy as np
 from crosslayer.output.panel import COLORS, QUIET, Dots, Line, Panel, same_scale
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law, Setting
 from crosslayer.verbs.compare.result import Comparison
+from crosslayer.verbs.compare.words import titled
 
 TOGETHER = 6  # lines of arms in a figure
 LOSS, SEEN = "nats a token", "Mean over seeds, on a few held-out windows."
@@ -51,9 +52,8 @@ def _differences(record: Comparison, setting: Setting, suffix: str) -> list[Pane
         f"Held-out loss less that of {record.baseline}: left of 0 is lower. Large: mean over pairs of runs, with its "
         "95 % interval where there are three; small: the pairs."
     )
-    return [
-        Panel(f"difference{suffix}", _title("Difference at the end", setting), words, "nats a token", "", dots=dots)
-    ]
+    title = titled("Difference at the end", setting.label)
+    return [Panel(f"difference{suffix}", title, words, "nats a token", "", dots=dots)]
 
 
 def _relative(record: Comparison, setting: Setting, suffix: str) -> list[Panel]:
@@ -104,10 +104,6 @@ def _groups(record: Comparison, setting: Setting) -> list[list[str]]:
     return [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
 
 
-def _title(title: str, setting: Setting) -> str:
-    return f"{title}, {setting.label}" if setting.label else title
-
-
 def _mean_line(name: str, curves: Sequence[Mapping[int, float | None]], color: str) -> Line | None:
     """Return the mean of curves at the steps where all have a value; None where these are fewer than two."""
     means = {}
@@ -126,7 +122,7 @@ def _panels(
     panels = []
     for number, lines in enumerate(drawn):
         part, end = (f" ({number + 1} of {len(drawn)})", f"_part_{number}") if len(drawn) > 1 else ("", "")
-        panels.append(Panel(f"{key}{end}", _title(f"{title}{part}", setting), words, "step", axis, lines))
+        panels.append(Panel(f"{key}{end}", titled(f"{title}{part}", setting.label), words, "step", axis, lines))
     return same_scale(panels)
 
 
@@ -134,12 +130,11 @@ def _laws(record: Comparison) -> list[Panel]:
     """Return the final losses by cost, the baseline in each figure, for each group of settings that has laws."""
     panels: list[Panel] = []
     words = "Means over seeds, against the whole cost of a run; a power law is a straight line here."
-    for where, cost in dict.fromkeys((law.where, law.cost) for law in record.laws):
-        first, *others = (law for law in record.laws if (law.where, law.cost) == (where, cost))
+    for (where, cost), (first, *others) in record.law_groups().items():
         for start in range(0, len(others), TOGETHER):
             group = zip(others[start : start + TOGETHER], COLORS, strict=False)
             lines = [_law_line(first, QUIET), *(_law_line(law, color) for law, color in group)]
-            title = f"Final loss by {COSTS[cost]}{f', {where}' if where else ''}"
+            title = titled(f"Final loss by {COSTS[cost]}", where)
             axes = {"x_title": COSTS[cost], "y_title": "nats a token", "log_x": True, "log_y": True}
             panels.append(Panel(f"scaling_{len(panels)}", title, words, lines=lines, **axes))
     return panels

@@ -51,8 +51,8 @@ def _arm(entry: Any) -> Methods:
             f"`methods` holds {entry!r}; write a method's name, {{name: …, option: …}}, or a list of these"
         )
     try:
-        return _plain([to_entry(method) for method in load_methods(entry)])
-    except ValueError as error:
+        return json.loads(json.dumps([to_entry(method) for method in load_methods(entry)]))  # tuples are lists there
+    except (ValueError, TypeError) as error:  # the latter of an option that JSON cannot hold
         raise ValueError(f"`methods`: {error}; {PLAIN} is none") from None
 
 
@@ -66,18 +66,13 @@ def _method_label(entry: dict[str, Any]) -> str:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"a method is called {name!r}, which is no name")
     try:
-        defaults = {field.name: field.default for field in fields(method_class(name))}  # type: ignore[arg-type]
+        chosen: Any = method_class(name)
+        defaults = {field.name: json.loads(json.dumps(field.default, default=repr)) for field in fields(chosen)}
     except ValueError:  # a module of somebody's own, which is not imported here
         defaults = {}
-    options = {key: _plain(value) for key, value in entry.items() if key != "name"}
-    changed = {key: value for key, value in options.items() if value != _plain(defaults.get(key, ...))}
+    changed = {key: value for key, value in entry.items() if key != "name" and value != defaults.get(key, ...)}
     words = [f"{key}={json.dumps(value)}".replace('"', "") for key, value in changed.items()]
     return f"{name}({', '.join(words)})" if words else name
-
-
-def _plain(value: Any) -> Any:
-    """Return options as a record has them: tuples are lists."""
-    return json.loads(json.dumps(value, default=repr))
 
 
 def pick_baseline(labels: Sequence[str], baseline: str | None) -> str:
@@ -93,13 +88,11 @@ def pick_baseline(labels: Sequence[str], baseline: str | None) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """A run to be: its place among the others, its recipe, and its folder's name."""
+    """A run to be: its place among the others, and its recipe, whose name is its folder's."""
 
     setting: Setting
     methods: Methods
-    seed: int
     recipe: Recipe
-    name: str
 
     @property
     def key(self) -> str:
@@ -143,9 +136,7 @@ class Grid:
                     own = [f"seed={seed}", f"name={room}{arm}-{seed}"]
                     if steps is not None:
                         own += [f"{STEPS}={steps[_key(setting, methods)]}", f"{TOKENS}=null"]
-                    cells.append(
-                        Cell(setting, methods, seed, self.recipe(setting, methods, own), f"{room}{arm}-{seed}")
-                    )
+                    cells.append(Cell(setting, methods, self.recipe(setting, methods, own)))
         return cells
 
     def recipe(self, setting: Setting, methods: Methods, more: Sequence[str] = ()) -> Recipe:

@@ -9,7 +9,7 @@ from crosslayer.output.words import listed, percent, percent_interval, signed, s
 from crosslayer.verbs.compare.figures import drawn_panels
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law
 from crosslayer.verbs.compare.result import Comparison
-from crosslayer.verbs.compare.words import in_words, inside, sentences, with_values
+from crosslayer.verbs.compare.words import in_words, inside, sentences, titled, with_values
 
 UNKNOWN = "–"
 Read = Callable[[ComparedRun], float | None]
@@ -73,11 +73,6 @@ def _cards(record: Comparison) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _beside(setting: str) -> str:
-    """Return what a title says of a setting, nothing where there is a single one."""
-    return f", {setting}" if setting else ""
-
-
 def _finals(record: Comparison, setting: str) -> Table:
     head = ["arm", "seeds", "loss", f"less {record.baseline}", "95 % interval", "p (Holm)", "lower or higher?"]
     rows = []
@@ -94,7 +89,7 @@ def _finals(record: Comparison, setting: str) -> Table:
         adjusted = UNKNOWN if result.adjusted is None else f"{result.adjusted:.3f}"
         cells = [f"{len(result.seeds)}", f"{result.loss:.4f}", mean, interval, adjusted, in_words(result)]
         rows.append([result.arm, *cells])
-    return f"Final loss, held-out text, nats a token{_beside(setting)}", head, rows
+    return titled("Final loss, held-out text, nats a token", setting), head, rows
 
 
 def _costs(record: Comparison, setting: str) -> Table:
@@ -105,8 +100,8 @@ def _costs(record: Comparison, setting: str) -> Table:
         if runs
     ]
     dtypes = ", ".join(sorted({run.dtype for run in record.runs}))
-    title = f"What it costs, and × {record.baseline} (KV bytes a token in {dtypes}){_beside(setting)}"
-    return title, ["arm", *(name for name, *_ in COLUMNS)], rows
+    title = f"What it costs, and × {record.baseline} (KV bytes a token in {dtypes})"
+    return titled(title, setting), ["arm", *(name for name, *_ in COLUMNS)], rows
 
 
 def _cost_cell(
@@ -135,8 +130,8 @@ def _domains(record: Comparison, setting: str) -> Table:
         if result.setting == setting and result.domains:
             parts = [result.domains.get(name) for name in record.domains]
             rows.append([result.arm, *(UNKNOWN if part is None else with_values(part) for part in parts)])
-    title = f"Difference to {record.baseline} by domain, each taken alone{_beside(setting)}"
-    return title, ["arm", *record.domains], rows
+    title = f"Difference to {record.baseline} by domain, each taken alone"
+    return titled(title, setting), ["arm", *record.domains], rows
 
 
 def _insides(record: Comparison) -> Table:
@@ -179,10 +174,9 @@ def _with_settings(title: str, head: list[str], rows: list[list[str]]) -> Table:
 
 def _laws(record: Comparison) -> Iterator[Table]:
     head = ["arm", "L = A · C^−α", "α over seeds (95 %)", "α by scatter (95 %)", "C saved at the largest", "95 %"]
-    for where, cost in dict.fromkeys((law.where, law.cost) for law in record.laws):
-        group = [law for law in record.laws if (law.where, law.cost) == (where, cost)]
-        title = f"Power laws of the final loss, C {COSTS[cost]}, {len(group[0].costs)} points{_beside(where)}"
-        yield title, head, [_law_row(law, record.baseline) for law in group]
+    for (where, cost), group in record.law_groups().items():
+        title = f"Power laws of the final loss, C {COSTS[cost]}, {len(group[0].costs)} points"
+        yield titled(title, where), head, [_law_row(law, record.baseline) for law in group]
 
 
 def _law_row(law: Law, baseline: str) -> list[str]:

@@ -77,7 +77,8 @@ def load_run(folder: Path) -> TrainingRun:
             if not word.isprintable():
                 raise ValueError(f"{word!r} cannot be printed")
         label_of(run.model.methods)
-        length = _flat(run.recipe).get("data.length")
+        data = run.recipe.get("data")
+        length = data.get("length") if isinstance(data, dict) else None
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError("its recipe has no data.length")
         for steps in (run.curve.steps, [entry.step for entry in run.validation], [look.step for look in run.looks]):

@@ -6,11 +6,11 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.verbs.compare.record import Arm, Budget, ComparedRun, Law, LengthTrend, Outcome, Setting
+from crosslayer.verbs.compare.record import Arm, Budget, ComparedRun, Cost, Law, LengthTrend, Outcome, Setting
 
 
 class Comparison(Result):
-    """What `crosslayer.compare` returns. Shapes: A outcomes (an arm beside the baseline in a setting), D domains."""
+    """What `crosslayer.compare` returns. Shapes: A outcomes (an arm beside the baseline in a setting)."""
 
     schema_: Literal["crosslayer/compare/2"] = Field(
         "crosslayer/compare/2", validation_alias="schema", serialization_alias="schema"
@@ -49,6 +49,13 @@ class Comparison(Result):
         runs = [run for run in self.runs if run.setting == setting and run.arm == arm]
         return sorted(runs, key=lambda run: run.seed)
 
+    def law_groups(self) -> dict[tuple[str, Cost], list[Law]]:
+        """Return the laws by the settings and the cost that they share; the baseline's is the first of a group."""
+        groups: dict[tuple[str, Cost], list[Law]] = {}
+        for law in self.laws:
+            groups.setdefault((law.where, law.cost), []).append(law)
+        return groups
+
     @property
     def differences(self) -> np.ndarray:
         """Final losses, arm − baseline, mean over pairs of seeds, (A,); NaN without a pair."""
@@ -64,12 +71,6 @@ class Comparison(Result):
     def adjusted(self) -> np.ndarray:
         """Their p-values by Holm, for all comparisons together, (A,); NaN below three pairs."""
         return np.array([result.adjusted for result in self.outcomes], dtype=float)
-
-    @property
-    def domain_differences(self) -> np.ndarray:
-        """The same difference in each domain, (A, D); NaN without a pair."""
-        rows = [[result.domains.get(name) for name in self.domains] for result in self.outcomes]
-        return np.array([[np.nan if part is None else part.mean for part in row] for row in rows])
 
     def headline(self) -> dict[str, Any]:
         """Return the baseline, and of each arm in each setting the difference, its interval and the verdict."""

@@ -22,7 +22,7 @@ from crosslayer.verbs.compare.outcomes import outcomes
 from crosslayer.verbs.compare.read import RECORD, RUNS, Placed, Sorted, assemble, load_run, run_folders, sort_runs
 from crosslayer.verbs.compare.record import Budget
 from crosslayer.verbs.compare.result import Comparison
-from crosslayer.verbs.train.recipe import load_recipe
+from crosslayer.verbs.train.recipe import Recipe, load_recipe
 from crosslayer.verbs.train.result import TrainingRun
 from crosslayer.verbs.train.run import train
 from crosslayer.verbs.train.trainer import TrainingStopped
@@ -153,26 +153,27 @@ class _Job:
         """Train what is not there yet; runs that diverge are noted, and are not trained twice."""
         self._schedule()
         cells = self.grid.cells(self.state.steps or None)
-        names = {cell.name for cell in cells}
+        names = {cell.recipe.name for cell in cells}
         self._keep(stopped={name: what for name, what in self.state.stopped.items() if name in names})
         placed: list[Placed] = []
         for number, cell in enumerate(cells, 1):
             digest = hashlib.sha256(cell.recipe.model_dump_json().encode()).hexdigest()
-            before = self.state.stopped.get(cell.name)
+            name = cell.recipe.name
+            before = self.state.stopped.get(name)
             if before is not None and before.recipe == digest:
                 continue
             if before is not None:  # by another recipe
-                if not (self.folder / RUNS / cell.name / RECORD).is_file():
-                    shutil.rmtree(self.folder / RUNS / cell.name, ignore_errors=True)
-                self._keep(stopped={name: what for name, what in self.state.stopped.items() if name != cell.name})
+                if not (self.folder / RUNS / name / RECORD).is_file():
+                    shutil.rmtree(self.folder / RUNS / name, ignore_errors=True)
+                self._keep(stopped={other: what for other, what in self.state.stopped.items() if other != name})
             try:
-                run = self._train(cell, f"run {number} of {len(cells)}, {cell.name}")
-                placed.append(Placed(run, cell.name, cell.setting))
+                run = self._train(cell.recipe, f"run {number} of {len(cells)}, {name}")
+                placed.append(Placed(run, name, cell.setting))
             except TrainingStopped as stop:
                 if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
                     raise
                 what = Stopped(what=str(stop), recipe=digest)
-                self._keep(stopped={**self.state.stopped, cell.name: what})
+                self._keep(stopped={**self.state.stopped, name: what})
         ended = {label_of(part.run.model.methods) for part in placed}
         if baseline not in ended or len(ended) < 2:
             each = "; ".join(f"{name}: {part.what}" for name, part in self.state.stopped.items())
@@ -189,9 +190,13 @@ class _Job:
 
     def _schedule(self) -> None:
         """Measure what the steps of each arm take, where a budget asks for it and it is not known yet."""
-        budget, cells = self.state.budget, self.grid.cells()
-        first = {cell.key: cell for cell in cells if cell.seed == cells[0].seed}
-        if budget is None or budget.kind == "tokens" or self.state.steps.keys() == first.keys():
+        budget = self.state.budget
+        if budget is None or budget.kind == "tokens":
+            return
+        first: dict[str, Cell] = {}
+        for cell in self.grid.cells():
+            first.setdefault(cell.key, cell)
+        if self.state.steps.keys() == first.keys():
             return
         if self.state.steps:
             raise ValueError(f"the folder {self.folder.name!r} has a budget for other arms; name another")
@@ -203,22 +208,17 @@ class _Job:
         budget, steps = measured(budget, [*first], short, self.folder / ".measured")
         self._keep(budget=budget, steps=steps)
 
-    def _train(self, cell: Cell, name: str) -> TrainingRun:
+    def _train(self, recipe: Recipe, shown: str) -> TrainingRun:
         """Return a finished run of the very recipe, or train it to its end."""
-        place = self.folder / RUNS / cell.name
+        place = self.folder / RUNS / recipe.name
         if not (place / RECORD).is_file():
             try:
-                train(
-                    cell.recipe,
-                    place,
-                    resume=True,
-                    progress=lambda what, total: self.progress(f"{name}: {what}", total),
-                )
+                train(recipe, place, resume=True, progress=lambda *task: self.progress(f"{shown}: {task[0]}", task[1]))
             finally:
                 gc.collect()  # a trainer refers to itself, and would hold its model's memory
         run = load_run(place)
-        if run.recipe != cell.recipe.model_dump(mode="json"):
-            raise ValueError(f"{RUNS}/{cell.name} is of another recipe; name another folder, or remove that run")
+        if run.recipe != recipe.model_dump(mode="json"):
+            raise ValueError(f"{RUNS}/{recipe.name} is of another recipe; name another folder, or remove that run")
         return run
 
     def _keep(self, **changes: Any) -> None:
@@ -237,12 +237,7 @@ def _comparison(
         name=name,
         baseline=baseline,
         smooth=smooth,
-        budget=runs.budget,
-        settings=runs.settings,
-        extends=runs.extends,
-        arms=runs.arms,
-        domains=runs.domains,
-        runs=runs.runs,
+        **vars(runs),
         stopped={} if state is None else {run: part.what for run, part in state.stopped.items()},
         outcomes=results,
         laws=lines,

@@ -4,7 +4,16 @@ from collections.abc import Sequence
 
 from crosslayer.output.words import listed, percent, percent_interval, signed, signed_interval
 from crosslayer.stats.means import FEWEST, Difference
-from crosslayer.verbs.compare.record import COSTS, RELEVANT, ComparedRun, Law, LengthTrend, Outcome, mean_of_known
+from crosslayer.verbs.compare.record import (
+    ALPHA,
+    COSTS,
+    RELEVANT,
+    ComparedRun,
+    Law,
+    LengthTrend,
+    Outcome,
+    mean_of_known,
+)
 from crosslayer.verbs.compare.result import Comparison
 
 
@@ -50,6 +59,11 @@ def inside(runs: Sequence[ComparedRun]) -> tuple[float | None, float | None, flo
         mean_of_known([end.sink_rate for end in ends]),
         mean_of_known([end.stream_growth for end in ends]),
     )
+
+
+def titled(title: str, label: str) -> str:
+    """Return the title of a table or a figure with its setting, nothing more where there is a single one."""
+    return f"{title}, {label}" if label else title
 
 
 def _at(label: str) -> str:
@@ -116,14 +130,15 @@ def _tests(record: Comparison) -> list[str]:
         counts = listed([str(len(seeds)) for seeds in record.extends])
         lines.append(
             f"Seeds were added after {'a page' if pages == 1 else f'{pages} pages'} with {counts} of them: lower and "
-            f"higher are said here only below p = {0.05 / (5 * pages * (pages + 1)):.2g}, not 0.05 (the adjusted "
+            f"higher are said here only below p = {ALPHA / (5 * pages * (pages + 1)):.2g}, not {ALPHA} (the adjusted "
             "p-values hold that), so that adding seeds until something shows does not make it show."
         )
     count = sum(result.adjusted is not None for result in record.outcomes)
     if count > 1:
         lines.append(
             f"The page makes {count} comparisons of the final loss. Each interval, taken alone, misses once in 20 "
-            f"times; lower and higher are said only where the p-value, adjusted by Holm for all {count}, is below 0.05."
+            f"times; lower and higher are said only where the p-value, adjusted by Holm for all {count}, is below "
+            f"{ALPHA}."
         )
     return lines
 

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.models.embedded import cache_folder
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.heal.instructions import ExampleRows
 from crosslayer.verbs.heal.recipe import HealRecipe
-from crosslayer.verbs.train.mixture import Mixture, validation_windows, windows_of
+from crosslayer.verbs.train.mixture import FixedRows, Mixture, spread
 from crosslayer.verbs.train.shards import Shards
 from crosslayer.verbs.train.texts import DomainShards
 
@@ -37,12 +37,9 @@ class RecoveryRows:
         rows: dict[str, Dataset[dict[str, Tensor]]] = {}
         for part in self.recipe.data.domains:
             text = self.shards[part.name].validation
-            if part.columns is None:
-                rows[part.name] = validation_windows(text, length, min(count, windows_of(text, length, part.name)))
-            else:
-                examples = self._examples(part.name, text)
-                chosen = min(count, len(examples))
-                rows[part.name] = Subset(examples, [len(examples) * number // chosen for number in range(chosen)])
+            plain = part.columns is None
+            every = FixedRows(text, length, part.name) if plain else self._examples(part.name, text)
+            rows[part.name] = spread(every, count)
         return rows
 
     def left_out(self) -> dict[str, int]:

@@ -21,12 +21,13 @@ from crosslayer.core.method import Compensation
 from crosslayer.environment import quiet_transformers
 from crosslayer.output.folder import set_modes, write_whole
 from crosslayer.output.progress import Meter
+from crosslayer.output.record import fault_of
 from crosslayer.verbs.heal.early_stop import EarlyStop
 from crosslayer.verbs.heal.recipe import HealRecipe, LoraPart, StagePart
 from crosslayer.verbs.heal.record import StageRun
 from crosslayer.verbs.heal.rows import RecoveryRows
 from crosslayer.verbs.heal.trainer import DistillTrainer, Teacher
-from crosslayer.verbs.train.arguments import training_arguments
+from crosslayer.verbs.train.arguments import batch_sequences, training_arguments
 from crosslayer.verbs.train.attention import set_attention
 from crosslayer.verbs.train.callbacks import Interruption, resumable
 from crosslayer.verbs.train.checkpoints import PARTIAL, checkpoints
@@ -97,8 +98,7 @@ class Stage:
 
     @property
     def _sequences(self) -> int:
-        settings = self._settings
-        return settings.get("per_device_train_batch_size", 8) * settings.get("gradient_accumulation_steps", 1)
+        return batch_sequences(self._settings)
 
     @property
     def _steps(self) -> int:
@@ -159,10 +159,8 @@ def finished(folder: Path) -> Outcome | None:
     try:
         return Outcome(StageRun.model_validate_json(path.read_bytes()))
     except ValidationError as error:
-        place = ".".join(map(str, error.errors()[0]["loc"]))
-        raise ValueError(
-            f"{DONE} of {folder.parent.name}/{folder.name} is damaged ({place}); remove that folder to train it anew"
-        ) from None
+        what = f"{DONE} of {folder.parent.name}/{folder.name} is damaged ({fault_of(error)})"
+        raise ValueError(f"{what}; remove that folder to train it anew") from None
 
 
 def compensations(model: nn.Module) -> list[Compensation]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ DEFAULTS: dict[str, Any] = {  # a recipe's `train` may say otherwise
     "report_to": "none",
     "ddp_find_unused_parameters": False,  # a decoder has none: what is borrowed does not exist
 }
+BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}  # Trainer's own defaults
 MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}  # where a package has another name
 WORKERS = 16  # processes that read data, for each core, at the most
 SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}  # checkpoints by torch.distributed.checkpoint, in parallel
@@ -80,6 +82,11 @@ def has_bfloat16() -> bool:
 def step_sequences(args: TrainingArguments) -> int:
     """Return how many sequences a step reads, over all processes and the batches that it accumulates."""
     return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def batch_sequences(train: Mapping[str, Any]) -> int:
+    """Return how many sequences a step reads in each process, by a recipe's `train`."""
+    return math.prod(train.get(key, default) for key, default in BATCH.items())
 
 
 def training_arguments(

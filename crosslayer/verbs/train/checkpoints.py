@@ -7,7 +7,6 @@ from anyone: `Resumed` checks that it is of the run's step and batch, and readab
 """
 
 import contextlib
-import hashlib
 import math
 import os
 import re
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
+from crosslayer.output.manifest import file_digest
 from crosslayer.verbs.train.arguments import step_sequences
 from crosslayer.verbs.train.record import curve_of, training_seconds
 
@@ -92,7 +92,7 @@ def damage(checkpoint: Path) -> str | None:
         size = present[name].stat().st_size
         if size != file.bytes:
             return f"{name} has {size:,} bytes instead of {file.bytes:,}"
-    changed = (name for name, file in mark.files.items() if _digest(present[name]) != file.sha256)
+    changed = (name for name, file in mark.files.items() if file_digest(present[name]) != file.sha256)
     return next((f"{name} is changed" for name in changed), None)
 
 
@@ -114,7 +114,7 @@ def publish(folder: Path, step: int, keep: int | None) -> None:
     files = _files(staged)
     for path in files.values():
         sync(path)
-    listed = {name: File(bytes=path.stat().st_size, sha256=_digest(path)) for name, path in files.items()}
+    listed = {name: File(bytes=path.stat().st_size, sha256=file_digest(path)) for name, path in files.items()}
     text = Mark(schema="crosslayer/checkpoint/1", files=listed).model_dump_json(by_alias=True, indent=1)
     (staged / MARK).write_text(text, encoding="utf-8")
     sync(staged / MARK)
@@ -132,11 +132,6 @@ def _files(checkpoint: Path) -> dict[str, Path]:
     """Return the regular files of a checkpoint by name, but its mark; links are none."""
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and not path.is_symlink()]
     return {name: path for path in paths if (name := path.relative_to(checkpoint).as_posix()) != MARK}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

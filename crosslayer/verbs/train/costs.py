@@ -12,10 +12,9 @@ import statistics
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.decoder.modeling import AT_ONCE
@@ -26,6 +25,7 @@ from crosslayer.verbs.bench.costs import attentions
 from crosslayer.verbs.bench.machine import seconds
 from crosslayer.verbs.bench.memory import free_memory
 from crosslayer.verbs.train.arguments import step_sequences
+from crosslayer.verbs.train.recipe import Recipe
 from crosslayer.verbs.train.record import TrainedModel
 from crosslayer.wiring.read import read_plan
 
@@ -93,25 +93,23 @@ def without_logits(config: Any, args: TrainingArguments, tokens: int) -> dict[st
     return {"skip_logits": True} if ours and tokens * config.vocab_size > LOGITS else {}
 
 
-def check_room(
-    model: nn.Module, config: PreTrainedConfig, args: TrainingArguments, length: int, muon: bool = False
-) -> None:
-    """Refuse a run with sequences of `length` tokens that cannot fit into what is free.
+def check_room(model: PreTrainedModel, recipe: Recipe, args: TrainingArguments) -> None:
+    """Refuse a run that cannot fit into what is free.
 
     The model may be on the meta device; where it has memory, that is taken already and not counted. With Muon matrices
     have one state of the optimizer instead of two.
     """
-    text = config.get_text_config()
+    text, length = model.config.get_text_config(), recipe.data.length
     count = sum(parameter.numel() for parameter in model.parameters())
     there = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == args.device.type)
-    copies = 2 if args.optim not in ADAM else 3 if muon else 4
+    copies = 2 if args.optim not in ADAM else 3 if recipe.optimizer.name == "muon" else 4
     elsewhere = args.deepspeed or "offload" in str(args.fsdp)  # which lay some of it in other memory
     states = 0 if elsewhere else FLOAT * count * copies / (args.world_size if args.fsdp else 1)
     width = 2 if args.bf16 or args.fp16 else FLOAT
     checkpointing = "activation_checkpointing"
     kept = 1 if vars(args)[OLD_ARGUMENTS.get(checkpointing, checkpointing)] else 4
     tokens = length * args.train_batch_size
-    judged = AT_ONCE if without_logits(config, args, tokens) else 0 if args.use_liger_kernel else tokens
+    judged = AT_ONCE if without_logits(model.config, args, tokens) else 0 if args.use_liger_kernel else tokens
     batch = (
         tokens * kept * width * text.num_hidden_layers * text.hidden_size
         + judged * 2 * FLOAT * text.vocab_size

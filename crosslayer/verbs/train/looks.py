@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
+from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.diagnose.sequence import measure_sequence
 from crosslayer.verbs.train.attention import readable_masks
-from crosslayer.verbs.train.mixture import FixedRows
 from crosslayer.verbs.train.record import Look
 
 MEASURES = tuple(name for name in Look.model_fields if name != "step")
@@ -54,7 +54,7 @@ def looks_in(history: Sequence[dict[str, Any]]) -> tuple[Look, ...]:
     )
 
 
-def windows_of_each(domains: Sequence[FixedRows], count: int) -> Tensor | None:
+def windows_of_each(domains: Sequence[Subset[dict[str, Tensor]]], count: int) -> Tensor | None:
     """Return `count` windows (N, T) of the domains in turn, or as many as there are; None where none is wanted."""
     if count == 0:
         return None

@@ -6,13 +6,13 @@ processes, and to resume is to begin at another number.
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from crosslayer.verbs.train.shards import Shards
 
@@ -52,7 +52,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
         self.rows: dict[str, Rows] = dict(rows or {})
         for name, shards in domains.items():
             if name not in self.rows:
-                self.rows[name] = FixedRows(shards, range(windows_of(shards, length, name)), length)
+                self.rows[name] = FixedRows(shards, length, name)
         self.windows = {name: len(self.rows[name]) for name in domains}
         total = math.fsum(weights[name] for name in domains)
         self.units = [max(1, round(weights[name] / total * UNITS)) for name in domains]
@@ -100,33 +100,27 @@ class Mixture(Dataset[dict[str, Tensor]]):
 
 
 class FixedRows(Dataset[dict[str, Tensor]]):
-    """The rows of some windows of a domain, in their order."""
+    """The windows of `length` tokens of a domain, in their order; what is left at its end belongs to none."""
 
-    def __init__(self, shards: Shards, numbers: Sequence[int], length: int):
-        self.shards, self.numbers, self.length = shards, numbers, length
+    def __init__(self, shards: Shards, length: int, name: str):
+        if length < 2:
+            raise ValueError(f"{name}: rows of {length} tokens; they need at least 2, since the first is not predicted")
+        if shards.tokens < length:
+            raise ValueError(f"{name}: its text has {shards.tokens:,} tokens, less than a window of {length:,}")
+        self.shards, self.length = shards, length
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return self.shards.tokens // self.length
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
         """Return a row, as `row` makes it."""
-        return row(self.shards, self.numbers[item], self.length)
+        return row(self.shards, item, self.length)
 
 
-def validation_windows(shards: Shards, length: int, count: int, name: str | None = None) -> FixedRows:
-    """Return `count` windows of `length` tokens, or as many as a text has, spread evenly over it; always the same."""
-    windows = windows_of(shards, length, name or shards.folder.name)
-    count = min(count, windows)
-    return FixedRows(shards, [windows * number // count for number in range(count)], length)
-
-
-def windows_of(shards: Shards, length: int, name: str) -> int:
-    """Return how many windows of `length` tokens a text has; what is left at its end belongs to none."""
-    if length < 2:
-        raise ValueError(f"{name}: rows of {length} tokens; they need at least 2, since the first is not predicted")
-    if shards.tokens < length:
-        raise ValueError(f"{name}: its text has {shards.tokens:,} tokens, less than a window of {length:,}")
-    return shards.tokens // length
+def spread(rows: Any, count: int) -> Subset[dict[str, Tensor]]:
+    """Return `count` of the rows, or as many as there are, spread evenly over them; always the same."""
+    count = min(count, len(rows))
+    return Subset(rows, [len(rows) * number // count for number in range(count)])
 
 
 def row(shards: Shards, window: int, length: int) -> dict[str, Tensor]:

@@ -257,8 +257,8 @@ class SchedulePart(Part):
             raise ValueError("steps or tokens must be given, and the other of the two be null")
         if self.kind != "wsd" and self.decay != SchedulePart.model_fields["decay"].default:
             raise ValueError(f"decay does nothing for kind: {self.kind}; leave it out, or write kind: wsd")
-        if self.steps is not None and self.warmup >= max(1, self.steps):
-            raise ValueError(f"warmup is {self.warmup:g} steps of {self.steps}; it must be fewer")
+        if self.steps is not None:
+            self.course(self.steps)
         return self
 
     def total_steps(self, step_tokens: int) -> int:
@@ -276,11 +276,13 @@ class SchedulePart(Part):
         """
         warmup = int(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
         if warmup >= steps:
-            raise ValueError(f"schedule.warmup is {self.warmup:g} steps of {steps}; it must be fewer")
+            raise ValueError(f"the schedule's warmup is {self.warmup:g} steps of {steps}; it must be fewer")
         falling = steps - warmup
         decay = max(1, int(self.decay * steps)) if self.decay < 1 else int(self.decay)
         if self.kind == "wsd" and decay > falling:
-            raise ValueError(f"schedule.decay is {decay} steps, and {falling} follow the warmup; it must be fewer")
+            raise ValueError(
+                f"the schedule's decay is {decay} steps, and {falling} follow the warmup; it must be fewer"
+            )
         kind, settings = "cosine_warmup_with_min_lr", {"min_lr_rate": self.minimum}
         if self.kind != "cosine":
             kind, over = "warmup_stable_decay", decay if self.kind == "wsd" else falling

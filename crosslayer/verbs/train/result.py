@@ -40,19 +40,9 @@ class TrainingRun(Result):
         return self
 
     @property
-    def logged_steps(self) -> np.ndarray:
-        """Steps at which training losses were logged, (N,)."""
-        return np.array(self.curve.steps)
-
-    @property
     def losses(self) -> np.ndarray:
         """Training losses in nats a token, each the mean since the entry before, (N,)."""
         return np.array(self.curve.losses)
-
-    @property
-    def validation_steps(self) -> np.ndarray:
-        """Steps after which the validation loss was measured, (M,)."""
-        return np.array([entry.step for entry in self.validation])
 
     @property
     def validation_losses(self) -> np.ndarray:

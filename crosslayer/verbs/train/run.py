@@ -21,14 +21,14 @@ from crosslayer.models.load import load_model
 from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.bench.memory import peak_memory
-from crosslayer.verbs.train.arguments import step_sequences, training_arguments
+from crosslayer.verbs.train.arguments import BATCH, batch_sequences, step_sequences, training_arguments
 from crosslayer.verbs.train.attention import check_attention, set_attention
 from crosslayer.verbs.train.callbacks import SaveByTime, resumable
 from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.costs import check_room, matrix_flops, trained_model
 from crosslayer.verbs.train.initialise import initialise
 from crosslayer.verbs.train.looks import looks_in, windows_of_each
-from crosslayer.verbs.train.mixture import ORDER, Mixture, validation_windows
+from crosslayer.verbs.train.mixture import ORDER, FixedRows, Mixture, spread
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
 from crosslayer.verbs.train.record import TrainedDomain, Validation, curve_of, training_seconds
 from crosslayer.verbs.train.result import TrainingRun
@@ -37,7 +37,6 @@ from crosslayer.verbs.train.tokenizers import kept_tokenizer
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 RECIPE = "recipe.yaml"
-BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}  # and Trainer's defaults
 
 
 def train(
@@ -88,8 +87,7 @@ def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> Train
     length = recipe.data.length
     on_gpu = torch.accelerator.is_available() and not recipe.train.get("use_cpu", False)
     check_attention(recipe.model.attention, torch.device("cuda" if on_gpu else "cpu"))
-    size, accumulated = (recipe.train.get(key, default) for key, default in BATCH.items())
-    sequences = size * accumulated * int(os.environ.get("WORLD_SIZE", "1"))  # of a step, over all processes
+    sequences = batch_sequences(recipe.train) * int(os.environ.get("WORLD_SIZE", "1"))  # of a step, over all processes
     steps = recipe.schedule.total_steps(sequences * length)
     course = recipe.schedule.course(steps, min(recipe.eval.every, steps))
     arguments = training_arguments(folder, recipe.seed, course, recipe.train)
@@ -98,13 +96,14 @@ def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> Train
     weights = {domain.name: domain.weight for domain in recipe.data.domains}
     training = {name: parts.training for name, parts in shards.items()}
     mixture = Mixture(training, weights, length, recipe.seed, steps * sequences)
-    count = recipe.eval.windows
-    held_out = {name: validation_windows(parts.validation, length, count, name) for name, parts in shards.items()}
+    held_out = {
+        name: spread(FixedRows(parts.validation, length, name), recipe.eval.windows) for name, parts in shards.items()
+    }
     dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
     speed = matrix_flops(arguments.device, dtype) * arguments.world_size
     with quiet_transformers(), peak_memory(arguments.device) as peak:
         model = _first_model(recipe, tokenizer)
-        check_room(model, model.config, arguments, length, recipe.optimizer.name == "muon")
+        check_room(model, recipe, arguments)
         facts = trained_model(model, length)
         set_attention(model, recipe.model.attention, arguments)
         trainer = CrossLayerTrainer(
@@ -145,10 +144,9 @@ def _texts(
             recipe.tokenizer, lambda: (text for domain in domains for text in domain.training()), place, digest
         )
     if recipe.model.start is None:
-        config = _config(recipe, tokenizer)
         with torch.device("meta"):
-            model = CrossLayerForCausalLM(config)
-        check_room(model, config, arguments, recipe.data.length, recipe.optimizer.name == "muon")
+            model = CrossLayerForCausalLM(_config(recipe, tokenizer))
+        check_room(model, recipe, arguments)
     return tokenizer, {domain.name: domain.shards(tokenizer, place, progress) for domain in domains}
 
 

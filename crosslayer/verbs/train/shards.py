@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerFast
 from crosslayer.corpus.files import Reading
 from crosslayer.output.folder import exclusive, filled, write_whole
 from crosslayer.output.progress import Meter, Silent, say
+from crosslayer.output.record import fault_of
 from crosslayer.verbs.train.checkpoints import sync
 from crosslayer.verbs.train.tokenizers import PART, batches, encoder, frame, pieces
 
@@ -188,9 +189,7 @@ def _read_index(folder: Path) -> Index:
     try:
         return Index.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{INDEX} of {folder.name!r}: {place}{': ' if place else ''}{first['msg']}; {ANEW}") from None
+        raise ValueError(f"{INDEX} of {folder.name!r}: {fault_of(error)}; {ANEW}") from None
 
 
 def _file_name(number: int) -> str:

@@ -46,7 +46,7 @@ def test_a_clear_difference_is_a_win_however_much_the_seeds_differ(tmp_path):
     (words,) = [line for line in sentences(result) if line.startswith("Lower loss than vanilla")]
     assert "resformer −0.1000 (−0.1248 to −0.0752)" in words
     assert np.allclose(result.differences, [-0.1]) and np.allclose(result.intervals, [[-0.12484, -0.07516]], atol=1e-5)
-    assert np.allclose(result.domain_differences, [[-0.1, -0.1]])
+    assert [part.mean for part in result.outcomes[0].domains.values()] == pytest.approx([-0.1, -0.1])
 
 
 def test_what_is_clear_alone_is_not_clear_among_many(tmp_path):

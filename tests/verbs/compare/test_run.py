@@ -3,6 +3,7 @@
 import gc
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import yaml
 import crosslayer
 from crosslayer.verbs.compare import run as module
 from crosslayer.verbs.compare.budget import measured, read_budget, whole_steps
-from crosslayer.verbs.compare.grid import read_grid
+from crosslayer.verbs.compare.grid import read_grid, read_methods
 from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.compare.words import sentences
 from crosslayer.verbs.train.trainer import TrainingStopped
@@ -135,7 +136,7 @@ def test_a_grid_grows_and_pairs_are_complete_early(whole, recipe, monkeypatch):
         crosslayer.compare(out=folder, recipe=recipe, methods=METHODS, seeds=3, resume=True)
     assert trained == ["vanilla-2"]
     cells = read_grid(recipe, METHODS, 2, ["data.length=16,32"], ()).cells()
-    assert [cell.name for cell in cells][:5] == [
+    assert [cell.recipe.name for cell in cells][:5] == [
         "length-16-vanilla-0", "length-16-svformer-0", "length-32-vanilla-0", "length-32-svformer-0",
         "length-16-vanilla-1",
     ]  # fmt: skip
@@ -166,6 +167,13 @@ def test_the_page_in_a_browser(whole, browser):
         resize(browser, width)
         browser.get((folder / "report.html").as_uri())
         assert browser.execute_script(LOOK) == [] and complaints(browser) == []
+
+
+def test_an_option_that_no_record_can_hold_is_refused(monkeypatch):
+    """Of a method of somebody's own; its `repr` would stand in a label for what it is."""
+    monkeypatch.setattr("crosslayer.verbs.compare.grid.to_entry", lambda method: {"name": "own", "option": Path("a")})
+    with pytest.raises(ValueError, match="`methods`: .*is not JSON serializable"):
+        read_methods("cla")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 import crosslayer
 from crosslayer.verbs.train import costs
 from crosslayer.verbs.train.arguments import training_arguments
+from crosslayer.verbs.train.recipe import Recipe
 from tests.helpers.training import course, recipe_in
 
 
@@ -51,10 +52,11 @@ def test_it_is_no_more_than_a_run_takes_and_no_less_than_a_sixth(recipe, tmp_pat
 
 
 def test_muon_has_one_state_of_a_matrix(tmp_path, monkeypatch):
-    model = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    config = LlamaConfig(vocab_size=1, hidden_size=1, num_hidden_layers=1, num_attention_heads=1)
+    model = mock.Mock(**{"parameters.side_effect": torch.nn.Linear(1000, 1000, bias=False, device="meta").parameters})
+    model.config = LlamaConfig(vocab_size=1, hidden_size=1, num_hidden_layers=1, num_attention_heads=1)
+    parts = {"model": {"size": "tiny"}, "schedule": {"steps": 1}, "data": {"length": 2}}
     arguments = training_arguments(tmp_path, 0, course(1), {"use_cpu": True, "per_device_train_batch_size": 1})
     monkeypatch.setattr(costs, "free_memory", lambda device: 3.5 * 4 * 1000**2)
-    costs.check_room(model, config, arguments, 1, muon=True)
+    costs.check_room(model, Recipe(**parts, optimizer={"name": "muon"}), arguments)
     with pytest.raises(ValueError, match="training takes at least 0.0 GB for 1,000,000 parameters"):
-        costs.check_room(model, config, arguments, 1)
+        costs.check_room(model, Recipe(**parts), arguments)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crosslayer.testing.tiny import FLOAT32, SHAPE, build, close, config_of
-from crosslayer.verbs.train.mixture import IGNORED, Mixture, permutation, row, validation_windows
+from crosslayer.verbs.train.mixture import IGNORED, FixedRows, Mixture, permutation, row, spread
 from crosslayer.verbs.train.shards import tokenise
 from tests.helpers.text import WORDS, tokenizer, words
 
@@ -146,12 +146,14 @@ def test_documents_in_a_row_do_not_see_each_other(tmp_path, make, method):
 
 
 def test_validation_windows_are_spread_evenly(domains):
-    rows = validation_windows(domains["books"], 8, 5)
-    assert [int(entry["input_ids"][0]) for entry in rows] == [3 + 8 * window for window in (0, 5, 10, 15, 20)]
-    assert len(rows) == 5 and len(validation_windows(domains["books"], 8, 25)) == 25
-    assert len(validation_windows(domains["books"], 8, 26)) == 25
+    every = FixedRows(domains["books"], 8, "books")
+    rows = spread(every, 5)
+    assert [int(rows[number]["input_ids"][0]) for number in range(5)] == [
+        3 + 8 * window for window in (0, 5, 10, 15, 20)
+    ]
+    assert len(rows) == 5 and len(every) == len(spread(every, 25)) == len(spread(every, 26)) == 25
     with pytest.raises(ValueError, match="own: its text has 205 tokens, less than a window of 300"):
-        validation_windows(domains["books"], 300, 1, "own")
+        FixedRows(domains["books"], 300, "own")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_rates_rise_from_above_zero_and_fall_as_the_recipe_says(tmp_path, part, 
 def test_a_decay_that_does_nothing_or_is_too_long_is_refused():
     with pytest.raises(ValueError, match="does nothing for kind: cosine; leave it out, or write kind: wsd"):
         SchedulePart(steps=8, decay=4)
-    with pytest.raises(ValueError, match="schedule.decay is 7 steps, and 6 follow the warmup; it must be fewer"):
+    with pytest.raises(ValueError, match="the schedule's decay is 7 steps, and 6 follow the warmup; it must be fewer"):
         SchedulePart(tokens=8, kind="wsd", warmup=2, decay=7).course(8)
 
 

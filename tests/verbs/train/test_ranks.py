@@ -132,7 +132,7 @@ def test_torchrun_gives_a_run_as_of_one_process(tmp_path):
     assert len(outputs["two"]) == len(outputs["one"])  # one process prints
     one, two = (load_result(tmp_path / name) for name in ("one", "two"))
     assert two.steps == one.steps == 5 and two.tokens == one.tokens
-    assert two.logged_steps.tolist() == [2, 4, 5]
+    assert two.curve.steps == [2, 4, 5]
     assert two.losses == pytest.approx(one.losses, abs=1e-5)  # float32; sums run in another order
     assert two.validation_losses == pytest.approx(one.validation_losses, abs=1e-5)
 

@@ -117,7 +117,7 @@ def test_schedule_in_steps_or_tokens(recipe):
     assert schedule.total_steps(1024) == 977 and schedule.course(80)["warmup_steps"] == 10
     schedule = load_recipe(recipe, ["schedule={steps: 50, warmup: 4}"]).schedule
     assert schedule.total_steps(1024) == 50 and schedule.course(50)["warmup_steps"] == 4
-    with pytest.raises(ValueError, match=r"^schedule.warmup is 4 steps of 3; it must be fewer$"):
+    with pytest.raises(ValueError, match=r"^the schedule's warmup is 4 steps of 3; it must be fewer$"):
         schedule.course(3)
 
 
@@ -266,7 +266,7 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("schedule={}", "schedule: steps or tokens must be given, and the other of the two be null"),
         ("schedule.tokens=2e5", "schedule: steps or tokens must be given, and the other of the two be null"),
         ("schedule.warmup=1.5", "schedule.warmup: 1.5 is neither a whole number of steps nor a share below 1"),
-        ("schedule.warmup=100", "schedule: warmup is 100 steps of 100; it must be fewer"),
+        ("schedule.warmup=100", "schedule: the schedule's warmup is 100 steps of 100; it must be fewer"),
         ("schedule.kind=wds", "schedule.kind: … it is 'wds'"),
         ("optimizer.rates={'(': 2}", "optimizer.rates.(: '(' is no regular expression: missing ), unterminated subpattern at position 0"),
         ("schedule.minimum=2", "schedule.minimum: … it is 2"),

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 import crosslayer
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.corpus.documents import TextSource
-from crosslayer.verbs.train.mixture import validation_windows
+from crosslayer.verbs.train.mixture import FixedRows, spread
 from crosslayer.verbs.train.recipe import load_recipe
 from crosslayer.verbs.train.texts import Domain
 from tests.cli.test_bad_input import type_in
@@ -41,8 +41,8 @@ def test_the_record_says_what_was_trained_on_what(whole):
     assert (run.name, run.steps, run.tokens, run.model.methods[0]["name"]) == ("little", 6, 6 * 8 * 32, "resformer")
     assert [domain.name for domain in run.domains] == ["books", "code"]
     assert [domain.share for domain in run.domains] == [0.75, 0.25]
-    assert run.logged_steps.tolist() == [2, 4, 6] and run.losses[-1] < run.losses[0] < 6
-    assert run.validation_steps.tolist() == [4, 6] and run.validation_losses.shape == (2, 2)
+    assert run.curve.steps == [2, 4, 6] and run.losses[-1] < run.losses[0] < 6
+    assert [entry.step for entry in run.validation] == [4, 6] and run.validation_losses.shape == (2, 2)
     means = [sum(run.windows[name]) / len(run.windows[name]) for name in ("books", "code")]
     assert run.validation_losses[-1] == pytest.approx(means, rel=1e-2)  # the loss weighs windows by what they predict
     assert run.final_loss == pytest.approx(0.75 * run.validation_losses[-1, 0] + 0.25 * run.validation_losses[-1, 1])
@@ -66,7 +66,7 @@ def test_looks_are_a_diagnosis_of_the_model_at_that_step(recipe, tmp_path):
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     place = tmp_path / "tokens"
     rows = [
-        validation_windows(Domain(name, TextSource()).shards(tokenizer, place).validation, 32, 3)
+        spread(FixedRows(Domain(name, TextSource()).shards(tokenizer, place).validation, 32, name), 3)
         for name in ("books", "code")
     ]
     windows = torch.stack([rows[0][0]["input_ids"], rows[1][0]["input_ids"], rows[0][1]["input_ids"]])

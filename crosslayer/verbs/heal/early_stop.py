@@ -12,57 +12,39 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from scipy.signal import lfilter
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-class Average:
-    """The exponential moving average of losses, corrected for its start; `smoothing` is β."""
-
-    def __init__(self, smoothing: float):
-        self.smoothing, self.sum, self.weight = smoothing, 0.0, 0.0
-
-    def add(self, loss: float) -> float:
-        """Take a loss, and return the average."""
-        self.sum = self.smoothing * self.sum + (1 - self.smoothing) * loss
-        self.weight = self.smoothing * self.weight + (1 - self.smoothing)
-        return self.sum / self.weight
-
-
 def averages(losses: Sequence[float], smoothing: float) -> list[float]:
-    """Return the exponential moving average after every loss."""
-    average = Average(smoothing)
-    return [average.add(loss) for loss in losses]
+    """Return the exponential moving average after every loss; `smoothing` is β."""
+    sums = np.asarray(lfilter([1 - smoothing], [1, -smoothing], losses))
+    return (sums / (1 - smoothing ** np.arange(1, len(losses) + 1))).tolist()
+
+
+def end_of(losses: Sequence[float], smoothing: float, patience: int, least: float) -> int | None:
+    """Return after how many losses a stage ends, None where their average still falls."""
+    first = math.ceil(1 / (1 - smoothing) - 1e-9)  # number of the loss whose average is the first mark
+    mark, waited = math.inf, 0
+    for number, value in enumerate(averages(losses, smoothing)[first - 1 :], first):
+        if value < (1 - least) * mark:
+            mark, waited = value, 0
+        else:
+            waited += 1
+        if waited == patience:
+            return number
+    return None
 
 
 class EarlyStop(TrainerCallback):
-    """Ends a run by the rule; what a resumed run must know is in the log that its checkpoint holds."""
+    """Ends a run by the rule, from its log, which a checkpoint holds too."""
 
     def __init__(self, smoothing: float, patience: int, least: float):
-        self.average, self.patience, self.least = Average(smoothing), patience, least
-        self.first = math.ceil(1 / (1 - smoothing) - 1e-9)  # number of the loss whose average is the first mark
-        self.losses, self.waited, self.mark = 0, 0, math.inf
-
-    def falling(self, loss: float) -> bool:
-        """Take a loss, and return whether the average still falls."""
-        value, self.losses = self.average.add(loss), self.losses + 1
-        if self.losses < self.first:
-            return True
-        if value < (1 - self.least) * self.mark:
-            self.mark, self.waited = value, 0
-        else:
-            self.waited += 1
-        return self.waited < self.patience
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Take the losses of the parts before, where a run is resumed."""
-        for entry in state.log_history:
-            if "loss" in entry:
-                self.falling(entry["loss"])
+        self.rule = smoothing, patience, least
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take the newest loss; no checkpoint is saved of the last step, from which a resumed run would go on."""
-        newest = state.log_history[-1]
-        if "loss" in newest and not self.falling(newest["loss"]):
+        """End the run; no checkpoint is saved of the last step, from which a resumed run would go on."""
+        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        if end_of(losses, *self.rule) is not None:
             control.should_training_stop, control.should_save = True, False

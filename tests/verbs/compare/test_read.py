@@ -72,6 +72,16 @@ def test_hostile_and_foreign_records_are_refused_by_name(tmp_path, change, messa
         crosslayer.compare(folders)
 
 
+@pytest.mark.parametrize("key", ["command", "environment", "steps"])
+def test_a_key_that_a_record_lacks_is_said_with_the_file(tmp_path, key):
+    folders = written(tmp_path, *PAIR)
+    record = json.loads((folders[0] / "record.json").read_text())
+    del record[key]
+    (folders[0] / "record.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"00-0: record.json: {key}: "):
+        crosslayer.compare(folders)
+
+
 @pytest.mark.parametrize("name", [None, 5, "os.system", "a b", "\x1b[2J", "x" * 200])
 def test_a_method_of_a_hostile_name_is_refused_or_harmless(tmp_path, name):
     runs = (

@@ -5,13 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from crosslayer.verbs.heal.early_stop import EarlyStop, averages
+from crosslayer.verbs.heal.early_stop import EarlyStop, averages, end_of
 from tests.helpers.training import trainer_of
 
 
 def first_end(losses, smoothing, patience, least=0.001):
-    rule = EarlyStop(smoothing, patience, least)
-    return next((k for k, loss in enumerate(losses, 1) if not rule.falling(loss)), None)
+    return end_of(losses, smoothing, patience, least)
 
 
 def test_the_average_is_the_weighted_mean():
@@ -65,7 +64,8 @@ def test_noise_at_the_start_of_a_real_curve_does_not_end_it_and_its_plateau_does
 
 
 def test_an_average_counts_from_its_first_full_window():
-    assert [EarlyStop(smoothing, 1, 0.1).first for smoothing in (0.0, 0.5, 0.9, 0.95)] == [1, 2, 10, 20]
+    ends = [first_end([1.0] * 30, smoothing, 1, 0.1) for smoothing in (0.0, 0.5, 0.9, 0.95)]
+    assert ends == [2, 3, 11, 21]  # the first mark is that of the loss before
 
 
 def test_no_checkpoint_is_left_of_the_step_that_ends_it(tmp_path):

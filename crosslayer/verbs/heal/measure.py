@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Windows
@@ -55,7 +55,7 @@ class Judge:
     original: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None  # to ask models for numbers hidden in long texts; None: they are not
     windows: Windows
-    held_out: Mapping[str, Dataset[dict[str, Tensor]]]  # rows of the text that is trained on, by domain
+    held_out: Mapping[str, Subset[dict[str, Tensor]]]  # rows of the text that is trained on, by domain
     meter: Meter
 
     def measure(self, models: Mapping[Path, Path]) -> dict[Path, Measurement]:
@@ -92,7 +92,7 @@ class Judge:
         digest.update(b"needles" if self.tokenizer is not None else b"")
         for name, rows in self.held_out.items():
             digest.update(name.encode())
-            for row in _rows(rows):
+            for row in rows:
                 digest.update(row["input_ids"].numpy().tobytes() + row["labels"].numpy().tobytes())
         return digest.hexdigest()
 
@@ -112,19 +112,15 @@ class Judge:
 
 
 @torch.no_grad()
-def _mean_loss(model: PreTrainedModel, rows: Dataset[dict[str, Tensor]]) -> float:
+def _mean_loss(model: PreTrainedModel, rows: Subset[dict[str, Tensor]]) -> float:
     total, count = 0.0, 0
-    for row in _rows(rows):
+    for row in rows:
         given = {name: row[name][None].to(model.device) for name in ("input_ids", "position_ids")}
         logits = model(**given, use_cache=False).logits[0, :-1].float()  # (T − 1, V)
         targets = row["labels"][1:].to(model.device)
         total += functional.cross_entropy(logits, targets, reduction="sum").item()
         count += int((targets != IGNORED).sum())
     return total / count
-
-
-def _rows(rows: Dataset[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    return [rows[number] for number in range(len(rows))]  # type: ignore[arg-type]
 
 
 def _called(path: Path) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.models.embedded import cache_folder
@@ -31,10 +31,10 @@ class RecoveryRows:
         weights = {part.name: part.weight for part in data.domains}
         return Mixture(texts, weights, data.length, self.recipe.seed, items, self._tables())
 
-    def held_out(self) -> dict[str, Dataset[dict[str, Tensor]]]:
+    def held_out(self) -> dict[str, Subset[dict[str, Tensor]]]:
         """Return rows of each domain that nobody trains on, spread evenly over it."""
         count, length = self.recipe.eval.held_out, self.recipe.data.length
-        rows: dict[str, Dataset[dict[str, Tensor]]] = {}
+        rows = {}
         for part in self.recipe.data.domains:
             text = self.shards[part.name].validation
             plain = part.columns is None

@@ -97,16 +97,12 @@ class Stage:
         return {**LOGGED, **self.recipe.train, **self.part.train}
 
     @property
-    def _sequences(self) -> int:
-        return batch_sequences(self._settings)
-
-    @property
     def _steps(self) -> int:
-        return self.part.schedule.total_steps(self._sequences * self.recipe.data.length)
+        return self.part.schedule.total_steps(batch_sequences(self._settings) * self.recipe.data.length)
 
     def _trainer(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None) -> CrossLayerTrainer:
         part, arguments = self.part, self.arguments(folder)
-        data = self.rows.training(self._steps * self._sequences)
+        data = self.rows.training(self._steps * batch_sequences(self._settings))
         for each in (model,) if teacher is None else (model, teacher.model):
             set_attention(each, None, arguments)
         kind = CrossLayerTrainer if teacher is None else DistillTrainer

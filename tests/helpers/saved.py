@@ -46,5 +46,5 @@ def edit_manifest(folder, change):
     path = folder / "manifest.json"
     record = json.loads(path.read_text())
     for name in change(record) or ():
-        record["files"][name] = manifest._digest(folder / name)
+        record["files"][name] = manifest.file_digest(folder / name)
     path.write_text(json.dumps(record))

@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 
 import crosslayer
-from crosslayer.output.manifest import _digest as digest
+from crosslayer.output.manifest import file_digest as digest
 from crosslayer.output.manifest import check_files
 from crosslayer.verbs.push.texts import _card, eval_entries
 from tests.cli.test_cli import run

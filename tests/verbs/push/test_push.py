@@ -12,8 +12,8 @@ import yaml
 from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 
 import crosslayer
-from crosslayer.output.manifest import file_digest as digest
 from crosslayer.output.manifest import check_files
+from crosslayer.output.manifest import file_digest as digest
 from crosslayer.verbs.push.texts import _card, eval_entries
 from tests.cli.test_cli import run
 from tests.helpers.hub import TOKEN, running_hub

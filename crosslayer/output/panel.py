@@ -15,6 +15,7 @@ COLORS = ("#2457c5", "#c4472f", "#23865f", "#8a5fbf", "#b8860b", "#1391a8", "#c2
 QUIET = "#697082"  # what a figure is not about: the other tokens, the baseline
 VERSION = "6.4"  # of Vega-Lite, in the page and in vl-convert
 MARKED = 100  # points of a line, above which they are not marked
+LONGEST = 18  # characters of a line of a name
 PADDING = 8  # pixels between what is drawn and the ends of an axis
 CONFIG = {
     "font": "system-ui, sans-serif",
@@ -218,9 +219,10 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
     ]
     if points <= MARKED:
         marks.append(({"type": "point", "filled": True, "size": 22, "opacity": 1}, encoding))
-    shown = [{"filter": "indexof(hidden, datum.line) < 0"}]
-    layers = [{"data": {"name": "lines"}, "transform": shown, "mark": mark, "encoding": e} for mark, e in marks]
-    return [*layers, _hover(lines, x, panel.log_x)]
+    shown: list[dict[str, Any]] = [{"filter": "indexof(hidden, datum.line) < 0"}]
+    above = [{"calculate": "datum.y > 0 ? datum.y : null", "as": "y"}] if panel.log_y else []  # 0 has no place
+    layers = [{"data": {"name": "lines"}, "transform": shown + above, "mark": mark, "encoding": e} for mark, e in marks]
+    return [*layers, _hover(panel.x_title, x, shown)]
 
 
 def _rows(panel: Panel) -> list[dict[str, Any]]:
@@ -233,26 +235,20 @@ def _rows(panel: Panel) -> list[dict[str, Any]]:
     return rows
 
 
-def _hover(lines: Sequence[Line], x: dict[str, Any], log: bool) -> dict[str, Any]:
-    """Return upright strips, one around each x, whose tooltips hold all lines' values there with their intervals."""
-    strips: dict[float, dict[str, Any]] = {}
-    for number, line in enumerate(lines):
-        empty = [None] * len(line.x)
-        for place, y, low, high in zip(line.x, line.y, line.low or empty, line.high or empty, strict=True):
-            interval = "" if low is None or high is None else f" ({low:.4g} to {high:.4g})"
-            words = "–" if y is None else f"{y:.4g}{interval}"
-            strips.setdefault(place, {"x": place})[f"line{number}"] = words
-    places = sorted(strips)
-    middles = [math.sqrt(a * b) if log else (a + b) / 2 for a, b in itertools.pairwise(places)]
-    low, high = x["scale"]["domain"]
-    for place, left, right in zip(places, [low, *middles], [*middles, high], strict=True):
-        strips[place] |= {"left": left, "right": right}
-    tooltips = [{"field": f"line{number}", "type": "nominal", "title": line.name} for number, line in enumerate(lines)]
-    visible = {"condition": {"param": "pointer", "empty": False, "value": 0.12}, "value": 0}
-    encoding = {"x": {**x, "field": "left"}, "x2": {"field": "right"}, "opacity": visible}
-    encoding["tooltip"] = [{"field": "x", "type": "quantitative", "title": x["title"]}, *tooltips]
-    layer = _layer([*strips.values()], {"type": "rect", "color": QUIET}, encoding)
-    return {**layer, "params": [{"name": "pointer", "select": {"type": "point", "on": "pointerover"}}]}
+def _hover(title: str, x: dict[str, Any], shown: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return an upright at each x, whose tooltip holds the values there of all lines shown, with their intervals."""
+    interval = "datum.high == null ? '' : ' (' + format(datum.low, '.4~g') + ' to ' + format(datum.high, '.4~g') + ')'"
+    words = f"datum.y == null ? '–' : format(datum.y, '.4~g') + ({interval})"
+    pivot = {"pivot": "line", "value": "words", "op": "max", "groupby": [title]}
+    visible = {"condition": {"param": "pointer", "empty": False, "value": 0.5}, "value": 0}
+    nearest = {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True}
+    return {
+        "data": {"name": "lines"},
+        "transform": [*shown, {"calculate": "datum.x", "as": title}, {"calculate": words, "as": "words"}, pivot],
+        "mark": {"type": "rule", "color": QUIET, "tooltip": {"content": "data"}},
+        "encoding": {"x": {**x, "field": title}, "opacity": visible},
+        "params": [{"name": "pointer", "select": nearest}],
+    }
 
 
 def _heat_layers(panel: Panel, heat: Heat) -> list[dict[str, Any]]:
@@ -294,17 +290,17 @@ def _heat_layers(panel: Panel, heat: Heat) -> list[dict[str, Any]]:
 
 
 def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
-    # A long name is broken before a bracket or a plus.
-    names = [re.sub(r"(?<=.)(?=[(+])", "\n", name) if len(name) > 16 else name for name in dots.names]
-    single = [{"name": names[row], "x": x} for row, xs in enumerate(dots.single) for x in xs]
+    single = [{"row": row, "x": x} for row, xs in enumerate(dots.single) for x in xs]
     means = []
-    for name, x, low, high in zip(names, dots.x, dots.low, dots.high, strict=True):
+    for row, (name, x, low, high) in enumerate(zip(dots.names, dots.x, dots.low, dots.high, strict=True)):
         words = f"{x:.4g}" if low is None or high is None else f"{x:.4g} ({low:.4g} to {high:.4g})"
-        means.append({"name": name, "x": x, "low": low, "high": high, "value": words})
+        means.append({"row": row, "name": name, "x": x, "low": low, "high": high, "value": words})
     ends = [end for end in (*dots.low, *dots.high) if end is not None]
     x = _axis(panel.x_title, [0.0, *dots.x, *ends, *(point["x"] for point in single)], False, panel.x_ticks)
     x["axis"] |= {"tickCount": 5, "labelFlush": 12}  # a label at an end stays inside
-    y = {"field": "name", "type": "nominal", "scale": {"domain": names}, "axis": {"title": None, "grid": True}}
+    labels = json.dumps([_label(name) for name in dots.names], ensure_ascii=False)
+    y = {"field": "row", "type": "nominal", "scale": {"domain": [*range(len(dots.names))]}}  # names may be equal
+    y["axis"] = {"title": None, "grid": True, "labelExpr": f"{labels}[datum.value]"}
     at = {"x": {"field": "x", **x}, "y": y}
     interval = {"x": {"field": "low", **x}, "x2": {"field": "high"}, "y": y}
     tooltip = [{"field": "name", "title": "name"}, {"field": "value", "title": panel.x_title}]
@@ -315,6 +311,12 @@ def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
         _layer(means, {"type": "rule", "strokeWidth": 2, "color": COLORS[0]}, interval),
         _layer(means, {**point, "size": 70, "opacity": 1, "color": COLORS[0]}, {**at, "tooltip": tooltip}),
     ]
+
+
+def _label(name: str) -> str:
+    """Return a long name in lines that begin with a bracket or a plus, of long ones both ends."""
+    lines = [line.strip() for line in re.split(r"(?<=.)(?=[(+])", name)] if len(name) > 16 else [name]
+    return "\n".join(line if len(line) <= LONGEST else f"{line[: LONGEST - 9]}…{line[-8:]}" for line in lines)
 
 
 def _layer(values: list[dict[str, Any]], mark: dict[str, Any], encoding: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 import crosslayer
 from crosslayer.environment import environment
 from crosslayer.output.page import Page, save_page
-from crosslayer.output.panel import Line, Panel, chart, drawn, same_scale
+from crosslayer.output.panel import Dots, Line, Panel, chart, drawn, same_scale, save_svg
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.page import panels as retrofit_panels
 from crosslayer.verbs.retrofit.result import Calibration, Choice, CurvePoint, FixedBlocks, Receipt, SearchRecord
@@ -161,8 +162,10 @@ def test_nothing_is_cut_overlaps_or_needs_the_network(browser, pages, width):
     assert not complaints(browser)
 
 
-def test_a_click_on_the_legend_hides_a_line_and_its_band(browser, pages):
+def test_a_click_on_the_legend_hides_a_line_its_band_and_its_values(browser, pages):
+    resize(browser, 1280)
     opened(browser, pages["diagnosed"])
+    assert browser.execute_script(LOOK) == []
     figure = browser.find_element("css selector", "#figure-first_token_share")
     button = figure.find_element("xpath", "..//button")
 
@@ -170,18 +173,18 @@ def test_a_click_on_the_legend_hides_a_line_and_its_band(browser, pages):
         return [len(figure.find_elements("css selector", f".mark-{kind} path")) for kind in ("line", "area")]
 
     assert marks() == [2, 2]
+
+    def tooltip():
+        ActionChains(browser).move_to_element_with_offset(figure, 0, -40).move_to_element(figure).perform()
+        return WebDriverWait(browser, 10).until(lambda b: b.find_element("css selector", "#vg-tooltip-element").text)
+
     for expected in (1, 2):
         browser.execute_script("arguments[0].click()", button)
         WebDriverWait(browser, 10).until(lambda _, expected=expected: marks() == [expected, expected])
         assert button.get_attribute("aria-pressed") == str(expected == 2).lower()
-
-
-def test_the_pointer_shows_every_value_with_its_interval(browser, pages):
-    opened(browser, pages["diagnosed"])
-    figure = browser.find_element("css selector", "#figure-first_token_share")
-    ActionChains(browser).move_to_element(figure).perform()
-    words = WebDriverWait(browser, 10).until(lambda b: b.find_element("css selector", "#vg-tooltip-element").text)
-    assert "layer" in words and "first token's share a′₀" in words and "(0 to 1)" in words and "sink rate" in words
+        words = tooltip()
+        assert "layer" in words and "sink rate" in words and "(0 to 1)" in words
+        assert (button.text in words) == (expected == 2)
 
 
 def shown(file):
@@ -217,6 +220,20 @@ def test_a_logarithmic_axis_is_not_stretched_by_a_band_that_reaches_zero():
     assert y_of(chart(panel))["scale"]["domain"] == [2.0, 9.0]  # the band goes on below the axis, where it is clipped
     panel = replace(panel, lines=[replace(line, low=[1.9, 7.0])])
     assert y_of(chart(panel))["scale"]["domain"] == [1.9, 9.0]
+
+
+def test_rows_of_the_same_name_stand_below_each_other(tmp_path):
+    names = ["wh_vs_that_no_gap_long_distance (acc)", "wh_vs_that_with_gap_long_distance (acc)"]
+    dots = Dots(names, [1.0, 1.0], [None] * 2, [None] * 2, [[], []])
+    svg = save_svg(Panel("a", "a", "", "points", "", dots=dots), tmp_path).read_text()
+    places = re.findall(r'aria-label="[^"]*row: \d[^"]*"[^>]* transform="([^"]*)', svg)
+    assert svg.count("wh_vs_tha…distance") == 2 and len({*places}) == 2
+
+
+def test_a_zero_has_no_point_on_a_logarithmic_axis(tmp_path):
+    panel = Panel("a", "a", "", "layer", "norm", [Line("a", [0, 1, 2], [2.0, 0.0, 8.0])], log_y=True)
+    svgs = [save_svg(one, tmp_path).read_text() for one in (panel, replace(panel, log_y=False))]
+    assert [svg.count('aria-roledescription="point"') for svg in svgs] == [2, 3]
 
 
 def test_positions_are_counted_from_zero(pages):

@@ -10,7 +10,6 @@ from crosslayer.verbs.evaluate.words import UNKNOWN, difference, score, sentence
 
 KINDS = {"better": "pass", "worse": "fail", "no difference seen": "skip"}
 HEAD = ["task", "metric", "baseline", "candidate", "difference (95 %)", "items", "verdict", "items for 1 point"]
-LONGEST = 16  # characters of a name in a figure
 
 
 def layout(record: Evaluation) -> Page:
@@ -107,9 +106,7 @@ def _dots(rows: list[ScoreRow], nothing: float) -> Dots:
     names, values = [], []
     for row in rows:
         assert row.paired is not None
-        name = row.name.removesuffix(LOCAL)  # the ends of a long one tell it from others
-        short = name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}…{name[-8:]}"
-        names.append(f"{short} ({_metric(row)})")
+        names.append(f"{row.name.removesuffix(LOCAL)} ({_metric(row)})")
         ends = row.paired.interval or (None, None)
         values.append([None if end is None else 100 * (end - nothing) for end in (row.paired.estimate, *ends)])
     x, low, high = (list(column) for column in zip(*values, strict=True))

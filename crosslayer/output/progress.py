@@ -43,14 +43,11 @@ class Steps(Protocol):
 Meter = Callable[[str, int], AbstractContextManager[Steps]]  # what is done, and in how many steps (0: unknown)
 
 
-class Silent:
+class Silent(AbstractContextManager):
     """The meter of Python calls: it shows nothing."""
 
     def __init__(self, what: str, total: int = 0):
         pass
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_) -> None:
         pass

@@ -134,8 +134,10 @@ class Options(BaseModel):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            own = error.errors()[0].get("ctx", {}).get("error")  # which names the option
-            raise ValueError(str(own or fault_of(error))) from None
+            first = error.errors()[0]
+            own = first.get("ctx", {}).get("error")  # which names the option
+            given = "" if first["type"] == "missing" else f"; it is {first['input']!r:.60}"
+            raise ValueError(str(own) if own else fault_of(error) + given) from None
 
 
 def fault_of(error: ValidationError) -> str:

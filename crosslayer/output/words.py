@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+UNKNOWN = "–"  # a cell of a table without a value
+
 
 def signed(number: float, digits: int = 4) -> str:
     """Return a number with its sign, a proper minus: −0.0312, +0.0005."""

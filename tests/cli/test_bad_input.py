@@ -193,7 +193,7 @@ CASES = [
     ("retrofit {kit}/bert --method cla", "'bert' cannot be converted"),
     # bench
     ("bench {kit}/model", "Missing option '--baseline'"),
-    ("bench {kit}/model --baseline {kit}/model --contexts 0", "contexts.0: Input should be greater than 0"),
+    ("bench {kit}/model --baseline {kit}/model --contexts 0", "--contexts: Input should be greater than 0; it is 0"),
     ("bench {kit}/model --baseline {kit}/model --contexts 8,", "--contexts is '8,'; it takes whole numbers"),
     ("bench {kit}/model --baseline {kit}/model --batches x", "--batches is 'x'; it takes whole numbers"),
     ("bench {kit}/model --baseline {kit}/model --repeats 0", "--repeats: Input should be greater than 0"),

@@ -4,12 +4,10 @@ import itertools
 
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
-from crosslayer.output.words import percent
+from crosslayer.output.words import UNKNOWN, percent
 from crosslayer.verbs.bench.record import MEASURES, SIDES, Bytes, Comparison, Row
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.words import TITLES, duration, durations, far_off, judged, ratio, sentences, setting, size
-
-UNKNOWN = "–"
 
 
 def layout(record: Benchmark) -> Page:
@@ -64,7 +62,7 @@ def _details(record: Benchmark) -> list[Table]:
     tables: list[Table] = [("All figures (times with quartiles)", head, figures(record))]
     off = [[setting(row), TITLES[measure], note.words] for row, measure, note in far_off(record)]
     if off:
-        tables.append(("Predictions more than 20 % off", ["setting", "measure", "how far, and why"], off))
+        tables.append(("Predictions more than 20% off", ["setting", "measure", "how far, and why"], off))
     return tables
 
 
@@ -97,7 +95,7 @@ def _time_row(title: str, time: Comparison) -> list[str]:
     predicted = ""
     if time.predicted_ratio is not None:
         seconds = [duration(side.predicted.seconds) for side in time.sides() if side.predicted is not None]
-        far = " (more than 20 % off)" if time.notes else ""
+        far = " (more than 20% off)" if time.notes else ""
         predicted = f"{time.predicted_ratio:.3f}x; {' and '.join(seconds)}{far}"
     return [title, *sides, judged(time), predicted]
 

@@ -42,7 +42,7 @@ def setting(row: Row | Skip) -> str:
 
 
 def far_off(record: Benchmark) -> list[tuple[Row, str, Note]]:
-    """Return row, measure and note of every prediction that is more than 20 % off."""
+    """Return row, measure and note of every prediction that is more than 20% off."""
     return [(row, measure, note) for row in record.rows for measure, time in row.times().items() for note in time.notes]
 
 
@@ -117,8 +117,8 @@ def _prediction_words(record: Benchmark) -> str:
         return f"{record.no_prediction[:1].upper()}{record.no_prediction[1:]}."
     off = far_off(record)
     if not off:
-        return "Every prediction is within 20 % of what was measured."
+        return "Every prediction is within 20% of what was measured."
     row, measure, note = max(off, key=lambda entry: abs(entry[2].off))
     predictions = 3 * len(MEASURES) * len(record.rows)  # of each time: both sides and the ratio
     place = f"{TITLES[measure]} at {row.context} × {row.batch}"
-    return f"{len(off)} of {predictions} predictions are more than 20 % off; the farthest, {place}: {note.words}."
+    return f"{len(off)} of {predictions} predictions are more than 20% off; the farthest, {place}: {note.words}."

@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from crosslayer.output.page import Page
 from crosslayer.output.shown import Table
-from crosslayer.output.words import listed, percent, percent_interval, signed, signed_interval
+from crosslayer.output.words import UNKNOWN, listed, percent, percent_interval, signed, signed_interval
 from crosslayer.verbs.compare.figures import drawn_panels
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law
 from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.compare.words import in_words, inside, sentences, titled, with_values
 
-UNKNOWN = "–"
 Read = Callable[[ComparedRun], float | None]
 COLUMNS: tuple[tuple[str, Read, float, str], ...] = (  # what, how it is read, its unit, and the unit's name
     ("parameters", lambda run: run.parameters, 1e6, "M"),

@@ -2,11 +2,12 @@
 
 from crosslayer.output.page import Mark, Page, Table
 from crosslayer.output.panel import Dots, Panel
+from crosslayer.output.words import UNKNOWN
 from crosslayer.verbs.bench.words import judged, size
 from crosslayer.verbs.evaluate.harness import LOCAL
 from crosslayer.verbs.evaluate.record import ScoreRow
 from crosslayer.verbs.evaluate.result import Evaluation
-from crosslayer.verbs.evaluate.words import UNKNOWN, difference, score, sentences
+from crosslayer.verbs.evaluate.words import difference, score, sentences
 
 KINDS = {"better": "pass", "worse": "fail", "no difference seen": "skip"}
 HEAD = ["task", "metric", "baseline", "candidate", "difference (95 %)", "items", "verdict", "items for 1 point"]

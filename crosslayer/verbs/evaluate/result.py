@@ -18,7 +18,7 @@ class Evaluation(Result):
     """What `crosslayer.evaluate` returns: a row for each of N metrics of tasks, typed, as arrays, and as a page.
 
     Its fields are what `record.json` holds, and two evaluations compare by them. `save` also writes what lm-eval
-    returned, unchanged, of an evaluation that was not loaded from a folder.
+    returned (but for the git commit, which is None), of an evaluation that was not loaded from a folder.
     """
 
     schema_: Literal["crosslayer/evaluate/2"] = Field(default="crosslayer/evaluate/2", alias="schema")

@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from crosslayer.output.words import percent, percent_interval, signed, signed_interval
+from crosslayer.output.words import UNKNOWN, percent, percent_interval, signed, signed_interval
 from crosslayer.stats.bootstrap import Estimate
 from crosslayer.verbs.heal.record import Arm, Place, Standing, State
 from crosslayer.verbs.heal.result import Recovery
@@ -15,7 +15,6 @@ LOSSES = {
     "distill": "the KL to the original's predictions",
 }
 PARAMETERS = {"compensation": "W_c alone", "all": "all parameters", "lora": "adapters of low rank, merged"}
-UNKNOWN = "–"
 
 
 def sentences(record: Recovery) -> list[str]:

@@ -1,11 +1,9 @@
 """The page of a search for needles, from its record alone: a map of length and depth for each model, and tables."""
 
-from collections.abc import Sequence
-
 from crosslayer.output.page import Cell, Mark, Page, Table
 from crosslayer.output.panel import Heat, Panel
 from crosslayer.output.words import percent, percent_interval
-from crosslayer.verbs.needles.record import AskedModel, FoundShare
+from crosslayer.verbs.needles.record import FoundShare
 from crosslayer.verbs.needles.result import Needles
 from crosslayer.verbs.needles.text import SOURCE
 from crosslayer.verbs.needles.words import keys_of, points, sentences, share
@@ -18,8 +16,8 @@ def layout(record: Needles) -> Page:
     """Return the parts of the page."""
     candidate, baseline, settings = record.candidate, record.baseline, record.settings
     cards = []
-    for place, score in enumerate(candidate.by_length):
-        beside = "" if baseline is None else f"; baseline {share(baseline.by_length[place])}"
+    for score, *others in zip(*record.by_length, strict=True):
+        beside = "".join(f"; baseline {share(other)}" for other in others)
         note = f"{percent_interval(score.interval)}{beside}"
         cards.append((f"{score.length:,} tokens", percent(score.share), note))
     return Page(
@@ -30,26 +28,29 @@ def layout(record: Needles) -> Page:
         ),
         cards=cards,
         words=sentences(record),
-        panels=[_map(key, side, record) for key, side in zip(("candidate", "baseline"), record.sides, strict=False)],
+        panels=[_map(number, record) for number in range(len(record.sides))],
         tables=[_by_depth(record), _examples(record)],
         lead=[_by_length(record)],
     )
 
 
-def scores(side: AskedModel, depths: Sequence[int]) -> Table:
-    """Return the scores of a side: a row for each length, a column for each depth."""
-    rows = []
-    for number, whole in enumerate(side.by_length):
-        cells = side.cells[number * len(depths) : (number + 1) * len(depths)]
-        rows.append([f"{whole.length:,}", *(percent(score.share) for score in (*cells, whole))])
-    return side.name, ["length", *(f"depth {depth}%" for depth in depths), "all"], rows
+def scores(record: Needles) -> list[Table]:
+    """Return the scores of each side: a row for each length, a column for each depth."""
+    depths, tables = record.settings.depths, []
+    for side, cells, by_length in zip(record.sides, record.cells, record.by_length, strict=True):
+        rows = []
+        for number, whole in enumerate(by_length):
+            row = [*cells[number * len(depths) : (number + 1) * len(depths)], whole]
+            rows.append([f"{whole.length:,}", *(percent(score.share) for score in row)])
+        tables.append((side.name, ["length", *(f"depth {depth}%" for depth in depths), "all"], rows))
+    return tables
 
 
 def _by_length(record: Needles) -> Table:
     rows: list[list[Cell]] = []
     for place, length in enumerate(record.settings.lengths):
-        for side in record.sides:
-            rows.append([f"{length:,}", side.name, *_cells(side.by_length[place])])
+        for side, by_length in zip(record.sides, record.by_length, strict=True):
+            rows.append([f"{length:,}", side.name, *_cells(by_length[place])])
             if record.differences:
                 rows[-1].append(points(record.differences[place]) if side is record.candidate else "")
     head = ["length", "model", *SCORE, *(["difference to the baseline"] if record.differences else [])]
@@ -58,9 +59,9 @@ def _by_length(record: Needles) -> Table:
 
 def _by_depth(record: Needles) -> Table:
     rows: list[list[Cell]] = []
-    for place, score in enumerate(record.candidate.cells):
-        for side in record.sides:
-            rows.append([f"{score.length:,}", f"{score.depth}%", side.name, *_cells(side.cells[place])])
+    for scores in zip(*record.cells, strict=True):
+        for side, score in zip(record.sides, scores, strict=True):
+            rows.append([f"{score.length:,}", f"{score.depth}%", side.name, *_cells(score)])
     return "By length and depth", ["length", "depth", "model", *SCORE], rows
 
 
@@ -82,11 +83,11 @@ def _examples(record: Needles) -> Table:
     return "Answers: the first of a length and depth", head, rows
 
 
-def _map(key: str, side: AskedModel, record: Needles) -> Panel:
+def _map(number: int, record: Needles) -> Panel:
     """Return the map of a side's scores, in per cent: a row for each length, a column for each depth."""
-    lengths, depths = record.settings.lengths, record.settings.depths
-    rows = [side.cells[start : start + len(depths)] for start in range(0, len(side.cells), len(depths))]
-    least, most = min(side.cells, key=lambda score: score.share), max(side.cells, key=lambda score: score.share)
+    lengths, depths, cells = record.settings.lengths, record.settings.depths, record.cells[number]
+    side, key = record.sides[number], ("candidate", "baseline")[number]
+    least, most = min(cells, key=lambda score: score.share), max(cells, key=lambda score: score.share)
     words = f"Everywhere {percent(most.share)}."
     if least.share < most.share:
         places = [f"{share(score)} at {score.length:,} tokens, depth {score.depth}%" for score in (most, least)]
@@ -94,7 +95,7 @@ def _map(key: str, side: AskedModel, record: Needles) -> Panel:
     heat = Heat(
         [place - 0.5 for place in range(len(depths) + 1)],
         [*range(len(lengths))],
-        [[100 * score.share for score in row] for row in rows],
+        (100 * record.scores[number]).tolist(),
         "score, %",
         (0.0, 100.0),
         columns=[f"{depth}%" for depth in depths],

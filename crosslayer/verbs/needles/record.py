@@ -1,4 +1,4 @@
-"""What `record.json` of a search for needles holds: every sample's figures, every answer, and the scores.
+"""What `record.json` of a search for needles holds, every question and every answer, and how these are scored.
 
 Answers are scored as by RULER's `string_match` (arXiv 2404.06654): a score is the share of expected values that stand
 in the output, in any case; here one value is expected, so 0 or 1.
@@ -78,11 +78,9 @@ class FoundShare(Frozen):
 
 
 class AskedModel(ModelFacts):
-    """A model and what it said: an answer for each question, and the scores by length and depth, and by length."""
+    """A model and what it said: an answer for each question."""
 
     answers: tuple[str, ...]
-    cells: tuple[FoundShare, ...]
-    by_length: tuple[FoundShare, ...]
 
 
 class FoundDifference(Frozen):

@@ -13,15 +13,7 @@ from crosslayer.eviction.running import NewCache, evicting_if
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
-from crosslayer.verbs.needles.record import (
-    AskedModel,
-    FoundDifference,
-    NeedlesSettings,
-    Question,
-    difference,
-    is_found,
-    score,
-)
+from crosslayer.verbs.needles.record import AskedModel, NeedlesSettings, Question
 from crosslayer.verbs.needles.result import Needles
 from crosslayer.verbs.needles.sample import Sample, Samples, prompt_ids
 
@@ -85,20 +77,21 @@ def needles(
     for side in sides:
         if longest > side.positions:
             raise ValueError(f"length {longest} is above the {side.positions} positions of {side.name}")
-    started = time.monotonic()
     asked = _samples(sides[0].tokenizer, settings, progress)
     prompts = [_prompts(side, asked, new_tokens) for side in sides]
-    models = [
-        _ask(side, asked, ids, settings, evicted, progress)
-        for side, ids, evicted in zip(sides, prompts, (evict, None), strict=False)  # the baseline keeps all
-    ]
+    models, seconds = [], 0.0
+    for side, ids, evicted in zip(sides, prompts, (evict, None), strict=False):  # the baseline keeps all
+        model = side.load(progress)
+        started = time.monotonic()
+        models.append(_ask(model, side, asked, ids, settings, evicted, progress))
+        seconds += time.monotonic() - started
+        del model
     return Needles(
         settings=settings,
         questions=tuple(Question(**sample.model_dump(exclude={"text", "prefix"})) for sample in asked),
         candidate=models[0],
         baseline=models[1] if baseline is not None else None,
-        differences=tuple(_differences(asked, models)) if baseline is not None else (),
-        seconds=round(time.monotonic() - started, 1),
+        seconds=round(seconds, 1),
     )
 
 
@@ -126,6 +119,7 @@ def _prompts(side: Loadable, samples: Sequence[Sample], new_tokens: int) -> list
 
 
 def _ask(
+    model: PreTrainedModel,
     side: Loadable,
     samples: Sequence[Sample],
     prompts: Sequence[Sequence[int]],
@@ -133,8 +127,8 @@ def _ask(
     evict: str | None,
     progress: Meter,
 ) -> AskedModel:
-    """Load a model, ask it for all needles, length by length, and score what it says."""
-    model, responses = side.load(progress), []
+    """Ask a model for all needles, length by length."""
+    responses: list[str] = []
     options = {"new_tokens": settings.new_tokens, "batch": settings.batch}
     with (
         quiet_transformers(),
@@ -147,27 +141,7 @@ def _ask(
             for texts in answers(model, side.tokenizer, of_length, **options, new_cache=new_cache):
                 responses += texts
                 meter.step(len(responses), len(samples), f"{length} tokens")
-    by_cell: dict[tuple[int, int | None], tuple[list[bool], list[bool]]] = {}
-    for sample, text in zip(samples, responses, strict=True):
-        for depth in (sample.depth, None):
-            found, stray = by_cell.setdefault((sample.length, depth), ([], []))
-            found.append(is_found(text, sample.value))
-            stray.append(any(is_found(text, value) for value in sample.others))
-    return AskedModel(
-        **side.facts(model),
-        answers=tuple(responses),
-        cells=tuple(score(*cell, *by_cell[cell]) for cell in settings.cells),
-        by_length=tuple(score(length, None, *by_cell[length, None]) for length in settings.lengths),
-    )
-
-
-def _differences(samples: Sequence[Sample], models: Sequence[AskedModel]) -> Iterator[FoundDifference]:
-    right: dict[int, tuple[list[bool], list[bool]]] = {}
-    for sample, *texts in zip(samples, *(model.answers for model in models), strict=True):
-        for found, text in zip(right.setdefault(sample.length, ([], [])), texts, strict=True):
-            found.append(is_found(text, sample.value))
-    for length, both in right.items():
-        yield difference(length, *both)
+    return AskedModel(**side.facts(model), answers=tuple(responses))
 
 
 def answers(

@@ -11,18 +11,18 @@ LOW = 0.05  # a score of a baseline that leaves nothing to lose
 def sentences(record: Needles) -> list[str]:
     """Return the scores of each side by length, the differences, and how both are measured."""
     settings, said, paired = record.settings, [], ""
-    for side in record.sides:
+    for side, by_length in zip(record.sides, record.by_length, strict=True):
         name = f"The baseline, {side.name}," if side is record.baseline else side.name
-        shares = [f"{share(score)} at {score.length:,}" for score in side.by_length]
+        shares = [f"{share(score)} at {score.length:,}" for score in by_length]
         words = f"{name} finds the number of {keys_of(settings.keys)}: {', '.join(shares)} tokens"
         if settings.keys > 1:
-            other, asked = sum(score.other for score in side.by_length), sum(score.n for score in side.by_length)
+            other, asked = sum(score.other for score in by_length), sum(score.n for score in by_length)
             words += f"; {percent(other / asked)} of its answers hold another key's instead"
         said.append(f"{words}.")
     if record.baseline is not None:
         paired = "; of differences Agresti and Min's, for pairs, beside McNemar's test"
         said += [_difference_words(difference) for difference in record.differences]
-        idle = [f"{score.length:,}" for score in record.baseline.by_length if score.share < LOW]
+        idle = [f"{score.length:,}" for score in record.by_length[1] if score.share < LOW]
         if idle:
             said.append(
                 f"At {listed(idle)} tokens the baseline itself finds fewer than {LOW:.0%}: nothing can be lost."

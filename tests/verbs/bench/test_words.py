@@ -44,7 +44,7 @@ def test_losses_are_said_as_plainly_as_gains_and_briefly(six):
         words[3]
         == "Time per token, static cache: no difference seen in every setting (0.910x to 0.940x of the baseline)."
     )
-    off = "2 of 54 predictions are more than 20 % off; the farthest, time to first token at 512 × 4: the ratio is -0.7"
+    off = "2 of 54 predictions are more than 20% off; the farthest, time to first token at 512 × 4: the ratio is -0.7"
     assert f"{off} off." in words and len(words) <= 8
     table = next(row for row in figures(six) if row[1] == "time to first token" and row[5].endswith("off)"))
     assert table[0] == "context 512, batch 4"

@@ -53,7 +53,7 @@ def test_an_unknown_group_is_answered_too(monkeypatch, capsys, tasks, pair):
         (["--tasks", ""], "there is no task; name some, such as arc_easy"),
         (["--tasks", "piqa_local", "--batch", "many"], "--batch is 'many'; it is auto or a number"),
         (["--tasks", "piqa_local", "--batch", "0"], "--batch is '0'"),
-        (["--tasks", "piqa_local", "--limit", "0"], "--limit: Input should be greater than 0"),
+        (["--tasks", "piqa_local", "--limit", "0"], "--limit: Input should be greater than 0; it is 0"),
         (["--tasks", "piqa_local", "--num-fewshot", "-1"], "--num-fewshot: Input should be greater than or equal to 0"),
         (["--tasks", "piqa_local", "--include-path", "nowhere"], "--include-path 'nowhere' is no folder"),
         (["--tasks", "piqa_local", "--baseline", "./nowhere"], "'./nowhere' does not exist"),

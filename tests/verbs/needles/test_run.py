@@ -1,12 +1,15 @@
 """An oracle finds every needle, random weights none; results come back equal, and every refusal is a line."""
 
+import importlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import crosslayer
+from crosslayer.models.pair import Loadable
 from crosslayer.verbs.needles.words import sentences
 from tests.cli.test_cli import run
 from tests.helpers.browser import complaints, resize
@@ -14,6 +17,7 @@ from tests.helpers.tiny import tiny
 from tests.output.test_page import LOOK, opened
 from tests.verbs.needles.oracle import TOKENIZER, oracle, random_model
 
+verb = importlib.import_module("crosslayer.verbs.needles.run")
 SMALL = {"lengths": [512, 768], "depths": [0, 50, 100], "keys": 3, "samples": 3, "new_tokens": 16}
 
 
@@ -43,11 +47,11 @@ def test_an_oracle_finds_all_and_random_weights_nothing(compared):
 
 def test_what_strays_to_another_key_is_counted():
     result = found(oracle(stray=True), lengths=[512])
-    (whole,) = result.candidate.by_length
+    (whole,) = result.by_length[0]
     assert (whole.found, whole.other, whole.n) == (0, 9, 9)
     assert "100% of its answers hold another key's instead" in sentences(result)[0]
     alone = found(oracle(), lengths=[512], keys=1)
-    assert alone.candidate.by_length[0].share == 1 and "another key" not in sentences(alone)[0]
+    assert alone.by_length[0][0].share == 1 and "another key" not in sentences(alone)[0]
 
 
 def test_the_samples_are_the_same_whatever_else_is_asked():
@@ -84,9 +88,7 @@ def test_the_result_comes_back_and_its_page_is_fit_to_see(compared, beside, tmp_
     [
         lambda record: record["questions"].pop(),
         lambda record: record["candidate"]["answers"].pop(),
-        lambda record: record["baseline"]["cells"].reverse(),
-        lambda record: record["candidate"]["by_length"].pop(),
-        lambda record: record["differences"].pop(),
+        lambda record: record["baseline"].update(cells=[]),
         lambda record: record["settings"].update(lengths=[8]),
     ],
 )
@@ -110,9 +112,9 @@ def test_a_record_that_does_not_fit_is_refused(compared, change, tmp_path):
         ({"depths": [-1]}, "^depths is -1; use 0"),
         ({"keys": 0}, "^keys is 0; use 1 to 1600$"),
         ({"keys": 40}, "^length 512 has no room for a haystack: template and 40 needles take "),
-        ({"samples": 0}, "^samples: Input should be greater than 0$"),
-        ({"new_tokens": 0}, "^new_tokens: Input should be greater than 0$"),
-        ({"batch": 0}, "^batch: Input should be greater than 0$"),
+        ({"samples": 0}, "^samples: Input should be greater than 0; it is 0$"),
+        ({"new_tokens": 0}, "^new_tokens: Input should be greater than 0; it is 0$"),
+        ({"batch": 0}, "^batch: Input should be greater than 0; it is 0$"),
         ({"seed": -1}, "^seed: "),
         ({"dtype": "float32"}, "^dtype and device are for a model that is named"),
         ({"baseline": tiny("bert", max_position_embeddings=2048)}, "^needles needs a causal LM; BertModel is none$"),
@@ -123,6 +125,19 @@ def test_a_record_that_does_not_fit_is_refused(compared, change, tmp_path):
 def test_what_is_wrong_is_said_in_a_line(options, message):
     with pytest.raises(ValueError, match=message):
         found(oracle(), **options)
+
+
+def test_seconds_are_those_of_asking(monkeypatch, folder):
+    clock, load = SimpleNamespace(now=0.0), Loadable.load
+
+    def slow(side, progress):
+        clock.now += 100
+        return load(side, progress)
+
+    monkeypatch.setattr(Loadable, "load", slow)
+    monkeypatch.setattr(verb, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    asked = crosslayer.needles(folder, baseline=folder, lengths=[512], depths=[50], keys=1, samples=1, new_tokens=1)
+    assert clock.now == 200 and asked.seconds == 0
 
 
 def test_a_loaded_model_needs_its_tokenizer():

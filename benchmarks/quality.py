@@ -82,7 +82,7 @@ def measure(row, baseline, options):
     ]
     if baseline is not None and options.cost:
         cost = measure_cost(model, baseline["model"], evict, Progress)
-        result["cost"] = cost.model_dump()
+        result["cost"] = cost.model_dump(include={"context", "cache", "ttft", "tpot_dynamic"})
     return result, raw
 
 

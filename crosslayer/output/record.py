@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -76,17 +76,11 @@ class Measure(Frozen):
         return None if self.ci95 is None else np.array(self.ci95, dtype=float)
 
 
-def _are_numbers(rows: Sequence[Any]) -> bool:
+def _are_numbers(entry: Any) -> bool:
     """Return whether nested lists hold finite numbers and None alone."""
-    for row in rows:
-        fits = _are_numbers(row) if isinstance(row, list | tuple) else row is None or _is_number(row)
-        if not fits:
-            return False
-    return True
-
-
-def _is_number(entry: Any) -> bool:
-    return isinstance(entry, int | float) and not isinstance(entry, bool) and math.isfinite(entry)
+    if isinstance(entry, list | tuple):
+        return all(map(_are_numbers, entry))
+    return entry is None or type(entry) in (int, float) and math.isfinite(entry)
 
 
 class PositionBins(Frozen):

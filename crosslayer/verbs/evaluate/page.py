@@ -52,9 +52,10 @@ def tables(record: Evaluation) -> list[Table]:
 def _together(record: Evaluation) -> Table:
     cost, rows = record.cost, (record.groups or record.rows)[:4]
     assert cost is not None
-    ours = [size(cost.cache.candidate), f"{cost.cache.ratio:.2%}", judged(cost.ttft), judged(cost.tpot)]
+    cache = cost.cache.dynamic
+    ours = [size(cache.candidate), f"{cache.ratio:.2%}", judged(cost.ttft), judged(cost.tpot_dynamic)]
     table = [
-        ["baseline", size(cost.cache.baseline), "100%", "1x", "1x", *(score(row, row.baseline) for row in rows)],
+        ["baseline", size(cache.baseline), "100%", "1x", "1x", *(score(row, row.baseline) for row in rows)],
         ["candidate", *ours, *(score(row, row.candidate) for row in rows)],
     ]
     head = ["", "KV cache", "share", "first token", "further tokens", *(row.title for row in rows)]

@@ -6,7 +6,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from crosslayer.eviction.eviction import Evict
 from crosslayer.output.record import Frozen, ModelFacts, Options, Seed
-from crosslayer.verbs.bench.record import Bytes, Comparison
 from crosslayer.verbs.evaluate.paired import Paired
 
 
@@ -49,16 +48,6 @@ class EvaluatedModels(Frozen):
 
     candidate: EvaluatedModel
     baseline: EvaluatedModel | None
-
-
-class Cost(Frozen):
-    """A row of `bench`: a prompt of `context` tokens, and further ones from a dynamic cache, or one that evicts."""
-
-    context: int
-    cache: Bytes = Field(description="allocated, with what an eviction knows of its tokens")
-    ttft: Comparison = Field(description="time to first token")
-    tpot: Comparison = Field(description="time per further token")
-    interval_coverage: float = Field(ge=0, le=1)
 
 
 class Score(Frozen):

@@ -9,7 +9,8 @@ import numpy as np
 from pydantic import Field, PrivateAttr, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.verbs.evaluate.record import Cost, EvaluatedModels, EvaluateSettings, ScoreRow
+from crosslayer.verbs.bench.record import Row
+from crosslayer.verbs.evaluate.record import EvaluatedModels, EvaluateSettings, ScoreRow
 
 HARNESS = "lm_eval"  # the folder of what lm-eval returned
 
@@ -21,12 +22,12 @@ class Evaluation(Result):
     returned (but for the git commit, which is None), of an evaluation that was not loaded from a folder.
     """
 
-    schema_: Literal["crosslayer/evaluate/2"] = Field(default="crosslayer/evaluate/2", alias="schema")
+    schema_: Literal["crosslayer/evaluate/3"] = Field(default="crosslayer/evaluate/3", alias="schema")
     models: EvaluatedModels
     settings: EvaluateSettings
     rows: tuple[ScoreRow, ...] = Field(min_length=1)
     groups: tuple[ScoreRow, ...]
-    cost: Cost | None = Field(default=None, description="None where it was not asked for")
+    cost: Row | None = Field(default=None, description="of `bench`; None where it was not asked for")
     lm_eval: str = Field(description="its version")
 
     _results: dict[str, Mapping[str, Any]] = PrivateAttr(default_factory=dict)  # by side
@@ -71,7 +72,7 @@ class Evaluation(Result):
         return {
             "candidate": self.models.candidate.name,
             "baseline": None if baseline is None else baseline.name,
-            **({} if self.cost is None else {"kv_share": round(self.cost.cache.ratio, 6)}),
+            **({} if self.cost is None else {"kv_share": round(self.cost.cache.dynamic.ratio, 6)}),
             "results": [{"task": row.name, **_figures(row)} for row in self.rows],
             "groups": [{"group": row.name, **_figures(row)} for row in self.groups],
         }

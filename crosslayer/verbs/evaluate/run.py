@@ -13,10 +13,10 @@ from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
-from crosslayer.verbs.bench.record import BenchSettings
+from crosslayer.verbs.bench.record import BenchSettings, Row
 from crosslayer.verbs.bench.run import in_turns
 from crosslayer.verbs.evaluate import harness, summary
-from crosslayer.verbs.evaluate.record import Cost, EvaluatedModel, EvaluatedModels, EvaluateSettings
+from crosslayer.verbs.evaluate.record import EvaluatedModel, EvaluatedModels, EvaluateSettings
 from crosslayer.verbs.evaluate.result import Evaluation
 from crosslayer.verbs.evaluate.templates import sandboxed
 
@@ -119,15 +119,11 @@ def _score(
     return facts, results
 
 
-def measure_cost(candidate: PreTrainedModel, baseline: PreTrainedModel, evict: str | None, progress: Meter) -> Cost:
+def measure_cost(candidate: PreTrainedModel, baseline: PreTrainedModel, evict: str | None, progress: Meter) -> Row:
     """Return what the candidate's cache and time are beside the baseline's, so that they stand beside its scores."""
     context = cost_context(map(positions, (candidate, baseline)))
     settings = BenchSettings(contexts=(context,), new_tokens=COST_TOKENS, repeats=COST_PAIRS, evict=evict)
-    benchmark = in_turns(candidate, baseline, settings, progress=progress)
-    row, covered = benchmark.rows[0], benchmark.interval_coverage
-    return Cost(
-        context=context, cache=row.cache.dynamic, ttft=row.ttft, tpot=row.tpot_dynamic, interval_coverage=covered
-    )
+    return in_turns(candidate, baseline, settings, progress=progress).rows[0]
 
 
 def cost_context(limits: Iterable[int]) -> int:

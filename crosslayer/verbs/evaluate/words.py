@@ -61,8 +61,8 @@ def _cost_words(record: Evaluation) -> list[str]:
     if cost is None:
         return []
     return [
-        f"At {cost.context} tokens its cache takes {cost.cache.ratio:.2%} of the baseline's bytes; its times against "
-        f"the baseline's: first token {judged(cost.ttft)}, further tokens {judged(cost.tpot)}."
+        f"At {cost.context} tokens its cache takes {cost.cache.dynamic.ratio:.2%} of the baseline's bytes; its times "
+        f"against the baseline's: first token {judged(cost.ttft)}, further tokens {judged(cost.tpot_dynamic)}."
     ]
 
 

@@ -72,8 +72,8 @@ def test_only_the_candidate_evicts_and_its_cost_stands_beside_its_scores(monkeyp
         pair[0], baseline=pair[0], tasks=NAMES, include_path=tasks, device="cpu", evict="streaming:32", cost=True
     )
     page = evaluation.page()
-    assert evaluation.cost is not None and 0.6 < evaluation.cost.cache.ratio < 0.8  # 32 of 48 tokens, and positions
-    assert evaluation.headline()["kv_share"] == round(evaluation.cost.cache.ratio, 6)
+    assert evaluation.cost is not None and 0.6 < evaluation.cost.cache.dynamic.ratio < 0.8  # 32 of 48 tokens
+    assert evaluation.headline()["kv_share"] == round(evaluation.cost.cache.dynamic.ratio, 6)
     assert "evicts (streaming:32)" in page and "further tokens" in page
     with pytest.raises(ValueError, match="name one with baseline"):
         crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, cost=True)

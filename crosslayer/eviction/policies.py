@@ -110,12 +110,7 @@ POLICIES = {
 
 
 def policy(name: str) -> Policy:
-    """Return a policy of this file, or the only one that a user's module defines, if it is imported or allowed.
-
-    Raises:
-        ValueError: there is none of that name, or the module does not define a single one.
-
-    """
+    """Return a policy of this file, or the only one that a user's module defines, if it is imported or allowed."""
     if name in POLICIES:
         return POLICIES[name]
     module = users_module(f"eviction policy {name!r}", name)

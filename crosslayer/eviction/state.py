@@ -56,10 +56,6 @@ class GroupState:
         """Take in a call of the leader, of whose new columns `pads` (B,) are padding; see `padding`.
 
         Returns what the group attends to and keeps.
-
-        Raises:
-            ValueError: keys do not stand in a row of one layer's tokens, or attention has terms of its own.
-
         """
         reading = _Reading(self, call, pads)
         due = reading.due_columns()

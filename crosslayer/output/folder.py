@@ -27,13 +27,7 @@ _reserved: dict[Path, contextlib.ExitStack] = {}  # folders that this process ho
 
 @contextlib.contextmanager
 def whole_folder(target: Path, force: bool = False) -> Iterator[Path]:
-    """Give a temporary folder that becomes `target` when the block ends, and disappears if it fails or is interrupted.
-
-    Raises:
-        ValueError: `target` exists and `force` is not set, it cannot be written, or another process is writing it.
-        OSError: the disk is full.
-
-    """
+    """Give a temporary folder that becomes `target` when the block ends, and disappears if the block fails."""
     target = target.expanduser().resolve()
     with contextlib.nullcontext() if target in _reserved else _lock_of(target):
         check_free(target, force)
@@ -60,13 +54,7 @@ def release_targets() -> None:
 
 @contextlib.contextmanager
 def exclusive(target: Path, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of `target`, and mend what a killed process left; a file system without locks gives none.
-
-    Raises:
-        BlockingIOError: another process holds the lock, and `wait` is not set.
-        OSError: nothing can be written beside `target`.
-
-    """
+    """Hold the lock of `target`, and mend what a killed process left; a file system without locks gives none."""
     missing = [folder for folder in target.parents if not folder.exists()]
     path = _beside(target, "lock")
     lock = FileLock(path, blocking=wait, fallback_to_soft=False)

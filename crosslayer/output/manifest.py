@@ -54,12 +54,7 @@ class Manifest(BaseModel):
 
 
 def write_manifest(folder: Path, model: PreTrainedModel) -> None:
-    """Write `manifest.json` into the folder of a saved model that holds everything else already.
-
-    Raises:
-        ValueError: the folder holds something that is not a regular file.
-
-    """
+    """Write `manifest.json` into the folder of a saved model that holds everything else already."""
     files = _entries(folder)
     odd = [name for name, path in files.items() if not path.is_file()]
     if odd:
@@ -81,12 +76,7 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check `manifest.json`, which may come from anyone.
-
-    Raises:
-        ValueError: it is not JSON, has another shape, or names a file outside the folder.
-
-    """
+    """Read and check `manifest.json`, which may come from anyone."""
     path = folder / NAME
     try:
         if not path.is_file() or path.stat().st_size > LARGEST:

@@ -115,12 +115,7 @@ class ModelFacts(Frozen):
 
 
 class Options(BaseModel):
-    """What a verb is asked to do: checked as a whole when it is built.
-
-    Raises:
-        ValueError: an option is wrong.
-
-    """
+    """What a verb is asked to do: checked as a whole when it is built."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -152,12 +147,7 @@ def dumps(record: dict[str, Any]) -> str:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read `record.json` of a folder, which may come from anyone; its keys are not checked here.
-
-    Raises:
-        ValueError: there is none, or it is too large, no JSON object or nested too deeply.
-
-    """
+    """Read `record.json` of a folder, which may come from anyone; its keys are not checked here."""
     path = folder / "record.json"
     if not path.is_file():
         raise ValueError(f"{folder.name!r} holds no record.json; name a folder that crosslayer wrote")

@@ -122,12 +122,7 @@ class MeteredLM(_HFLM):
         return answers
 
     def count(self, requests: list[Any]) -> None:
-        """Count requests that are scored, (texts, context, continuation) each.
-
-        Raises:
-            ValueError: an answer alone is longer than the model's positions, which lm-eval cannot score.
-
-        """
+        """Count requests that are scored, (texts, context, continuation) each."""
         longest = max((len(answer) for _, _, answer in requests), default=0)
         if longest > self.max_length:
             raise ValueError(f"an answer of {longest} tokens exceeds the {self.max_length} positions of the model")

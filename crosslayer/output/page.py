@@ -1,7 +1,7 @@
 """The page of a result: a self-contained HTML document that opens from disk, with no network, wide and narrow."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,19 +58,9 @@ def _templates() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
     )
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    templates.globals |= {"drawn": drawn, "pairs": _pairs}
-    templates.filters["signed"] = _signed
+    templates.globals |= {"drawn": drawn, "pairs": functools.partial(zip, strict=True)}
+    templates.filters["signed"] = lambda number: f"{number:g}".replace("-", "−")
     return templates
-
-
-def _pairs(head: Sequence[str], row: Sequence[Cell]) -> Iterator[tuple[str, Cell]]:
-    """Return the cells of a row with the names of their columns."""
-    return zip(head, row, strict=True)
-
-
-def _signed(number: float) -> str:
-    """Write an end of a scale of colors, with a proper minus."""
-    return f"{number:g}".replace("-", "−")
 
 
 def save_page(folder: Path, text: str, record: dict[str, Any], panels: list[Panel]) -> None:

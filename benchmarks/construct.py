@@ -10,11 +10,9 @@ the median. Methods bring modules that Llama lacks: weights of ResFormer, querie
 import argparse
 import gc
 import json
-import platform
 import statistics
 import time
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -22,6 +20,7 @@ from scipy.stats import bootstrap
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.environment import environment
 
 WIDTHS = {
     "vocab_size": 32_000, "hidden_size": 8192, "intermediate_size": 28_672, "num_attention_heads": 64,
@@ -94,10 +93,8 @@ def main():
         "rows": rows,
         "shape": shape,
         "options": {"pairs": options.pairs},
-        "versions": {name: version(name) for name in ("crosslayer", "torch", "transformers")},
-        "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
+        **environment().model_dump(),
     }
-    options.json.parent.mkdir(exist_ok=True)
     options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

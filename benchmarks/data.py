@@ -18,7 +18,6 @@ import json
 import statistics
 import time
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator
 
 from crosslayer.corpus.documents import TextSource, stream_documents
 from crosslayer.corpus.domains import embedded_domains
+from crosslayer.environment import environment
 from crosslayer.verbs.train.mixture import Mixture
 from crosslayer.verbs.train.shards import tokenise
 from crosslayer.verbs.train.tokenizers import make_tokenizer
@@ -165,11 +165,9 @@ def main():
         domains = three_domains(documents, Path(folder))
         record["rows"] = {length: rows(domains, length, options) for length in options.lengths}
     record["options"] = {name: value for name, value in vars(options).items() if name not in ("json", "text")}
-    record["versions"] = {name: version(name) for name in ("crosslayer", "torch", "transformers", "tokenizers")}
-    record["cores"] = os.cpu_count()
+    record |= environment().model_dump()
     record["load"] = os.getloadavg()[0]  # other work on the machine makes even CPU seconds longer
     report(record)
-    options.json.parent.mkdir(exist_ok=True)
     options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -12,14 +12,12 @@ that the file has.
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -31,6 +29,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from crosslayer.core import depth_attention
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.methods import method_class, method_names, to_entry
+from crosslayer.environment import environment
 from crosslayer.stats.ratios import paired_ratio
 from crosslayer.testing.tiny import elements
 from crosslayer.verbs.bench.memory import peak_memory
@@ -259,10 +258,8 @@ def main():
         "options": {
             key: str(value) for key, value in vars(options).items() if key not in ("json", "memory", "only", "pairs")
         },
-        "versions": {name: version(name) for name in ("crosslayer", "torch", "transformers")},
-        "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
+        **environment().model_dump(),
     }
-    options.json.parent.mkdir(exist_ok=True)
     options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

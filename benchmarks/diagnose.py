@@ -11,14 +11,12 @@ process of its own, peak resident set.
 
 import argparse
 import json
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -26,6 +24,7 @@ import torch
 import crosslayer
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import packed
+from crosslayer.environment import environment
 from crosslayer.probe import measures as m
 
 HERE = Path(__file__).resolve()
@@ -221,13 +220,7 @@ def main():
         }
         long = result["long"]
         print(f"diagnosis of 1 × {options.long}: {long['seconds']:.1f} s, peak memory {long['bytes'] / 1e6:.0f} MB")
-    result["versions"] = {name: version(name) for name in ("crosslayer", "torch", "transformers")}
-    result["machine"] = {
-        "processor": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "system": platform.system(),
-    }
-    options.json.parent.mkdir(exist_ok=True)
+    result |= environment().model_dump()
     options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

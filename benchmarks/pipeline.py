@@ -18,7 +18,6 @@ import statistics
 import time
 from collections import Counter
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,6 +30,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.decoder.cuts import KEPT
 from crosslayer.core.decoder.pipeline import pipeline_stages
+from crosslayer.environment import environment
 
 CASES = ((2, 1), (2, 2), (4, 1), (4, 2))
 LAYERS = 8
@@ -245,10 +245,8 @@ def main():
         "date": str(date.today()),
         "cases": results,
         "options": {name: value for name, value in vars(options).items() if name != "json"},
-        "versions": {name: version(name) for name in ("crosslayer", "torch", "transformers")},
-        "cores": os.cpu_count(),
+        **environment().model_dump(),
     }
-    options.json.parent.mkdir(exist_ok=True)
     options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -5,7 +5,7 @@ import itertools
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
 from crosslayer.output.words import UNKNOWN, percent
-from crosslayer.verbs.bench.record import MEASURES, SIDES, Bytes, Comparison, Row
+from crosslayer.verbs.bench.record import MEASURES, SIDES, Comparison, Row
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.words import TITLES, duration, durations, far_off, judged, ratio, sentences, setting, size
 
@@ -70,7 +70,11 @@ def figures(record: Benchmark) -> list[list[str]]:
     """Return a row of text for each setting and measure."""
     rows = []
     for row in record.rows:
-        lines = [_cache_row(kind, cache) for kind, cache in row.cache]
+        lines = []
+        for kind, cache in row.cache:
+            predicted = "" if cache.predicted_ratio is None else f"{cache.predicted_ratio:.3f}x"
+            sizes = map(size, cache.sides())
+            lines.append([f"KV cache, {kind}, allocated", *sizes, f"{cache.ratio:.3f}x", predicted])
         lines += [_time_row(TITLES[measure], time) for measure, time in row.times().items()]
         for kind, time in (("dynamic", row.tpot_dynamic), ("static", row.tpot_static)):
             speeds = [f"{row.batch / side.median:.1f}" for side in time.sides()]
@@ -83,11 +87,6 @@ def figures(record: Benchmark) -> list[list[str]]:
         lines.append(no_eager if row.eager is None else _time_row(title, row.eager))
         rows += [[setting(row), *cells] for cells in lines]
     return rows
-
-
-def _cache_row(kind: str, cache: Bytes) -> list[str]:
-    predicted = "" if cache.predicted_ratio is None else f"{cache.predicted_ratio:.3f}x"
-    return [f"KV cache, {kind}, allocated", *map(size, cache.sides()), f"{cache.ratio:.3f}x", predicted]
 
 
 def _time_row(title: str, time: Comparison) -> list[str]:

@@ -18,13 +18,14 @@ def layout(record: Evaluation) -> Page:
     baseline, shots, limit = record.models.baseline, record.settings.num_fewshot, record.settings.limit
     candidate, first = record.models.candidate, (record.groups or record.rows)[:4]
     beside = "" if baseline is None else f" beside {baseline.name}"
+    notes = ["" if row.paired is None else f"{difference(row)}: {row.paired.verdict}" for row in first]
     return Page(
         title=f"Evaluation of {candidate.name}{beside}",
         subtitle=(
             f"lm-eval {record.lm_eval}, {'all' if limit is None else f'the first {limit}'} items of each task · "
             f"examples: {'as tasks have them' if shots is None else shots} · {candidate.dtype} on {candidate.device}"
         ),
-        cards=[(row.title, score(row, row.candidate), _note(row)) for row in first],
+        cards=[(row.title, score(row, row.candidate), note) for row, note in zip(first, notes, strict=True)],
         words=sentences(record),
         panels=_panels(record),
         tables=[_models(record)],
@@ -84,10 +85,6 @@ def _metric(row: ScoreRow) -> str:
     return row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
 
 
-def _note(row: ScoreRow) -> str:
-    return "" if row.paired is None else f"{difference(row)}: {row.paired.verdict}"
-
-
 def _panels(record: Evaluation) -> list[Panel]:
     """Return a figure of differences in points, and one of ratios of perplexities."""
     rows = [row for row in (*record.groups, *record.rows) if row.paired is not None]
@@ -122,4 +119,4 @@ def _models(record: Evaluation) -> Table:
             kind = f"{facts.class_}, {facts.parameters / 1e6:.1f} M parameters, {facts.dtype}"
             rows.append([side, f"{facts.name} ({kind}), evaluated in {facts.seconds:.0f} s"])
     rows += [[row.name, ", ".join(row.tasks)] for row in record.groups]
-    return "Models and groups", ["what", "it is"], [*rows, ["lm-eval", record.lm_eval]]
+    return "Models and groups", ["what", "it is"], rows

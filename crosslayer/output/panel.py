@@ -239,14 +239,16 @@ def _hover(title: str, x: dict[str, Any], shown: list[dict[str, Any]]) -> dict[s
     """Return an upright at each x, whose tooltip holds the values there of all lines shown, with their intervals."""
     interval = "datum.high == null ? '' : ' (' + format(datum.low, '.4~g') + ' to ' + format(datum.high, '.4~g') + ')'"
     words = f"datum.y == null ? '–' : format(datum.y, '.4~g') + ({interval})"
-    pivot = {"pivot": "line", "value": "words", "op": "max", "groupby": [title]}
+    title = title or "x"
+    name = re.sub(r"([\\.\[\]'\"])", r"\\\1", title)  # as Vega names a field: a dot would be one inside another
+    pivot = {"pivot": "line", "value": "words", "op": "max", "groupby": [name]}
     visible = {"condition": {"param": "pointer", "empty": False, "value": 0.5}, "value": 0}
     nearest = {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True}
     return {
         "data": {"name": "lines"},
         "transform": [*shown, {"calculate": "datum.x", "as": title}, {"calculate": words, "as": "words"}, pivot],
         "mark": {"type": "rule", "color": QUIET, "tooltip": {"content": "data"}},
-        "encoding": {"x": {**x, "field": title}, "opacity": visible},
+        "encoding": {"x": {**x, "field": name}, "opacity": visible},
         "params": [{"name": "pointer", "select": nearest}],
     }
 

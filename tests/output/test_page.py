@@ -236,6 +236,14 @@ def test_a_zero_has_no_point_on_a_logarithmic_axis(tmp_path):
     assert [svg.count('aria-roledescription="point"') for svg in svgs] == [2, 3]
 
 
+@pytest.mark.parametrize("title", ["", "loss a.b [nats] 'x'"])
+def test_values_stand_at_their_x_whatever_the_axis_is_called(tmp_path, title):
+    svg = save_svg(Panel("a", "a", "", title, "y", [Line("a", [0, 1], [2.0, 8.0])]), tmp_path).read_text()
+    uprights = re.findall(r'<line aria-label="([^"]*)"[^>]*transform="([^"]*)', svg.partition("layer_2_marks")[2])
+    assert [label for label, _ in uprights] == [f"{title or 'x'}: {x}" for x in (0, 1)]
+    assert len({place for _, place in uprights}) == 2
+
+
 def test_positions_are_counted_from_zero(pages):
     for name, keys in {"diagnosed": ["importance_by_position"], "intervened": ["attention_before"]}.items():
         for key in keys:

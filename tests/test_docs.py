@@ -23,8 +23,12 @@ from tests.helpers.tiny import tiny
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-ELSEWHERE = {"docs/YOUR_METHOD.md"}  # executed by tests/core/methods/test_your_method.py
+ELSEWHERE = {
+    "docs/YOUR_METHOD.md",
+    "docs/TOUR.md",
+}  # executed by test_your_method.py, test_readme.py
 NOTEBOOKS = {page.relative_to(ROOT).as_posix() for page in (DOCS / "notebooks").glob("*.md")}  # … test_notebooks.py
+FRONT = ("README.md", "docs/TOUR.md")
 PAGES = sorted({page.relative_to(ROOT).as_posix() for page in DOCS.rglob("*.md")} - ELSEWHERE - NOTEBOOKS)
 FENCE = re.compile(r'(?m)^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.S)
 SMALLER = {  # what pages say → the same for the tiny model of a test, in less time
@@ -83,14 +87,14 @@ def folder(request, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("page", ["README.md", *PAGES])
+@pytest.mark.parametrize("page", [*FRONT, *PAGES])
 def test_every_block_says_what_it_is(page):
     for block in blocks(page):
         assert block.kind in {"console", "sh", "python", "yaml", "text", "math"}, block
         assert not block.title or block.title.startswith("needs "), block.title
 
 
-@pytest.mark.parametrize("page", ["README.md", *PAGES])
+@pytest.mark.parametrize("page", [*FRONT, *PAGES])
 def test_the_command_line_knows_every_command(page):
     cli = typer.main.get_command(app)
     for block in blocks(page):
@@ -98,9 +102,10 @@ def test_the_command_line_knows_every_command(page):
             cli.commands[verb].make_context(verb, rest, resilient_parsing=False)
 
 
-def test_the_commands_of_the_readme_stand_on_the_pages_of_their_verbs():
+@pytest.mark.parametrize("page", FRONT)
+def test_the_commands_of_the_front_pages_stand_on_the_pages_of_their_verbs(page):
     shown = {tuple(words) for page in PAGES for block in blocks(page) for words in block.commands}
-    for block in blocks("README.md"):
+    for block in blocks(page):
         for command in block.commands:
             assert tuple(command) in shown, " ".join(command)
 

@@ -56,6 +56,7 @@ def test_prefill_of_8192_tokens_holds_no_map(method):
 WHOLE = """
 import sys
 import torch
+import vl_convert
 import crosslayer, crosslayer.verbs.retrofit.run, crosslayer.verbs.retrofit.page
 from crosslayer.probe.what_if import look
 from tests.helpers.tiny import VOCABULARY, tiny
@@ -65,10 +66,10 @@ def peak():
 
 torch.set_num_threads(1)
 look(tiny("llama", dtype=torch.bfloat16))
-ids, before = torch.randint(3, VOCABULARY, (56 + 18, 64)), peak()
-receipt = crosslayer.retrofit(
-    sys.argv[1], ids, method="uniattn", layers="1-2", calibration=56, windows=18, length=64, dtype="bfloat16"
-)
+vl_convert.vegalite_to_svg({"data": {"values": [{"x": 1}]}, "mark": "point", "encoding": {"x": {"field": "x"}}})
+ids, before = torch.randint(3, VOCABULARY, (73 + 18, 64)), peak()
+fit = {"compensation": "layerwise", "calibration": 73, "windows": 18}  # moments of W_o would be as large as the weights
+receipt = crosslayer.retrofit(sys.argv[1], ids, method="uniattn", layers="1-2", length=64, dtype="bfloat16", **fit)
 receipt.save(sys.argv[2])
 print(peak() - before)
 """

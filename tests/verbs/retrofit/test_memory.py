@@ -75,13 +75,13 @@ print(peak() - before)
 """
 
 
-@pytest.mark.slow  # 120 million parameters
+@pytest.mark.slow  # 180 million parameters
 def test_a_whole_retrofit_holds_the_weights_once(tmp_path):
     """From loading to the manifest, whose logits are in float32: shared, mapped, and cast layer by layer."""
-    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16}
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 16}
     tiny("llama", dtype=torch.bfloat16, **shape).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     weights = (tmp_path / "model" / "model.safetensors").stat().st_size
     words = [sys.executable, "-c", WHOLE, tmp_path / "model", tmp_path / "out"]
     found = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=True)
-    assert 2.3e8 < weights < int(found.stdout) < 2 * weights
+    assert 3.4e8 < weights < int(found.stdout) < 2 * weights

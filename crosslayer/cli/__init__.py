@@ -53,7 +53,7 @@ def main() -> None:
     """Run the command line.
 
     The exit status is 0 (done), 1 (a check failed, or training ended too soon), 2 (something that the user can mend),
-    70 (a fault of ours) or 130 (interrupted); all but 0 come with a single line.
+    70 (an internal error) or 130 (interrupted); all but 0 come with a single line.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that knows only ASCII

@@ -34,7 +34,7 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
         return MEND, text or kind
     if kind == "SafetensorError":  # what a disk that is full is called while weights are written
         return MEND, f"weights could not be read or written: {text}"
-    return FAULT, f"this is a fault, and not yours: {kind}: {text[:200]} (--debug shows where; please report it)"
+    return FAULT, f"internal error: {kind}: {text[:200]} (--debug shows where; please report it)"
 
 
 def _worded(error: Exception) -> str:

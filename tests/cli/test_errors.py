@@ -59,7 +59,7 @@ def schema_error():
             "weights could not be read or written: I/O error",
         ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), FAULT, "RuntimeError: mat1 and mat2"),
-        (KeyError("layers"), FAULT, "this is a fault, and not yours: KeyError: 'layers' (--debug shows where"),
+        (KeyError("layers"), FAULT, "internal error: KeyError: 'layers' (--debug shows where"),
         (schema_error(), FAULT, "ValidationError"),
     ],
     ids=lambda value: str(value)[:20],

@@ -46,7 +46,7 @@ def compare(
     force: bool = False,
     progress: Meter = Silent,
 ) -> Comparison:
-    """Compare training runs seed by seed, or train them by a recipe first; exit status 1: a disk was full.
+    """Compare training runs seed by seed, or train them by a recipe first.
 
     Args:
         runs: folders of training runs, or folders that hold such.

@@ -43,7 +43,7 @@ def heal(
     resume: bool = False,
     progress: Meter = Silent,
 ) -> Recovery:
-    """Train retrofits until they recover, and measure them after every stage; exit status 1: it ended too soon.
+    """Train retrofits until they recover, and measure them after every stage.
 
     Beside them stands the original, trained as the last stage says, to its last step.
 

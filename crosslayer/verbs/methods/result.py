@@ -15,15 +15,16 @@ class Catalogue(Shown):
     description: str | None = None
 
     def tables(self) -> list[Table]:
-        """Return the table of all methods."""
+        """Return the table of all methods, a line each on a terminal of usual width."""
         if self.description is not None:
             return []
-        head = [f"KV cache, {self.layers} layers" if key == "cache" else key for key in self.rows[0]]
-        return [("", head, [[*row.values()] for row in self.rows])]
+        rows = [[row["method"], row["cache"], row["flows"]] for row in self.rows]
+        return [("", ["method", "KV cache", "what flows between layers"], rows)]
 
     def sentences(self) -> list[str]:
-        """Return the description of a single method."""
-        return [] if self.description is None else [self.description]
+        """Return the description of a single method, or how to get one."""
+        more = f"KV cache: what an example of {self.layers} layers keeps. `crosslayer methods NAME` describes a method."
+        return [self.description or more]
 
     def headline(self) -> dict[str, Any]:
         """Return the share of the cache that each method keeps."""

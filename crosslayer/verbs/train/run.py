@@ -47,7 +47,7 @@ def train(
     resume: bool = False,
     progress: Meter = Silent,
 ) -> TrainingRun:
-    """Train a model by a recipe, from scratch or on from a model; exit status 1 says that it ended too soon.
+    """Train a model by a recipe, from scratch or on from a model.
 
     Under `torchrun` or `accelerate launch` every process calls it; the first writes.
 

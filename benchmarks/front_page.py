@@ -79,7 +79,9 @@ def chart(points: list[dict[str, Any]]) -> dict[str, Any]:
     color = {"field": "way", "legend": None, "scale": {"domain": [*WIRINGS, *DISTILLED], "range": COLORS}}
     ends = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
     title = {"text": "What a smaller KV cache costs SmolLM2-135M on code", "anchor": "start", "fontSize": 15}
-    title |= {"subtitle": "C, which nothing was fitted to or trained on; two CPU cores, 7 to 84 minutes"}
+    title |= {
+        "subtitle": "C, which nothing was fitted to or trained on; sharing is in fixed blocks of two and four layers"
+    }
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "title": title,

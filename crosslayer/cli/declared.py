@@ -53,12 +53,7 @@ SOURCE = (  # of text that is a table or a data set
 )
 FORCE = Option("force", "bool", False, "replace an existing folder of results.")
 EVERYWHERE = (
-    Option(
-        "allow_methods",
-        "Sequence[str] | None",
-        None,
-        "a module of your own that may be imported, repeatable.",
-    ),
+    Option("allow_methods", "Sequence[str] | None", None, "a module of your own that may be imported, repeatable."),
     Option("debug", "bool", False, "show a traceback on an error."),
 )
 

@@ -35,7 +35,7 @@ def side(name: str, sequences: int) -> None:
                 model(input_ids=batch, use_cache=False)
     elif name == "retrofit":
         method = {"name": "uniattn", "superblocks": GROUPS}
-        crosslayer.rewire(model, method, calibration=windows.by_domain(), share_weights=True)
+        crosslayer.convert(model, method, calibration=windows.by_domain(), share_weights=True)
     else:
         crosslayer.retrofit(model, tokenizer=tokenizer, method="uniattn", calibration=sequences)
     seconds = time.perf_counter() - started

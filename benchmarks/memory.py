@@ -1,4 +1,4 @@
-"""Peak memory of a whole `crosslayer retrofit`, with its receipt, and of `crosslayer diagnose`: a Llama of 1.07B.
+"""Peak memory of a whole `crosslayer retrofit`, with its report, and of `crosslayer diagnose`: a Llama of 1.07B.
 
     python benchmarks/memory.py [--folder FOLDER] [--only NAME …]
 

@@ -4,7 +4,7 @@
         [--names hellaswag,openbookqa,winogrande,arc_easy,arc_challenge,piqa] [--limit 2000] [--baseline vanilla]
 
 RUNS_FOLDER holds folders ARM-SEED as `crosslayer compare` leaves them, TASKS_FOLDER is what `python -m
-crosslayer.verbs.evaluate.local_tasks` writes. An item's difference is the mean over the seeds that both arms have;
+crosslayer.verbs.evaluate.local_tasks` writes. An item's difference is the mean over the seeds that both variants have;
 intervals are over items. Differences seed by seed stand beside them.
 """
 
@@ -48,13 +48,13 @@ def difference(gaps):
     return {name: np.round(100 * np.array(value), 4).tolist() for name, value in points.items()}
 
 
-def summary(right, arm, baseline, tasks):
-    """Return an arm's accuracies and differences to the baseline, by task and over all tasks."""
-    seeds = sorted(set(right[arm]) & set(right[baseline]))
-    gaps = [np.stack([right[arm][seed][task] - right[baseline][seed][task] for seed in seeds]) for task in tasks]
-    accuracy = {task: float(np.mean([right[arm][seed][task] for seed in seeds])) for task in tasks}
+def summary(right, variant, baseline, tasks):
+    """Return a variant's accuracies and differences to the baseline, by task and over all tasks."""
+    seeds = sorted(set(right[variant]) & set(right[baseline]))
+    gaps = [np.stack([right[variant][seed][task] - right[baseline][seed][task] for seed in seeds]) for task in tasks]
+    accuracy = {task: float(np.mean([right[variant][seed][task] for seed in seeds])) for task in tasks}
     return {
-        "arm": arm, "seeds": seeds, "accuracy": accuracy, "mean": float(np.mean(list(accuracy.values()))),
+        "variant": variant, "seeds": seeds, "accuracy": accuracy, "mean": float(np.mean(list(accuracy.values()))),
         "differences": {task: difference([gap]) for task, gap in zip(tasks, gaps, strict=True)},
         "difference": difference(gaps),
     }  # fmt: skip
@@ -73,14 +73,14 @@ def main():
     tasks = [f"{name}_local" for name in options.names.split(",")]
     right = {}
     for folder in sorted(path.parent for path in options.runs.glob("*/record.json")):
-        arm, _, seed = folder.name.rpartition("-")
-        right.setdefault(arm, {})[int(seed)] = right_answers(folder, tasks, options)
+        variant, _, seed = folder.name.rpartition("-")
+        right.setdefault(variant, {})[int(seed)] = right_answers(folder, tasks, options)
         print(
             folder.name,
-            {task: round(float(hits.mean()), 4) for task, hits in right[arm][int(seed)].items()},
+            {task: round(float(hits.mean()), 4) for task, hits in right[variant][int(seed)].items()},
             flush=True,
         )
-    rows = [summary(right, arm, options.baseline, tasks) for arm in right]
+    rows = [summary(right, variant, options.baseline, tasks) for variant in right]
     items = {task: len(hits) for task, hits in next(iter(right[options.baseline].values())).items()}
     record = {
         "date": str(date.today()), "limit": options.limit, "batch": options.batch, "baseline": options.baseline,

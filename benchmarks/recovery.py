@@ -31,8 +31,8 @@ from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import EMBEDDED, FITTED, embedded_domains, split_domains
 from crosslayer.environment import environment
 from crosslayer.output.panel import Line, Panel, save_svg
+from crosslayer.verbs.retrofit.convert import convert_weights
 from crosslayer.verbs.retrofit.damage import Losses, damage, difference, logits_of, losses
-from crosslayer.verbs.retrofit.rewire import convert
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
 HERE = Path(__file__).parent
@@ -69,7 +69,7 @@ def train_locally(options: argparse.Namespace) -> None:
     """Train every layer whose attention is gone towards the original's layer, on the original's own streams."""
     original, tokenizer = crosslayer.load_model(options.original)
     retrofit: Any = crosslayer.load_model(options.retrofit)[0]
-    plain: Any = convert(original, []).model
+    plain: Any = convert_weights(original, []).model
     changed = [layer for layer, block in enumerate(layers_of(retrofit)) if block.self_attn is None]
     layers = [layers_of(retrofit)[layer].requires_grad_(True) for layer in changed]
     optimizer = torch.optim.AdamW([p for block in layers for p in block.parameters()], lr=RATE, weight_decay=0)

@@ -26,9 +26,9 @@ from crosslayer.output.progress import Silent
 from crosslayer.verbs.bench.run import bench
 from crosslayer.verbs.retrofit.cache import allocated
 from crosslayer.verbs.retrofit.choose import choose
+from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.retrofit.damage import damage, logits_of, losses
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
-from crosslayer.verbs.retrofit.rewire import rewire
 
 PARTS = ("damage", "times", "table")
 RESULTS = Path(__file__).parent / "results" / "retrofit.json"
@@ -87,17 +87,17 @@ def main() -> None:
 
 def damages(model, name, texts) -> dict[str, Any]:
     """Return the damage of every variant of a wiring."""
-    rewired, fits, seconds = {}, {}, {}
+    converted, fits, seconds = {}, {}, {}
     bare = wired(model, name, texts)
     for variant, (target, options) in VARIANTS.items():
         if not belongs(name, variant):
             continue
         started = time.perf_counter()
         chosen = dataclasses.replace(bare, compensation=target, compensation_bias=variant.endswith("bias"))
-        rewired[variant] = rewire(model, chosen, calibration=texts["calibration"].ids, share_weights=True, **options)
-        fits[variant] = [dataclasses.asdict(fit) for fit in rewired[variant].fits]
+        converted[variant] = convert(model, chosen, calibration=texts["calibration"].ids, share_weights=True, **options)
+        fits[variant] = [dataclasses.asdict(fit) for fit in converted[variant].fits]
         seconds[variant] = time.perf_counter() - started
-    runs = {variant: logits_of(done.model) for variant, done in rewired.items()}
+    runs = {variant: logits_of(done.model) for variant, done in converted.items()}
     by_variant = losses(logits_of(model), runs, texts["evaluation"])
     rows = {variant: damage(measured).model_dump() for variant, measured in by_variant.items()}
     for variant, row in rows.items():
@@ -107,8 +107,8 @@ def damages(model, name, texts) -> dict[str, Any]:
             flush=True,
         )
     return {
-        "methods": [to_entry(method) for method in rewired["none"].methods],
-        "kv_share": allocated(rewired["none"].model) / allocated(model),
+        "methods": [to_entry(method) for method in converted["none"].methods],
+        "kv_share": allocated(converted["none"].model) / allocated(model),
         "damage": rows,
         "windows": {
             variant: {key: [round(float(x), 6) for x in vars(measured)[key]] for key in ("before", "after", "kl")}
@@ -153,8 +153,8 @@ def wired(model, name: str, texts) -> Method:
 def times(model, name) -> dict[str, Any]:
     """Return the bench of a wiring with W_c, as it would be used."""
     chosen = dataclasses.replace(wired(model, name, {}), compensation="attention")
-    rewired = rewire(model, chosen, fit="zero", share_weights=True).model
-    return bench(rewired, model, contexts=(2048,), new_tokens=16).record()
+    converted = convert(model, chosen, fit="zero", share_weights=True).model
+    return bench(converted, model, contexts=(2048,), new_tokens=16).record()
 
 
 def table(results: dict[str, Any]) -> str:

@@ -23,8 +23,8 @@ from crosslayer.core.methods import load_method
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
+from crosslayer.verbs.retrofit.convert import convert_weights
 from crosslayer.verbs.retrofit.damage import compare
-from crosslayer.verbs.retrofit.rewire import convert
 
 RESULTS = Path(__file__).parent / "results" / "theorem.json"
 BLOCK = (18, 19, 20, 21)
@@ -39,8 +39,8 @@ class Block:
 
     def __init__(self, model: Any, ids: Tensor, groups: int = 1):
         method = load_method({"name": "uniattn", "superblocks": [BLOCK]})
-        self.plain = Upper(convert(model, []).model, BLOCK[0], ids.shape[1])
-        self.rewired = Upper(convert(model, [method]).model, BLOCK[0], ids.shape[1])
+        self.plain = Upper(convert_weights(model, []).model, BLOCK[0], ids.shape[1])
+        self.converted = Upper(convert_weights(model, [method]).model, BLOCK[0], ids.shape[1])
         self.entering: list[Tensor] = []
         self.wanted: dict[int, list[Tensor]] = {layer: [] for layer in BLOCK[1:]}  # after attention, of some batches
         self.groups, self.count = groups, len(ids)
@@ -68,7 +68,7 @@ class Block:
         """Return X̄ and Ē, (groups · T, C), of a layer whose W_c is zero, and what the first batches have there."""
         x, stream, members, kept = self.zeros.clone(), self.zeros.clone(), torch.zeros(self.groups, 1, 1), []
         for number, (entering, carry) in enumerate(zip(*below, strict=True)):
-            step, _ = after_attention(self.rewired, layer, entering, carry)
+            step, _ = after_attention(self.converted, layer, entering, carry)
             group = self.group(number)
             members[group] += len(entering)
             x[group] += step[0].double().sum(0)
@@ -81,7 +81,7 @@ class Block:
 
     def leader(self) -> tuple[list[Tensor], list[dict[str, Any]]]:
         """Return streams and carries behind the leader."""
-        pairs = [self.rewired.layer(BLOCK[0], stream, {}) for stream in self.entering]
+        pairs = [self.converted.layer(BLOCK[0], stream, {}) for stream in self.entering]
         return [stream for stream, _ in pairs], [carry for _, carry in pairs]
 
 
@@ -113,12 +113,12 @@ def bottom_up(block: Block, groups: int, cutoff: float) -> list[Tensor]:
     streams, carries = block.leader()
     weights = []
     for layer in BLOCK[1:]:
-        weight = block.rewired.layers[layer].compensation.weight
+        weight = block.converted.layers[layer].compensation.weight
         weight.zero_()
         x, error, _ = block.means(layer, (streams, carries), groups)
         weight.copy_((torch.linalg.pinv(x, rtol=cutoff) @ error).T)
         weights.append(weight.clone())
-        streams = [block.rewired.layer(layer, s, c)[0] for s, c in zip(streams, carries, strict=True)]
+        streams = [block.converted.layer(layer, s, c)[0] for s, c in zip(streams, carries, strict=True)]
     return weights
 
 
@@ -126,11 +126,11 @@ def ratio(block: Block, ids: Tensor, weights: list[Tensor] | None) -> dict[str, 
     """Return the perplexity ratio and KL with these W_c, None: zero."""
     rows = []
     for layer, weight in zip(BLOCK[1:], weights or [torch.zeros(())] * 3, strict=True):
-        block.rewired.layers[layer].compensation.weight.copy_(weight)
+        block.converted.layers[layer].compensation.weight.copy_(weight)
     entering = torch.cat(block.entering)
     for number, window in enumerate(ids):
         stream = entering[number : number + 1]
-        rows.append(compare(block.plain.logits(stream), block.rewired.logits(stream), window))
+        rows.append(compare(block.plain.logits(stream), block.converted.logits(stream), window))
     before, after, kl = torch.tensor(rows).mean(0).tolist()
     return {"ratio": float(torch.tensor(after - before).exp()), "kl": kl}
 

@@ -30,8 +30,8 @@ from crosslayer.corpus.domains import FITTED, embedded_domains, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
 from crosslayer.verbs.retrofit.calibrate import calibrate
+from crosslayer.verbs.retrofit.convert import convert_weights
 from crosslayer.verbs.retrofit.damage import Losses, compare, damage, difference
-from crosslayer.verbs.retrofit.rewire import convert
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
 FOURS = "18-21,22-25,26-29"
@@ -48,7 +48,7 @@ WIRINGS = {  # name → method, layers, what is fitted
     "uniattn-fours": ("uniattn", FOURS, REFITS),
     "cla-fours": ("cla", FOURS, REFITS),
     "drop-3": ("drop", "25,27,29", ("none", "mixture")),
-    "drop-followers": ("drop", "19-21,23-25,27-29", ("none", "mixture")),
+    "drop-readers": ("drop", "19-21,23-25,27-29", ("none", "mixture")),
     "bare-83": ("drop", "6-7,17,22,25", ("none", "mixture")),  # by a search that did not repair
     "repaired-83": ("drop", "6,21,25,28-29", ("none", "mixture")),  # by one that does
     "bare-70": ("drop", "4,6-7,17,20,22-23,25,29", ("none", "mixture")),
@@ -64,7 +64,7 @@ COMPARED = (  # on the same windows
     (("uniattn-fours", "mixture, refit-o"), ("uniattn-fours", "mixture")),
     (("uniattn-fours", "mixture, refit"), ("uniattn-fours", "mixture, refit-o")),
     (("cla-fours", "mixture, refit"), ("cla-fours", "mixture")),
-    (("cla-fours", "mixture, refit"), ("drop-followers", "mixture")),
+    (("cla-fours", "mixture, refit"), ("drop-readers", "mixture")),
     (("cla-pairs", "mixture, refit"), ("drop-3", "mixture")),
     (("repaired-83", "mixture"), ("bare-83", "mixture")),
     (("repaired-70", "mixture"), ("bare-70", "mixture")),
@@ -134,10 +134,10 @@ def measure(model: Any, name: str, texts: dict[str, Windows], args: argparse.Nam
     sources = [[plan.queries[i], plan.keys[i], plan.values[i], i] for i in range(len(plan.keys))]
     lowest = min(min(j for j in row if j is not None) for row in sources if set(row) != {row[-1]})
     first = START if lowest >= START else lowest
-    plain = Upper(convert(model, []).model, first, args.length)
+    plain = Upper(convert_weights(model, []).model, first, args.length)
     known, pool = KNOWN.setdefault(first, Known(plain)), texts["fit"].by_domain()
-    rewired = {fit: fitted(model, methods, fit, pool, (known, first)) for fit in wanted}
-    uppers = {fit: Upper(model, first, args.length) for fit, model in rewired.items()}
+    converted = {fit: fitted(model, methods, fit, pool, (known, first)) for fit in wanted}
+    uppers = {fit: Upper(model, first, args.length) for fit, model in converted.items()}
     for domain, ids in judged.items():
         cells: dict[str, Any] = {fit: [] for fit in wanted if fit not in stored.get("cells", {}).get(domain, {})}
         started = time.perf_counter()
@@ -159,17 +159,17 @@ def fitted(model: Any, methods: list[Method], fit: str, pool: dict[str, torch.Te
     """Return the model with W_c fitted as `fit` says; a mixture has as many windows as a domain alone."""
     if fit.endswith("refit-o"):  # nothing is added
         methods = [dataclasses.replace(method, compensation=None) for method in methods]  # type: ignore[type-var]
-    rewired = from_known(convert(model, methods).model, *below)
+    converted = from_known(convert_weights(model, methods).model, *below)
     if fit == "none":
-        return rewired
+        return converted
     text, how = [*fit.split(", "), "layerwise"][:2]
     mixture = {name: ids[: len(ids) // len(pool)] for name, ids in pool.items()}
     calibration = mixture if text == "mixture" else {text: pool[text]}
     started = time.perf_counter()
-    fits = calibrate(from_known(convert(model, []).model, *below), rewired, calibration, how)
+    fits = calibrate(from_known(convert_weights(model, []).model, *below), converted, calibration, how)
     left = [f"{w_c.layer}: {w_c.penalty:g}, {w_c.left_out:.2f}" for w_c in fits if w_c.penalty and w_c.left_out]
     print(f"fitted on {fit}, {time.perf_counter() - started:.0f} s; penalty, left: {'; '.join(left)}", flush=True)
-    return rewired
+    return converted
 
 
 def pack(losses: list[tuple[float, float, float]], documents: list[int]) -> dict[str, Any]:

@@ -41,9 +41,9 @@ from crosslayer.verbs.needles.result import Needles as Needles
 from crosslayer.verbs.needles.run import needles as needles
 from crosslayer.verbs.plan.run import plan as plan
 from crosslayer.verbs.push.run import push as push
-from crosslayer.verbs.retrofit.result import Receipt as Receipt
-from crosslayer.verbs.retrofit.rewire import Rewired as Rewired
-from crosslayer.verbs.retrofit.rewire import rewire as rewire
+from crosslayer.verbs.retrofit.convert import Converted as Converted
+from crosslayer.verbs.retrofit.convert import convert as convert
+from crosslayer.verbs.retrofit.result import RetrofitReport as RetrofitReport
 from crosslayer.verbs.retrofit.run import retrofit as retrofit
 from crosslayer.verbs.serve.run import serve as serve
 from crosslayer.verbs.train.result import TrainingRun as TrainingRun

@@ -80,7 +80,7 @@ def folder(request, tmp_path, monkeypatch):
     tiny("llama", num_hidden_layers=30, **sizes).save_pretrained("tiny")
     tokenizer(unk_token="[UNK]").save_pretrained("tiny")
     if request.node.callspec.params["page"] in WITH_RETROFIT:
-        crosslayer.rewire(tiny("llama", **sizes), {"name": "cla"}).model.save_pretrained("small")
+        crosslayer.convert(tiny("llama", **sizes), {"name": "cla"}).model.save_pretrained("small")
         tokenizer(unk_token="[UNK]").save_pretrained("small")
     Path("notes.txt").write_text(words(0, 500))
     shutil.copytree(ROOT / "recipes", "recipes")

@@ -52,7 +52,7 @@ def benched(model):
 CALLS = {
     diagnosed: crosslayer.Diagnosis,
     intervened: crosslayer.Effect,
-    retrofitted: crosslayer.Receipt,
+    retrofitted: crosslayer.RetrofitReport,
     verified: crosslayer.Verification,
     benched: crosslayer.Benchmark,
 }
@@ -73,7 +73,7 @@ def continued(model):
 FIGURES = {
     diagnosed: lambda diagnosis: diagnosis.entropy.tolist(),
     intervened: lambda effect: effect.attention_received.tolist(),
-    retrofitted: lambda receipt: (receipt.damage, receipt.cache),
+    retrofitted: lambda report: (report.damage, report.cache),
     verified: lambda verification: verification.passed,
     benched: lambda benchmark: benchmark.cache_bytes.tolist(),
     continued: lambda continuation: (continuation.text, continuation.cache_bytes),

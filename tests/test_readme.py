@@ -57,7 +57,7 @@ def test_the_python_of_the_tour_runs(folder):
     assert namespace["config"].plan.cached_fraction() == 0.5
     assert namespace["diagnosis"].hidden_norm_ratio.shape == (8,)
     assert namespace["effect"].attention_received.shape == (2, 8)
-    assert isinstance(crosslayer.load_result(folder / "small"), crosslayer.Receipt)
+    assert isinstance(crosslayer.load_result(folder / "small"), crosslayer.RetrofitReport)
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def saver(out: str, force: bool, *, remote_code_shim: bool = False) -> Callable[[Any], Path]:
-    """Return what writes the model and its receipt.
+    """Return what writes the model and its report.
 
     Args:
         out: the folder.
@@ -19,10 +19,10 @@ def saver(out: str, force: bool, *, remote_code_shim: bool = False) -> Callable[
 
     check_target(Path(out), force)
 
-    def save(receipt: Any) -> Path:
-        if remote_code_shim and not receipt.takes_shim:
-            say(f"a stock {receipt.architecture.retrofit_class} opens without crosslayer: no shim is written")
-        return receipt.save(out, force, remote_code_shim and receipt.takes_shim)
+    def save(report: Any) -> Path:
+        if remote_code_shim and not report.takes_shim:
+            say(f"a stock {report.architecture.retrofit_class} opens without crosslayer: no shim is written")
+        return report.save(out, force, remote_code_shim and report.takes_shim)
 
     return save
 
@@ -48,4 +48,4 @@ def then(model: str, out: str, *, heal: str | None = None) -> Callable[[Any], No
     verb = declared.read_verb("heal")
     typed = {option.name: option.default for option in verb.options}
     typed |= {"retrofits": [out], "recipe": heal, "out": str(healed), "original": model}
-    return lambda receipt: command.run(verb, typed)
+    return lambda report: command.run(verb, typed)

@@ -189,9 +189,9 @@ class Wiring:
     @cached_property
     def reads_input(self) -> tuple[bool, ...]:
         """(L,), whether a layer's attention reads its own input: it owns a state, or something compensates it."""
-        owners = {layer for state in STATES for layer in self.plan.owners(state)}
+        own_layers = {layer for state in STATES for layer in self.plan.own_layers(state)}
         return tuple(
-            target is not None or layer in owners or layer in self.linear
+            target is not None or layer in own_layers or layer in self.linear
             for layer, target in enumerate(self.compensation)
         )
 
@@ -244,7 +244,7 @@ class Method:
     - `targets`: where a linear map W_c may write that makes up for what layers lose; a `Compensated` has some.
     - `saves`: of "keys" and "values" those that each further layer under the method saves; where it is not empty, the
       search by damage tries the method.
-    - `grouped`: layers act in groups behind a leader; False: each named layer by itself.
+    - `grouped`: layers act in groups behind a source; False: each named layer by itself.
     - `consecutive`: the layers of a group are neighbours; False: any layers, the lowest of which leads.
     - `parts`: what of a layer is acted on, where there is a choice; the first is the default.
     - `reads_tokens`: its modules find the ids of the new tokens (B, T) in `carry[TOKENS]`; the model then needs
@@ -309,7 +309,7 @@ class Method:
         A method with `parts` takes a further argument: `part`, by default the first of them.
 
         Args:
-            groups: 0-based layers in rising order, leader first; where `grouped` is False, just layers.
+            groups: 0-based layers in rising order, source first; where `grouped` is False, just layers.
             layers: how many layers the model has.
 
         Raises:

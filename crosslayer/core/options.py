@@ -15,7 +15,7 @@ def check_layers(name: str, option: str, layers: Sequence[int], count: int) -> N
         raise ValueError(f"{name}: {option} names a layer twice: {list(layers)}")
 
 
-def leaders(name: str, option: str, groups: Sequence[Sequence[int]], layers: int) -> tuple[int, ...]:
+def group_sources(name: str, option: str, groups: Sequence[Sequence[int]], layers: int) -> tuple[int, ...]:
     """Return the first layer of each layer's group; the layers of a group rise, those in no group stand alone."""
     check_layers(name, option, [layer for group in groups for layer in group], layers)
     source = list(range(layers))
@@ -44,10 +44,11 @@ def check_choice(name: str, option: str, value: Any, choices: Sequence[Any]) -> 
 
 
 def mixed_layers(name: str, plan: DepthPlan, state: str) -> list[int]:
-    """Return the layers that own a state; refuse a single one, into whose state nothing could be mixed."""
-    owners = plan.owners(state)
-    if len(owners) < 2:
+    """Return the layers with a state of their own; refuse a single one, into whose state nothing could be mixed."""
+    own_layers = plan.own_layers(state)
+    if len(own_layers) < 2:
         raise ValueError(
-            f"{name}: only layer {owners[0]} owns {state} here, so nothing would be mixed; it needs two layers that do"
+            f"{name}: only layer {own_layers[0]} has {state} of its own, so nothing would be mixed; "
+            "it needs two such layers"
         )
-    return owners
+    return own_layers

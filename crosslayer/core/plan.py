@@ -97,7 +97,7 @@ class DepthPlan:
         """Return whether a layer makes this state for itself, or a share of it."""
         return layer in self.reads(state, layer)
 
-    def owners(self, state: str) -> list[int]:
+    def own_layers(self, state: str) -> list[int]:
         """Return the layers that make this state for themselves, or a share of it."""
         return [layer for layer in range(self.layers) if self.owns(state, layer)]
 
@@ -137,7 +137,7 @@ class DepthPlan:
         """Return KV bytes per token stored and read in a decoding step.
 
         `state_bytes` is the size of a layer's keys, or values, of a single token. Storing less is not reading less: a
-        follower reads its lender's states again.
+        reader reads its source's states again.
         """
         return round(self.stored_states() * state_bytes), round(self.read_states() * state_bytes)
 
@@ -161,7 +161,7 @@ class DepthPlan:
         Two different changes of an entry collide, but taking away beats borrowing.
 
         Raises:
-            ValueError: a collision, or a lender that is gone; both methods are named.
+            ValueError: a collision, or a source that is gone; both methods are named.
 
         """
         vectors = {s: self._merge_vector(other, s, names) for s in (*STATES, "mlps")}
@@ -242,7 +242,7 @@ def _check_vector(state: str, vector: Sequence[Entry]) -> None:
             if source > layer:
                 raise ValueError(f"{where} layer {source} above it; a source is never above its reader")
             if source not in _layers_of(vector[source]):
-                raise ValueError(f"{where} layer {source}, which owns none; a lender owns what it lends")
+                raise ValueError(f"{where} layer {source}, which owns none; a source owns what it lends")
 
 
 def parse_layers(text: str, layers: int) -> list[list[int]]:

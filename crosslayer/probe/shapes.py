@@ -85,6 +85,6 @@ class LayerShape:
         return sum(1 / seen for seen in range(1, rows + 1)) / length
 
 
-def may_share(reader: LayerShape | None, lender: LayerShape | None) -> bool:
+def may_share(reader: LayerShape | None, source: LayerShape | None) -> bool:
     """Return whether two layers may share maps or keys: same heads, sizes, mask and soft-cap."""
-    return reader is not None and reader == lender
+    return reader is not None and reader == source

@@ -79,10 +79,10 @@ def streams(model: PreTrainedModel, see: Callable[[LayerStream], None]) -> Itera
     stack, with_attention = layer_stack(model), set(attention_layers(model.config))
     width = model.config.get_text_config().hidden_size
     turns = _Turns(see)
-    owner = next(module for module in model.modules() if stack in set(module.children()))
+    parent = next(module for module in model.modules() if stack in set(module.children()))
     with ExitStack() as hooks:
-        hooks.callback(owner.register_forward_pre_hook(turns.start).remove)
-        hooks.callback(owner.register_forward_hook(turns.finish).remove)
+        hooks.callback(parent.register_forward_pre_hook(turns.start).remove)
+        hooks.callback(parent.register_forward_hook(turns.finish).remove)
         for index, layer in enumerate(stack):
             _LayerWatch(index, layer, index in with_attention, turns, width).hook(hooks)
         yield

@@ -3,7 +3,7 @@
 Borrowed queries, keys and values are put into the attention calls of the unmodified model, and sublayers that are taken
 away add nothing. Weights that a retrofit merges or adds (SVD-merged keys, W_c) are outside of it.
 
-Flows: states of the lenders, within a forward pass. Reads: every borrower. Cache: unchanged, nothing is saved.
+Flows: states of the sources, within a forward pass. Reads: every reader. Cache: unchanged, nothing is saved.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class Sublayers:
 
 
 @torch.no_grad()
-def look(model: PreTrainedModel) -> Sublayers:
+def find_sublayers(model: PreTrainedModel) -> Sublayers:
     """Find the layers' shapes and modules by a forward pass over two tokens."""
     plan = plan_of(model.config)
     if plan is not None and plan != DepthPlan.identity(plan.layers):
@@ -96,17 +96,17 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
     """Run `model` as if its layers were wired by `plan`, or by methods; everything is restored on exit.
 
     Forward passes, cached or not, and `generate` then give what the retrofitted model would give before any training.
-    `sublayers`, from `look`, saves a look at the model when many plans are tried.
+    `sublayers`, from `find_sublayers`, saves a look at the model when many plans are tried.
 
     Raises:
         ValueError: the model cannot be probed, or cannot follow the plan; the plan changes nothing; a method mixes
             states or streams; the model trains with activation checkpointing, which computes layers anew when their
-            lenders' states are gone.
+            sources' states are gone.
 
     """
     if model.training and is_checkpointing(model):
         raise ValueError(CHECKPOINTED)
-    sublayers = sublayers or look(model)
+    sublayers = sublayers or find_sublayers(model)
     if not isinstance(plan, DepthPlan):
         methods = load_methods(plan)
         mixing = [method.name() for method in methods if mixes(method)]
@@ -133,7 +133,7 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
 
 
 class _Loans:
-    """Puts lent states into the calls of their borrowers; a loan is kept until its last reader is past."""
+    """Puts lent states into the calls of their readers; a loan is kept until its last reader is past."""
 
     def __init__(self, plan: DepthPlan):
         self.plan = plan

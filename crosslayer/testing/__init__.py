@@ -42,7 +42,7 @@ from crosslayer.testing.tiny import (
     tokens,
     tolerance,
 )
-from crosslayer.verbs.retrofit.rewire import convert
+from crosslayer.verbs.retrofit.convert import convert_weights
 
 Check = Callable[[CrossLayerConfig], None]
 
@@ -251,7 +251,7 @@ def a_conversion_begins_like_a_new_model(config: CrossLayerConfig) -> None:
     """A Llama that is converted has all weights and buffers; those that no method inherits begin as in a new model."""
     values = config.to_dict()
     source = LlamaForCausalLM(LlamaConfig(**{name: values[name] for name in (*SHAPE, "head_dim")})).double()
-    converted: Any = convert(source, config.methods).model
+    converted: Any = convert_weights(source, config.methods).model
     states = dict([*converted.named_parameters(), *converted.named_buffers()])
     empty = [name for name, state in states.items() if state.is_meta]
     assert not empty, f"a converted Llama has no values for {', '.join(empty)}"

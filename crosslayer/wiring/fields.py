@@ -240,13 +240,13 @@ def _readers(config: PreTrainedConfig, kinds: list[str]) -> dict[int, int]:
     first = len(kinds) - shared
     readers = {}
     for layer in range(first, len(kinds)):
-        owners = [owner for owner in range(first) if kinds[owner] == kinds[layer]]
-        if not owners:
+        sources = [source for source in range(first) if kinds[source] == kinds[layer]]
+        if not sources:
             raise ValueError(
                 f"layer {layer} of {config.model_type} ({kinds[layer]}) owns no keys and values, nor does a layer "
                 "below with its mask: it reads those of another model"
             )
-        readers[layer] = owners[-1]
+        readers[layer] = sources[-1]
     return readers
 
 

@@ -80,7 +80,7 @@ class ModelPlan(Shown):
     def sentences(self) -> list[str]:
         """Return the wiring as it is drawn, and what it is and costs, in sentences."""
         headline, stored = self.headline(), self.stored_bytes
-        kept = f", {headline['owners']} with keys or values of their own" if self.caches else ""
+        kept = f", {headline['own_kv_layers']} with keys or values of their own" if self.caches else ""
         by = f", wired by {', '.join(self.methods)}" if self.methods else ""
         cost = (
             f"KV cache at {self.length:,} tokens in {self.dtype}: {stored:,} bytes stored "
@@ -102,7 +102,7 @@ class ModelPlan(Shown):
             "type": self.type,
             "layers": len(self.layers),
             "attention_layers": sum(self.plan.attends(layer) for layer in range(self.plan.layers)),
-            "owners": sum(bool(self.plan.stored(layer)) for layer in range(self.plan.layers)),
+            "own_kv_layers": sum(bool(self.plan.stored(layer)) for layer in range(self.plan.layers)),
             "streams": self.streams,
             "length": self.length,
             "dtype": self.dtype,

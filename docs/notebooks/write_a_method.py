@@ -53,5 +53,5 @@ with torch.no_grad():
 
 # %% [markdown]
 # From here on `crosslayer.retrofit("smollm2", method={"name": "sandwich", "below": 24, "above": 2, "compensation":
-# "attention"})` fits W_c and gives a receipt, and `crosslayer compare --methods 'vanilla, sandwich' --allow-methods
+# "attention"})` fits W_c and gives a report, and `crosslayer compare --methods 'vanilla, sandwich' --allow-methods
 # sandwich` trains it against others (its folder in `PYTHONPATH`). All that a method may answer: [A method of your own](../YOUR_METHOD.md).

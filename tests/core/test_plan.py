@@ -19,11 +19,11 @@ from tests.helpers.tiny import tokens
 
 @st.composite
 def vectors(draw, layers):
-    """A valid vector: each entry is its own or an earlier owner's."""
+    """A valid vector: each entry is its own or an earlier source's."""
     vector = []
     for layer in range(layers):
-        owners = [i for i in range(layer) if vector[i] == i]
-        vector.append(draw(st.sampled_from([layer, layer, *owners])))
+        sources = [i for i in range(layer) if vector[i] == i]
+        vector.append(draw(st.sampled_from([layer, layer, *sources])))
     return vector
 
 
@@ -31,8 +31,8 @@ def vectors(draw, layers):
 def plans(draw):
     layers = draw(st.integers(1, 6))
     found = {state: draw(vectors(layers)) for state in STATES}
-    lenders = {source for vector in found.values() for i, source in enumerate(vector) if source != i}
-    free = [i for i in range(layers) if i not in lenders]
+    sources = {source for vector in found.values() for i, source in enumerate(vector) if source != i}
+    free = [i for i in range(layers) if i not in sources]
     dropped = draw(st.lists(st.sampled_from(free), unique=True, max_size=len(free))) if free else []
     dropped = dropped if len(dropped) < layers else dropped[1:]
     for layer in dropped:
@@ -66,11 +66,11 @@ def test_random_plans_run_cached_as_uncached_and_store_what_is_predicted(plan, h
 
 @st.composite
 def entries_of_several(draw, layers):
-    """A valid vector in which layers may read several owners."""
+    """A valid vector in which layers may read several sources."""
     vector: list = []
     for layer in range(layers):
-        owners = [i for i in range(layer) if vector[i] == i or isinstance(vector[i], tuple) and i in vector[i]]
-        several = draw(st.lists(st.sampled_from([*owners, layer]), unique=True, max_size=3))
+        sources = [i for i in range(layer) if vector[i] == i or isinstance(vector[i], tuple) and i in vector[i]]
+        several = draw(st.lists(st.sampled_from([*sources, layer]), unique=True, max_size=3))
         vector.append(tuple(sorted(several)) if len(several) > 1 else several[0] if several else layer)
     return tuple(vector)
 
@@ -134,7 +134,7 @@ def test_plans_of_several_sources_merge_and_compare_as_others(plan):
             assert None not in held and len(set(held)) == len(held)  # what is read together is kept apart
 
 
-BREAKS = ("above", "not owned", "out of range", "half dropped", "mlp", "length", "type", "dropped lender")
+BREAKS = ("above", "not owned", "out of range", "half dropped", "mlp", "length", "type", "dropped source")
 
 
 @settings(max_examples=300, deadline=None)
@@ -285,11 +285,17 @@ BAD = [
     ({"name": "resformer", "mode": "dense"}, "source must be 'all'"),
     ({"name": "resformer", "mode": "strange"}, "must be one of 'identity'"),
     ({"name": "attnres", "block": 13}, "between 1 and the 12"),
-    (["svformer", "resformer"], "only layer 0 owns values"),
+    (["svformer", "resformer"], "only layer 0 has values of its own"),
     (["attnres", "attnres"], "both replace the residual"),
     (["cla", "cla"], "names a method twice"),
-    (["svformer", "neutreno"], "neutreno: only layer 0 owns values here, so nothing would be mixed; it needs two"),
-    (["svformer", "identity_mapping"], "identity_mapping: only layer 0 owns values here, so nothing would be mixed"),
+    (
+        ["svformer", "neutreno"],
+        "neutreno: only layer 0 has values of its own here, so nothing would be mixed; it needs two",
+    ),
+    (
+        ["svformer", "identity_mapping"],
+        "identity_mapping: only layer 0 has values of its own here, so nothing would be mixed",
+    ),
     ({"name": "neutreno", "weight": float("inf")}, "neutreno: weight is inf; it must be a finite number"),
     ({"name": "denseformer", "period": 0}, "denseformer: period is 0; it must be at least 1"),
     ({"name": "denseformer", "dilation": 7}, "none of the 6 layers .* period may be at most 6, dilation at most 6"),

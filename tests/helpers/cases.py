@@ -36,7 +36,7 @@ VARIANTS = {
     "denseformer, sparse": [{"name": "denseformer", "dilation": 4, "period": 5}],
     "yoco, a short window": [{"name": "yoco", "window": 5}],
     "value_embeddings chosen": [{"name": "value_embeddings", "layers": (0, 3), "channels": 8}],
-    "kvsharer, a lender of three": [{"name": "kvsharer", "pairs": ((5, 1), (2, 1), (4, 0), (3, 1))}],
+    "kvsharer, a source of three": [{"name": "kvsharer", "pairs": ((5, 1), (2, 1), (4, 0), (3, 1))}],
     "kvsharer heads, bias": [
         {"name": "kvsharer", "pairs": ((5, 1), (4, 0)), "compensation": "heads", "compensation_bias": True}
     ],
@@ -47,7 +47,7 @@ COMPOSITIONS = {
     "attnres + svformer": ["attnres", "svformer"],
     "attnres + resformer": ["attnres", "resformer"],
     "resformer + cla": ["resformer", "cla"],
-    "uniattn + drop of followers": [{"name": "uniattn", "superblocks": BLOCKS}, {"name": "drop", "attention": (3,)}],
+    "uniattn + drop of readers": [{"name": "uniattn", "superblocks": BLOCKS}, {"name": "drop", "attention": (3,)}],
     "kvsharer + drop of a reader": [
         {"name": "kvsharer", "pairs": ((4, 1), (5, 2))},
         {"name": "drop", "attention": (4,)},
@@ -113,7 +113,7 @@ CASES = {
 }
 DAILY = {  # what `make test` runs beside every method alone; `make test-slow` runs all
     "llama", "uniattn mlp", "drop compensated", "svformer all, every two", "kvsharer heads, bias", "attnres blocks",
-    "yoco, a short window", "resformer + cla", "attnres + svformer", "uniattn + drop of followers", "mudd + drop",
+    "yoco, a short window", "resformer + cla", "attnres + svformer", "uniattn + drop of readers", "mudd + drop",
     "resformer + uniattn + attnres", "value_embeddings + yoco + attnres", "cla, gemma2", "attnres, linear attention",
     "resformer + cla, gpt2", "attnres, mixture of experts", "uniattn, sliding windows", "svformer, MQA, qk-norm",
 }  # fmt: skip

@@ -45,8 +45,8 @@ def original_in(folder, seed_shift=0.0, name="original", **sizes):
 def retrofit_in(folder, original, name):
     """Save a retrofit of `RETROFITS`, judged and fitted on code."""
     text = {"code": list(embedded_domains(["code"])["code"])}
-    receipt = crosslayer.retrofit(original, text, windows=16, length=24, **RETROFITS[name])
-    receipt.save(folder / name)
+    report = crosslayer.retrofit(original, text, windows=16, length=24, **RETROFITS[name])
+    report.save(folder / name)
     return folder / name
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from crosslayer.environment import environment
-from crosslayer.verbs.train.record import Curve, Look, TrainedDomain, TrainedModel, Validation
+from crosslayer.verbs.train.record import Curve, Snapshot, TrainedDomain, TrainedModel, Validation
 from crosslayer.verbs.train.result import TrainingRun
 
 DOMAINS = {"books": 0.75, "code": 0.25}
@@ -18,18 +18,18 @@ METHODS = {
 }
 
 
-def run(arm="vanilla", seed=0, loss=3.0, gap=0.0, **changes):
+def run(variant="vanilla", seed=0, loss=3.0, gap=0.0, **changes):
     """Return a run whose final loss over the mixture is `loss`.
 
     Args:
-        arm: a key of `METHODS`, or methods as a config holds them.
+        variant: a key of `METHODS`, or methods as a config holds them.
         seed: its seed.
         loss: of books it is 0.1 less, of code 0.3 more.
         gap: what is added to the training curve; a number, or one for each of `STEPS`.
-        changes: `size`, `length`, `steps`, `parameters`, `seconds`, `fingerprint`, `looks`, `name`.
+        changes: `size`, `length`, `steps`, `parameters`, `seconds`, `fingerprint`, `snapshots`, `name`.
 
     """
-    methods = METHODS[arm] if isinstance(arm, str) else arm
+    methods = METHODS[variant] if isinstance(variant, str) else variant
     size, length = changes.get("size", "tiny"), changes.get("length", 64)
     steps, parameters = changes.get("steps", STEPS[-1]), changes.get("parameters", 1_000_000)
     losses = {"books": loss - 0.1, "code": loss + 0.3}
@@ -65,7 +65,7 @@ def run(arm="vanilla", seed=0, loss=3.0, gap=0.0, **changes):
         validation=[Validation(step=step, losses={n: v + (200 - step) / 400 for n, v in losses.items()})
                     for step in (100, 200)],
         windows={name: [value] * 10 for name, value in losses.items()},
-        looks=changes.get("looks", ()),
+        snapshots=changes.get("snapshots", ()),
         steps=steps,
         tokens=steps * 8 * length,
         seconds=changes.get("seconds", 2.0 * steps / 200),
@@ -75,10 +75,10 @@ def run(arm="vanilla", seed=0, loss=3.0, gap=0.0, **changes):
     )  # fmt: skip
 
 
-def look(step, share, growth, layers=4):
-    """Return a look in which every layer gives the first token such a share, and the stream grows so much in all."""
+def snapshot(step, share, growth, layers=4):
+    """Return a snapshot in which every layer gives the first token a share, and the stream grows by `growth`."""
     norms = np.linspace(1, growth, layers).tolist()
-    return Look(
+    return Snapshot(
         step=step, first_token_share=[share] * layers, sink_rate=[share / 2] * layers,
         value_norm_ratio=[1.0] * layers, hidden_norm_ratio=[1.0] * layers, stream_norm=norms,
     )  # fmt: skip

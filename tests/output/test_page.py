@@ -16,7 +16,7 @@ from crosslayer.output.page import Page, save_page
 from crosslayer.output.panel import Dots, Line, Panel, chart, drawn, same_scale, save_svg
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.page import panels as retrofit_panels
-from crosslayer.verbs.retrofit.result import Calibration, Choice, CurvePoint, FixedBlocks, Receipt, SearchRecord
+from crosslayer.verbs.retrofit.result import Calibration, Choice, CurvePoint, FixedBlocks, RetrofitReport, SearchRecord
 from tests.helpers.browser import complaints, opened, resize
 from tests.helpers.tiny import tiny, tokens
 
@@ -119,7 +119,7 @@ def retrofitted(folder):
     interval = {"kl_ci95": (0.6, 0.9), "search_minus_fixed_ci95": (-0.2, 0.1)}
     blocks = FixedBlocks(method="cla", blocks=[[4, 5]], share=0.85, kl=0.7, search_minus_fixed=-0.1, **interval)
     search = SearchRecord(passes=9, kinds=[], curve=curve, fixed=[blocks])
-    record = Receipt.model_construct(
+    record = RetrofitReport.model_construct(
         calibration=Calibration(fit="ridge", windows={}, layers=fits), choice=Choice(how="search", search=search)
     )
     panels = retrofit_panels(record)

@@ -78,7 +78,7 @@ def test_adjusted_p_values_are_those_of_a_textbook():
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
 
 
-def test_among_twelve_arms_that_are_all_alike_a_winner_is_seldom_called():
+def test_among_twelve_variants_that_are_all_alike_a_winner_is_seldom_called():
     """Taken alone, one of twelve intervals misses in almost half of all comparisons; adjusted, in at most 5 %."""
     generator = np.random.default_rng(0)
     alone, together = 0, 0

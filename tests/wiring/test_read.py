@@ -154,7 +154,7 @@ def test_a_config_of_countless_layers_is_refused_before_lists_are_made_of_them(t
 @pytest.mark.parametrize(
     ("family", "sources"),
     [
-        ("gemma3n_text", (0, 1, 2, 1, 1, 2)),  # the last owner of the same mask
+        ("gemma3n_text", (0, 1, 2, 1, 1, 2)),  # the last source of the same mask
         ("gemma4_text", (0, 1, 2, 1, 1, 2)),
         pytest.param("mistral_large4_text", (0, 1, 1, 3, 3, 1), marks=needs("mistral_large4_text")),
         ("glm5_next_text", (None, 1, 2)),
@@ -226,7 +226,7 @@ def test_a_config_is_enough(monkeypatch, tmp_path, capsys):
     assert lines[4] == "    3  own      ← 1      ← 1      own   –            window 8"
     assert "Residual: 4 streams (alternating updates)." in lines
     headline = json.loads(lines[-1])
-    assert headline["model"] == tmp_path.name and headline["owners"] == 3 and headline["kv_share"] == 0.2639
+    assert headline["model"] == tmp_path.name and headline["own_kv_layers"] == 3 and headline["kv_share"] == 0.2639
     assert headline["stored_bytes"] == 2 * (2 * 7 + 24) * 32
 
 

@@ -130,7 +130,7 @@ class CrossLayerConfig(LlamaConfig):
 
     @property
     def kv_sharing_modes(self) -> list[str | None]:
-        """What transformers' caches read: "reuse" for layers that store nothing, "store" for lenders."""
+        """What transformers' caches read: "reuse" for layers that store nothing, "store" for sources."""
         wiring, modes = self.wiring, []
         for layer, lent in enumerate(wiring.lends):
             lends_cached = any(STATES[number] in CACHED for number in lent)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from crosslayer.core.method import Compensated, Config, Wiring
-from crosslayer.core.options import leaders, sharing_groups
+from crosslayer.core.options import group_sources, sharing_groups
 from crosslayer.core.plan import DepthPlan
 
 
@@ -41,7 +41,7 @@ class CLA(Compensated):
 
     def plan(self, layers: int) -> DepthPlan:
         """Let followers borrow the leader's keys and values."""
-        own, source = tuple(range(layers)), leaders("cla", "groups", self._groups(layers), layers)
+        own, source = tuple(range(layers)), group_sources("cla", "groups", self._groups(layers), layers)
         return DepthPlan(own, source, source, own)
 
     def _groups(self, layers: int) -> tuple[tuple[int, ...], ...]:

@@ -36,7 +36,7 @@ class DenseFormer(Method):
 
     def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual | None:
         """Sum after the last sublayer of each layer; let the very first sublayer hand the embedding upward."""
-        layers = list(dict.fromkeys(owner for owner, _ in wiring.sublayers))
+        layers = list(dict.fromkeys(layer for layer, _ in wiring.sublayers))
         summing = len(layers) // self.period * self.period  # the last layer that sums
         if summing == 0 or summing < self.dilation:
             raise ValueError(

@@ -23,8 +23,8 @@ class IdentityMapping(Method):
 
     def heads(self, config: Config, wiring: Wiring, layer: int) -> HeadMixer | None:
         """Add in every layer that owns values and has others below it."""
-        owners = mixed_layers("identity_mapping", wiring.plan, "values")
-        return _Mean(below=owners.index(layer)) if layer in owners else None
+        own_layers = mixed_layers("identity_mapping", wiring.plan, "values")
+        return _Mean(below=own_layers.index(layer)) if layer in own_layers else None
 
 
 class _Mean(ValueAdder):

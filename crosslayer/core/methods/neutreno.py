@@ -31,8 +31,8 @@ class NeuTRENO(Method):
 
     def heads(self, config: Config, wiring: Wiring, layer: int) -> HeadMixer | None:
         """Add in every layer that owns values, but the first of them."""
-        owners = mixed_layers("neutreno", wiring.plan, "values")
-        return _Difference(self.weight, first=layer == owners[0]) if layer in owners else None
+        own_layers = mixed_layers("neutreno", wiring.plan, "values")
+        return _Difference(self.weight, first=layer == own_layers[0]) if layer in own_layers else None
 
 
 class _Difference(ValueAdder):

@@ -48,10 +48,10 @@ class ResFormer(Method):
 
     def heads(self, config: Config, wiring: Wiring, layer: int) -> HeadMixer | None:
         """Mix in every layer that owns the state."""
-        owners = mixed_layers("resformer", wiring.plan, self.of)
-        if layer not in owners:
+        own_layers = mixed_layers("resformer", wiring.plan, self.of)
+        if layer not in own_layers:
             return None
-        position = owners.index(layer)
+        position = own_layers.index(layer)
         weights = FIXED.get(self.mode, (0.5, 0.5))
         if self.mode == "sparse" and layer < config.num_hidden_layers - config.num_hidden_layers // 3:
             weights = (0.0, 1.0)

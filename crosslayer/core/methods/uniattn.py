@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from crosslayer.core.method import Compensated
-from crosslayer.core.options import leaders, sharing_groups
+from crosslayer.core.options import group_sources, sharing_groups
 from crosslayer.core.plan import DepthPlan
 
 
@@ -29,7 +29,7 @@ class UniAttn(Compensated):
 
     def plan(self, layers: int) -> DepthPlan:
         """Let followers borrow the leader's queries and keys."""
-        shared, own = leaders("uniattn", "superblocks", self.superblocks, layers), tuple(range(layers))
+        shared, own = group_sources("uniattn", "superblocks", self.superblocks, layers), tuple(range(layers))
         return DepthPlan(shared, shared, own, own)
 
     @classmethod

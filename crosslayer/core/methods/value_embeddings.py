@@ -41,16 +41,16 @@ class ValueEmbeddings(Method):
 
     def _chosen(self, wiring: Wiring) -> list[int]:
         count = wiring.plan.layers
-        owners = wiring.plan.owners("values")
+        own_layers = wiring.plan.own_layers("values")
         if self.layers is None:
-            chosen = [layer for layer in owners if layer % 2 == (count - 1) % 2]
+            chosen = [layer for layer in own_layers if layer % 2 == (count - 1) % 2]
         else:
             check_layers("value_embeddings", "layers", self.layers, count)
             chosen = list(self.layers)
-        borrowing = [layer for layer in chosen if layer not in owners]
+        borrowing = [layer for layer in chosen if layer not in own_layers]
         if borrowing or not chosen:
             what = f"layers {borrowing} have no" if borrowing else "no layer that it would choose has"
-            raise ValueError(f"value_embeddings: {what} values of their own; layers may be of {owners}")
+            raise ValueError(f"value_embeddings: {what} values of their own; layers may be of {own_layers}")
         return chosen
 
 

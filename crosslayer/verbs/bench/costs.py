@@ -3,7 +3,7 @@
 prefill       = FLOPs of the matrices / their rate + FLOPs of attention / its rate + head / read rate + operators
 another token = weights / read rate + states read / their rate + states copied / copy rate + operators
 
-Storing less is not reading less: a layer that borrows keys or values reads its lender's again, so what is read counts
+Storing less is not reading less: a layer that borrows keys or values reads its source's again, so what is read counts
 every layer that attends, and what is stored (and copied by a dynamic cache) only what the plan stores.
 
 Shapes: B batch, T tokens of the prompt, S tokens in the cache, H heads, H_kv key-value heads, D head size.

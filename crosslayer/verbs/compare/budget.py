@@ -1,9 +1,9 @@
-"""A referee's budget: the same time, FLOPs or tokens for every run, as steps of each arm; and what keeps it.
+"""A referee's budget: the same time, FLOPs or tokens for every run, as steps of each variant; and what keeps it.
 
     time:  steps = ⌊seconds / measured seconds a step⌋
     FLOPs: steps = ⌊FLOPs / (FLOPs of a token · tokens of a step)⌋
 
-A run that is cut off has not let its learning rate fall; so each arm has a schedule over the steps that fit. A folder
+A run that is cut off has not let its learning rate fall; each variant has a schedule over the steps that fit. A folder
 of trained runs keeps in `grid.json` beside them the budget, its steps, and the runs that diverged.
 """
 
@@ -30,12 +30,12 @@ SHORT = (  # what is set for a run that is measured
     "train.report_to=none",
     "eval.every=0",
     "eval.windows=1",
-    "eval.looks=0",
+    "eval.snapshots=0",
 )
 KINDS = ("time", "flops", "tokens")
 STATE = "grid.json"
 LARGEST = 2**24  # bytes of it; a thousand runs have a tenth of that
-Short = Callable[[str, Path], TrainingRun]  # trains an arm by its key for `SHORT` into a folder
+Short = Callable[[str, Path], TrainingRun]  # trains a variant by its key for `SHORT` into a folder
 
 
 class Stopped(Frozen):
@@ -52,7 +52,7 @@ class State(Frozen):
         "crosslayer/grid/1", validation_alias="schema", serialization_alias="schema"
     )
     budget: Budget | None = None
-    steps: dict[str, int] = Field({}, description="of every arm in every setting, where the budget decides them")
+    steps: dict[str, int] = Field({}, description="of every variant in every setting, where the budget decides them")
     stopped: dict[str, Stopped] = Field({}, description="runs that diverged, by their names")
     judged: tuple[tuple[int, ...], ...] = Field((), description="seeds of each page that could give verdicts")
 
@@ -90,9 +90,9 @@ def read_budget(text: str) -> Budget:
 
 
 def measured(budget: Budget, keys: Sequence[str], short: Short, folder: Path) -> tuple[Budget, dict[str, int]]:
-    """Return the budget with what was measured, and the steps of every arm.
+    """Return the budget with what was measured, and the steps of every variant.
 
-    Arms run in turns, in an order that alternates, so that all meet the same moments of the machine; a time is the
+    Variants run in turns, in an order that alternates, so that all meet the same moments of the machine; a time is the
     median over rounds of the median over steps.
     """
     rounds = ROUNDS if budget.kind == "time" else 1

@@ -1,4 +1,4 @@
-"""The figures of a comparison: curves in groups of at most six arms, so that each can be told; then the differences."""
+"""The figures of a comparison: curves, at most six variants in each, then the differences."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law, Setting
 from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.compare.words import titled
 
-TOGETHER = 6  # lines of arms in a figure
+TOGETHER = 6  # lines of variants in a figure
 LOSS, SEEN = "nats a token", "Mean over seeds, on a few held-out windows."
 CURVES = {  # title, sentence and axis of each quantity by step
     "training_loss": ("Training loss", "Mean over seeds; each point is the mean since the point before.", LOSS),
@@ -35,14 +35,16 @@ def drawn_panels(record: Comparison) -> list[Panel]:
 
 
 def _differences(record: Comparison, setting: Setting, suffix: str) -> list[Panel]:
-    """Return the differences of the final loss, an arm a row, the lowest on top."""
-    results = [(part.arm, part.final) for part in record.outcomes if part.setting == setting.label]
-    finals = sorted(((arm, final) for arm, final in results if final is not None), key=lambda part: part[1].mean)
+    """Return the differences of the final loss, a variant a row, the lowest on top."""
+    results = [(part.variant, part.final) for part in record.outcomes if part.setting == setting.label]
+    finals = sorted(
+        ((variant, final) for variant, final in results if final is not None), key=lambda part: part[1].mean
+    )
     if not finals:
         return []
     intervals = [final.interval or (None, None) for _, final in finals]
     dots = Dots(
-        names=[arm for arm, _ in finals],
+        names=[variant for variant, _ in finals],
         x=[final.mean for _, final in finals],
         low=[low for low, _ in intervals],
         high=[high for _, high in intervals],
@@ -57,15 +59,15 @@ def _differences(record: Comparison, setting: Setting, suffix: str) -> list[Pane
 
 
 def _relative(record: Comparison, setting: Setting, suffix: str) -> list[Panel]:
-    curves = {part.arm: part.curve for part in record.outcomes if part.setting == setting.label}
+    curves = {part.variant: part.curve for part in record.outcomes if part.setting == setting.label}
     groups, over = [], 0
     for group in _groups(record, setting):
         lines = []
-        for arm, color in zip(group, COLORS, strict=False):
-            curve = curves.get(arm)
+        for variant, color in zip(group, COLORS, strict=False):
+            curve = curves.get(variant)
             if curve is not None:
                 over = over or round(curve.window * curve.steps[-1] / len(curve.steps))
-                lines.append(Line(arm, [*map(float, curve.steps)], curve.mean, curve.low, curve.high, color))
+                lines.append(Line(variant, [*map(float, curve.steps)], curve.mean, curve.low, curve.high, color))
         groups.append(lines)
     words = (
         f"Training loss, smoothed over {over:,} steps, less that of {record.baseline} with the same seed: below 0 is "
@@ -76,13 +78,15 @@ def _relative(record: Comparison, setting: Setting, suffix: str) -> list[Panel]:
 
 def _curves(record: Comparison, setting: Setting, suffix: str) -> list[Panel]:
     """Return quantities by step, means over seeds, the baseline in each figure."""
-    measured = {arm: [_by_step(run) for run in record.of(setting.label, arm)] for arm in record.ordered}
+    measured = {variant: [_by_step(run) for run in record.of(setting.label, variant)] for variant in record.ordered}
     panels = []
     for key, (title, words, axis) in CURVES.items():
         groups = []
         for group in _groups(record, setting):
             colors = {record.baseline: QUIET, **dict(zip(group, COLORS, strict=False))}
-            lines = [_mean_line(arm, [run[key] for run in measured[arm]], color) for arm, color in colors.items()]
+            lines = [
+                _mean_line(variant, [run[key] for run in measured[variant]], color) for variant, color in colors.items()
+            ]
             groups.append([line for line in lines if line is not None])
         panels += _panels(f"{key}{suffix}", title, setting, words, axis, groups)
     return panels
@@ -92,15 +96,15 @@ def _by_step(run: ComparedRun) -> dict[str, Mapping[int, float | None]]:
     return {
         "training_loss": dict(zip(run.curve.steps, run.curve.losses, strict=True)),
         "validation_loss": dict(zip(run.validation.steps, run.validation.losses, strict=True)),
-        "first_token": {seen.step: seen.first_token_share for seen in run.glances},
-        "sink_rate": {seen.step: seen.sink_rate for seen in run.glances},
-        "stream_growth": {seen.step: seen.stream_growth for seen in run.glances},
+        "first_token": {seen.step: seen.first_token_share for seen in run.snapshots},
+        "sink_rate": {seen.step: seen.sink_rate for seen in run.snapshots},
+        "stream_growth": {seen.step: seen.stream_growth for seen in run.snapshots},
     }
 
 
 def _groups(record: Comparison, setting: Setting) -> list[list[str]]:
-    """Return the arms beside the baseline that have runs, so many as stand in a figure."""
-    others = [arm for arm in record.ordered[1:] if record.of(setting.label, arm)]
+    """Return the variants beside the baseline that have runs, so many as stand in a figure."""
+    others = [variant for variant in record.ordered[1:] if record.of(setting.label, variant)]
     return [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
 
 
@@ -142,4 +146,4 @@ def _laws(record: Comparison) -> list[Panel]:
 
 def _law_line(law: Law, color: str) -> Line:
     costs, losses = zip(*sorted(zip(law.costs, law.losses, strict=True)), strict=True)
-    return Line(law.arm, costs, losses, color=color)
+    return Line(law.variant, costs, losses, color=color)

@@ -1,6 +1,6 @@
-"""The runs of a comparison: settings × arms × seeds, each a recipe that was checked before the first one starts.
+"""The runs of a comparison: settings × variants × seeds, each a recipe that was checked before the first one starts.
 
-An arm is called "vanilla" without methods; a method by its name and what is not its default, "name(option=2)"; several
+A variant is called "vanilla" without methods; a method by its name and options other than default, "name(option=2)"; several
 are joined by "+".
 """
 
@@ -22,11 +22,11 @@ OWN = {"model.method": "methods", "seed": "seeds", "name": "out"}  # keys that a
 PLAIN = "vanilla"
 NAME = re.compile(r"[A-Za-z_][\w.]{0,99}", re.ASCII)
 STEPS, TOKENS = "schedule.steps", "schedule.tokens"  # what a budget decides
-Methods = list[dict[str, Any]]  # of an arm, as a config holds them
+Methods = list[dict[str, Any]]  # of a variant, as a config holds them
 
 
 def read_methods(methods: str | Sequence[Any]) -> list[Methods]:
-    """Return the methods of each arm as a config holds them.
+    """Return the methods of each variant as a config holds them.
 
     They are a YAML flow list without its brackets, "vanilla, NAME, {name: NAME, option: 2}", or its entries; an entry
     may itself be a list of methods, which act together. "vanilla" and null are none.
@@ -34,16 +34,16 @@ def read_methods(methods: str | Sequence[Any]) -> list[Methods]:
     entries = parse_value(f"[{methods}]", f"methods {methods!r}") if isinstance(methods, str) else methods
     if not entries:
         raise ValueError("`methods` is empty; write for example vanilla and a method's name, with a comma between")
-    arms: dict[str, Methods] = {}
+    variants: dict[str, Methods] = {}
     for entry in entries:
-        arm = _arm(entry)
-        if label_of(arm) in arms:
-            raise ValueError(f"`methods` names {label_of(arm)} twice")
-        arms[label_of(arm)] = arm
-    return [*arms.values()]
+        variant = _variant(entry)
+        if label_of(variant) in variants:
+            raise ValueError(f"`methods` names {label_of(variant)} twice")
+        variants[label_of(variant)] = variant
+    return [*variants.values()]
 
 
-def _arm(entry: Any) -> Methods:
+def _variant(entry: Any) -> Methods:
     if entry is None or entry in (PLAIN, {"name": PLAIN}):
         return []
     if not isinstance(entry, str | dict | list):
@@ -57,7 +57,7 @@ def _arm(entry: Any) -> Methods:
 
 
 def label_of(methods: Methods) -> str:
-    """Return what an arm is called, in plain characters."""
+    """Return what a variant is called, in plain characters."""
     return "+".join(map(_method_label, methods)) or PLAIN
 
 
@@ -76,11 +76,11 @@ def _method_label(entry: dict[str, Any]) -> str:
 
 
 def pick_baseline(labels: Sequence[str], baseline: str | None) -> str:
-    """Return the arm that the others are compared with: by default the plain one, or the first."""
+    """Return the variant that the others are compared with: by default the plain one, or the first."""
     if baseline is None:
         baseline = PLAIN if PLAIN in labels else labels[0]
     if baseline not in labels:
-        raise ValueError(f"`baseline` is {baseline!r}, which is no arm; {nearest(baseline, list(labels))}")
+        raise ValueError(f"`baseline` is {baseline!r}, which is no variant; {nearest(baseline, list(labels))}")
     if len(labels) < 2:
         raise ValueError(f"there is nothing beside {baseline}; a comparison needs two methods")
     return baseline
@@ -96,17 +96,17 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """What runs of the same arm and setting have in common, whatever their seed."""
+        """What runs of the same variant and setting have in common, whatever their seed."""
         return _key(self.setting, self.methods)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is trained: a recipe's file with settings on top, arms, the number of seeds, and what varies."""
+    """What is trained: a recipe's file with settings on top, variants, the number of seeds, and what varies."""
 
     path: Path
     settings: tuple[str, ...]
-    arms: tuple[Methods, ...]
+    variants: tuple[Methods, ...]
     seeds: int
     varied: dict[str, list[Any]]
 
@@ -128,19 +128,19 @@ class Grid:
             Setting.of(dict(zip(self.varied, values, strict=True))) for values in product(*self.varied.values())
         ]
         rooms = [f"{name}-" if name else "" for name in _folders([setting.label for setting in settings])]
-        arms = _folders([label_of(methods) for methods in self.arms])
+        variants = _folders([label_of(methods) for methods in self.variants])
         cells = []
         for seed in range(first, first + self.seeds):
             for setting, room in zip(settings, rooms, strict=True):
-                for methods, arm in zip(self.arms, arms, strict=True):
-                    own = [f"seed={seed}", f"name={room}{arm}-{seed}"]
+                for methods, variant in zip(self.variants, variants, strict=True):
+                    own = [f"seed={seed}", f"name={room}{variant}-{seed}"]
                     if steps is not None:
                         own += [f"{STEPS}={steps[_key(setting, methods)]}", f"{TOKENS}=null"]
                     cells.append(Cell(setting, methods, self.recipe(setting, methods, own)))
         return cells
 
     def recipe(self, setting: Setting, methods: Methods, more: Sequence[str] = ()) -> Recipe:
-        """Return the recipe of an arm in a setting, with more settings on top."""
+        """Return the recipe of a variant in a setting, with more settings on top."""
         values = [f"{key}={json.dumps(value)}" for key, value in setting.values.items()]
         method = json.dumps(methods or None)
         try:

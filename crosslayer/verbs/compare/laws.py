@@ -73,7 +73,7 @@ def relative_cost(method: PowerLaw, baseline: PowerLaw, cost: float) -> float | 
 
 
 def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
-    """Return the law of each arm, or why there is none; the baseline's comes first.
+    """Return the law of each variant, or why there is none; the baseline's comes first.
 
     Settings belong together if they differ in model, schedule and arguments alone.
     """
@@ -82,7 +82,7 @@ def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
     for where, names in _groups(runs.settings, SCALED).items():
         if len(names) < 2:
             continue
-        sides = {arm.label: _side(runs, names, arm.label) for arm in runs.arms}
+        sides = {variant.label: _side(runs, names, variant.label) for variant in runs.variants}
         if not sides[baseline]:
             reason = f"no seed of {baseline} has run in all of the settings"
             continue
@@ -96,7 +96,7 @@ def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
             continue
         for label in (baseline, *(label for label in sides if label != baseline)):
             law = _law(sides[label], sides[baseline], cost)
-            lines += [] if law is None else [Law(arm=label, where=where, settings=names, cost=cost, **law)]
+            lines += [] if law is None else [Law(variant=label, where=where, settings=names, cost=cost, **law)]
     return tuple(lines), None if lines else reason
 
 
@@ -110,9 +110,9 @@ def _groups(settings: Sequence[Setting], free: tuple[str, ...]) -> dict[str, tup
     return groups
 
 
-def _side(runs: Sorted, settings: Sequence[str], arm: str) -> Side:
-    """Return the runs of an arm by seed, of the seeds that all settings have."""
-    own = {(run.setting, run.seed): run for run in runs.runs if run.arm == arm}
+def _side(runs: Sorted, settings: Sequence[str], variant: str) -> Side:
+    """Return the runs of a variant by seed, of the seeds that all settings have."""
+    own = {(run.setting, run.seed): run for run in runs.runs if run.variant == variant}
     whole = [seed for seed in runs.seeds if all((setting, seed) in own for setting in settings)]
     return {seed: [own[setting, seed] for setting in settings] for seed in whole}
 
@@ -137,7 +137,7 @@ def _costs(row: Sequence[ComparedRun], cost: Cost) -> list[float]:
 
 
 def _law(side: Side, baseline: Side, cost: Cost) -> dict[str, Any] | None:
-    """Return the law of an arm; None where it has no seed in all settings, or costs that are too close."""
+    """Return the law of a variant; None where it has no seed in all settings, or costs that are too close."""
     seeds = [seed for seed in side if seed in baseline]
     if not seeds or not _apart(_costs(side[seeds[0]], cost)):
         return None
@@ -170,7 +170,7 @@ def _law(side: Side, baseline: Side, cost: Cost) -> dict[str, Any] | None:
 
 
 def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
-    """Return how many tokens it takes to overtake each arm by the length of a sequence, where it is in two lengths.
+    """Return how many tokens it takes to overtake each variant by the length of a sequence, where it is in two lengths.
 
     Settings belong together if they differ in length, schedule and arguments alone. The trend is continued to twice the
     longest length.
@@ -179,11 +179,11 @@ def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
     batches = {run.setting: run.tokens / run.steps for run in runs.runs}  # tokens of a step
     lines = []
     for where, names in _groups(runs.settings, ALONG).items():
-        for arm in runs.arms:
+        for variant in runs.variants:
             reached = {
                 lengths[result.setting]: result.critical.mean * batches[result.setting]
                 for result in results
-                if result.arm == arm.label and result.setting in names
+                if result.variant == variant.label and result.setting in names
                 if result.overtaken and result.critical is not None and result.critical.mean is not None
             }
             if len(reached) < 2:
@@ -193,7 +193,7 @@ def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
             interval, following = law.exponent_interval, 2 * max(reached)
             lines.append(
                 LengthTrend(
-                    arm=arm.label,
+                    variant=variant.label,
                     where=where,
                     lengths=tuple(reached),
                     tokens=tuple(reached.values()),

@@ -1,4 +1,4 @@
-"""What follows from runs: each arm beside the baseline in every setting, its training curve subtracted from that one's.
+"""Each variant beside the baseline in every setting, with the difference of their training curves.
 
 Source: arXiv 2410.17897, section 4.1.2 (relative training loss) and Fig. 14 (critical point).
 Shapes: S pairs (seeds that both have), N logged steps.
@@ -16,15 +16,15 @@ LAST = 1000  # points of a curve that are continued: those of the paper; of a sh
 
 
 def outcomes(runs: Sorted, baseline: str, smooth: int | None) -> tuple[Outcome, ...]:
-    """Return every arm beside the baseline in each setting where it has runs, curves smoothed over so many steps."""
+    """Return every variant beside the baseline in each setting where it has runs, curves smoothed over `smooth` steps."""
     grouped: dict[tuple[str, str], dict[int, ComparedRun]] = {}
     for run in runs.runs:
-        grouped.setdefault((run.setting, run.arm), {})[run.seed] = run
+        grouped.setdefault((run.setting, run.variant), {})[run.seed] = run
     results = [
         _outcome(own, grouped.get((setting.label, baseline), {}), smooth)
         for setting in runs.settings
-        for arm in runs.arms
-        if arm.label != baseline and (own := grouped.get((setting.label, arm.label)))
+        for variant in runs.variants
+        if variant.label != baseline and (own := grouped.get((setting.label, variant.label)))
     ]
     tested = {place: part.final.p for place, part in enumerate(results) if part.final and part.final.p is not None}
     for place, p in zip(tested, holm([*tested.values()]), strict=True):  # together, and with the pages before this one
@@ -45,7 +45,7 @@ def _outcome(own: dict[int, ComparedRun], others: dict[int, ComparedRun], smooth
     curve, critical = _curve(candidates, baselines, smooth)
     return Outcome(
         setting=first.setting,
-        arm=first.arm,
+        variant=first.variant,
         seeds=tuple(seeds),
         missing=tuple(sorted(own.keys() ^ others.keys())),
         loss=float(np.mean([run.final_loss for run in own.values()])),

@@ -48,7 +48,7 @@ def _subtitle(record: Comparison) -> str:
     machines = {run.machine.gpu or run.machine.processor for run in record.runs}
     tokens = " to ".join(dict.fromkeys(f"{end(run.tokens for run in record.runs):,}" for end in (min, max)))
     parts = [
-        f"{len(record.arms) - 1} beside {record.baseline}",
+        f"{len(record.variants) - 1} beside {record.baseline}",
         *([f"{len(record.settings)} settings"] if len(record.settings) > 1 else []),
         f"{seeds} seed{'' if seeds == 1 else 's'}, paired",
         f"{len(record.runs)} runs of {tokens} tokens",
@@ -65,15 +65,15 @@ def _cards(record: Comparison) -> list[tuple[str, str, str]]:
         for kind in ("Lower", "Higher")
     ]
     cards.append(("Undecided", str(verdicts.count("undecided")), "no verdict from these seeds"))
-    finals = [(result.final, result.arm) for result in paired if result.final is not None]
+    finals = [(result.final, result.variant) for result in paired if result.final is not None]
     if finals:
-        best, arm = min(finals, key=lambda final: final[0].mean)
-        cards.append((f"Lowest: {arm}", signed(best.mean), f"nats a token, {signed_interval(best.interval)}"))
+        best, variant = min(finals, key=lambda final: final[0].mean)
+        cards.append((f"Lowest: {variant}", signed(best.mean), f"nats a token, {signed_interval(best.interval)}"))
     return cards
 
 
 def _finals(record: Comparison, setting: str) -> Table:
-    head = ["arm", "seeds", "loss", f"less {record.baseline}", "95 % interval", "p (Holm)", "lower or higher?"]
+    head = ["variant", "seeds", "loss", f"less {record.baseline}", "95 % interval", "p (Holm)", "lower or higher?"]
     rows = []
     losses = [run.final_loss for run in record.of(setting, record.baseline)]
     if losses:
@@ -87,20 +87,20 @@ def _finals(record: Comparison, setting: str) -> Table:
             interval = pairs if result.final.interval is None else signed_interval(result.final.interval)
         adjusted = UNKNOWN if result.adjusted is None else f"{result.adjusted:.3f}"
         cells = [f"{len(result.seeds)}", f"{result.loss:.4f}", mean, interval, adjusted, in_words(result)]
-        rows.append([result.arm, *cells])
+        rows.append([result.variant, *cells])
     return titled("Final loss, held-out text, nats a token", setting), head, rows
 
 
 def _costs(record: Comparison, setting: str) -> Table:
-    sides = {arm: record.of(setting, arm) for arm in record.ordered}
+    sides = {variant: record.of(setting, variant) for variant in record.ordered}
     rows = [
-        [arm, *(_cost_cell(runs, sides[record.baseline], column) for column in COLUMNS)]
-        for arm, runs in sides.items()
+        [variant, *(_cost_cell(runs, sides[record.baseline], column) for column in COLUMNS)]
+        for variant, runs in sides.items()
         if runs
     ]
     dtypes = ", ".join(sorted({run.dtype for run in record.runs}))
     title = f"What it costs, and × {record.baseline} (KV bytes a token in {dtypes})"
-    return titled(title, setting), ["arm", *(name for name, *_ in COLUMNS)], rows
+    return titled(title, setting), ["variant", *(name for name, *_ in COLUMNS)], rows
 
 
 def _cost_cell(
@@ -128,25 +128,25 @@ def _domains(record: Comparison, setting: str) -> Table:
     for result in record.outcomes:
         if result.setting == setting and result.domains:
             parts = [result.domains.get(name) for name in record.domains]
-            rows.append([result.arm, *(UNKNOWN if part is None else with_values(part) for part in parts)])
+            rows.append([result.variant, *(UNKNOWN if part is None else with_values(part) for part in parts)])
     title = f"Difference to {record.baseline} by domain, each taken alone"
-    return titled(title, setting), ["arm", *record.domains], rows
+    return titled(title, setting), ["variant", *record.domains], rows
 
 
 def _insides(record: Comparison) -> Table:
-    """Return what was seen inside of the models at the end, where the recipe asks for looks."""
+    """Return what was seen inside of the models at the end, where the recipe asks for snapshots."""
     rows = []
     for setting in record.settings:
-        for arm in record.ordered:
-            share, rate, growth = inside(record.of(setting.label, arm))
+        for variant in record.ordered:
+            share, rate, growth = inside(record.of(setting.label, variant))
             if share is not None and rate is not None and growth is not None:
-                rows.append([setting.label, arm, f"{share:.1%}", f"{rate:.1%}", f"× {growth:.2f}"])
-    head = ["arm", "attention on the first token", "sink rate", "growth of the stream"]
+                rows.append([setting.label, variant, f"{share:.1%}", f"{rate:.1%}", f"× {growth:.2f}"])
+    head = ["variant", "attention on the first token", "sink rate", "growth of the stream"]
     return _with_settings("Inside at the end, means over layers", head, rows)
 
 
 def _critical(record: Comparison) -> Table:
-    """Return the critical points of the pairs of arms that are overtaken, or ahead and expected to be."""
+    """Return the critical points of the pairs of variants that are overtaken, or ahead and expected to be."""
     rows = []
     for result in record.outcomes:
         points = result.critical
@@ -159,9 +159,9 @@ def _critical(record: Comparison) -> Table:
         for reached, expected in zip(points.reached, points.expected, strict=True):
             later = UNKNOWN if expected is None else f"expected {expected:,.0f}"
             pairs.append(later if reached is None else f"{reached:,.0f}")
-        rows.append([result.setting, result.arm, mean, ", ".join(pairs)])
+        rows.append([result.setting, result.variant, mean, ", ".join(pairs)])
     title = f"Critical points: from where on the training loss of {record.baseline} is lower"
-    return _with_settings(title, ["arm", "mean step (95 %)", "by pair of runs"], rows)
+    return _with_settings(title, ["variant", "mean step (95 %)", "by pair of runs"], rows)
 
 
 def _with_settings(title: str, head: list[str], rows: list[list[str]]) -> Table:
@@ -172,7 +172,7 @@ def _with_settings(title: str, head: list[str], rows: list[list[str]]) -> Table:
 
 
 def _laws(record: Comparison) -> Iterator[Table]:
-    head = ["arm", "L = A · C^−α", "α over seeds (95 %)", "α by scatter (95 %)", "C saved at the largest", "95 %"]
+    head = ["variant", "L = A · C^−α", "α over seeds (95 %)", "α by scatter (95 %)", "C saved at the largest", "95 %"]
     for (where, cost), group in record.law_groups().items():
         title = f"Power laws of the final loss, C {COSTS[cost]}, {len(group[0].costs)} points"
         yield titled(title, where), head, [_law_row(law, record.baseline) for law in group]
@@ -180,11 +180,11 @@ def _laws(record: Comparison) -> Iterator[Table]:
 
 def _law_row(law: Law, baseline: str) -> list[str]:
     saved, interval = UNKNOWN, "no interval"
-    if law.arm == baseline:
+    if law.variant == baseline:
         saved = interval = ""
     elif law.fewer is not None:
         saved = percent(law.fewer, 1) + (" (extrapolated)" if law.extrapolated else "")
-    if law.arm != baseline and law.fewer_interval is not None:
+    if law.variant != baseline and law.fewer_interval is not None:
         interval = percent_interval(law.fewer_interval, 1)
     exponents = [signed_interval(ends) for ends in (law.exponent_over_seeds, law.exponent_interval)]
-    return [law.arm, f"{law.scale:.4g} · C^{signed(-law.exponent)}", *exponents, saved, interval]
+    return [law.variant, f"{law.scale:.4g} · C^{signed(-law.exponent)}", *exponents, saved, interval]

@@ -1,7 +1,7 @@
-"""Reads finished training runs, which may come from anyone, and sorts them into settings and arms.
+"""Reads finished training runs, which may come from anyone, and sorts them into settings and variants.
 
 A setting is a recipe but for name, seed and method. Of a run only `record.json` is read, and `grid.json` of the
-comparison that trained it: a budget of time or FLOPs gives each arm a schedule of its own.
+comparison that trained it: a budget of time or FLOPs gives each variant a schedule of its own.
 """
 
 import json
@@ -17,13 +17,22 @@ from crosslayer.output.record import read_record
 from crosslayer.output.result import load_as
 from crosslayer.verbs.compare.budget import State, read_state
 from crosslayer.verbs.compare.grid import label_of
-from crosslayer.verbs.compare.record import MISSING, Arm, Budget, ComparedRun, Glance, Setting, Trace, mean_of_known
-from crosslayer.verbs.train.record import Look
+from crosslayer.verbs.compare.record import (
+    MISSING,
+    Budget,
+    ComparedRun,
+    Setting,
+    SnapshotMeans,
+    Trace,
+    Variant,
+    mean_of_known,
+)
+from crosslayer.verbs.train.record import Snapshot
 from crosslayer.verbs.train.result import TrainingRun
 
 RECORD, RUNS = "record.json", "runs"
 OWN = ("name.", "seed.", "model.method.")  # keys of a recipe in which runs of a setting differ
-STEPS = ("schedule.steps", "schedule.tokens")  # what a budget of time or FLOPs decides arm by arm
+STEPS = ("schedule.steps", "schedule.tokens")  # what a budget of time or FLOPs decides variant by variant
 
 
 @dataclass(frozen=True)
@@ -37,10 +46,10 @@ class Placed:
 
 @dataclass(frozen=True)
 class Sorted:
-    """Runs with the settings and arms that they belong to."""
+    """Runs with the settings and variants that they belong to."""
 
     settings: tuple[Setting, ...]
-    arms: tuple[Arm, ...]
+    variants: tuple[Variant, ...]
     domains: tuple[str, ...]
     runs: tuple[ComparedRun, ...]
     budget: Budget | None = None
@@ -81,7 +90,11 @@ def load_run(folder: Path) -> TrainingRun:
         length = data.get("length") if isinstance(data, dict) else None
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError("its recipe has no data.length")
-        for steps in (run.curve.steps, [entry.step for entry in run.validation], [look.step for look in run.looks]):
+        for steps in (
+            run.curve.steps,
+            [entry.step for entry in run.validation],
+            [snapshot.step for snapshot in run.snapshots],
+        ):
             if any(later <= step for step, later in pairwise((0, *steps))):
                 raise ValueError("its steps do not rise from 1 on")
     except ValueError as error:
@@ -90,7 +103,7 @@ def load_run(folder: Path) -> TrainingRun:
 
 
 def sort_runs(folders: Sequence[Path]) -> Sorted:
-    """Read the runs of folders and tell settings and arms by their recipes."""
+    """Read the runs of folders and tell settings and variants by their recipes."""
     states = [_state(folder) for folder in folders]
     budgets = [None if state is None else state.budget for state in states]
     runs = [load_run(folder) for folder in folders]
@@ -138,19 +151,19 @@ def _agreed(budgets: Sequence[Budget | None]) -> Budget | None:
 
 def assemble(placed: Sequence[Placed]) -> Sorted:
     """Return runs as they are compared."""
-    arms: dict[str, Arm] = {}
+    variants: dict[str, Variant] = {}
     first: dict[str, Placed] = {}
     taken: dict[tuple[str, str, int], Placed] = {}
     for part in placed:
         label, methods = label_of(part.run.model.methods), part.run.model.methods
-        arms.setdefault(label, Arm(label=label, methods=methods))
+        variants.setdefault(label, Variant(label=label, methods=methods))
         same = taken.setdefault((part.setting.label, label, part.run.seed), part)
         if same is not part:
             raise ValueError(f"{same.name} and {part.name} are both {label} with seed {part.run.seed}; leave one out")
         _check_pair(first.setdefault(part.setting.label, part), part)
     settings = tuple(part.setting for part in first.values())
     domains = tuple(domain.name for domain in placed[0].run.domains)
-    return Sorted(settings, tuple(arms.values()), domains, tuple(map(_compared, placed)))
+    return Sorted(settings, tuple(variants.values()), domains, tuple(map(_compared, placed)))
 
 
 def _check_pair(first: Placed, other: Placed) -> None:
@@ -180,7 +193,7 @@ def _compared(part: Placed) -> ComparedRun:
     speeds = [speed for speed in run.curve.tokens_per_second if speed > 0]
     return ComparedRun(
         setting=part.setting.label,
-        arm=label_of(run.model.methods),
+        variant=label_of(run.model.methods),
         seed=run.seed,
         name=run.name,
         parameters=run.model.parameters,
@@ -202,15 +215,15 @@ def _compared(part: Placed) -> ComparedRun:
             steps=tuple(entry.step for entry in run.validation),
             losses=tuple((run.validation_losses @ shares).tolist()),
         ),
-        glances=tuple(map(_glance, run.looks)),
+        snapshots=tuple(map(_snapshot_means, run.snapshots)),
     )
 
 
-def _glance(look: Look) -> Glance:
-    norms = [norm for norm in look.stream_norm if norm is not None]
+def _snapshot_means(snapshot: Snapshot) -> SnapshotMeans:
+    norms = [norm for norm in snapshot.stream_norm if norm is not None]
     growth = norms[-1] / norms[0] if norms and norms[0] > 0 else None
-    shares, rates = mean_of_known(look.first_token_share), mean_of_known(look.sink_rate)
-    return Glance(step=look.step, first_token_share=shares, sink_rate=rates, stream_growth=growth)
+    shares, rates = mean_of_known(snapshot.first_token_share), mean_of_known(snapshot.sink_rate)
+    return SnapshotMeans(step=snapshot.step, first_token_share=shares, sink_rate=rates, stream_growth=growth)
 
 
 def _flat(values: dict[str, Any], place: str = "") -> dict[str, Any]:

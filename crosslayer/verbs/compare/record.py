@@ -35,7 +35,7 @@ class Setting(Frozen):
         return cls(label=label, values=values)
 
 
-class Arm(Frozen):
+class Variant(Frozen):
     """What is compared: a method, several together, or none."""
 
     label: str = Field(min_length=1)
@@ -61,7 +61,7 @@ def mean_of_known(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-class Glance(Frozen):
+class SnapshotMeans(Frozen):
     """What was seen inside of a model after a step: means over its layers, and its stream's last norm / its first."""
 
     step: int
@@ -74,7 +74,7 @@ class ComparedRun(Frozen):
     """A training run, as far as it is compared; `seconds` are of training steps alone."""
 
     setting: str
-    arm: str
+    variant: str
     seed: int
     name: str
     parameters: int = Field(ge=1)
@@ -93,7 +93,7 @@ class ComparedRun(Frozen):
     losses: dict[str, float] = Field(min_length=1, description="the same by domain")
     curve: Trace = Field(description="training loss, each the mean since the entry before")
     validation: Trace = Field(description="held-out loss over the mixture")
-    glances: tuple[Glance, ...]
+    snapshots: tuple[SnapshotMeans, ...]
 
 
 class RelativeCurve(Frozen):
@@ -122,7 +122,7 @@ class RelativeCurve(Frozen):
 
     @property
     def ahead(self) -> bool:
-        """Whether the arm was lower for a stretch; one pair alone has no band and does not tell."""
+        """Whether the variant was lower for a stretch; one pair alone has no band and does not tell."""
         length = 0
         for edge in self.high or ():
             length = length + 1 if edge < 0 else 0
@@ -132,7 +132,7 @@ class RelativeCurve(Frozen):
 
     @property
     def ends(self) -> Verdict:
-        """Whether the arm is lower or higher over the last stretch."""
+        """Whether the variant is lower or higher over the last stretch."""
         if self.high is not None and max(self.high[-self.stretch :]) < 0:
             return "lower"
         return "higher" if self.low is not None and min(self.low[-self.stretch :]) > 0 else "undecided"
@@ -151,21 +151,23 @@ class CriticalPoints(Frozen):
 
 
 class Outcome(Frozen):
-    """An arm beside the baseline in a setting; `seeds` are those of both."""
+    """A variant beside the baseline in a setting; `seeds` are those of both."""
 
     setting: str
-    arm: str
+    variant: str
     seeds: tuple[int, ...]
     missing: tuple[int, ...] = Field(description="seeds that a side alone has")
-    loss: float = Field(description="mean of the final loss over all runs of the arm")
+    loss: float = Field(description="mean of the final loss over all runs of the variant")
     final: Difference | None = Field(description="of the final loss over the mixture; None without a pair")
     adjusted: float | None = Field(
         ge=0, le=1, description="p-value for all comparisons of the page and the pages before it"
     )
     domains: dict[str, Difference]
     seeds_needed: int | None = Field(ge=1, description=f"for an interval that shows {RELEVANT}")
-    curve: RelativeCurve | None = Field(description="None where steps differ: each arm has a schedule of its own then")
-    critical: CriticalPoints | None = Field(description="None where the arm is never seen ahead for a stretch")
+    curve: RelativeCurve | None = Field(
+        description="None where steps differ: each variant has a schedule of its own then"
+    )
+    critical: CriticalPoints | None = Field(description="None where the variant is never seen ahead for a stretch")
 
     @property
     def verdict(self) -> Verdict:
@@ -176,25 +178,25 @@ class Outcome(Frozen):
 
     @property
     def overtaken(self) -> bool:
-        """Whether the arm was ahead, every pair has a critical point, and the relative curve ends above 0."""
+        """Whether the variant was ahead, every pair has a critical point, and the relative curve ends above 0."""
         reached = self.critical is not None and self.critical.mean is not None
         return reached and self.curve is not None and self.curve.ends == "higher"
 
     @property
     def losing(self) -> bool:
-        """Whether the arm is still ahead at the end, but a pair is expected to be overtaken."""
+        """Whether the variant is still ahead at the end, but a pair is expected to be overtaken."""
         expected = self.critical is not None and any(point is not None for point in self.critical.expected)
         return expected and self.curve is not None and self.curve.ends == "lower"
 
 
 class Law(Frozen):
-    """A power law of an arm's final loss, L = scale · C^−exponent, through the means of settings.
+    """A power law of a variant's final loss, L = scale · C^−exponent, through the means of settings.
 
-    `fewer` is the share of the baseline's cost that the arm saves at the loss which the baseline's law has at its
-    largest cost (0.1: 10 % fewer; below 0: more); None where the arm's law does not reach it.
+    `fewer` is the share of the baseline's cost that the variant saves at the loss which the baseline's law has at its
+    largest cost (0.1: 10 % fewer; below 0: more); None where the variant's law does not reach it.
     """
 
-    arm: str
+    variant: str
     where: str = Field(description="in what its settings are alike and others are not")
     cost: Cost
     settings: tuple[str, ...] = Field(min_length=2)
@@ -206,13 +208,13 @@ class Law(Frozen):
     exponent_over_seeds: Interval | None = Field(description="from the laws of three seeds or more")
     fewer: float | None
     fewer_interval: Interval | None = Field(description="from the laws of three seeds or more, paired")
-    extrapolated: bool = Field(description="whether the cost that the arm needs lies outside of its settings")
+    extrapolated: bool = Field(description="whether the cost that the variant needs lies outside of its settings")
 
 
 class LengthTrend(Frozen):
-    """Critical points of an arm over lengths of a sequence: tokens read = scale · length^exponent, and continued."""
+    """Critical points of a variant over lengths of a sequence: tokens read = scale · length^exponent, and continued."""
 
-    arm: str
+    variant: str
     where: str = Field(description="in what its settings are alike and others are not")
     lengths: tuple[int, ...] = Field(min_length=2)
     tokens: tuple[float, ...] = Field(description="that were read by then; steps of two lengths may differ in them")
@@ -227,7 +229,7 @@ class Budget(Frozen):
 
     kind: Literal["time", "flops", "tokens"]
     amount: float = Field(gt=0)
-    step_seconds: dict[str, float] = Field(description="measured beforehand, by setting and arm; of a time alone")
+    step_seconds: dict[str, float] = Field(description="measured beforehand, by setting and variant; of a time alone")
 
     @property
     def asked(self) -> Self:

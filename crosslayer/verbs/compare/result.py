@@ -6,14 +6,14 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.verbs.compare.record import Arm, Budget, ComparedRun, Cost, Law, LengthTrend, Outcome, Setting
+from crosslayer.verbs.compare.record import Budget, ComparedRun, Cost, Law, LengthTrend, Outcome, Setting, Variant
 
 
 class Comparison(Result):
-    """What `crosslayer.compare` returns. Shapes: A outcomes (an arm beside the baseline in a setting)."""
+    """What `crosslayer.compare` returns. Shapes: A outcomes (a variant beside the baseline in a setting)."""
 
-    schema_: Literal["crosslayer/compare/2"] = Field(
-        "crosslayer/compare/2", validation_alias="schema", serialization_alias="schema"
+    schema_: Literal["crosslayer/compare/3"] = Field(
+        "crosslayer/compare/3", validation_alias="schema", serialization_alias="schema"
     )
     name: str
     baseline: str
@@ -21,7 +21,7 @@ class Comparison(Result):
     budget: Budget | None
     settings: tuple[Setting, ...] = Field(min_length=1)
     extends: tuple[tuple[int, ...], ...] = Field((), description="seeds of the pages that were seen before this one")
-    arms: tuple[Arm, ...] = Field(min_length=1)
+    variants: tuple[Variant, ...] = Field(min_length=1)
     domains: tuple[str, ...] = Field(min_length=1)
     runs: tuple[ComparedRun, ...] = Field(min_length=1)
     stopped: dict[str, str] = Field(description="runs that diverged, and how; they are left out")
@@ -32,21 +32,23 @@ class Comparison(Result):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        settings, arms = {setting.label for setting in self.settings}, {arm.label for arm in self.arms}
-        parts = [(part.setting, part.arm) for part in (*self.runs, *self.outcomes)]
-        named = {arm for _, arm in parts} | {self.baseline} | {part.arm for part in (*self.laws, *self.trends)}
-        if not {setting for setting, _ in parts} <= settings or not named <= arms:
-            raise ValueError("a run or a result is of a setting or an arm that the record does not list")
+        settings, variants = {setting.label for setting in self.settings}, {variant.label for variant in self.variants}
+        parts = [(part.setting, part.variant) for part in (*self.runs, *self.outcomes)]
+        named = (
+            {variant for _, variant in parts} | {self.baseline} | {part.variant for part in (*self.laws, *self.trends)}
+        )
+        if not {setting for setting, _ in parts} <= settings or not named <= variants:
+            raise ValueError("a run or a result is of a setting or a variant that the record does not list")
         return self
 
     @property
     def ordered(self) -> list[str]:
-        """Labels of the arms, the baseline first."""
-        return [self.baseline, *(arm.label for arm in self.arms if arm.label != self.baseline)]
+        """Labels of the variants, the baseline first."""
+        return [self.baseline, *(variant.label for variant in self.variants if variant.label != self.baseline)]
 
-    def of(self, setting: str, arm: str) -> list[ComparedRun]:
-        """Return the runs of an arm in a setting, in the order of their seeds."""
-        runs = [run for run in self.runs if run.setting == setting and run.arm == arm]
+    def of(self, setting: str, variant: str) -> list[ComparedRun]:
+        """Return the runs of a variant in a setting, in the order of their seeds."""
+        runs = [run for run in self.runs if run.setting == setting and run.variant == variant]
         return sorted(runs, key=lambda run: run.seed)
 
     def law_groups(self) -> dict[tuple[str, Cost], list[Law]]:
@@ -58,7 +60,7 @@ class Comparison(Result):
 
     @property
     def differences(self) -> np.ndarray:
-        """Final losses, arm − baseline, mean over pairs of seeds, (A,); NaN without a pair."""
+        """Final losses, variant − baseline, mean over pairs of seeds, (A,); NaN without a pair."""
         return np.array([np.nan if result.final is None else result.final.mean for result in self.outcomes])
 
     @property
@@ -73,14 +75,14 @@ class Comparison(Result):
         return np.array([result.adjusted for result in self.outcomes], dtype=float)
 
     def headline(self) -> dict[str, Any]:
-        """Return the baseline, and of each arm in each setting the difference, its interval and the verdict."""
+        """Return the baseline, and of each variant in each setting the difference, its interval and the verdict."""
         results = []
         for part in self.outcomes:
             final = part.final
             results.append(
                 {
                     **({"setting": part.setting} if part.setting else {}),
-                    "arm": part.arm,
+                    "variant": part.variant,
                     "seeds": len(part.seeds),
                     "loss": round(part.loss, 5),
                     "difference": None if final is None else round(final.mean, 5),

@@ -87,7 +87,7 @@ def compare(
         return comparison
     _check_training(runs, methods, out, force)
     grid = read_grid(recipe, methods or (), SEEDS if seeds is None else seeds, vary or (), settings)
-    baseline = pick_baseline([label_of(arm) for arm in grid.arms], baseline)
+    baseline = pick_baseline([label_of(variant) for variant in grid.variants], baseline)
     asked = None if budget is None else read_budget(budget)
     grid = grid.within(asked)
     grid.cells()  # says what is wrong with a recipe before there is a folder
@@ -189,7 +189,7 @@ class _Job:
             self._keep(judged=(*self.state.judged, seeds))
 
     def _schedule(self) -> None:
-        """Measure what the steps of each arm take, where a budget asks for it and it is not known yet."""
+        """Measure what the steps of each variant take, where a budget asks for it and it is not known yet."""
         budget = self.state.budget
         if budget is None or budget.kind == "tokens":
             return
@@ -199,7 +199,7 @@ class _Job:
         if self.state.steps.keys() == first.keys():
             return
         if self.state.steps:
-            raise ValueError(f"the folder {self.folder.name!r} has a budget for other arms; name another")
+            raise ValueError(f"the folder {self.folder.name!r} has a budget for other variants; name another")
 
         def short(key: str, place: Path) -> TrainingRun:
             with self.progress(f"measuring a step of {key}", 0):
@@ -230,7 +230,7 @@ class _Job:
 def _comparison(
     runs: Sorted, name: str, baseline: str | None, smooth: int | None, state: State | None = None
 ) -> Comparison:
-    baseline = pick_baseline([arm.label for arm in runs.arms], baseline)
+    baseline = pick_baseline([variant.label for variant in runs.variants], baseline)
     results = outcomes(runs, baseline, smooth)
     lines, no_laws = laws(runs, baseline)
     return Comparison(  # pyright: ignore[reportCallIssue]

@@ -24,12 +24,12 @@ def sentences(record: Comparison) -> list[str]:
         *(line for setting in record.settings for line in _differences(record, setting.label)),
         *_tests(record),
         *(_overtaken(result, record.baseline) for result in record.outcomes if result.overtaken),
-        *(_law(law, record) for law in record.laws if law.arm != record.baseline),
+        *(_law(law, record) for law in record.laws if law.variant != record.baseline),
         *([f"No power law: {record.no_laws}."] if record.no_laws and len(record.settings) > 1 else []),
         *(_trend(trend, record.baseline) for trend in record.trends),
         *(line for setting in record.settings for line in _inside(record, setting.label)),
         *_missing(record),
-        "Intervals are over seeds, on this held-out text; other text or another recipe may order the arms otherwise.",
+        "Intervals are over seeds, on this held-out text; other text or recipes may rank the variants differently.",
     ]
 
 
@@ -41,7 +41,7 @@ def with_values(difference: Difference) -> str:
 
 
 def in_words(result: Outcome) -> str:
-    """Return the verdict on an arm: lower and higher are of all comparisons together."""
+    """Return the verdict on a variant: lower and higher are of all comparisons together."""
     if result.final is None:
         return "no pair"
     if result.final.interval is None:
@@ -53,7 +53,7 @@ def in_words(result: Outcome) -> str:
 
 def inside(runs: Sequence[ComparedRun]) -> tuple[float | None, float | None, float | None]:
     """Return first-token share, sink rate and growth of the stream at the end: means over runs, or None."""
-    ends = [run.glances[-1] for run in runs if run.glances]
+    ends = [run.snapshots[-1] for run in runs if run.snapshots]
     return (
         mean_of_known([end.first_token_share for end in ends]),
         mean_of_known([end.sink_rate for end in ends]),
@@ -82,7 +82,7 @@ def _budget(record: Comparison) -> list[str]:
     }
     form, unit, taken = kinds[budget.kind]
     spent = " to ".join(dict.fromkeys(f"{value:{form}}" for value in (min(taken), max(taken))))
-    measured = " (a step's time was measured beforehand, arms in turns)" if budget.kind == "time" else ""
+    measured = " (a step's time was measured beforehand, variants in turns)" if budget.kind == "time" else ""
     return [
         f"Every run was given {budget.amount:{form}} {unit}, in whole steps over which its learning rate falls"
         f"{measured}; the runs took {spent}."
@@ -90,7 +90,7 @@ def _budget(record: Comparison) -> list[str]:
 
 
 def _differences(record: Comparison, setting: str) -> list[str]:
-    """Say of each arm beside the baseline whether its final loss is lower, higher, or neither."""
+    """Say of each variant beside the baseline whether its final loss is lower, higher, or neither."""
     results = [part for part in record.outcomes if part.setting == setting]
     results.sort(key=lambda part: part.loss)
     base = record.baseline
@@ -104,7 +104,7 @@ def _differences(record: Comparison, setting: str) -> list[str]:
     }
     lines = []
     for words, group in groups.items():
-        each = "; ".join(f"{part.arm} {with_values(part.final)}" for part in group if part.final)
+        each = "; ".join(f"{part.variant} {with_values(part.final)}" for part in group if part.final)
         lines += [f"{_at(setting)}{words}: {each}."] if each else []
     same = [part for part in results if part.final and part.final.interval and part.final.verdict == "undecided"]
     return [*lines, *(f"{_at(setting)}{_undecided(part, base)}" for part in same)]
@@ -112,7 +112,7 @@ def _differences(record: Comparison, setting: str) -> list[str]:
 
 def _undecided(result: Outcome, baseline: str) -> str:
     assert result.final is not None and result.final.interval is not None and result.final.visible is not None
-    words = f"No difference seen at this budget between {result.arm} and {baseline}, {with_values(result.final)}"
+    words = f"No difference seen at this budget between {result.variant} and {baseline}, {with_values(result.final)}"
     low, high = result.final.interval
     if max(-low, high) < RELEVANT:
         return f"{words}; a difference of {RELEVANT} lies outside of the interval."
@@ -147,22 +147,22 @@ def _overtaken(result: Outcome, baseline: str) -> str:
     assert result.critical is not None
     ends = [point for point in result.critical.reached if point is not None]
     return (
-        f"{_at(result.setting)}{result.arm} is overtaken by {baseline} in training loss at step "
+        f"{_at(result.setting)}{result.variant} is overtaken by {baseline} in training loss at step "
         f"{result.critical.mean:,.0f} on average ({min(ends):,.0f} to {max(ends):,.0f} over {len(ends)} pairs), and "
         "stays behind."
     )
 
 
 def _law(law: Law, record: Comparison) -> str:
-    """Say at which cost an arm reaches the loss that the baseline has at its largest."""
+    """Say at which cost a variant reaches the loss that the baseline has at its largest."""
     place, baseline = _at(law.where), record.baseline
-    sides = [part for part in record.laws if part.where == law.where and part.arm in (baseline, law.arm)]
-    rising = [part.arm for part in sides if part.exponent <= 0]
+    sides = [part for part in record.laws if part.where == law.where and part.variant in (baseline, law.variant)]
+    rising = [part.variant for part in sides if part.exponent <= 0]
     if rising:
         loss = f"{place}The loss of {listed(rising)}"
         return f"{loss} does not fall with {COSTS[law.cost]}; no law says what would reach it."
     if law.fewer is None:
-        return f"{place}The power law of {law.arm} does not reach the loss of {baseline}."
+        return f"{place}The power law of {law.variant} does not reach the loss of {baseline}."
     sign, word = (1, "fewer") if law.fewer >= 0 else (-1, "more")
     interval = "no interval below three seeds"
     if law.fewer_interval is not None:
@@ -170,7 +170,7 @@ def _law(law: Law, record: Comparison) -> str:
         interval = f"{percent_interval(ends, 1)}, over seeds alone"
     beyond = ", a cost outside of those that were trained" if law.extrapolated else ""
     return (
-        f"{place}By power laws through {len(law.costs)} points, {law.arm} reaches the loss that {baseline} has at its "
+        f"{place}By power laws through {len(law.costs)} points, {law.variant} reaches the loss of {baseline} at its "
         f"largest with {percent(sign * law.fewer, 1)} {word} {COSTS[law.cost]} ({interval}){beyond}."
     )
 
@@ -180,17 +180,18 @@ def _trend(trend: LengthTrend, baseline: str) -> str:
     reached = ", ".join(f"{tokens:,.0f} tokens with sequences of {length:,}" for tokens, length in points)
     interval = "no interval from two lengths" if trend.interval is None else signed_interval(trend.interval, 2)
     return (
-        f"{_at(trend.where)}{baseline} overtakes {trend.arm} after {reached}; on a straight line in logarithms, length "
+        f"{_at(trend.where)}{baseline} overtakes {trend.variant} after {reached}; on a straight line in logarithms, "
+        f"length "
         f"to the power {signed(trend.exponent, 2)} ({interval}), that would be about {trend.next_tokens:,.0f} with "
         f"{trend.next_length:,}."
     )
 
 
 def _inside(record: Comparison, setting: str) -> list[str]:
-    """Say the ends of what was seen inside, over the arms of a setting."""
-    seen = {arm: inside(record.of(setting, arm)) for arm in record.ordered}
-    shares = {arm: share for arm, (share, rate, _) in seen.items() if share is not None and rate is not None}
-    growth = {arm: growth for arm, (_, _, growth) in seen.items() if growth is not None}
+    """Say the ends of what was seen inside, over the variants of a setting."""
+    seen = {variant: inside(record.of(setting, variant)) for variant in record.ordered}
+    shares = {variant: share for variant, (share, rate, _) in seen.items() if share is not None and rate is not None}
+    growth = {variant: growth for variant, (_, _, growth) in seen.items() if growth is not None}
     if not len(shares) == len(growth) == len(seen):
         return []
     return [
@@ -200,9 +201,9 @@ def _inside(record: Comparison, setting: str) -> list[str]:
 
 
 def _ends(values: dict[str, float], form: str) -> str:
-    """Return the least and the greatest of values with their arms, and the first, which is the baseline's."""
+    """Return the least and the greatest of values with their variants, and the first, which is the baseline's."""
     (baseline, reference), *_ = values.items()
-    least, most = min(values, key=lambda arm: values[arm]), max(values, key=lambda arm: values[arm])
+    least, most = min(values, key=lambda variant: values[variant]), max(values, key=lambda variant: values[variant])
     own = f"; {baseline} {form.format(reference)}" if baseline not in (least, most) else ""
     return f"{form.format(values[least])} ({least}) to {form.format(values[most])} ({most}{own})"
 
@@ -211,8 +212,8 @@ def _missing(record: Comparison) -> list[str]:
     lines = [f"Left out, since it stopped: {name}, {what}." for name, what in record.stopped.items()]
     for setting in record.settings:
         group = [result for result in record.outcomes if result.setting == setting.label and result.missing]
-        arms = "; ".join(f"{result.arm} (seed {', '.join(map(str, result.missing))})" for result in group)
-        if arms:
-            words = f"Left out, since the arm or {record.baseline} has no run of that seed"
-            lines.append(f"{_at(setting.label)}{words}: {arms}.")
+        variants = "; ".join(f"{result.variant} (seed {', '.join(map(str, result.missing))})" for result in group)
+        if variants:
+            words = f"Left out, since the variant or {record.baseline} has no run of that seed"
+            lines.append(f"{_at(setting.label)}{words}: {variants}.")
     return lines

@@ -26,14 +26,14 @@ def paper_groups(shapes: list[LayerShape | None], size: int = PAPER_SIZE) -> Gro
     return groups
 
 
-def similar_groups(similarity: np.ndarray, shapes: list[LayerShape | None], followers: int) -> Groups:
-    """Return contiguous groups with `followers` followers in all, joined greedily by the lowest similarity inside.
+def similar_groups(similarity: np.ndarray, shapes: list[LayerShape | None], readers: int) -> Groups:
+    """Return contiguous groups with `readers` readers in all, joined greedily by the lowest similarity inside.
 
-    Joining two neighbouring groups adds a follower; each step takes the union whose least similar pair is most
+    Joining two neighbouring groups adds a reader; each step takes the union whose least similar pair is most
     similar (complete linkage). `similarity` is (L, L), without the first column.
     """
     groups: Groups = [[i] for i, shape in enumerate(shapes) if shape is not None]
-    for _ in range(followers):
+    for _ in range(readers):
         best, where = -np.inf, None
         for i in range(len(groups) - 1):
             union = groups[i] + groups[i + 1]

@@ -93,7 +93,7 @@ def _ranked(similarity: Measure) -> list[RankedLayer]:
 
 def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: int) -> CacheCandidates:
     """Return the candidates for sharing, and for attention to go without, with what each would leave of the cache."""
-    count = len(shapes) // 2 // PAPER_SIZE * (PAPER_SIZE - 1)  # the paper's followers, whatever the masks allow
+    count = len(shapes) // 2 // PAPER_SIZE * (PAPER_SIZE - 1)  # the paper's readers, whatever the masks allow
     similarity = measures.map_similarity_without_first.array
     least = sorted(entry.layer for entry in redundancy.attention[:count])
     stored = [{"keys": 0, "values": 0} for _ in shapes]  # elements of each layer
@@ -108,9 +108,9 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
 
     def superblocks(groups: Groups) -> Superblocks:
         """Return groups with what each sharing method would leave of the cache."""
-        followers = [layer for group in groups for layer in group[1:]]
+        readers = [layer for group in groups for layer in group[1:]]
         kept = [
-            KeptShare(method=cls.name(), title=cls.__name__, share=share_without(followers, cls.saves))
+            KeptShare(method=cls.name(), title=cls.__name__, share=share_without(readers, cls.saves))
             for cls in sharing_methods()
         ]
         return Superblocks(groups=groups, kept=kept)
@@ -196,7 +196,7 @@ def _cache_words(cache: CacheCandidates) -> list[str]:
         count = sum(len(group) - 1 for group in cache.by_similarity.groups)
         sentences.append(
             f"Superblocks by map similarity without the first column, {blocks} with {count} "
-            f"follower{'s' if count > 1 else ''}, would keep {kept}."
+            f"reader{'s' if count > 1 else ''}, would keep {kept}."
         )
     if not sentences:
         sentences.append("No neighbouring layers may share maps: there are too few of them, or their masks differ.")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import QUIET, Line, Panel, same_scale
 from crosslayer.verbs.heal.early_stop import averages
-from crosslayer.verbs.heal.record import Arm, StageRun, State
+from crosslayer.verbs.heal.record import StageRun, State, Variant
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.words import (
     LOSSES,
@@ -28,7 +28,7 @@ SMOOTHING = 0.95
 
 def layout(record: Recovery) -> Page:
     """Return the parts of the page."""
-    count = len(record.arms)
+    count = len(record.variants)
     return Page(
         title=f"Recovery of {record.original}",
         subtitle=f"{record.name} · {count} retrofit{'s' if count > 1 else ''} · trained on {LOSSES[record.objective]}",
@@ -48,9 +48,9 @@ def layout(record: Recovery) -> Page:
 
 def _states(record: Recovery) -> Iterator[tuple[str, int, State]]:
     """Yield every state with its model's name and its number, the trained original's last."""
-    for arm in record.arms:
-        for number, state in enumerate(arm.states):
-            yield arm.name, number, state
+    for variant in record.variants:
+        for number, state in enumerate(variant.states):
+            yield variant.name, number, state
     for state in (record.untrained_original, record.trained_original):
         if state is not None:
             yield record.original, 0, state
@@ -58,7 +58,7 @@ def _states(record: Recovery) -> Iterator[tuple[str, int, State]]:
 
 def _cards(record: Recovery) -> list[tuple[str, str, str]]:
     """Return the best retrofit at the end, on the first domain."""
-    best = min(record.arms, key=lambda arm: arm.states[-1].domains[0].damage.kl)
+    best = min(record.variants, key=lambda variant: variant.states[-1].domains[0].damage.kl)
     before, after = best.states[0].domains[0], best.states[-1].domains[0]
     low, high = after.damage.kl_ci95
     reference = "original" if record.trained_original is None else f"original {as_the_last_stage(record)}"
@@ -98,9 +98,9 @@ def _stage_words(state: State) -> str:
 def _order(record: Recovery) -> Table:
     """Return the retrofits at the end, from the lowest KL to the highest, a column for each domain."""
     rows = []
-    for number in range(len(record.arms)):
+    for number in range(len(record.variants)):
         places = [places[number] for places in record.order.values()]
-        rows.append([f"{number + 1}", *(f"{place.arm} {place_words(place)}" for place in places)])
+        rows.append([f"{number + 1}", *(f"{place.variant} {place_words(place)}" for place in places)])
     return "By KL at the end (what each has over the one before it, paired by window)", ["place", *record.order], rows
 
 
@@ -113,7 +113,7 @@ def _domain(record: Recovery, place: int) -> Table:
         rows.append([f"{name}, {state.name}", *against, *change, share(domain.closed) if number else UNKNOWN])
     against = ["perplexity", "ratio to the original", "KL"]
     head = ["state", *against, "KL, change", "perplexity, change", f"to the {record.reference}", "gap closed"]
-    named = record.arms[0].states[0].domains[place]
+    named = record.variants[0].states[0].domains[place]
     return f"{named.name} ({kind_of(record, named)}, {named.damage.windows} windows)", head, rows
 
 
@@ -129,8 +129,8 @@ def _held_out(record: Recovery) -> Table:
 
 def _tokens(record: Recovery) -> Table:
     """Return how many tokens each model read; the trained original those of the last stage alone."""
-    stages = [state.name for state in record.arms[0].states[1:]]
-    counts = [(arm.name, tokens_read(arm)) for arm in record.arms]
+    stages = [state.name for state in record.variants[0].states[1:]]
+    counts = [(variant.name, tokens_read(variant)) for variant in record.variants]
     run = _original_run(record)
     if run is not None:
         counts.append((f"{record.original}, trained", [0] * (len(stages) - 1) + [run.tokens]))
@@ -161,13 +161,13 @@ def _courses(record: Recovery) -> list[Panel]:
     sentence = "To the original as it was. Bands: 95 %, over windows."
     if record.trained_original is not None:
         sentence += f" Dotted: the original {as_the_last_stage(record)}."
-    ticks = {float(number): state.name for number, state in enumerate(record.arms[0].states)}
+    ticks = {float(number): state.name for number, state in enumerate(record.variants[0].states)}
     panels = []
     for kind in ("unseen", "seen"):
         if (kind == "seen") not in seen:
             continue
         place = seen.index(kind == "seen")
-        lines = [_course(arm, place) for arm in record.arms]
+        lines = [_course(variant, place) for variant in record.variants]
         if record.trained_original is not None:
             value = record.trained_original.domains[place].damage.kl
             ends = [min(ticks), max(ticks)]
@@ -177,18 +177,18 @@ def _courses(record: Recovery) -> list[Panel]:
     return same_scale(panels)
 
 
-def _course(arm: Arm, place: int) -> Line:
-    damages = [state.domains[place].damage for state in arm.states]
+def _course(variant: Variant, place: int) -> Line:
+    damages = [state.domains[place].damage for state in variant.states]
     low, high = zip(*(damage.kl_ci95 for damage in damages), strict=True)
-    return Line(arm.name, [*map(float, range(len(damages)))], [damage.kl for damage in damages], low, high)
+    return Line(variant.name, [*map(float, range(len(damages)))], [damage.kl for damage in damages], low, high)
 
 
 def _losses(record: Recovery) -> list[Panel]:
     said = LOSSES[record.objective]
     sentence = f"{said[0].upper()}{said[1:]}; exponential moving average, β = {SMOOTHING}."
-    panels, last, trained = [], len(record.arms[0].states) - 1, f"{record.original}, trained"
+    panels, last, trained = [], len(record.variants[0].states) - 1, f"{record.original}, trained"
     for number in range(1, last + 1):
-        runs = {arm.name: arm.states[number].run for arm in record.arms}
+        runs = {variant.name: variant.states[number].run for variant in record.variants}
         if number == last:
             runs[trained] = _original_run(record)
         lines = []

@@ -115,7 +115,7 @@ class MeasurePart(Part):
 
     domains: list[str] | None = Field(default=None, min_length=1)
     """Embedded domains, as docs/TEXT.md lists them. Those that nothing was trained on say most. Null, as for the next
-    two: those of the receipts."""
+    two: those of the reports."""
     windows: Count | None = None
     """Windows of all of them together; at least 16 of each."""
     length: int | None = Field(default=None, ge=2, lt=2**31)
@@ -151,7 +151,7 @@ class HealRecipe(Part):
     name: str = Field(default="", max_length=100)
     """How the result calls it; by default the file's name."""
     seed: Seed = 0
-    """Of the order of data, dropout and adapters; windows are drawn with the receipts' seed."""
+    """Of the order of data, dropout and adapters; windows are drawn with the reports' seed."""
     objective: ObjectivePart = ObjectivePart()
     """What is made smaller."""
     data: HealDataPart

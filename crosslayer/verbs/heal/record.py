@@ -57,20 +57,20 @@ class State(Frozen):
     )
 
 
-class Arm(Frozen):
+class Variant(Frozen):
     """A retrofit and its states, the first before any training."""
 
     name: str
     title: str
     cache_share: float
-    fit: str = Field(description="how W_c was fitted, as its receipt says")
+    fit: str = Field(description="how W_c was fitted, as its report says")
     states: tuple[State, ...] = Field(min_length=2)
 
 
-class Place(Frozen):
+class Rank(Frozen):
     """A retrofit's place among all at the end, by KL on a domain."""
 
-    arm: str
+    variant: str
     kl: float
     over_previous: Estimate | None = Field(
         description="KL minus that of the retrofit before it, paired by window; None for the first"

@@ -7,20 +7,20 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.verbs.heal.record import Arm, Place, Standing, State
+from crosslayer.verbs.heal.record import Rank, Standing, State, Variant
 
 
 class Recovery(Result):
     """What `crosslayer.heal` returns. Shapes: A retrofits, S states (before, and after each stage), D domains."""
 
-    schema_: Literal["crosslayer/heal/3"] = Field(default="crosslayer/heal/3", alias="schema")
+    schema_: Literal["crosslayer/heal/4"] = Field(default="crosslayer/heal/4", alias="schema")
     name: str
     original: str
     recipe: dict[str, Any] = Field(description="as it was, with every default")
     objective: Literal["text", "response", "distill"]
     reference: Literal["trained original", "original"]
-    arms: tuple[Arm, ...] = Field(min_length=1)
-    order: dict[str, tuple[Place, ...]] = Field(description="of the retrofits at the end, lowest KL first, by domain")
+    variants: tuple[Variant, ...] = Field(min_length=1)
+    order: dict[str, tuple[Rank, ...]] = Field(description="of the retrofits at the end, lowest KL first, by domain")
     untrained_original: State
     trained_original: State | None = Field(description="trained as the last stage says, to its last step")
     original_stopped: str | None = Field(
@@ -36,15 +36,15 @@ class Recovery(Result):
 
     @model_validator(mode="after")
     def _check_shape(self) -> Self:
-        """Refuse states that are not of the same domains, or arms that do not have the same stages."""
-        states = [state for arm in self.arms for state in arm.states]
+        """Refuse states that are not of the same domains, or variants that do not have the same stages."""
+        states = [state for variant in self.variants for state in variant.states]
         states += [state for state in (self.untrained_original, self.trained_original) if state is not None]
         if len({tuple(domain.name for domain in state.domains) for state in states}) != 1:
             raise ValueError("states are of different domains")
-        if len({len(arm.states) for arm in self.arms}) != 1:
+        if len({len(variant.states) for variant in self.variants}) != 1:
             raise ValueError("retrofits have different numbers of stages")
-        names = sorted(arm.name for arm in self.arms)
-        if any(sorted(place.arm for place in places) != names for places in self.order.values()):
+        names = sorted(variant.name for variant in self.variants)
+        if any(sorted(place.variant for place in places) != names for places in self.order.values()):
             raise ValueError("an order is not of these retrofits")
         if list(self.order) != [domain.name for domain in self.untrained_original.domains]:
             raise ValueError("the orders are of other domains than the states")
@@ -55,12 +55,12 @@ class Recovery(Result):
     @property
     def domains(self) -> tuple[str, ...]:
         """Names of the domains, unseen ones first, (D,)."""
-        return tuple(domain.name for domain in self.arms[0].states[0].domains)
+        return tuple(domain.name for domain in self.variants[0].states[0].domains)
 
     @property
     def seen(self) -> np.ndarray:
         """Whether any model was trained on text of the domain, or its W_c fitted to it, (D,) bool."""
-        return np.array([domain.seen for domain in self.arms[0].states[0].domains])
+        return np.array([domain.seen for domain in self.variants[0].states[0].domains])
 
     @property
     def kl(self) -> np.ndarray:
@@ -78,11 +78,13 @@ class Recovery(Result):
         return self._of_each(lambda domain: np.nan if domain.closed is None else domain.closed.value)
 
     def _of_each(self, figure: Callable[[Standing], float]) -> np.ndarray:
-        return np.array([[[*map(figure, state.domains)] for state in arm.states] for arm in self.arms], dtype=float)
+        return np.array(
+            [[[*map(figure, state.domains)] for state in variant.states] for variant in self.variants], dtype=float
+        )
 
     def headline(self) -> dict[str, Any]:
         """Return the KL and the perplexity ratio of each retrofit on the first domain, before and after each stage."""
-        names = [arm.name for arm in self.arms]
+        names = [variant.name for variant in self.variants]
         kl, ratio = self.kl[:, :, 0].round(5).tolist(), self.perplexity_ratio[:, :, 0].round(4).tolist()
         return {
             "original": self.original,

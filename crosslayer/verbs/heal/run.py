@@ -20,7 +20,7 @@ from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.heal.measure import Judge, Measurement
 from crosslayer.verbs.heal.recipe import HealRecipe, embedded_source, load_heal_recipe
-from crosslayer.verbs.heal.record import Arm, State
+from crosslayer.verbs.heal.record import State, Variant
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.retrofits import Retrofit, check_original, open_retrofits, save_healed
 from crosslayer.verbs.heal.rows import RecoveryRows, read_rows
@@ -53,7 +53,7 @@ def heal(
         retrofits: folders of `crosslayer retrofit`, all of the same original.
         recipe: a recipe: a YAML file, such as recipes/heal-smoke.yaml. In Python also what `load_heal_recipe` returns.
         out: folder of the result: stages, models, report.html, record.json; it must not exist unless `resume` is set.
-        original: the model that they come from; default: what their receipts say.
+        original: the model that they come from; default: what their reports say.
         settings: on top of the recipe, repeatable: stages.0.schedule.steps=20. In Python only beside a recipe that is a
             file.
         resume: go on in the folder of the same recipe and retrofits; what is whole is not done again.
@@ -211,7 +211,7 @@ class _Job:
     def _result(self, courses: dict[str, list[_Step]]) -> Recovery:
         untrained, trained = courses[ORIGINAL][0].measured, courses[ORIGINAL][-1]  # the same where it did not train
         judged = set(untrained.losses.domains)
-        fitted = {name for retrofit in self.retrofits for name in retrofit.receipt.fitted} & judged
+        fitted = {name for retrofit in self.retrofits for name in retrofit.report.fitted} & judged
         trained_on = {part.name for part in self.recipe.data.domains if embedded_source(part)} & judged
         seen = frozenset(fitted | trained_on)
         ours = {retrofit.name: courses[retrofit.name] for retrofit in self.retrofits}
@@ -224,7 +224,7 @@ class _Job:
             recipe=self.recipe.model_dump(mode="json"),
             objective=self.recipe.objective.loss,
             reference="original" if reference is None else "trained original",
-            arms=tuple(_arm(retrofit, ours[retrofit.name], summary) for retrofit in self.retrofits),
+            variants=tuple(_variant(retrofit, ours[retrofit.name], summary) for retrofit in self.retrofits),
             order=summary.order({name: steps[-1].measured.losses for name, steps in ours.items()}),
             untrained_original=_state("before", untrained, summary),
             trained_original=reference,
@@ -236,18 +236,18 @@ class _Job:
         )
 
 
-def _arm(retrofit: Retrofit, steps: Sequence[_Step], summary: Summary) -> Arm:
+def _variant(retrofit: Retrofit, steps: Sequence[_Step], summary: Summary) -> Variant:
     first = earlier = steps[0].measured
     states = [_state("before", first, summary, None, first)]
     for number, step in enumerate(steps[1:], 1):
         states.append(_state(f"stage {number}", step.measured, summary, earlier, first, step.how))
         earlier = step.measured
-    receipt = retrofit.receipt
-    return Arm(
+    report = retrofit.report
+    return Variant(
         name=retrofit.name,
-        title=receipt.title,
-        cache_share=receipt.cache.share,
-        fit=receipt.calibration.fit,
+        title=report.title,
+        cache_share=report.cache.share,
+        fit=report.calibration.fit,
         states=tuple(states),
     )
 

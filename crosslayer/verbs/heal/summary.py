@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crosslayer.stats.bootstrap import Bootstrap
-from crosslayer.verbs.heal.record import Place, Standing
+from crosslayer.verbs.heal.record import Rank, Standing
 from crosslayer.verbs.retrofit.damage import Losses, damage
 
 ALL = "all windows"
@@ -60,7 +60,7 @@ class Summary:
             closed=None if first is None else bootstrap.closed(first.after - reference.after, left),
         )
 
-    def order(self, ends: Mapping[str, Losses]) -> dict[str, tuple[Place, ...]]:
+    def order(self, ends: Mapping[str, Losses]) -> dict[str, tuple[Rank, ...]]:
         """Return the retrofits by KL at the end on each domain, lowest first, each beside the one before it.
 
         Equal ones keep the order in which they came.
@@ -73,7 +73,7 @@ class Summary:
                 own, over = losses[name], None
                 if before is not None:
                     over = Bootstrap(own.documents, self.seed).mean(own.kl - before.kl)
-                places.append(Place(arm=name, kl=float(own.kl.mean()), over_previous=over))
+                places.append(Rank(variant=name, kl=float(own.kl.mean()), over_previous=over))
                 before = own
             order[domain] = tuple(places)
         return order

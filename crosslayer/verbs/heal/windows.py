@@ -1,6 +1,6 @@
-"""The windows that models are measured on: those of the receipts, and none that anything was fitted to.
+"""The windows that models are measured on: those of the reports, and none that anything was fitted to.
 
-A receipt cuts each domain into a list of windows that follows from length, seed and `bos` alone: first those that
+A report cuts each domain into a list of windows that follows from length, seed and `bos` alone: first those that
 judge, then those that W_c and the choice of layers are fitted to. Here the same list is cut again, and windows are
 taken from its beginning, but for those that any of the retrofits was fitted to. Of a domain that is trained on,
 windows come from what is held out of it, whose pieces may hold text that was fitted to.
@@ -30,9 +30,9 @@ class Judging:
 
     counts: Mapping[str, int]  # N of each domain
     length: int  # T
-    cut_length: int  # tokens of the receipts' windows, of which the first T are read where a domain was fitted to
+    cut_length: int  # tokens of the reports' windows, of which the first T are read where a domain was fitted to
     seed: int  # of the windows and of the bootstrap
-    bos: str  # first token of a window, as a receipt has it
+    bos: str  # first token of a window, as a report has it
     fitted: Mapping[str, frozenset[int]]  # of each domain the numbers of the windows to which anything was fitted
 
     def windows(self, recipe: HealRecipe, tokenizer: PreTrainedTokenizerBase) -> Windows:
@@ -57,7 +57,7 @@ class Judging:
     def _cut(
         self, documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: int, fitted: frozenset[int]
     ) -> Windows:
-        """Return the first windows to which nothing was fitted; of the receipts' list their first tokens."""
+        """Return the first windows to which nothing was fitted; of the reports' list their first tokens."""
         unseen = (number for number in itertools.count() if number not in fitted)
         numbers = list(itertools.islice(unseen, count))
         length = self.cut_length if fitted else self.length
@@ -67,7 +67,7 @@ class Judging:
 
 
 def judging(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Judging:
-    """Find out how to cut the windows: as the receipts say, but for what the recipe's `eval` says."""
+    """Find out how to cut the windows: as the reports say, but for what the recipe's `eval` says."""
     length, seed, bos = (_shared(retrofits, name) for name in ("length", "seed", "bos"))
     domains = recipe.eval.domains or _shared(retrofits, "domains", "eval.domains")
     for name in domains:
@@ -88,22 +88,22 @@ def judging(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Judging:
 
 def _fitted(retrofit: Retrofit, name: str) -> range:
     """Return which windows of a domain a retrofit was fitted to: they follow those that judged it."""
-    receipt = retrofit.receipt
-    parts = Texts({}, tuple(receipt.fitted), tuple(receipt.judged)).parts(Request(receipt.settings))
+    report = retrofit.report
+    parts = Texts({}, tuple(report.fitted), tuple(report.judged)).parts(Request(report.settings))
     start = parts["evaluation"].get(name, 0)
     count = sum(parts[part].get(name, 0) for part in ("calibration", "choice", "search") if part in parts)
     return range(start, start + count)
 
 
 def _shared(retrofits: Sequence[Retrofit], what: str, key: str | None = None) -> Any:
-    """Return an option of the receipts, which must be the same in all; `key` of a recipe can say it instead."""
-    options = [{**vars(part.receipt.settings), "domains": tuple(part.receipt.judged)} for part in retrofits]
+    """Return an option of the reports, which must be the same in all; `key` of a recipe can say it instead."""
+    options = [{**vars(part.report.settings), "domains": tuple(part.report.judged)} for part in retrofits]
     said = [", ".join(option[what]) if what == "domains" else str(option[what]) for option in options]
     for retrofit, other in zip(retrofits, said, strict=True):
         if other != said[0]:
             way = "heal them one by one" if key is None else f"say {key}, or heal them one by one"
             raise ValueError(
-                f"the receipt of {retrofits[0].name!r} was judged with {what} {said[0]}, that of {retrofit.name!r} "
+                f"the report of {retrofits[0].name!r} was judged with {what} {said[0]}, that of {retrofit.name!r} "
                 f"with {other}; {way}"
             )
     return options[0][what]

@@ -4,7 +4,7 @@ from statistics import fmean
 
 from crosslayer.output.words import UNKNOWN, percent, percent_interval, signed, signed_interval
 from crosslayer.stats.bootstrap import Estimate
-from crosslayer.verbs.heal.record import Arm, Place, Standing, State
+from crosslayer.verbs.heal.record import Rank, Standing, State, Variant
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.needles.lookup import count_found, lookup_words
 from crosslayer.verbs.retrofit.words import kl, with_interval
@@ -19,19 +19,21 @@ PARAMETERS = {"compensation": "W_c alone", "all": "all parameters", "lora": "ada
 
 def sentences(record: Recovery) -> list[str]:
     """Return what each retrofit was and became, and what that rests on."""
-    said = [_arm(record, arm) for arm in record.arms]
-    if len(record.arms) > 1:
+    said = [_variant(record, variant) for variant in record.variants]
+    if len(record.variants) > 1:
         domain, places = next(iter(record.order.items()))
-        listed = "; ".join(f"{place.arm} {place_words(place)}" for place in places)
+        listed = "; ".join(f"{place.variant} {place_words(place)}" for place in places)
         said.append(
             f"At the end, by KL on {domain}, each with what it has over the one before: {listed}. One run of each: no "
             "interval here holds the spread over seeds."
         )
-    stops = [(f"{arm.name}, {state.name}", state.stopped) for arm in record.arms for state in arm.states]
+    stops = [
+        (f"{variant.name}, {state.name}", state.stopped) for variant in record.variants for state in variant.states
+    ]
     stops.append((f"{record.original}, which was to be trained as well", record.original_stopped))
     said += [f"Stopped: {place}: {why}." for place, why in stops if why is not None]
     if record.trained_original is not None:
-        read = ", ".join(f"{arm.name} {sum(tokens_read(arm)):,}" for arm in record.arms)
+        read = ", ".join(f"{variant.name} {sum(tokens_read(variant)):,}" for variant in record.variants)
         said.append(
             f"The reference is {record.original} {as_the_last_stage(record)}, to the last step; the retrofits read, "
             f"over all stages: {read}."
@@ -62,7 +64,7 @@ def found_of(state: State) -> str:
     return f"{count_found(state.needles)} of {asked}" if asked else UNKNOWN
 
 
-def place_words(place: Place) -> str:
+def place_words(place: Rank) -> str:
     """Return the KL of a retrofit at its place, and how far it is above the one before it."""
     over = place.over_previous
     more = "" if over is None else f", {signed(over.value, 3)} ({signed_interval(over.ci95, 3)})"
@@ -75,15 +77,15 @@ def as_the_last_stage(record: Recovery) -> str:
     return f"trained as the last stage, {record.trained_original.run.tokens:,} tokens"
 
 
-def tokens_read(arm: Arm) -> list[int]:
+def tokens_read(variant: Variant) -> list[int]:
     """Return how many tokens each stage of a retrofit read."""
-    return [0 if state.run is None else state.run.tokens for state in arm.states[1:]]
+    return [0 if state.run is None else state.run.tokens for state in variant.states[1:]]
 
 
-def _arm(record: Recovery, arm: Arm) -> str:
-    first, last = arm.states[0], arm.states[-1]
+def _variant(record: Recovery, variant: Variant) -> str:
+    first, last = variant.states[0], variant.states[-1]
     before, after = first.domains[0], last.domains[0]
-    kls = " → ".join(kl(state.domains[0].damage) for state in arm.states)
+    kls = " → ".join(kl(state.domains[0].damage) for state in variant.states)
     gap = f"Before training its loss was not seen above the {record.reference}'s: there is no gap to close."
     if after.closed is not None:
         gap = (
@@ -92,11 +94,12 @@ def _arm(record: Recovery, arm: Arm) -> str:
         )
     needles = ""
     if last.needles:
-        earlier = ", then ".join(found_of(state) for state in arm.states[:-1])
+        earlier = ", then ".join(found_of(state) for state in variant.states[:-1])
         found = lookup_words(last.needles, record.untrained_original.needles)
         needles = f" Before: {earlier} hidden numbers. {found}"
     return (
-        f"{arm.name} ({arm.title}; {arm.cache_share:.0%} of the cache): on {before.name} ({kind_of(record, before)}) "
+        f"{variant.name} ({variant.title}; {variant.cache_share:.0%} of the cache): "
+        f"on {before.name} ({kind_of(record, before)}) "
         f"the KL to the original goes {kls} nats a token, the perplexity ratio {before.damage.ratio:.3f} → "
         f"{after.damage.ratio:.3f}. {gap}{needles}"
     )
@@ -104,7 +107,7 @@ def _arm(record: Recovery, arm: Arm) -> str:
 
 def _held_out(record: Recovery) -> str:
     """Say the loss of what is held out of the text to train on, of every state, mean over its domains."""
-    models = {arm.name: arm.states for arm in record.arms}
+    models = {variant.name: variant.states for variant in record.variants}
     original = tuple(state for state in (record.untrained_original, record.trained_original) if state is not None)
     listed = []
     for name, states in (*models.items(), (record.original, original)):
@@ -115,7 +118,7 @@ def _held_out(record: Recovery) -> str:
 
 
 def _rests_on(record: Recovery) -> str:
-    domains = record.arms[0].states[0].domains
+    domains = record.variants[0].states[0].domains
     seen = ", ".join(domain.name for domain in domains if domain.seen) or "none"
     return (
         f"{record.windows} windows of {record.length} tokens; domains that were trained on, or that a W_c was fitted "

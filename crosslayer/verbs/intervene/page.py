@@ -22,7 +22,7 @@ from crosslayer.verbs.diagnose.curves import (
     position_panel,
 )
 from crosslayer.verbs.intervene.kinds import Kind, to_entry
-from crosslayer.verbs.intervene.result import Change, Effect, Place
+from crosslayer.verbs.intervene.result import Change, Effect, PositionChange
 
 RECEIVED = "attention received"
 LINES = 4  # of a figure
@@ -47,7 +47,7 @@ def describe(interventions: Sequence[Kind]) -> str:
 
 def sentences(record: Effect) -> list[str]:
     """Return what was measured, in sentences."""
-    main, *others = record.places
+    main, *others = record.positions
     rows = "later tokens'" if record.model.causal else "the other tokens'"
     lines = [_received(f"Position {main.position}", main, rows), _norms(main)]
     if main.loss_behind is not None:
@@ -87,7 +87,7 @@ def probes(record: Effect) -> str:
     return f" ({count} sequence{'s' if count > 1 else ''})" if count < record.settings.sequences else ""
 
 
-def _received(name: str, place: Place, rows: str) -> str:
+def _received(name: str, place: PositionChange, rows: str) -> str:
     before, after = place.attention_received.before, place.attention_received.after
     (start, most), (end, most_after) = highest(before), highest(after)
     top = start if most > most_after else end
@@ -97,7 +97,7 @@ def _received(name: str, place: Place, rows: str) -> str:
     )
 
 
-def _norms(place: Place) -> str:
+def _norms(place: PositionChange) -> str:
     hidden, values = place.hidden_norm_ratio, place.value_norm_ratio
     (top, peak), (low, drain) = highest(hidden.after), lowest(values.after)
     return (
@@ -109,7 +109,7 @@ def _norms(place: Place) -> str:
 
 def headline(record: Effect) -> dict[str, Any]:
     """Return the figures that the last line of the output holds."""
-    main, loss = record.places[0], record.places[0].loss_behind
+    main, loss = record.positions[0], record.positions[0].loss_behind
     sides = None if loss is None else {name: round(side.mean, 4) for name, side in loss}
 
     def both(change: Change, digits: int, figure: Any) -> dict[str, float | None]:
@@ -150,7 +150,7 @@ def layout(record: Effect) -> Page:
 
 
 def _cards(record: Effect) -> list[tuple[str, str, str]]:
-    main, first = record.places[0], _first_token(record)
+    main, first = record.positions[0], _first_token(record)
     peaks = [highest(side)[1] for side in (main.hidden_norm_ratio.before, main.hidden_norm_ratio.after)]
     note = "the median of the others, in its highest layer"
     cards = [
@@ -165,19 +165,19 @@ def _cards(record: Effect) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _first_token(record: Effect) -> Place | None:
+def _first_token(record: Effect) -> PositionChange | None:
     """Return what was measured at the first token, None where it is itself intervened on."""
-    return next((place for place in record.places if place.role == "first token"), None)
+    return next((place for place in record.positions if place.role == "first token"), None)
 
 
-def _shares(place: Place) -> str:
+def _shares(place: PositionChange) -> str:
     received = place.attention_received
     return f"{mean_over_layers(received.before):.1%} → {mean_over_layers(received.after):.1%}"
 
 
 def _panels(record: Effect) -> list[Panel]:
     """Return all figures of the page, in order."""
-    sides, main, first = record.attention_by_position, record.places[0], _first_token(record)
+    sides, main, first = record.attention_by_position, record.positions[0], _first_token(record)
     at, rows = f"position {main.position}", "later tokens" if record.model.causal else "the other tokens"
     sentence = (
         "Mean attention that a position receives from the tokens that may see it, positions on a logarithmic axis. "
@@ -227,7 +227,7 @@ def _trial_panels(record: Effect) -> list[Panel]:
         controls.append(curve(before, f"control {number}, before", color, band=False, dashed=True))
         controls.append(curve(after, f"control {number}, after", color, band=False))
         names.append(f"{number}: {describe(control.interventions)}")
-    at = f"position {record.places[0].position}"
+    at = f"position {record.positions[0].position}"
     where = f"The intervention in some layers only: attention on {at}{probes(record)}."
     what = f"Attention on the position of each control{probes(record)}. {'; '.join(names)}."
     return [

@@ -28,7 +28,7 @@ from crosslayer.probe.maps import is_causal, map_sums, rows_that_see
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.verbs.diagnose.sequence import ByLayer, spread
 from crosslayer.verbs.intervene.kinds import Kind, intervening
-from crosslayer.verbs.intervene.result import Change, LossChange, Place, Reading, Role, Scalar
+from crosslayer.verbs.intervene.result import Change, LossChange, PositionChange, Reading, Role, Scalar
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,13 @@ class _Observer:
         return torch.stack([m.over_median(norms, position) for position in self.positions])
 
 
-def place_of(position: int, role: Role, index: int, before: Sample, after: Sample) -> Place:
+def change_at(position: int, role: Role, index: int, before: Sample, after: Sample) -> PositionChange:
     """Return what was measured at a watched position, by its index among them."""
     changes = {}
     for name, sample in before.measures.items():
         changes[name] = change(sample[..., index], after.measures[name][..., index])
     loss = loss_change(before.loss_behind, after.loss_behind, index)
-    return Place(position=position, role=role, **changes, loss_behind=loss)
+    return PositionChange(position=position, role=role, **changes, loss_behind=loss)
 
 
 def change(before: np.ndarray, after: np.ndarray) -> Change:

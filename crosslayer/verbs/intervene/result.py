@@ -54,7 +54,7 @@ class Reading(Frozen):
     mlp_l1_l2: Measure | None = Field(default=None, description="None where no layer has an MLP of its own")
 
 
-class Place(Frozen):
+class PositionChange(Frozen):
     """What was measured at a position, and what the position is to the record."""
 
     position: int = Field(ge=0)
@@ -104,16 +104,16 @@ class Effect(Result):
     """What `crosslayer.intervene` returns: everything that was measured before and under interventions, with its page.
 
     Arrays are means over sequences in float64, at the main position: the first position of the first intervention. What
-    was measured at other positions is in `places`, with intervals; each `Change` there has its `means` as an array.
+    was measured at other positions is in `positions`, with intervals; each `Change` there has its `means` as an array.
 
     Shapes: L layers; 2 stands for before and under the interventions.
     """
 
-    schema_: Literal["crosslayer/intervene/3"] = Field(default="crosslayer/intervene/3", alias="schema")
+    schema_: Literal["crosslayer/intervene/4"] = Field(default="crosslayer/intervene/4", alias="schema")
     model: IntervenedModel
     settings: Settings
     interventions: list[Entry] = Field(min_length=1)
-    places: list[Place] = Field(min_length=1)
+    positions: list[PositionChange] = Field(min_length=1)
     attention_by_position: AttentionByPosition
     scan: list[Trial]
     controls: list[Control]
@@ -122,18 +122,18 @@ class Effect(Result):
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
         """Refuse measures that do not have an entry for each layer."""
-        parts: list[Any] = [*self.places, *self.scan]
+        parts: list[Any] = [*self.positions, *self.scan]
         parts += [side for control in self.controls for side in (control.before, control.after)]
-        parts += [value for place in self.places for _, value in place if isinstance(value, Change)]
+        parts += [value for place in self.positions for _, value in place if isinstance(value, Change)]
         for name, measure in (named for part in parts for named in part):
             if isinstance(measure, Measure):
                 measure.check(name, (self.model.layers,))
         return self
 
     @property
-    def main(self) -> Place:
+    def main(self) -> PositionChange:
         """What was measured at the first position of the first intervention, with intervals."""
-        return self.places[0]
+        return self.positions[0]
 
     @property
     def attention_received(self) -> np.ndarray:

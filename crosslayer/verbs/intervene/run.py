@@ -21,7 +21,7 @@ from crosslayer.output.summary import by_position
 from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.diagnose.inputs import Inputs, read_inputs
 from crosslayer.verbs.intervene.kinds import Kind, acting_layers, intervening, positions_of
-from crosslayer.verbs.intervene.readings import Passes, place_of
+from crosslayer.verbs.intervene.readings import Passes, change_at
 from crosslayer.verbs.intervene.result import (
     AttentionByPosition,
     Control,
@@ -124,7 +124,7 @@ def _measure(inputs: Inputs, request: Request, progress: Meter) -> Effect:
         model=IntervenedModel(**dict(inputs.facts), causal=before.causal),
         settings=Settings(**{**dict(inputs.settings), "seed": request.seed}, probes=probes),
         interventions=list(interventions),
-        places=[place_of(position, role, i, before, after) for i, (position, role) in enumerate(roles.items())],
+        positions=[change_at(position, role, i, before, after) for i, (position, role) in enumerate(roles.items())],
         attention_by_position=AttentionByPosition(
             before=by_position(before.received, roles), after=by_position(after.received, roles)
         ),

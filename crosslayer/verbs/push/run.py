@@ -19,7 +19,7 @@ SHOWN = 200  # characters of what a server says
 def push(
     source: str | Path, repo: str, *, private: bool = False, dry_run: bool = False, progress: Meter = Silent
 ) -> Pushed:
-    """Upload a model's folder with its card, receipt and manifest to the Hugging Face hub.
+    """Upload a model's folder with its card, report and manifest to the Hugging Face hub.
 
     The card gets the repository's name, and the manifest goes up with the digest of that card. The token is the one of
     `hf auth login`, or HF_TOKEN; HF_ENDPOINT names another server.

@@ -13,7 +13,7 @@ from crosslayer.output.card import PLACE
 from crosslayer.output.manifest import NAME, check_files, manifest_text, read_manifest
 from crosslayer.output.result import load_as
 from crosslayer.verbs.retrofit.card import model_card
-from crosslayer.verbs.retrofit.result import Receipt
+from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.serve.engine import TOKENIZERS
 
 CARD = "README.md"
@@ -23,7 +23,7 @@ RESULTS = ".eval_results/crosslayer.yaml"
 def own_texts(folder: Path, repo: str) -> dict[str, str]:
     """Return the files that a push writes, by name; the manifest is the last.
 
-    The card is written anew from the receipt, or, where there is none, the folder's with the repository's name put in;
+    The card is written anew from the report, or, where there is none, the folder's with the repository's name put in;
     a card that was edited since the folder was written goes up as it is.
     """
     if not folder.is_dir() or not (folder / NAME).is_file():
@@ -34,11 +34,11 @@ def own_texts(folder: Path, repo: str) -> dict[str, str]:
         raise ValueError(f"{folder.name!r} is not as it was written: {wrong[0]}{more}; push a whole folder")
     manifest = read_manifest(folder)
     try:
-        receipt = load_as((Receipt,), folder)
+        report = load_as((RetrofitReport,), folder)
     except ValueError:  # the folder of no retrofit
-        receipt = None
-    texts = {CARD: _card(folder, repo, receipt, manifest.files.get(CARD))}
-    entries = [] if receipt is None else eval_entries(receipt)
+        report = None
+    texts = {CARD: _card(folder, repo, report, manifest.files.get(CARD))}
+    entries = [] if report is None else eval_entries(report)
     if entries:
         texts[RESULTS] = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False)
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
@@ -46,7 +46,7 @@ def own_texts(folder: Path, repo: str) -> dict[str, str]:
     return texts
 
 
-def eval_entries(record: Receipt) -> list[EvalResultEntry]:
+def eval_entries(record: RetrofitReport) -> list[EvalResultEntry]:
     """Return an evaluation result for each domain that is a dataset of the hub; no other text has a name there."""
     entries = []
     for domain in record.damage.domains:
@@ -66,13 +66,13 @@ def eval_entries(record: Receipt) -> list[EvalResultEntry]:
     return entries
 
 
-def _card(folder: Path, repo: str, receipt: Receipt | None, digest: str | None) -> str:
+def _card(folder: Path, repo: str, report: RetrofitReport | None, digest: str | None) -> str:
     path = folder / CARD
     content = path.read_bytes() if path.is_file() else None
     if content is not None and hashlib.sha256(content).hexdigest() != digest:
         return content.decode("utf-8")
-    if receipt is not None:
-        text = model_card(receipt, any((folder / name).is_file() for name in TOKENIZERS))
+    if report is not None:
+        text = model_card(report, any((folder / name).is_file() for name in TOKENIZERS))
     else:
         text = f"# {repo}\n" if content is None else content.decode("utf-8")
     return text.replace(PLACE, repo)

@@ -1,8 +1,8 @@
-"""Fit W_c, layer by layer from below, so that a rewired model follows the original on calibration text.
+"""Fit W_c, layer by layer from below, so that a converted model follows the original on calibration text.
 
-    E = wanted − x'_rewired  (streams after attention),  X = the normed input of the rewired layer,  X W_c ≈ E
+    E = wanted − x'_converted  (streams after attention),  X = the normed input of the converted layer,  X W_c ≈ E
 
-"layerwise": wanted is what the original layer makes of the *rewired* model's stream, so that W_c stands for what was
+"layerwise": wanted is what the original layer makes of the *converted* model's stream, so that W_c stands for what was
 taken from this layer and for nothing else. All others want the original model's own stream, so that W_c also has to
 undo what went wrong below: it can do that on text of the same kind only.
 
@@ -30,7 +30,7 @@ from crosslayer.verbs.retrofit.moments import FITS, REFITS, Fit, Moments, check_
 from crosslayer.verbs.retrofit.streams import Streams, computes_the_same, layers_of, same_weights
 
 # whose streams are fitted to; both models' by default
-FOLLOWED = {"layerwise": "rewired", "refit": "rewired", "refit-o": "rewired", "lmmse": "original"}
+FOLLOWED = {"layerwise": "converted", "refit": "converted", "refit-o": "converted", "lmmse": "original"}
 NORMED = "W_o is not refitted through the norm on attention's update that this model has; use layerwise"
 Text = Tensor | Mapping[str, Tensor]  # ids (N, T), or those of each domain by name
 
@@ -48,7 +48,7 @@ def calibrate(
 
     Args:
         original: the plain model with the same weights.
-        model: the rewired model.
+        model: the converted model.
         text: ids (N, T), or those of several domains by name, of which each in turn is left out to choose a penalty.
         fit: how, as above; "zero" sets W_c to zero and reports what it would have to make up for.
         groups: v, the groups of sequences that have a mean of their own, for "mean".
@@ -173,7 +173,7 @@ def inputs(config: CrossLayerConfig, fit: str) -> int:
 def changed_alone(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str) -> list[int]:
     """Return the layers in which something changes that is in no layerwise target, and that only "ridge" sees.
 
-    That is a layer without W_c, such as a leader whose keys and values were merged, or an MLP that is gone and that W_c
+    That is a layer without W_c, such as a source whose keys and values were merged, or an MLP that is gone and that W_c
     does not write to. The models share their weights' tensors.
     """
     fitted, targets, alone = fitted_layers(model, fit), model.config.wiring.compensation, []

@@ -5,21 +5,21 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from crosslayer.output.card import card, common_facts, use
-from crosslayer.verbs.retrofit.result import Receipt
+from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.retrofit.words import kl, ratio, sentences
 
 LIMITS = """- The figures hold for the text they were measured on; other text, tasks and lengths can suffer more.
-- Storing less is not reading less: a layer that borrows keys or values reads its lender's at every step.
+- Storing less is not reading less: a layer that borrows keys or values reads its source's at every step.
 - `crosslayer verify FOLDER` checks the files, the plan and that cached, padded and compiled runs agree.
 - The licence is that of the original model."""
 
 
-def model_card(record: Receipt, tokenizer: bool = True) -> str:
+def model_card(record: RetrofitReport, tokenizer: bool = True) -> str:
     """Return the card as Markdown; `tokenizer`: whether there is one beside the model."""
     form = "crosslayer" if record.takes_shim else "hf"
     versions = ", ".join(f"{name} {version}" for name, version in record.environment.versions.items() if version)
     body = [
-        f"# {record.architecture.name}, rewired",
+        f"# {record.architecture.name}, converted",
         *sentences(record),
         "## What it costs",
         _costs(record),
@@ -36,7 +36,7 @@ def model_card(record: Receipt, tokenizer: bool = True) -> str:
     return card(_facts(record, form), "\n\n".join(body) + "\n")
 
 
-def _facts(record: Receipt, form: str) -> dict[str, Any]:
+def _facts(record: RetrofitReport, form: str) -> dict[str, Any]:
     """Return what the hub reads of a card: among it the perplexity on each domain, as `model-index`."""
     results = [
         EvalResult(
@@ -50,12 +50,12 @@ def _facts(record: Receipt, form: str) -> dict[str, Any]:
         )
         for domain in record.damage.domains
     ]
-    index = ModelCardData(model_name=f"{record.architecture.name}, rewired", eval_results=results).to_dict()
+    index = ModelCardData(model_name=f"{record.architecture.name}, converted", eval_results=results).to_dict()
     tags = ["crosslayer", *(entry["name"] for entry in record.methods)]
     return {**common_facts(form), **record.architecture.origin, "tags": tags, **index}
 
 
-def _costs(record: Receipt) -> str:
+def _costs(record: RetrofitReport) -> str:
     rows = [
         "| text | fitted to | perplexity before | after | ratio (95 %) | KL to the original, nats a token (95 %) |",
         "|---|---|---|---|---|---|",
@@ -67,7 +67,7 @@ def _costs(record: Receipt) -> str:
     return "\n".join(rows)
 
 
-def _how(record: Receipt) -> str:
+def _how(record: RetrofitReport) -> str:
     """Return the command line, or the call from Python."""
     if record.command is not None:
         return f"```sh\n{record.command}\n```"

@@ -21,13 +21,13 @@ from crosslayer.probe.intercept import AttentionCall, no_cache, visited
 from crosslayer.probe.measures import mean_cosine, working
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
-from crosslayer.probe.what_if import look, what_if
+from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.run import diagnose
+from crosslayer.verbs.retrofit.convert import plain_decoder
 from crosslayer.verbs.retrofit.moments import NEEDED, SMALLEST
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice
-from crosslayer.verbs.retrofit.rewire import plain_decoder
 from crosslayer.verbs.retrofit.search import Kind
 from crosslayer.verbs.retrofit.streams import Streams
 from crosslayer.verbs.retrofit.trade_off import methods_by_damage
@@ -44,7 +44,7 @@ def choose(
     """
     layers, kind, named = model.config.num_hidden_layers, request.kind, request.options.layers
     if request.whole is not None:
-        look(model).check(request.whole.plan(layers))
+        find_sublayers(model).check(request.whole.plan(layers))
         return [request.whole], Choice(how="as options")
     if kind is None:
         return methods_by_damage(model, windows, request, progress)
@@ -55,13 +55,13 @@ def choose(
     else:
         groups = parse_layers(named, layers)
     method = request.compensated(request.from_groups(groups, layers))
-    look(model).check(method.plan(layers))  # says which layers may not share, and why
+    find_sublayers(model).check(method.plan(layers))  # says which layers may not share, and why
     return [method], Choice(how=named, groups=groups)
 
 
 def _top_half(model: PreTrainedModel, kind: Kind, size: int) -> Groups:
     """Return blocks from the last layer down within the top half; for a method on single layers, their followers."""
-    blocks = paper_groups(look(model).shapes, size)
+    blocks = paper_groups(find_sublayers(model).shapes, size)
     if not blocks:
         raise ValueError(
             f"the top half has no {size} neighbouring layers of the same mask; name the layers (18+20,19+21 are groups "
@@ -87,7 +87,7 @@ def _automatic(model: PreTrainedModel, request: Request, kind: Kind, windows: Wi
             return dissimilar_groups(model, ids, plan_of, count, options.threshold, bar.step)
     if kind.grouped:
         similarity = diagnose(model, ids, progress=progress).map_similarity_without_first  # (L, L)
-        groups = similar_groups(similarity, look(model).shapes, count)
+        groups = similar_groups(similarity, find_sublayers(model).shapes, count)
         reached = sum(len(group) - 1 for group in groups)
         if reached < count:
             raise ValueError(f"`count` {count}: masks allow at most {reached} layers to follow another")
@@ -118,7 +118,7 @@ def _greedy(
 
     That is the mean cosine of the stream before and after what would go (`taken`: attention, or a layer).
     """
-    sublayers, chosen, samples = look(model), [], {}
+    sublayers, chosen, samples = find_sublayers(model), [], {}
 
     def see(stream: LayerStream) -> None:
         after = stream.after_attention if taken == "attention" else stream.after
@@ -156,7 +156,7 @@ def dissimilar_groups(
     `plan_of` makes the wiring of groups of layers, `threshold` is the least cosine of the last hidden states to the
     original's, and `step` is called after each pair that is taken with (taken, `count`).
     """
-    sublayers = look(model)
+    sublayers = find_sublayers(model)
     pairs = ranked_pairs(averaged_caches(model, ids), sublayers.shapes)
     original = [_last_hidden(model, sequence) for sequence in ids]
     leader: dict[int, int] = {}  # of each follower
@@ -242,7 +242,7 @@ def error_bounds(model: PreTrainedModel, ids: Tensor, step: Callable[[int, int],
             f"`select` correlation: calibration text has {ids.numel()} tokens; it needs at least {NEEDED * width} "
             f"({NEEDED} for each of the {width} channels of the stream)"
         )
-    streams = Streams(plain, plain, ids, follow="rewired")
+    streams = Streams(plain, plain, ids, follow="converted")
     bounds = []
     for layer in range(layers):
         bounds.append(_bound(streams.around_attention(layer), width, streams.after[0].device))

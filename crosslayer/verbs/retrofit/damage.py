@@ -51,7 +51,7 @@ def logits_of(model: PreTrainedModel) -> Run:
 
 
 def logits_without(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> Run:
-    """Return the forward pass of a rewired model as if nothing was fitted: W_c is zero, W_o the original's, by name."""
+    """Return the forward pass of a converted model as if nothing was fitted: W_c zero, W_o the original's, by name."""
     weights = dict(refitted)
     for place, module in model.named_modules():
         if isinstance(module, Compensation):

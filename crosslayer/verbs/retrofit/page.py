@@ -6,7 +6,7 @@ from crosslayer.core.plan import STATES
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
 from crosslayer.verbs.needles.lookup import count_found
-from crosslayer.verbs.retrofit.result import CurvePoint, FixedBlocks, Receipt
+from crosslayer.verbs.retrofit.result import CurvePoint, FixedBlocks, RetrofitReport
 from crosslayer.verbs.retrofit.words import kl, ratio, sentences
 
 NAMES_SHOWN = 6  # of weights
@@ -18,7 +18,7 @@ FIT_LINES = (  # of the figure of what is fitted: name, field of a fit, color, d
 )
 
 
-def layout(record: Receipt) -> Page:
+def layout(record: RetrofitReport) -> Page:
     """Return the parts of the page."""
     model, settings = record.architecture, record.settings
     classes = f"{model.class_} → {model.retrofit_class}"
@@ -34,7 +34,7 @@ def layout(record: Receipt) -> Page:
     )
 
 
-def _cards(record: Receipt) -> list[tuple[str, str, str]]:
+def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
     """Return the headline cards: title, figure, explanation."""
     worst, fitted = record.damage.domains[0], record.calibration.windows
     low, high = worst.ratio_ci95
@@ -54,7 +54,7 @@ def _cards(record: Receipt) -> list[tuple[str, str, str]]:
     return shown
 
 
-def panels(record: Receipt) -> list[Panel]:
+def panels(record: RetrofitReport) -> list[Panel]:
     """Return the figures: error by layer where W_c was fitted, and the trade-off curve where layers were searched."""
     drawn = []
     fits = [vars(fit) for fit in record.calibration.layers]
@@ -64,7 +64,7 @@ def panels(record: Receipt) -> list[Panel]:
             Line(name, layers, [fit[key] for fit in fits], color=COLORS[color], dashed=dashed)
             for name, key, color, dashed in FIT_LINES
         ]
-        words = "RMS of what the rewired stream lacks, without and with what is fitted, on calibration text."
+        words = "RMS of what the converted stream lacks, without and with what is fitted, on calibration text."
         title = "What the fit makes up for"
         drawn.append(Panel("calibration", title, words, "layer", "RMS error", lines, log_y=True, wide=True))
     search = record.choice.search
@@ -87,7 +87,7 @@ def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
     return Panel("trade_off", "Cache against damage", sentence, *axes, lines, wide=True, bounds=(0, math.inf))
 
 
-def _tables(record: Receipt) -> list[Table]:
+def _tables(record: RetrofitReport) -> list[Table]:
     """Return the damage with what was fitted and without it, what became of the weights, and the wiring."""
     damage = []
     for domain in record.damage.domains:

@@ -59,8 +59,8 @@ class RetrofitOptions(Options):
             )
         if self.compensation in ALONE and self.merge != "first":
             raise ValueError(
-                f"`compensation` {self.compensation} makes up for followers alone, and `merge` {self.merge} also "
-                "changes their leader; use ridge"
+                f"`compensation` {self.compensation} makes up for readers alone, and `merge` {self.merge} also "
+                "changes their source; use ridge"
             )
         return self
 
@@ -123,7 +123,7 @@ class Request:
         if not self._has_targets() or (self.kind is not None and self.part not in (None, *self.kind.targets)):
             return "none"  # W_c writes where the part that goes has written
         if self.options.merge != "first":
-            return "ridge"  # a merged leader is in no layerwise target
+            return "ridge"  # a merged source is in no layerwise target
         borrows = (self.whole or self.kind or Method).grouped  # a search may take a method on groups
         target = self.options.target if self.whole is None else _compensation(self.whole)
         return "refit" if borrows and target in (None, "attention") and not post_norms else "layerwise"

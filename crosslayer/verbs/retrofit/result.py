@@ -1,4 +1,4 @@
-"""The receipt of a retrofit: what it is, what it saves and what it costs, with the model that it is about.
+"""The report of a retrofit: what it is, what it saves and what it costs, with the model that it is about.
 
 Its fields are what `record.json` holds.
 """
@@ -161,15 +161,15 @@ AUTO_MAP = {
 }
 
 
-class Receipt(Result):
-    """What a retrofit is, saves and costs; its fields are what `record.json` holds, and two receipts compare by them.
+class RetrofitReport(Result):
+    """What a retrofit is, saves and costs; its fields are what `record.json` holds, and two reports compare by them.
 
-    The model and its tokenizer are in no record: a receipt that was read from a folder knows neither.
+    The model and its tokenizer are in no record: a report that was read from a folder knows neither.
 
     Shapes: D domains, the worst that nothing was fitted to first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/5"] = Field(default="crosslayer/retrofit/5", alias="schema")
+    schema_: Literal["crosslayer/retrofit/6"] = Field(default="crosslayer/retrofit/6", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as a config has them")
     title: str = Field(description="the methods with the options that were set, in words")
@@ -206,25 +206,25 @@ class Receipt(Result):
     _tokenizer: PreTrainedTokenizerBase | None = PrivateAttr(None)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Receipt) and self.record() == other.record()
+        return isinstance(other, RetrofitReport) and self.record() == other.record()
 
-    def of_model(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> "Receipt":
-        """Return the same receipt with the model that it is about."""
-        receipt = self.model_copy()
-        receipt._model, receipt._tokenizer = model, tokenizer
-        return receipt
+    def of_model(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> "RetrofitReport":
+        """Return the same report with the model that it is about."""
+        report = self.model_copy()
+        report._model, report._tokenizer = model, tokenizer
+        return report
 
     @property
     def model(self) -> PreTrainedModel:
-        """The rewired model.
+        """The converted model.
 
         Raises:
-            ValueError: this receipt was read from a folder; the message says how to load the model.
+            ValueError: this report was read from a folder; the message says how to load the model.
 
         """
         if self._model is None:
             raise ValueError(
-                "this receipt was read from a record, which holds no model; load it from its folder: "
+                "this report was read from a record, which holds no model; load it from its folder: "
                 "crosslayer.load_model(FOLDER)"
             )
         return self._model

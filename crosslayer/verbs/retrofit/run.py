@@ -1,4 +1,4 @@
-"""A whole retrofit: choose layers, rewire, calibrate, measure the damage, and put everything into a receipt."""
+"""A whole retrofit: choose layers, convert, calibrate, measure the damage, and put everything into a report."""
 
 import time
 from pathlib import Path
@@ -14,11 +14,12 @@ from crosslayer.models.origin import origin
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import check_ids
-from crosslayer.probe.what_if import look
+from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.needles.lookup import look_up
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
 from crosslayer.verbs.retrofit.calibrate import NORMED, inputs
 from crosslayer.verbs.retrofit.choose import choose
+from crosslayer.verbs.retrofit.convert import Converted, convert
 from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_without, losses
 from crosslayer.verbs.retrofit.moments import REFITS, check_enough
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
@@ -28,9 +29,8 @@ from crosslayer.verbs.retrofit.result import (
     Calibration,
     Domains,
     Needles,
-    Receipt,
+    RetrofitReport,
 )
-from crosslayer.verbs.retrofit.rewire import Rewired, rewire
 from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
 from crosslayer.verbs.retrofit.words import title
 
@@ -65,7 +65,7 @@ def retrofit(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     progress: Meter = Silent,
-) -> Receipt:
+) -> RetrofitReport:
     """Share or remove layers of a pretrained model, fit what makes up for it, and report memory saved and quality lost.
 
     Args:
@@ -112,7 +112,7 @@ def retrofit(
     request, texts = _read(options, model, text, calibration_text, progress)
     loaded, words = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     with evaluating(loaded):
-        return _receipt(model, loaded, words, request, texts, progress)
+        return _report(model, loaded, words, request, texts, progress)
 
 
 def _read(
@@ -136,14 +136,14 @@ def _read(
     return request, texts
 
 
-def _receipt(
+def _report(
     source: PreTrainedModel | str | Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     request: Request,
     texts: Texts,
     progress: Meter,
-) -> Receipt:
+) -> RetrofitReport:
     """Do what was requested on a model that was loaded from a source, or is the source itself."""
     options, started = request.options, time.perf_counter()
     with progress("cutting the text into tokens", 0):
@@ -154,10 +154,10 @@ def _receipt(
     fitted = texts.fitted if windows.keys() & {"calibration", "choice", "search"} else ()
     choosing = time.perf_counter()
     methods, choice = choose(model, request, windows, progress)
-    rewiring = time.perf_counter()
+    converting = time.perf_counter()
     fit = request.fit_of(methods)
     with progress("calibrating", model.config.num_hidden_layers) as bar:
-        rewired = rewire(
+        converted = convert(
             model,
             methods,
             calibration=calibration or None,
@@ -168,34 +168,34 @@ def _receipt(
             share_weights=model is not source,
         )
     judging = time.perf_counter()
-    damage = _judge(model, rewired, windows["evaluation"], frozenset(fitted), options.seed, progress)
-    needles, found = None, look_up(rewired.model, tokenizer, options.seed, progress) if options.needles else ()
+    damage = _judge(model, converted, windows["evaluation"], frozenset(fitted), options.seed, progress)
+    needles, found = None, look_up(converted.model, tokenizer, options.seed, progress) if options.needles else ()
     if found:
         needles = Needles(original=look_up(model, tokenizer, options.seed, progress), retrofit=found)
     seconds = {
         "read": choosing - started,
-        "choose": rewiring - choosing,
-        "rewire": judging - rewiring,  # conversion and calibration
+        "choose": converting - choosing,
+        "convert": judging - converting,  # conversion and calibration
         "damage": time.perf_counter() - judging,  # losses on text, and hidden numbers
     }
-    receipt = Receipt(
+    report = RetrofitReport(
         architecture=Architecture(
             **model_facts(model, public_name(source)),
             origin=origin(model),
-            retrofit_class=type(rewired.model).__name__,
-            parameters_after=rewired.model.num_parameters(),
+            retrofit_class=type(converted.model).__name__,
+            parameters_after=converted.model.num_parameters(),
         ),
         methods=[to_entry(method) for method in methods],
         title=title(methods),
         plan=merge_plans(methods, model.config.num_hidden_layers),
         choice=choice,
-        weights=rewired.weights,
+        weights=converted.weights,
         calibration=Calibration(
-            fit=rewired.fit if rewired.fits and rewired.fit is not None else request.fit,
+            fit=converted.fit if converted.fits and converted.fit is not None else request.fit,
             windows={name: len(ids) for name, ids in calibration.items()},
-            layers=rewired.fits,
+            layers=converted.fits,
         ),
-        cache=_cache(model, rewired.model, options.kv_context),
+        cache=_cache(model, converted.model, options.kv_context),
         damage=damage,
         needles=needles,
         settings=options,
@@ -203,24 +203,24 @@ def _receipt(
         fitted=list(fitted),
         seconds={name: round(seconds, 2) for name, seconds in seconds.items()},
     )
-    return receipt.of_model(rewired.model, tokenizer)
+    return report.of_model(converted.model, tokenizer)
 
 
 def _judge(
-    model: PreTrainedModel, rewired: Rewired, windows: Windows, seen: frozenset[str], seed: int, progress: Meter
+    model: PreTrainedModel, converted: Converted, windows: Windows, seen: frozenset[str], seed: int, progress: Meter
 ) -> Domains:
     """Measure the damage, with what was fitted and, where anything was, without."""
-    runs = {"after": logits_of(rewired.model)}
-    if rewired.fits:
-        runs["without"] = logits_without(rewired.model, rewired.refitted)
+    runs = {"after": logits_of(converted.model)}
+    if converted.fits:
+        runs["without"] = logits_without(converted.model, converted.refitted)
     with progress("measuring the damage", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
     return by_domain(measured["after"], measured.get("without"), seen, seed)
 
 
-def _cache(model: PreTrainedModel, rewired: PreTrainedModel, context: int | None) -> CacheRecord:
-    context = CacheShare(look(model).shapes, context).context
-    before, after = allocated(model, context), allocated(rewired, context)
+def _cache(model: PreTrainedModel, converted: PreTrainedModel, context: int | None) -> CacheRecord:
+    context = CacheShare(find_sublayers(model).shapes, context).context
+    before, after = allocated(model, context), allocated(converted, context)
     return CacheRecord(
         context=context, bytes_per_token_before=before, bytes_per_token_after=after, share=after / before
     )

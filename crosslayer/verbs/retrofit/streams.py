@@ -1,6 +1,6 @@
-"""The residual streams of an original and of its rewired model, layer by layer, over all calibration tokens.
+"""The residual streams of an original and of its converted model, layer by layer, over all calibration tokens.
 
-Memory: the streams at a single layer for all tokens (of both models, or of the rewired alone), and the states that the
+Memory: the streams at one layer for all tokens (of both models, or of the converted alone), and the states that the
 wiring lends; never all layers.
 
 Shapes: B sequences of a batch, T tokens, C hidden.
@@ -21,10 +21,10 @@ TOKENS_EACH = 2048  # of a batch
 
 
 class Streams:
-    """Both models at a boundary between layers, a batch at a time; "before" is the original, "after" the rewired.
+    """Both models at a boundary between layers, a batch at a time; "before" is the original, "after" the converted.
 
     With `follow` "both" the original has a stream of its own, from the first layer on in which the models differ. With
-    "rewired" the original's layers are asked about the rewired model's stream; with "original" the rewired model's
+    "converted" the original's layers run on the converted model's stream; with "original" the converted model's
     layers are asked about the original's.
 
     `text` is ids (N, T), which begin at the first layer, or streams that are known at another, (B, T, C) each.
@@ -33,16 +33,16 @@ class Streams:
     def __init__(
         self,
         original: CrossLayerForCausalLM,
-        rewired: CrossLayerForCausalLM,
+        converted: CrossLayerForCausalLM,
         text: Tensor | Sequence[Tensor],
         follow: str,
     ):
-        self.body, self.follow = rewired.model, follow
-        self.layers_before, self.layers_after = layers_of(original), layers_of(rewired)
+        self.body, self.follow = converted.model, follow
+        self.layers_before, self.layers_after = layers_of(original), layers_of(converted)
         length = text.shape[1] if isinstance(text, Tensor) else text[0].shape[1]
-        position = torch.arange(length, device=rewired.device)[None]  # (1, T)
+        position = torch.arange(length, device=converted.device)[None]  # (1, T)
         if isinstance(text, Tensor):
-            batches = text.to(rewired.device).split(max(1, TOKENS_EACH // length))
+            batches = text.to(converted.device).split(max(1, TOKENS_EACH // length))
             placed = [self.body.place(original.model.embed_tokens(batch), position) for batch in batches]
             self.after, self.rotary = [stream for stream, _ in placed], placed[0][1]  # streams (B, T, C)
         else:
@@ -52,7 +52,7 @@ class Streams:
         self.passed = -1  # the last layer that the original's own stream has passed
         self.carries: list[Carry] = [{} for _ in self.after]
         by_size = {len(stream): stream for stream in self.after}  # the last batch may be smaller
-        config, kinds = rewired.config, rewired.config.layer_types
+        config, kinds = converted.config, converted.config.layer_types
         assert kinds is not None
         self.kinds = kinds
         self.masks = {size: masks_of(config, kinds, stream, None, position) for size, stream in by_size.items()}
@@ -75,7 +75,7 @@ class Streams:
             _, self.carries[number] = self._run(self.layers_after[layer], layer, stream, self.carries[number])
 
     def gaps(self, layer: int, target: str, reads: Sequence[str] = ("normed",)) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield X (B, T, I) and E (B, T, C) of each batch: what is fitted to, and what the rewired stream lacks.
+        """Yield X (B, T, I) and E (B, T, C) of each batch: what is fitted to, and what the converted stream lacks.
 
         X is the layer's "normed" input, or the concatenated "heads" that its W_o reads, or both. `target` is where W_c
         writes. The original's own stream has passed the layer afterwards.
@@ -92,7 +92,7 @@ class Streams:
         self.passed = layer
 
     def around_attention(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the rewired model's stream of each batch before a layer and after its attention, (B, T, C) each."""
+        """Yield the converted model's stream of each batch before a layer and after its attention, (B, T, C) each."""
         for stream, carry in zip(self.after, self.carries, strict=True):
             yield stream, self._watch(self.layers_after[layer], layer, stream, carry, "attention")["reached"]
 
@@ -149,12 +149,12 @@ def layers_of(model: CrossLayerForCausalLM) -> list[CrossLayerDecoderLayer]:
     return list(model.model.layers)  # type: ignore[arg-type]
 
 
-def computes_the_same(original: CrossLayerDecoderLayer, rewired: CrossLayerDecoderLayer) -> bool:
-    """Return whether a rewired layer has the very weights of the original, borrows nothing and mixes nothing."""
-    attention = rewired.self_attn
+def computes_the_same(original: CrossLayerDecoderLayer, converted: CrossLayerDecoderLayer) -> bool:
+    """Return whether a converted layer has the very weights of the original, borrows nothing and mixes nothing."""
+    attention = converted.self_attn
     if attention is None or attention.sources or len(attention.mixers):
         return False
-    return same_weights(original, rewired)
+    return same_weights(original, converted)
 
 
 def same_weights(module: nn.Module, other: nn.Module) -> bool:

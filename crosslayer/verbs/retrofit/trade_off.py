@@ -20,15 +20,15 @@ from crosslayer.core.plan import STATES, DepthPlan
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
 from crosslayer.probe.shapes import LayerShape
-from crosslayer.probe.what_if import look
+from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups
 from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.calibrate import fit_layer, fitted_layers, inputs
+from crosslayer.verbs.retrofit.convert import convert_weights, plain_decoder
 from crosslayer.verbs.retrofit.damage import compare, damage, difference, logits_of, losses
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
-from crosslayer.verbs.retrofit.rewire import convert, plain_decoder
 from crosslayer.verbs.retrofit.search import PASSES, Kind, Search, Wires
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
@@ -41,7 +41,7 @@ class Entering:
 
     def __init__(self, plain: CrossLayerForCausalLM, ids: Tensor):
         self.plain = plain
-        streams = Streams(plain, plain, ids, follow="rewired")
+        streams = Streams(plain, plain, ids, follow="converted")
         self.layers: list[list[Tensor]] = []  # of each layer the stream of each batch, (B, T, C)
         for layer in range(len(layers_of(plain))):
             self.layers.append([stream.clone() for stream in streams.after])
@@ -49,14 +49,14 @@ class Entering:
         self.last = streams.after
 
     def at(self, layer: int, model: CrossLayerForCausalLM, follow: str) -> Streams:
-        """Return the streams of the original and of a rewired model where they enter a layer."""
+        """Return the streams of the original and of a converted model where they enter a layer."""
         return Streams(self.plain, model, self.layers[layer], follow)
 
     def logits(self, model: CrossLayerForCausalLM) -> list[Tensor]:
-        """Return the logits of a rewired model, (T, V) of each sequence."""
+        """Return the logits of a converted model, (T, V) of each sequence."""
         lowest, hidden = lowest_changed(model.config.plan), self.last
         if lowest < len(self.layers):
-            streams = self.at(lowest, model, follow="rewired")
+            streams = self.at(lowest, model, follow="converted")
             for layer in range(lowest, len(self.layers)):
                 streams.advance(layer)
             hidden = streams.after
@@ -74,7 +74,7 @@ class Repairs:
         self.known: dict[tuple, dict[str, Tensor]] = {}
 
     def apply(self, model: CrossLayerForCausalLM) -> None:
-        """Repair every layer of a rewired model that has a W_c, or a W_o that is refitted."""
+        """Repair every layer of a converted model that has a W_c, or a W_o that is refitted."""
         for layer in fitted_layers(model, self.fit):
             reads = [model.config.plan.reads(state, layer) for state in STATES]
             wired = (layer, *reads, model.config.wiring.compensation[layer])
@@ -83,9 +83,9 @@ class Repairs:
                 block.load_state_dict(self.known[wired], strict=False, assign=True)
             else:
                 streams = self.entering.at(layer, model, follow="original")
-                for lender in sorted({lender for read in reads for lender in read} - {layer}):
-                    lending = self.entering.at(lender, model, follow="original")
-                    lending.borrow(lender)
+                for source in sorted({source for read in reads for source in read} - {layer}):
+                    lending = self.entering.at(source, model, follow="original")
+                    lending.borrow(source)
                     both = zip(streams.carries, lending.carries, strict=True)
                     streams.carries = [{**own, **lent} for own, lent in both]
                 fit_layer(streams, layer, self.fit, self.sizes)
@@ -112,7 +112,7 @@ def lowest_changed(plan: DepthPlan) -> int:
     for layer in range(plan.layers):
         reads = [plan.reads(state, layer) for state in STATES]
         if plan.mlps[layer] is None or reads != [own.reads(state, layer) for state in STATES]:
-            touched |= {layer, *(lender for read in reads for lender in read)}
+            touched |= {layer, *(source for read in reads for source in read)}
     return min(touched)
 
 
@@ -125,7 +125,7 @@ def methods_by_damage(
     `windows` is text by purpose: "search", on which moves are measured, "trade-off", on which the curve is, and
     "calibration", to which repairs are fitted if the request fits anything.
     """
-    options, shapes = request.options, look(model).shapes
+    options, shapes = request.options, find_sublayers(model).shapes
     with progress("reading the layers of the original", 0):
         measure = Measure(model, windows["search"], request, windows.get("calibration"))
     search = Search(measure, shapes, context=options.kv_context)
@@ -166,7 +166,7 @@ class Measure:
 
     def candidate(self, methods: list[Method]) -> CrossLayerForCausalLM:
         """Return the model under these methods, repaired; what stays are the original's tensors."""
-        candidate = convert(self.model, methods).model
+        candidate = convert_weights(self.model, methods).model
         assert isinstance(candidate, CrossLayerForCausalLM)
         if self.repairs is not None:
             self.repairs.apply(candidate)

@@ -1,4 +1,4 @@
-"""Methods and receipts in words."""
+"""Methods and reports in words."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from crosslayer.output.words import listed, ranges, signed, signed_interval
 from crosslayer.stats import Interval
 from crosslayer.verbs.needles.lookup import lookup_words
 from crosslayer.verbs.retrofit.moments import REFITTED
-from crosslayer.verbs.retrofit.result import Damage, DomainDamage, FixedBlocks, Receipt
+from crosslayer.verbs.retrofit.result import Damage, DomainDamage, FixedBlocks, RetrofitReport
 
 
 def title(methods: Sequence[Method]) -> str:
@@ -25,7 +25,7 @@ def title(methods: Sequence[Method]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Write layers as 18-21, 22-25, groups with gaps as 18+20, 19+21, and (reader, lender) as (9, 4)."""
+    """Write layers as 18-21, 22-25, groups with gaps as 18+20, 19+21, and (reader, source) as (9, 4)."""
     if not isinstance(value, list | tuple):
         return str(value)
     if all(isinstance(entry, int) for entry in value):
@@ -37,7 +37,7 @@ def _shown(value: Any) -> str:
     )
 
 
-def sentences(record: Receipt) -> list[str]:
+def sentences(record: RetrofitReport) -> list[str]:
     """Return what the retrofit saves, what it costs and what that rests on."""
     cache, model, domains = record.cache, record.architecture, record.damage.domains
     worst = domains[0]
@@ -113,7 +113,7 @@ def gain_sentence(domains: Sequence[DomainDamage], fit: str) -> str:
     return f"{'The fit of ' + REFITTED[fit] if fit in REFITTED else 'W_c'} {said}."
 
 
-def _search(record: Receipt, blocks: FixedBlocks) -> str:
+def _search(record: RetrofitReport, blocks: FixedBlocks) -> str:
     """Say whether the search's wiring is better than fixed blocks."""
     low, high = blocks.search_minus_fixed_ci95
     verdict = "better than" if high < 0 else "worse than" if low > 0 else "not told apart from"

@@ -23,8 +23,8 @@ UNTRIED = {
 }
 
 
-def cache_owner(config: CrossLayerConfig, layer: int) -> int | None:
-    """Return the layer whose cache in vLLM a layer reads: itself, or the owner of its keys and values; None: none.
+def cache_source(config: CrossLayerConfig, layer: int) -> int | None:
+    """Return the layer whose cache in vLLM a layer reads: itself, or the source of its keys and values; None: none.
 
     vLLM stores keys and values together, as an attention layer reads them. So a layer reads another one's cache where
     both its states come from that layer, unless that one reads several. A layer of which only one state comes from
@@ -36,16 +36,16 @@ def cache_owner(config: CrossLayerConfig, layer: int) -> int | None:
     sources = {plan.reads(state, layer) for state in CACHED}
     if len(sources) > 1 or several[layer]:
         return layer
-    (owner,) = sources.pop()
-    return layer if several[owner] else owner
+    (source,) = sources.pop()
+    return layer if several[source] else source
 
 
 def not_saved(config: CrossLayerConfig) -> str | None:
     """Return in words what the plan saves of the cache and vLLM does not, None where there is nothing."""
     wiring = config.wiring
-    owners = [layer for layer in range(config.num_hidden_layers) if cache_owner(config, layer) == layer]
+    caching = [layer for layer in range(config.num_hidden_layers) if cache_source(config, layer) == layer]
     shares = wiring.plan.value_shares
-    wasting = [layer for layer in owners if len(wiring.plan.stored(layer)) < len(CACHED) or shares[layer] < 1]
+    wasting = [layer for layer in caching if len(wiring.plan.stored(layer)) < len(CACHED) or shares[layer] < 1]
     if not wasting:
         return None
     return (
@@ -82,5 +82,5 @@ def untried(flags: Mapping[str, str]) -> tuple[str, str] | None:
 def bytes_per_token(config: CrossLayerConfig, item: int) -> int:
     """Return the bytes that vLLM stores for a token, with `item` bytes a number: keys and values of each own cache."""
     assert config.num_key_value_heads is not None and config.head_dim is not None
-    caches = sum(cache_owner(config, layer) == layer for layer in range(config.num_hidden_layers))
+    caches = sum(cache_source(config, layer) == layer for layer in range(config.num_hidden_layers))
     return caches * 2 * config.num_key_value_heads * config.head_dim * item

@@ -19,7 +19,7 @@ from vllm.model_executor.models.transformers import (  # type: ignore[import-not
 from vllm.model_executor.models.utils import maybe_prefix  # type: ignore[import-not-found]
 
 from crosslayer.core.decoder.attention import CrossLayerAttention
-from crosslayer.verbs.serve.caches import cache_owner, not_saved, not_servable, untried
+from crosslayer.verbs.serve.caches import cache_source, not_saved, not_servable, untried
 
 logger = init_logger(__name__)
 ATTENTION = "crosslayer_vllm"  # the name of vLLM's attention as our decoder calls it
@@ -86,8 +86,8 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
         names: dict[int, str] = {}
         for number, layer in enumerate(self.model.layers):
             module: CrossLayerAttention | None = layer.self_attn
-            owner = cache_owner(config, number)
-            if module is None or owner is None:
+            source = cache_source(config, number)
+            if module is None or source is None:
                 continue
             names[number] = maybe_prefix(prefix, f"model.layers.{number}.self_attn.{VLLM_ATTN_ATTR}")
             attention = Attention(
@@ -100,6 +100,6 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
                 logits_soft_cap=config.attn_logit_softcapping,
                 per_layer_sliding_window=module.sliding_window,
                 prefix=names[number],
-                kv_sharing_target_layer_name=None if owner == number else names[owner],
+                kv_sharing_target_layer_name=None if source == number else names[source],
             )
             setattr(module, VLLM_ATTN_ATTR, attention)

@@ -4,7 +4,7 @@ from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import Line, Panel
 from crosslayer.verbs.train.result import TrainingRun
 
-LINES = 6  # of a figure with a line for each look
+LINES = 6  # of a figure with a line for each snapshot
 UNIT = "nats a token"
 
 
@@ -25,7 +25,7 @@ def layout(record: TrainingRun) -> Page:
             ("Time", f"{record.seconds / 60:.1f} min", "of training steps"),
         ],
         words=sentences(record),
-        panels=[*_curves(record), *_looks(record)],
+        panels=[*_curves(record), *_snapshots(record)],
         tables=[_domains(record), _facts(record)],
     )
 
@@ -70,16 +70,16 @@ def _curves(record: TrainingRun) -> list[Panel]:
     return [panel for panel in panels if len(panel.lines[0].x) > 1]
 
 
-def _looks(record: TrainingRun) -> list[Panel]:
+def _snapshots(record: TrainingRun) -> list[Panel]:
     """Return how sinks and the stream changed, each line a step."""
-    shown = record.looks
+    shown = record.snapshots
     if not shown:
         return []
     if len(shown) > LINES:
         shown = (shown[0], shown[len(shown) // 2], shown[-1])
     layers = [float(layer) for layer in range(record.model.layers)]
-    sinks = [Line(f"step {look.step}", layers, look.first_token_share) for look in shown]
-    norms = [Line(f"step {look.step}", layers, look.stream_norm) for look in shown]
+    sinks = [Line(f"step {snapshot.step}", layers, snapshot.first_token_share) for snapshot in shown]
+    norms = [Line(f"step {snapshot.step}", layers, snapshot.stream_norm) for snapshot in shown]
     return [
         Panel("first_token_share", "Attention to the first token", "Share of all attention.", "layer", "share", sinks),
         Panel("stream_norm", "Residual stream", "Mean norm over tokens.", "layer", "norm", norms, log_y=True),

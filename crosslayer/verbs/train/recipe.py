@@ -303,7 +303,7 @@ class EvalPart(Part):
     """Steps between; 0 measures at the end alone."""
     windows: Count = 32
     """Held-out sequences of each domain, or as many as it has."""
-    looks: int = Field(default=0, ge=0, lt=2**31)
+    snapshots: int = Field(default=0, ge=0, lt=2**31)
     """Held-out sequences over which sinks and norms of every layer are measured each time; 0: none."""
     depth_norms: bool = False
     """Whether `log.jsonl` has the norm of each layer's gradient too, before it is clipped."""

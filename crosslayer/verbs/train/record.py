@@ -83,7 +83,7 @@ class Validation(Frozen):
 Layers = list[float | None]
 
 
-class Look(Frozen):
+class Snapshot(Frozen):
     """What a diagnosis of a few held-out windows shows after a step: layer by layer, None where a layer has none."""
 
     step: int
@@ -96,5 +96,5 @@ class Look(Frozen):
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
         if len({len(layers) for name, layers in vars(self).items() if name != "step"}) > 1:
-            raise ValueError("the measures of a look are of different numbers of layers")
+            raise ValueError("the measures of a snapshot are of different numbers of layers")
         return self

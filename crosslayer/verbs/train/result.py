@@ -6,14 +6,14 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.verbs.train.record import Curve, Look, TrainedDomain, TrainedModel, Validation
+from crosslayer.verbs.train.record import Curve, Snapshot, TrainedDomain, TrainedModel, Validation
 
 
 class TrainingRun(Result):
     """What `crosslayer.train` returns. Shapes: N logged entries, M evaluations, D domains in the recipe's order."""
 
-    schema_: Literal["crosslayer/train/3"] = Field(
-        "crosslayer/train/3", validation_alias="schema", serialization_alias="schema"
+    schema_: Literal["crosslayer/train/4"] = Field(
+        "crosslayer/train/4", validation_alias="schema", serialization_alias="schema"
     )
     name: str
     seed: int
@@ -23,7 +23,7 @@ class TrainingRun(Result):
     curve: Curve
     validation: tuple[Validation, ...] = Field(min_length=1)
     windows: dict[str, list[float]] = Field(description="last validation loss of every window, by domain")
-    looks: tuple[Look, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
     steps: int = Field(ge=1)
     tokens: int = Field(ge=1)
     seconds: float = Field(ge=0, description="of training steps alone, over all its parts where it was resumed")

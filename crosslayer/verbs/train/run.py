@@ -27,11 +27,11 @@ from crosslayer.verbs.train.callbacks import SaveByTime, resumable
 from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.costs import check_room, matrix_flops, trained_model
 from crosslayer.verbs.train.initialise import initialise
-from crosslayer.verbs.train.looks import looks_in, windows_of_each
 from crosslayer.verbs.train.mixture import ORDER, FixedRows, Mixture, spread
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
 from crosslayer.verbs.train.record import TrainedDomain, Validation, curve_of, training_seconds
 from crosslayer.verbs.train.result import TrainingRun
+from crosslayer.verbs.train.snapshots import snapshots_in, windows_of_each
 from crosslayer.verbs.train.texts import Domain, DomainShards
 from crosslayer.verbs.train.tokenizers import kept_tokenizer
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
@@ -114,7 +114,7 @@ def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> Train
             tokenizer,
             progress,
             recipe.eval.depth_norms,
-            windows_of_each(list(held_out.values()), recipe.eval.looks),
+            windows_of_each(list(held_out.values()), recipe.eval.snapshots),
             recipe.optimizer,
         )
         if recipe.save_minutes:
@@ -177,7 +177,7 @@ def _result(recipe: Recipe, trainer: CrossLayerTrainer, mixture: Mixture, **cost
         curve=curve_of(history),
         validation=tuple(Validation(step=step, losses=losses) for step, losses in validation.items()),
         windows={name: losses.tolist() for name, losses in windows.items()},
-        looks=looks_in(history),
+        snapshots=snapshots_in(history),
         steps=trainer.state.max_steps,
         tokens=trainer.state.num_input_tokens_seen,
         seconds=training_seconds(history),

@@ -41,10 +41,10 @@ from crosslayer.verbs.train.attention import document_borders
 from crosslayer.verbs.train.callbacks import Interruption, Log
 from crosslayer.verbs.train.checkpoints import KEPT, PARTIAL, Kept, Resumed, last_good, publish, stage
 from crosslayer.verbs.train.costs import without_logits
-from crosslayer.verbs.train.looks import as_number, layer_norms, look
 from crosslayer.verbs.train.mixture import ORDER
 from crosslayer.verbs.train.optimizers import mixing_parameters, optimizer_of
 from crosslayer.verbs.train.recipe import OptimizerPart
+from crosslayer.verbs.train.snapshots import as_number, layer_norms, snapshot
 
 PICKLED = "training_args.bin"  # which Trainer adds to a model
 
@@ -112,7 +112,7 @@ class CrossLayerTrainer(Trainer):
         if args.fsdp and not self.is_fsdp_enabled:
             raise ValueError("train.fsdp has no effect on this machine, whose ranks have no accelerators; leave it out")
         if args.fsdp and looked_at is not None:
-            raise ValueError("eval.looks needs the whole model in each process; leave it out, or train.fsdp")
+            raise ValueError("eval.snapshots needs the whole model in each process; leave it out, or train.fsdp")
         self.remove_callback(PrinterCallback)
 
     def train(
@@ -215,7 +215,7 @@ class CrossLayerTrainer(Trainer):
         with self._untimed():
             metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             if eval_dataset is None and self._looked_at is not None:  # Trainer comes back for each domain
-                self.log(look(self.accelerator.unwrap_model(self.model), self._looked_at))
+                self.log(snapshot(self.accelerator.unwrap_model(self.model), self._looked_at))
         return metrics
 
     @contextlib.contextmanager

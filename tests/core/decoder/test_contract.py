@@ -32,7 +32,7 @@ def values_slot(monkeypatch):
 
 
 def mutated_carry(monkeypatch):
-    """Layers write into one carry, where each leader overwrites the last one's states."""
+    """Layers write into one carry, where each source overwrites the last one's states."""
     plain = inspect.unwrap(modeling.CrossLayerDecoderLayer.forward)
 
     class Mutating(modeling.CrossLayerDecoderLayer):
@@ -59,7 +59,7 @@ def reentrant(monkeypatch):
 
 
 def off_by_one(monkeypatch):
-    """The model is built with lenders one layer too low."""
+    """The model is built with sources one layer too low."""
     true, building = CrossLayerConfig.wiring.fget, []
 
     def wiring(self):
@@ -84,7 +84,7 @@ def off_by_one(monkeypatch):
 
 
 def through_the_cache(monkeypatch):
-    """Followers find the leader's states only where there is a cache."""
+    """Readers find the source's states only where there is a cache."""
     plain = attention.CrossLayerAttention.forward
 
     def forward(self, hidden_states, carry, **kwargs):

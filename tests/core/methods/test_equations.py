@@ -24,11 +24,11 @@ def test_cla(group, start, end):
         def states(self, layer, normed):
             last = 6 if end is None else end
             inside = start <= layer < last
-            leader = start + (layer - start) // group * group if inside else layer
+            source = start + (layer - start) // group * group if inside else layer
             q = self.raw_state(layer, normed, "q")
-            if leader == layer:
+            if source == layer:
                 return q, self.raw_state(layer, normed, "k"), self.raw_state(layer, normed, "v")
-            return q, self.used["k"][leader], self.used["v"][leader]
+            return q, self.used["k"][source], self.used["v"][source]
 
     check(build(config_of([{"name": "cla", "group": group, "start": start, "end": end}])), Loops)
 
@@ -38,9 +38,9 @@ def test_kvsharer(pairs):
     class Loops(Naive):
         def states(self, layer, normed):
             q = self.raw_state(layer, normed, "q")
-            for reader, lender in pairs:
+            for reader, source in pairs:
                 if reader == layer:
-                    return q, self.used["k"][lender], self.used["v"][lender]
+                    return q, self.used["k"][source], self.used["v"][source]
             return q, self.raw_state(layer, normed, "k"), self.raw_state(layer, normed, "v")
 
     check(build(config_of([{"name": "kvsharer", "pairs": pairs}])), Loops)
@@ -151,17 +151,17 @@ def test_uniattn(target):
     blocks = ((1, 2, 3), (4, 5))
 
     class Loops(Naive):
-        def leader(self, layer):
+        def source(self, layer):
             return next((b[0] for b in blocks if layer in b), layer)
 
         def states(self, layer, normed):
-            leader, v = self.leader(layer), self.raw_state(layer, normed, "v")
-            if leader == layer:
+            source, v = self.source(layer), self.raw_state(layer, normed, "v")
+            if source == layer:
                 return self.raw_state(layer, normed, "q"), self.raw_state(layer, normed, "k"), v
-            return self.used["q"][leader], self.used["k"][leader], v
+            return self.used["q"][source], self.used["k"][source], v
 
         def added(self, layer, normed):
-            if target is None or self.leader(layer) == layer:
+            if target is None or self.source(layer) == layer:
                 return 0
             weight = self.layers[layer].compensation.weight
             update = torch.stack([sum(weight[:, c] * row[c] for c in range(len(row))) for row in normed])

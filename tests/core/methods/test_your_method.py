@@ -102,7 +102,7 @@ import crosslayer.cli
 import crosslayer.core.methods
 from crosslayer import testing as contract
 from crosslayer.verbs.methods.catalogue import markdown, method_table
-from crosslayer.verbs.retrofit.rewire import convert
+from crosslayer.verbs.retrofit.convert import convert_weights
 from crosslayer.verbs.retrofit.request import RetrofitOptions
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.search import searched_methods
@@ -119,7 +119,7 @@ request = Request(RetrofitOptions(method="scaled", layers="2-3"))
 assert request.kind is cls and request.target(cls) == "attention"
 method = request.compensated(request.from_groups([[2, 3]], 6))
 shape = {**contract.SHAPE, "num_hidden_layers": 6}
-result = convert(LlamaForCausalLM(LlamaConfig(**shape)).eval(), [method])
+result = convert_weights(LlamaForCausalLM(LlamaConfig(**shape)).eval(), [method])
 assert "model.layers.3.self_attn.v_proj.weight" in result.weights.dropped, result.weights.dropped
 assert "model.layers.3.attn_compensation.weight" in result.weights.new, result.weights.new
 
@@ -130,7 +130,7 @@ ours, ids = to_model(source), contract.tokens()
 with torch.no_grad():
     assert torch.equal(source(ids).logits, ours(ids).logits)
     assert torch.equal(from_model(ours, "arcee")(ids).logits, ours(ids).logits)
-assert convert(source, [method]).model.config.family == "toy"
+assert convert_weights(source, [method]).model.config.family == "toy"
 
 sys.argv = ["crosslayer", "methods"]
 crosslayer.cli.main()

@@ -8,7 +8,7 @@ import pytest
 import crosslayer
 from crosslayer.verbs.compare.words import sentences
 from tests.helpers.browser import complaints, resize
-from tests.helpers.runs import STEPS, look, run, written
+from tests.helpers.runs import STEPS, run, snapshot, written
 from tests.output.test_page import LOOK
 
 SPREAD = np.array([-1.0, 0.0, 1.0])  # of three seeds
@@ -18,12 +18,12 @@ def compared(folder, *runs, **options):
     return crosslayer.compare(written(folder, *runs), **options)
 
 
-def three(difference, arm="resformer", spread=0.01, **changes):
+def three(difference, variant="resformer", spread=0.01, **changes):
     """Return runs of three seeds whose paired differences have a mean and a standard deviation."""
     sides = []
     for seed, deviation in enumerate(spread * SPREAD):
         sides += [run("vanilla", seed, 3 + 0.3 * seed, **changes)]
-        sides += [run(arm, seed, 3 + 0.3 * seed + difference + deviation, **changes)]
+        sides += [run(variant, seed, 3 + 0.3 * seed + difference + deviation, **changes)]
     return sides
 
 
@@ -56,7 +56,7 @@ def test_what_is_clear_alone_is_not_clear_among_many(tmp_path):
             run([{"name": "cla", "group": group}], seed, 3 + 0.3 * seed + 0.01 * SPREAD[seed]) for seed in range(3)
         ]
     result = compared(tmp_path, *runs)
-    first = result.outcomes[[outcome.arm for outcome in result.outcomes].index("resformer")]
+    first = result.outcomes[[outcome.variant for outcome in result.outcomes].index("resformer")]
     assert (
         first.final.verdict == "lower"
         and first.verdict == "undecided"
@@ -94,15 +94,15 @@ def test_pairs_that_lack_a_side_are_left_out_and_named(tmp_path):
     assert second.seeds == () and second.final is None and second.verdict == "undecided"
     words = sentences(result)
     assert (
-        "Left out, since the arm or vanilla has no run of that seed: resformer (seed 7); svformer (seed 0, 1, 2, 7, 8)."
-        in words
+        "Left out, since the variant or vanilla has no run of that seed: resformer (seed 7); "
+        "svformer (seed 0, 1, 2, 7, 8)." in words
     )
     assert "no pair" in result.page()
     assert "2 beside vanilla · 3 seeds, paired · 8 runs of 102,400 tokens · " in result.layout().subtitle
 
 
 def test_a_machine_is_named_where_all_runs_had_it(tmp_path):
-    runs = [run(arm, seed) for seed in range(2) for arm in ("vanilla", "resformer")]
+    runs = [run(variant, seed) for seed in range(2) for variant in ("vanilla", "resformer")]
     environment = runs[0].environment
     elsewhere = environment.model_copy(update={"machine": environment.machine.model_copy(update={"gpu": "GPU X"})})
     other = [part.model_copy(update={"environment": elsewhere}) for part in runs]
@@ -115,14 +115,14 @@ def test_a_planted_critical_point(tmp_path):
     result = compared(
         tmp_path, *three(0.1), *(run("svformer", seed, 3.2, gap + 1e-4 * seed) for seed in range(3)), smooth=1
     )
-    points = {outcome.arm: outcome.critical for outcome in result.outcomes}
+    points = {outcome.variant: outcome.critical for outcome in result.outcomes}
     assert points["resformer"] is None  # its curve is the baseline's
     assert np.allclose(points["svformer"].reached, [120, 119.9, 119.8]) and np.isclose(points["svformer"].mean, 119.9)
     assert any(
         line.startswith("svformer is overtaken by vanilla in training loss at step 120") for line in sentences(result)
     )
     smooth = compared(tmp_path / "smooth", *three(0.1), *(run("svformer", s, 3.2, gap) for s in range(3)), smooth=30)
-    late = [outcome.critical for outcome in smooth.outcomes if outcome.arm == "svformer"]
+    late = [outcome.critical for outcome in smooth.outcomes if outcome.variant == "svformer"]
     assert np.isclose(late[0].mean, 130)  # the mean over the last three points lags by one of them
 
 
@@ -167,7 +167,7 @@ def test_nothing_is_said_of_curves_that_differ_by_noise(tmp_path, seeds):
     assert told <= 2
 
 
-def test_an_arm_that_is_not_overtaken_has_no_trend(tmp_path):
+def test_an_variant_that_is_not_overtaken_has_no_trend(tmp_path):
     """Every pair ends above 0, but so unevenly that the band does not."""
     runs = []
     for length in (64, 256):
@@ -183,7 +183,7 @@ SIZES = {"tiny": 1_000_000, "mini": 3_000_000, "small": 9_000_000}
 
 
 def sized(saved, sizes=SIZES, seeds=3, noise=0.0):
-    """Return runs whose losses follow 6 C^-0.05; one arm needs so much less of it."""
+    """Return runs whose losses follow 6 C^-0.05; one variant needs so much less of it."""
     runs = []
     for size, parameters in sizes.items():
         for seed in range(seeds):
@@ -196,16 +196,14 @@ def sized(saved, sizes=SIZES, seeds=3, noise=0.0):
 
 def test_planted_exponents_and_what_they_save(tmp_path):
     result = compared(tmp_path, *sized(0.2, noise=1e-4))
-    assert [law.arm for law in result.laws] == ["vanilla", "resformer"] and result.no_laws is None
+    assert [law.variant for law in result.laws] == ["vanilla", "resformer"] and result.no_laws is None
     baseline, law = result.laws
     assert law.cost == "parameters" and sorted(law.costs) == sorted(SIZES.values())
     assert abs(baseline.exponent - 0.05) < 1e-9 and abs(baseline.fewer) < 1e-9
     assert abs(law.exponent - 0.05) < 1e-3 and abs(law.fewer - 0.2) < 0.005 and not law.extrapolated
     assert law.fewer_interval[0] < law.fewer < law.fewer_interval[1]
     assert law.exponent_interval is not None and law.exponent_over_seeds is not None
-    assert any(
-        "resformer reaches the loss that vanilla has at its largest with 2" in line for line in sentences(result)
-    )
+    assert any("resformer reaches the loss of vanilla at its largest with 2" in line for line in sentences(result))
 
 
 def test_two_sizes_with_two_seeds_have_a_law_without_intervals(tmp_path):
@@ -229,8 +227,8 @@ def test_where_a_larger_model_is_worse_no_law_says_what_would_be_saved(tmp_path)
 
 def test_tokens_make_a_law_too(tmp_path):
     runs = [
-        run(arm, seed, 6 * steps**-0.1 * factor, steps=steps)
-        for arm, factor in (("vanilla", 1.0), ("resformer", 0.98))
+        run(variant, seed, 6 * steps**-0.1 * factor, steps=steps)
+        for variant, factor in (("vanilla", 1.0), ("resformer", 0.98))
         for steps in (200, 400)
         for seed in range(2)
     ]
@@ -259,7 +257,7 @@ def test_settings_that_cost_nearly_the_same_have_no_law(tmp_path):
         steps = 10_000 * 1_000_000 // parameters + 1
         for seed in range(3):
             common = {"size": size, "parameters": parameters, "steps": steps}
-            runs += [run(arm, seed, 3.0 + 0.01 * seed, **common) for arm in ("vanilla", "resformer")]
+            runs += [run(variant, seed, 3.0 + 0.01 * seed, **common) for variant in ("vanilla", "resformer")]
     result = compared(tmp_path, *runs)
     costs = sorted(part.flops_per_token * part.tokens for part in result.runs)
     assert costs[0] < costs[-1] < 1.01 * costs[0] and not result.laws
@@ -272,7 +270,7 @@ def halved(part):
 
 
 def test_steps_that_differ_leave_no_relative_curve(tmp_path):
-    """Under a budget arms have schedules of their own, and step 100 of one is not step 100 of another."""
+    """Under a budget variants have schedules of their own, and step 100 of one is not step 100 of another."""
     runs = three(0.0)
     runs = [part if part.model.methods == [] else halved(part) for part in runs]
     assert compared(tmp_path, *runs).outcomes[0].curve is None
@@ -281,8 +279,8 @@ def test_steps_that_differ_leave_no_relative_curve(tmp_path):
 def test_what_was_seen_inside(tmp_path):
     inner = {"vanilla": (0.5, 20.0), "resformer": (0.25, 4.0)}
     runs = [
-        run(arm, seed, looks=[look(100, 0.1, 2.0), look(200, share, growth)])
-        for arm, (share, growth) in inner.items()
+        run(variant, seed, snapshots=[snapshot(100, 0.1, 2.0), snapshot(200, share, growth)])
+        for variant, (share, growth) in inner.items()
         for seed in range(2)
     ]
     result = compared(tmp_path, *runs)
@@ -293,12 +291,14 @@ def test_what_was_seen_inside(tmp_path):
     assert [panel.key for panel in result.layout().panels][-3:] == ["first_token", "sink_rate", "stream_growth"]
 
 
-def test_twelve_arms_on_a_page_can_be_told(tmp_path, browser):
+def test_twelve_variants_on_a_page_can_be_told(tmp_path, browser):
     """No line, legend or label is cut or lies over another, and no figure has more than seven lines."""
     methods = [[{"name": "cla", "group": group}] for group in range(2, 13)]
-    arms = ["vanilla", [{"name": "svformer", "anchors": [0, 2, 4]}, {"name": "cla", "group": 2}], *methods]
+    variants = ["vanilla", [{"name": "svformer", "anchors": [0, 2, 4]}, {"name": "cla", "group": 2}], *methods]
     runs = [
-        run(arm, seed, 3 + place / 50 + seed / 99, place / 50) for place, arm in enumerate(arms) for seed in range(3)
+        run(variant, seed, 3 + place / 50 + seed / 99, place / 50)
+        for place, variant in enumerate(variants)
+        for seed in range(3)
     ]
     result = compared(tmp_path / "runs", *runs)
     page = result.save(tmp_path / "out")
@@ -314,7 +314,7 @@ def test_the_result_comes_back_equal_and_a_change_is_refused(tmp_path):
     result.save(tmp_path / "out")
     assert crosslayer.load_result(tmp_path / "out") == result
     record = result.record()
-    record["runs"][0]["arm"] = "somebody"
+    record["runs"][0]["variant"] = "somebody"
     (tmp_path / "out" / "record.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="of a setting or an arm that the record does not list"):
+    with pytest.raises(ValueError, match="of a setting or a variant that the record does not list"):
         crosslayer.load_result(tmp_path / "out")

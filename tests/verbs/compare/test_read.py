@@ -1,4 +1,4 @@
-"""Runs that are read, which may come from anyone: what is refused, and what settings and arms are."""
+"""Runs that are read, which may come from anyone: what is refused, and what settings and variants are."""
 
 import json
 
@@ -14,7 +14,7 @@ PAIR = (run("vanilla"), run("resformer", loss=2.9))
 
 
 def test_settings_are_what_differs_in_the_recipes(tmp_path):
-    runs = [run(arm, size=size, length=64) for size in ("tiny", "mini") for arm in ("vanilla", "resformer")]
+    runs = [run(variant, size=size, length=64) for size in ("tiny", "mini") for variant in ("vanilla", "resformer")]
     result = crosslayer.compare(written(tmp_path, *runs))
     assert [(s.label, s.values) for s in result.settings] == [
         ("model.size=tiny", {"model.size": "tiny"}),
@@ -25,7 +25,9 @@ def test_settings_are_what_differs_in_the_recipes(tmp_path):
 
 
 def test_a_label_leaves_out_what_follows_from_the_rest(tmp_path):
-    runs = [run(arm, length=length, name=f"{length}") for length in (64, 256) for arm in ("vanilla", "resformer")]
+    runs = [
+        run(variant, length=length, name=f"{length}") for length in (64, 256) for variant in ("vanilla", "resformer")
+    ]
     for part in runs:
         part.recipe["eval"] = {"windows": 4096 // part.recipe["data"]["length"]}
     result = crosslayer.compare(written(tmp_path, *runs))
@@ -90,7 +92,7 @@ def test_a_method_of_a_hostile_name_is_refused_or_harmless(tmp_path, name):
     )
     folders = written(tmp_path, *runs)
     if name == "os.system":
-        assert crosslayer.compare(folders).outcomes[0].arm == "os.system"  # a name, which nothing imports
+        assert crosslayer.compare(folders).outcomes[0].variant == "os.system"  # a name, which nothing imports
     else:
         with pytest.raises(ValueError, match="01-0: a method is called .*, which is no name"):
             crosslayer.compare(folders)
@@ -115,10 +117,10 @@ def test_runs_with_other_batches_are_not_paired(tmp_path):
 
 
 def under_budget(folder, budget, steps):
-    """Write runs of two arms with steps of their own, as a comparison under a budget leaves them; return its folder."""
+    """Write runs of two variants with steps of their own, as a comparison under a budget does; return its folder."""
     runs = []
-    for arm, count in steps.items():
-        part = run(arm, steps=count)
+    for variant, count in steps.items():
+        part = run(variant, steps=count)
         runs.append(part.model_copy(update={"recipe": {**part.recipe, "schedule": {"tokens": None, "steps": count}}}))
     written(folder / "runs", *runs)
     state = {"schema": "crosslayer/grid/1", "budget": {**budget, "step_seconds": {}}, "steps": steps}
@@ -169,19 +171,19 @@ def test_what_there_is_not_to_compare(tmp_path):
     with pytest.raises(ValueError, match="there is nothing to compare"):
         crosslayer.compare()
     folders = written(tmp_path / "two", *PAIR)
-    with pytest.raises(ValueError, match="`baseline` is 'resfromer', which is no arm; did you mean 'resformer'"):
+    with pytest.raises(ValueError, match="`baseline` is 'resfromer', which is no variant; did you mean 'resformer'"):
         crosslayer.compare(folders, baseline="resfromer")
     with pytest.raises(ValueError, match="`seeds` is for a recipe"):
         crosslayer.compare(folders, seeds=3)
-    assert crosslayer.compare(folders, baseline="resformer").outcomes[0].arm == "vanilla"
+    assert crosslayer.compare(folders, baseline="resformer").outcomes[0].variant == "vanilla"
 
 
 def test_labels_say_what_is_not_the_default():
-    arms = read_methods(
+    variants = read_methods(
         "vanilla, cla, {name: cla, group: 4}, [resformer, {name: cla, group: 4}], {name: attnres, block: 2}"
     )
     labels = ["vanilla", "cla", "cla(group=4)", "resformer+cla(group=4)", "attnres(block=2)"]
-    assert [label_of(arm) for arm in arms] == labels
+    assert [label_of(variant) for variant in variants] == labels
     assert read_methods([None, "cla"])[0] == [] and label_of([{"name": "mine.own", "a": "x"}]) == "mine.own(a=x)"
 
 
@@ -204,11 +206,11 @@ def test_wrong_methods_are_refused(methods, message):
 
 
 def test_the_command_reads_runs(tmp_path, capsys, monkeypatch):
-    written(tmp_path / "runs", *(run(arm, seed, 3.0) for arm in ("vanilla", "resformer") for seed in range(2)))
+    written(tmp_path / "runs", *(run(variant, seed, 3.0) for variant in ("vanilla", "resformer") for seed in range(2)))
     words = ["compare", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     assert type_in(monkeypatch, words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert json.loads(lines[-1])["results"][0]["arm"] == "resformer" and lines[-2].endswith("report.html")
+    assert json.loads(lines[-1])["results"][0]["variant"] == "resformer" and lines[-2].endswith("report.html")
     assert crosslayer.load_result(tmp_path / "out").command.startswith("crosslayer compare")
     assert type_in(monkeypatch, words) == 2 and "exists; give another name, or --force" in capsys.readouterr().err
     assert type_in(monkeypatch, [*words, "--force"]) == 0

@@ -26,7 +26,7 @@ RECIPE = {
     "data": {"length": 32},
     "schedule": {"steps": 6},
     "train": {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True},
-    "eval": {"every": 3, "windows": 2, "looks": 1},
+    "eval": {"every": 3, "windows": 2, "snapshots": 1},
 }
 METHODS = "vanilla, svformer"
 RUNS = ["svformer-0", "svformer-1", "vanilla-0", "vanilla-1"]
@@ -63,7 +63,9 @@ def whole(recipe, tmp_path_factory):
 @pytest.fixture
 def planted(whole, monkeypatch):
     """Instead of training save a run that is there, as if it was of the recipe; `losses` are at its end, by method."""
-    vanilla, svformer = (crosslayer.load_result(whole[1] / "runs" / f"{arm}-0") for arm in ("vanilla", "svformer"))
+    vanilla, svformer = (
+        crosslayer.load_result(whole[1] / "runs" / f"{variant}-0") for variant in ("vanilla", "svformer")
+    )
     losses = {}
 
     def train(recipe, place, **options):
@@ -107,12 +109,12 @@ def no_training(monkeypatch):
 def test_the_grid_is_trained_and_compared(whole):
     result, folder = whole
     assert sorted(place.name for place in (folder / "runs").iterdir()) == RUNS
-    assert {(part.arm, part.seed) for part in result.runs} == {(a, s) for a in METHODS.split(", ") for s in (0, 1)}
+    assert {(part.variant, part.seed) for part in result.runs} == {(a, s) for a in METHODS.split(", ") for s in (0, 1)}
     (outcome,) = result.outcomes
     losses = {name: crosslayer.load_result(folder / "runs" / name).final_loss for name in RUNS}
     differences = [losses[f"svformer-{seed}"] - losses[f"vanilla-{seed}"] for seed in (0, 1)]
     assert np.allclose(outcome.final.values, differences) and outcome.final.interval is None
-    assert len(outcome.curve.steps) == 6 and result.runs[0].glances[-1].first_token_share > 0
+    assert len(outcome.curve.steps) == 6 and result.runs[0].snapshots[-1].first_token_share > 0
     assert crosslayer.load_result(folder) == result
     assert crosslayer.compare([folder]).outcomes == result.outcomes  # its runs, read again
 
@@ -185,7 +187,7 @@ def test_an_option_that_no_record_can_hold_is_refused(monkeypatch):
         ({"methods": "vanilla, resfromer"}, "did you mean 'resformer'?"),
         ({"methods": "vanilla"}, "there is nothing beside vanilla"),
         ({"methods": "vanilla, {name: cla, group: 5}"}, "cla(group=5): --set model.method="),
-        ({"baseline": "resfromer"}, "`baseline` is 'resfromer', which is no arm"),
+        ({"baseline": "resfromer"}, "`baseline` is 'resfromer', which is no variant"),
         ({"seeds": 0}, "`seeds` is 0; it must be at least 1"),
         ({"smooth": 0}, "`smooth` is 0; it must be at least 1 step"),
         ({"budget": "tim=60"}, "`budget` is 'tim=60'; write for example time=60, in seconds: did you mean 'time'?"),
@@ -250,7 +252,7 @@ def test_a_baseline_that_diverges_is_said(recipe, tmp_path):
     assert message.startswith("there is nothing to compare with vanilla, since these runs stopped: vanilla-0: the loss")
     assert "; svformer-0: the loss" in message and "\n" not in message
     result = crosslayer.compare(**options, resume=True)
-    assert result.stopped == {} and [part.arm for part in result.runs] == METHODS.split(", ")
+    assert result.stopped == {} and [part.variant for part in result.runs] == METHODS.split(", ")
     assert json.loads((tmp_path / "out" / "grid.json").read_text())["stopped"] == {}
 
 
@@ -281,11 +283,13 @@ def test_a_budget_of_flops(recipe, tmp_path):
     told = [what for what, _ in meter.works]
     assert told[:2] == ["measuring a step of vanilla", "measuring a step of cla"]
     assert told[2].startswith("run 1 of 2, vanilla-0: ") and told[-1].startswith("run 2 of 2, cla-0: ")
-    spent = {part.arm: part.flops_per_token * part.tokens for part in flops.runs}
+    spent = {part.variant: part.flops_per_token * part.tokens for part in flops.runs}
     for part in flops.runs:
         step = part.flops_per_token * part.tokens / part.steps
-        assert 4e7 - step < spent[part.arm] <= 4e7
-    assert json.loads((tmp_path / "flops" / "grid.json").read_text())["steps"] == {p.arm: p.steps for p in flops.runs}
+        assert 4e7 - step < spent[part.variant] <= 4e7
+    assert json.loads((tmp_path / "flops" / "grid.json").read_text())["steps"] == {
+        p.variant: p.steps for p in flops.runs
+    }
     again = crosslayer.compare([tmp_path / "flops"])
     assert again.budget == flops.budget and again.outcomes == flops.outcomes and again.settings == flops.settings
 
@@ -297,7 +301,7 @@ def test_a_budget_of_time_is_measured_once(recipe, tmp_path, monkeypatch):
     first = crosslayer.compare(**options)
     assert set(first.budget.step_seconds) == {"vanilla", "svformer"}
     for part in first.runs:
-        assert part.steps == int(0.3 / first.budget.step_seconds[part.arm])
+        assert part.steps == int(0.3 / first.budget.step_seconds[part.variant])
         assert part.seconds < time.perf_counter() - started
     monkeypatch.setattr(module, "train", None)
     assert crosslayer.compare(**options, resume=True).budget == first.budget

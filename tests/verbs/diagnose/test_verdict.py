@@ -97,11 +97,11 @@ def test_similar_groups_join_the_most_similar():
 
 
 @given(st.integers(2, 12), st.integers(0, 11), st.randoms(use_true_random=False))
-def test_similar_groups_are_contiguous_and_have_the_asked_followers(layers, followers, random):
+def test_similar_groups_are_contiguous_and_have_the_asked_readers(layers, readers, random):
     matrix = np.array([[random.random() for _ in range(layers)] for _ in range(layers)])
-    groups = similar_groups((matrix + matrix.T) / 2, [FULL] * layers, followers)
+    groups = similar_groups((matrix + matrix.T) / 2, [FULL] * layers, readers)
     assert all(group == list(range(group[0], group[-1] + 1)) for group in groups)
-    assert sum(len(group) - 1 for group in groups) == min(followers, layers - 1)
+    assert sum(len(group) - 1 for group in groups) == min(readers, layers - 1)
 
 
 def test_ranges():
@@ -124,10 +124,10 @@ def test_the_blocks_of_both_rules_are_said_with_what_they_keep():
     candidates = verdict(measures(16, blocks), [FULL] * 16, 512)
     by_depth, by_similarity = (one for one in words(candidates) if one.startswith("Superblocks"))
     assert "top half" in by_depth and "[8-11] [12-15]" in by_depth
-    assert "6 followers" in by_similarity and "[0-1] [2-3]" in by_similarity
+    assert "6 readers" in by_similarity and "[0-1] [2-3]" in by_similarity
     for entry in candidates.cache.by_depth.kept:
         assert f"{entry.share:.2%} ({entry.title})" in by_depth and entry.title in by_similarity
-    shapes = [SLIDING] * 4 + [FULL] * 4  # as many followers, of smaller layers
+    shapes = [SLIDING] * 4 + [FULL] * 4  # as many readers, of smaller layers
     blocks = np.kron(np.eye(2), np.array([[1.0, 0.9], [0.9, 1.0]]).repeat(2, 0).repeat(2, 1))
     blocks[4:, 4:] = np.eye(4)
     candidates = verdict(measures(8, blocks), shapes, 512)

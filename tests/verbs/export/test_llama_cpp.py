@@ -78,12 +78,12 @@ def test_smollm2_without_attention_is_ours(tmp_path):
     """In 30 layers, one with W_c alone in the place of attention, and one without either."""
     model, tokenizer = crosslayer.load_model("smollm2", dtype="float32")
     compensated = {"name": "drop", "attention": [20, 25], "compensation": "attention"}
-    rewired = crosslayer.rewire(model, compensated, fit="zero").model
-    weight = rewired.model.layers[20].attn_compensation.weight
+    converted = crosslayer.convert(model, compensated, fit="zero").model
+    weight = converted.model.layers[20].attn_compensation.weight
     with torch.no_grad():
         weight.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
-    crosslayer.export(rewired, tmp_path / "out", tokenizer, to="gguf")
+    crosslayer.export(converted, tmp_path / "out", tokenizer, to="gguf")
     ids = tokenizer(TEXTS[1]).input_ids
     (answer,) = by_llama_cpp([{"file": str(tmp_path / "out" / "model.gguf"), "ids": ids, "texts": TEXTS}])
-    assert gap(answer, rewired, ids) < TOLERANCE
+    assert gap(answer, converted, ids) < TOLERANCE
     assert answer["ids"] == tokenizer(TEXTS).input_ids

@@ -49,7 +49,7 @@ def test_hidden_numbers_are_asked_for_before_and_after_each_stage(tmp_path, undr
     recipe = recipe_in(tmp_path, stages=[stage], objective={"loss": "distill"}, eval=evaluation)
     recovery = healed(tmp_path, "zero", tmp_path, recipe)
     model, tokenizer = crosslayer.load_model(str(tmp_path / "out" / "zero" / "model"))
-    assert recovery.arms[0].states[1].needles == look_up(model, tokenizer)
+    assert recovery.variants[0].states[1].needles == look_up(model, tokenizer)
     assert [lookup.length for lookup in recovery.untrained_original.needles] == [512]
     said = recovery.sentences()[0]
     assert (
@@ -57,7 +57,7 @@ def test_hidden_numbers_are_asked_for_before_and_after_each_stage(tmp_path, undr
     )
     (tmp_path / "none").mkdir()
     without = healed(tmp_path, "zero", tmp_path / "none", recipe, settings=["eval.needles=false"])
-    assert without.arms[0].states[1].needles == () and "hidden" not in without.sentences()[0]
+    assert without.variants[0].states[1].needles == () and "hidden" not in without.sentences()[0]
 
 
 def windows_of(base, recipe, tokenizer):
@@ -95,21 +95,21 @@ def test_stage_2_changes_every_weight(whole):
 def test_a_retrofit_without_w_c_skips_stage_1(base, whole):
     recovery, folder = whole
     for name in ("without", "shorter"):
-        arm = next(arm for arm in recovery.arms if arm.name == name)
-        assert arm.states[1].skipped == "there is no W_c" and arm.states[1].run is None
+        variant = next(variant for variant in recovery.variants if variant.name == name)
+        assert variant.states[1].skipped == "there is no W_c" and variant.states[1].run is None
         assert not (folder / name / "stage-1").exists()
-        assert arm.states[1].domains[0].damage == arm.states[0].domains[0].damage
-        assert arm.states[1].domains[0].kl_change.value == 0
+        assert variant.states[1].domains[0].damage == variant.states[0].domains[0].damage
+        assert variant.states[1].domains[0].kl_change.value == 0
         assert len(changed(base / name, folder / name / "stage-2" / "model")) > 10
 
 
 def test_what_was_trained_is_told(whole):
     recovery, _ = whole
-    first, second = (state.run for state in recovery.arms[0].states[1:])
+    first, second = (state.run for state in recovery.variants[0].states[1:])
     assert (first.trained, first.steps, first.planned, first.tokens) == (32 * 32, 4, 4, 4 * 4 * 32)
     assert second.steps == 5 and second.trained > 10_000 and second.curve.steps == [1, 2, 3, 4, 5]
     assert recovery.left_out == {}
-    states = [*recovery.arms[0].states, recovery.untrained_original, recovery.trained_original]
+    states = [*recovery.variants[0].states, recovery.untrained_original, recovery.trained_original]
     assert all(set(state.held_out) == {"web", "speeches"} for state in states)
     assert states[2].held_out["speeches"] < states[0].held_out["speeches"]
     assert second.curve.losses[-1] < second.curve.losses[0]
@@ -129,7 +129,7 @@ def test_the_record_has_what_a_measurement_of_the_saved_models_gives(base, whole
     models = {name: crosslayer.load_model(str(place))[0] for name, place in places.items()}
     runs = {name: logits_of(model) for name, model in models.items()}
     measured = losses(logits_of(original), runs, windows)
-    states = {state.name: state for state in recovery.arms[0].states} | {"trained": recovery.trained_original}
+    states = {state.name: state for state in recovery.variants[0].states} | {"trained": recovery.trained_original}
     for name, state in states.items():
         for domain in state.domains:
             expected = measured[name].of(domain.name)
@@ -155,8 +155,8 @@ def test_the_order_is_that_of_the_last_states(whole):
     recovery, _ = whole
     assert tuple(recovery.order) == recovery.domains
     for number, places in enumerate(recovery.order.values()):
-        ends = {arm.name: arm.states[-1].domains[number].damage.kl for arm in recovery.arms}
-        assert [place.arm for place in places] == sorted(ends, key=ends.__getitem__)
+        ends = {variant.name: variant.states[-1].domains[number].damage.kl for variant in recovery.variants}
+        assert [place.variant for place in places] == sorted(ends, key=ends.__getitem__)
         assert [place.kl for place in places] == pytest.approx(sorted(ends.values()))
 
 
@@ -245,14 +245,14 @@ def test_stages_that_end_early_say_so_and_the_original_trains_to_the_last_step(b
     """The next stage goes on from the model of the one that ended early."""
     early = "stop={smoothing: 0, patience: 1, least: 0.9}"
     recovery = healed(base, "fitted", tmp_path, settings=[f"stages.0.{early}", f"stages.1.{early}"])
-    first, second = (state.run for state in recovery.arms[0].states[1:])
+    first, second = (state.run for state in recovery.variants[0].states[1:])
     assert (first.steps, first.planned, first.curve.steps, second.steps) == (2, 4, [1, 2], 2)
     assert recovery.trained_original.run.steps == 5
     page, words = recovery.page(), " ".join(recovery.sentences())
     assert "2 steps of 4, ended early" in page and "Tokens read" in page
     assert "original trained as the last stage, 640 tokens" in page
     assert "trained as the last stage, 640 tokens" in words and "fitted 512." in words
-    assert tokens_read(recovery.arms[0]) == [256, 256]
+    assert tokens_read(recovery.variants[0]) == [256, 256]
     stage = tmp_path / "out" / "fitted" / "stage-1" / "model"
     assert len(changed(base / "fitted", stage)) == 1 and (recovery.kl[0, 1] != recovery.kl[0, 0]).all()
 
@@ -276,16 +276,16 @@ def test_a_retrofit_that_diverges_stops_alone(base, tmp_path, monkeypatch, undra
     with monkeypatch.context() as patch:
         patch.setattr(stages, "CrossLayerTrainer", diverging("fitted/stage-1"))
         recovery = healed(base, "fitted without", tmp_path)
-    first, second = recovery.arms[0].states[1:]
+    first, second = recovery.variants[0].states[1:]
     assert first.stopped.startswith("the loss is nan at step 2") and first.run is None
     assert second.skipped == "stage 1 stopped" and second.domains[0].damage == first.domains[0].damage
-    assert recovery.arms[1].states[2].run.steps == 5 and recovery.trained_original.run.steps == 5
+    assert recovery.variants[1].states[2].run.steps == 5 and recovery.trained_original.run.steps == 5
     assert "Stopped: fitted, stage 1: the loss is nan at step 2" in recovery.page()
     assert not changed(base / "fitted", folder / "fitted" / "model")
     assert "trained nothing in this model" in (folder / "fitted" / "model" / "README.md").read_text()
     assert "was trained after the retrofit" in (folder / "without" / "model" / "README.md").read_text()
     again = healed(base, "fitted without", tmp_path, resume=True)
-    assert again.arms == recovery.arms
+    assert again.variants == recovery.variants
 
 
 @pytest.mark.slow
@@ -414,7 +414,7 @@ def test_a_plain_model_of_ours_is_retrofitted_and_healed_as_it_is(base, tmp_path
         )
         for at, original in ((base, "original"), (tmp_path, "ours"))
     ]
-    first, second = (end.arms[0].states[-1].domains for end in ends)
+    first, second = (end.variants[0].states[-1].domains for end in ends)
     assert [domain.damage.kl for domain in first] == pytest.approx([domain.damage.kl for domain in second], rel=1e-5)
 
 
@@ -425,6 +425,6 @@ def test_responses_alone(base, tmp_path, undrawn):
         tmp_path, data={"length": 256, "domains": [domain]}, objective={"loss": "response"}, baseline=False
     )
     recovery = healed(base, "fitted", tmp_path, recipe)
-    assert recovery.left_out == {"say": 0} and set(recovery.arms[0].states[2].held_out) == {"say"}
+    assert recovery.left_out == {"say": 0} and set(recovery.variants[0].states[2].held_out) == {"say"}
     assert dict(zip(recovery.domains, recovery.seen.tolist(), strict=True)) == {"web": False, "code": True}
     assert recovery.domains[0] == "web"

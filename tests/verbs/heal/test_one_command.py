@@ -1,4 +1,4 @@
-"""`crosslayer retrofit --heal`: rewired, measured, trained and measured again by a single command."""
+"""`crosslayer retrofit --heal`: converted, measured, trained and measured again by a single command."""
 
 import pytest
 
@@ -19,13 +19,13 @@ def words(tmp_path):
 
 def test_a_retrofit_and_its_recovery_stand_side_by_side(words, tmp_path, monkeypatch, capsys):
     assert type_in(monkeypatch, words) == 0
-    receipt, recovery = (crosslayer.load_result(tmp_path / name) for name in ("small", "small-healed"))
-    assert receipt.kv_share == 0.75 and [arm.name for arm in recovery.arms] == ["small"]
-    assert recovery.arms[0].states[1].run.steps == 2
+    report, recovery = (crosslayer.load_result(tmp_path / name) for name in ("small", "small-healed"))
+    assert report.kv_share == 0.75 and [variant.name for variant in recovery.variants] == ["small"]
+    assert recovery.variants[0].states[1].run.steps == 2
     model, _ = crosslayer.load_model(str(tmp_path / "small-healed" / "small" / "model"))
-    assert model.config.plan == receipt.plan
+    assert model.config.plan == report.plan
     printed = capsys.readouterr().out
-    assert receipt.sentences()[0] in printed and recovery.sentences()[0] in printed
+    assert report.sentences()[0] in printed and recovery.sentences()[0] in printed
 
 
 def test_what_is_wrong_with_the_recipe_is_said_before_anything_is_loaded(words, tmp_path, monkeypatch, capsys):

@@ -114,7 +114,7 @@ def test_another_original_of_the_same_shape_is_refused(base, tmp_path):
 
 def test_the_digest_of_a_retrofit_tells_originals_apart(base, tmp_path):
     retrofit = open_retrofits([base / "without"], str(base / "original"))[0][0]
-    copy = Retrofit(tmp_path, retrofit.receipt)
+    copy = Retrofit(tmp_path, retrofit.report)
     weights = load_file(retrofit.folder / "model.safetensors")
     save_file(weights, tmp_path / "model.safetensors")
     assert copy.digest() == retrofit.digest()
@@ -141,11 +141,11 @@ def test_what_is_no_retrofit_is_refused(base, tmp_path):
         open_retrofits([])
     with pytest.raises(ValueError, match="retrofit 'nowhere' is no folder"):
         open_retrofits([tmp_path / "nowhere"])
-    with pytest.raises(ValueError, match="'original' is no retrofit with its receipt: 'original' holds no record.json"):
+    with pytest.raises(ValueError, match="'original' is no retrofit with its report: 'original' holds no record.json"):
         open_retrofits([original])
     with pytest.raises(ValueError, match="the name 'without' is taken in the result; rename that folder"):
         open_retrofits([base / "without", base / "without"], original)
-    with pytest.raises(ValueError, match="the receipt's original cannot be opened, name it with `original`"):
+    with pytest.raises(ValueError, match="the report's original cannot be opened, name it with `original`"):
         open_retrofits([base / "without"])
     with pytest.raises(ValueError, match="'without' comes from vocab_size 258, and 'smollm2' has 49152: another model"):
         open_retrofits([base / "without"], "smollm2")

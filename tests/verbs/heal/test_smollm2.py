@@ -11,11 +11,11 @@ SMOKE = Path(__file__).parents[3] / "recipes" / "heal-smoke.yaml"
 
 @pytest.mark.slow
 def test_a_retrofit_of_smollm2_recovers(tmp_path):
-    receipt = crosslayer.retrofit("smollm2", method="uniattn", compensation="zero", windows=96, length=32)
-    receipt.save(tmp_path / "small")
+    report = crosslayer.retrofit("smollm2", method="uniattn", compensation="zero", windows=96, length=32)
+    report.save(tmp_path / "small")
     recovery = crosslayer.heal([tmp_path / "small"], SMOKE, tmp_path / "out", settings=["train.bf16=true"])
     assert recovery.original == "smollm2" and not recovery.seen.any()
-    _, first, second = recovery.arms[0].states
+    _, first, second = recovery.variants[0].states
     assert first.domains[0].kl_change.ci95[1] < 0 and second.domains[0].kl_change.ci95[1] < 0
-    assert recovery.arms[0].states[0].held_out["web"] > second.held_out["web"]
+    assert recovery.variants[0].states[0].held_out["web"] > second.held_out["web"]
     assert first.run.trained == 9 * 576**2

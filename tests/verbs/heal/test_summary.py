@@ -34,13 +34,13 @@ def test_retrofits_are_ordered_by_domain_and_each_is_paired_with_the_one_before(
     summary = Summary(("web", "code"), frozenset(), ends["low"], 0)
     order = summary.order(ends)
     assert list(order) == ["web", "code"]
-    assert [place.arm for place in order["web"]][0] == "high" and order["web"][0].over_previous is None
+    assert [place.variant for place in order["web"]][0] == "high" and order["web"][0].over_previous is None
     second, last = order["code"][1:]
-    assert {order["code"][0].arm, second.arm} == {"low", "alike"} and last.arm == "high"
+    assert {order["code"][0].variant, second.variant} == {"low", "alike"} and last.variant == "high"
     low, high = second.over_previous.ci95
     assert low < 0 < high
     rows = slice(0, 16)
-    expected = (ends["high"].kl[rows] - ends[second.arm].kl[rows]).mean()
+    expected = (ends["high"].kl[rows] - ends[second.variant].kl[rows]).mean()
     assert last.over_previous.value == pytest.approx(expected)
     assert last.kl == pytest.approx(ends["high"].kl[rows].mean())
     low, high = last.over_previous.ci95

@@ -1,4 +1,4 @@
-"""The windows that judge: those of the receipt, and none that anything was fitted to."""
+"""The windows that judge: those of the report, and none that anything was fitted to."""
 
 import json
 
@@ -12,7 +12,7 @@ from crosslayer.verbs.heal.recipe import load_heal_recipe
 from crosslayer.verbs.heal.retrofits import open_retrofits
 from crosslayer.verbs.heal.windows import judging
 from crosslayer.verbs.retrofit.request import Request
-from crosslayer.verbs.retrofit.result import Receipt
+from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.retrofit.texts import Texts
 from tests.helpers.recovery import healed, recipe_in
 
@@ -30,26 +30,26 @@ def judged(base, folder, evaluation, *names):
     return judging(recipe, retrofits).windows(recipe, tokenizer)
 
 
-def receipts_parts(base, name):
-    """The windows of a receipt, cut as the retrofit cut them."""
+def report_parts(base, name):
+    """The windows of a report, cut as the retrofit cut them."""
     (retrofit,), tokenizer = opened(base, name)
     code = {"code": list(embedded_domains(["code"])["code"])}
-    return Texts(code, ("code",), ("code",)).windows(tokenizer, Request(retrofit.receipt.settings))
+    return Texts(code, ("code",), ("code",)).windows(tokenizer, Request(retrofit.report.settings))
 
 
-def test_without_a_word_of_the_recipe_the_damage_before_is_the_receipts_own(base, tmp_path):
+def test_without_a_word_of_the_recipe_the_damage_before_is_the_reports_own(base, tmp_path):
     recipe = recipe_in(tmp_path, stages=[STAGE], eval={"held_out": 1}, baseline=False, seed=5)
     recovery = healed(base, "fitted", tmp_path, recipe)
-    receipt = crosslayer.load_result(base / "fitted")
-    assert isinstance(receipt, Receipt)
+    report = crosslayer.load_result(base / "fitted")
+    assert isinstance(report, RetrofitReport)
     assert recovery.domains == ("code",) and (recovery.windows, recovery.length) == (16, 24)
-    before, own = recovery.arms[0].states[0].domains[0].damage, receipt.damage.domains[0]
+    before, own = recovery.variants[0].states[0].domains[0].damage, report.damage.domains[0]
     for name in ("kl", "kl_ci95", "ratio", "ratio_ci95", "perplexity_after"):
         assert vars(before)[name] == pytest.approx(vars(own)[name], rel=1e-5), name
 
 
 def test_more_windows_leave_those_out_that_were_fitted_to(base, tmp_path):
-    parts = receipts_parts(base, "fitted")
+    parts = report_parts(base, "fitted")
     ids = judged(base, tmp_path, {"domains": ["code"], "windows": 64}, "fitted").ids
     fitted = {tuple(window) for window in parts["calibration"].ids.tolist()}
     assert ids.shape == (64, 24) and torch.equal(ids[:16], parts["evaluation"].ids)
@@ -58,7 +58,7 @@ def test_more_windows_leave_those_out_that_were_fitted_to(base, tmp_path):
     assert torch.equal(together, ids)
 
 
-def test_shorter_windows_begin_as_the_receipts_and_longer_ones_are_refused(base, tmp_path):
+def test_shorter_windows_begin_as_the_reports_and_longer_ones_are_refused(base, tmp_path):
     ids = judged(base, tmp_path, {"domains": ["code"], "windows": 64, "length": 20}, "fitted").ids
     assert torch.equal(ids, judged(base, tmp_path, {"domains": ["code"], "windows": 64}, "fitted").ids[:, :20])
     with pytest.raises(
@@ -84,9 +84,9 @@ def test_retrofits_that_were_judged_otherwise_are_refused(option, value, evaluat
     other.mkdir()
     for file in ("config.json", "model.safetensors"):
         (other / file).symlink_to(base / "without" / file)
-    receipt = json.loads((base / "without" / "record.json").read_text())
-    (receipt if option == "judged" else receipt["settings"])[option] = value
-    (other / "record.json").write_text(json.dumps(receipt))
+    report = json.loads((base / "without" / "record.json").read_text())
+    (report if option == "judged" else report["settings"])[option] = value
+    (other / "record.json").write_text(json.dumps(report))
     retrofits, _ = open_retrofits([base / "without", other], str(base / "original"))
     recipe = load_heal_recipe(recipe_in(tmp_path, eval=evaluation))
     if message is None:
@@ -99,8 +99,8 @@ def test_retrofits_that_were_judged_otherwise_are_refused(option, value, evaluat
 
 def test_a_text_of_ones_own_needs_a_domain_to_judge_on(base, tmp_path):
     retrofits, _ = opened(base, "without")
-    receipt = retrofits[0].receipt.model_copy(update={"judged": ["own.txt"]})
-    own = type(retrofits[0])(retrofits[0].folder, receipt)
+    report = retrofits[0].report.model_copy(update={"judged": ["own.txt"]})
+    own = type(retrofits[0])(retrofits[0].folder, report)
     with pytest.raises(
         ValueError, match=r"'without' was judged on 'own.txt', which is no embedded domain; name eval.dom"
     ):

@@ -98,13 +98,13 @@ def test_scan_controls_and_what_is_left_alone():
     assert np.allclose(result.scan_attention[1, :2], result.attention_received[0, :2], atol=1e-12)
     gaps = np.abs(result.scan[1].hidden_norm_ratio.array - result.hidden_norm_ratio[0])
     assert gaps[:2].max() < 1e-12 and gaps[2] > 1e-3  # entering the layers up to the changed one, and the next
-    places = {place.position: place for place in result.places}
-    roles = [place.role for place in result.places]
-    assert places[0].role == "first token" and roles.count("left alone") == 2
+    changes = {change.position: change for change in result.positions}
+    roles = [change.role for change in result.positions]
+    assert changes[0].role == "first token" and roles.count("left alone") == 2
     for control in result.controls:
-        place = places[control.position]
-        assert place.role == "left alone"
-        start = place.attention_received.before.array
+        change = changes[control.position]
+        assert change.role == "left alone"
+        start = change.attention_received.before.array
         assert np.allclose(control.before.attention_received.array, start, atol=1e-12)
     before, after = result.loss_behind
     assert result.main.loss_behind.difference.mean == pytest.approx(after - before)
@@ -117,7 +117,7 @@ def test_swaps_are_controlled_by_random_content():
     swap, token = result.controls[0].interventions
     assert swap.position == K == result.controls[0].position and token.token == "random"
     assert result.controls[0].before.attention_received == result.main.attention_received.before
-    assert [place.role for place in result.places] == ["intervened", "intervened", "first token", "left alone"]
+    assert [place.role for place in result.positions] == ["intervened", "intervened", "first token", "left alone"]
     draw = np.random.default_rng(0)  # 500 of 64 rows: the position's own and the one under test would come
     drawn = {elsewhere(model, PositionSwap(K, 0), 1, T, draw).source for _ in range(500)}
     assert not drawn & {0, K} and len(drawn) > 50
@@ -178,7 +178,7 @@ def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_p
         assert typed_interventions(file=str(file)) == result.interventions
     again = intervene("minilm", interventions=result.interventions, sequences=2, length=64, probes=1)
     assert again.interventions == result.interventions
-    assert again.places == result.places and again.controls == result.controls
+    assert again.positions == result.positions and again.controls == result.controls
 
 
 def test_flex_attention_is_refused_by_a_line_before_anything_runs():
@@ -235,12 +235,12 @@ def test_positions_far_apart_are_shifted_alike():
     for control in result.controls:
         first, second = control.interventions[0].positions
         assert (second - first) % 197 == 140 and control.position == first
-    assert [place.position for place in result.places][:4] == [10, 150, 90, 0]
+    assert [place.position for place in result.positions][:4] == [10, 150, 90, 0]
 
 
 def test_layers_without_attention_are_not_scanned():
     plain = tiny("llama", num_hidden_layers=6)
-    model = crosslayer.rewire(plain, {"name": "drop", "attention": (0, 3)}).model
+    model = crosslayer.convert(plain, {"name": "drop", "attention": (0, 3)}).model
     result = intervene(model, tokens(), interventions=[waiver(K)])
     assert [trial.layers for trial in result.scan] == [[], [1], [1, 2], [2, 4, 5], [1, 2, 4, 5]]
     assert result.main.attention_received.after.mean[0] is None
@@ -274,19 +274,19 @@ def test_a_result_is_saved_and_loaded_again_equal(tmp_path):
     page = result.save(tmp_path / "out")
     assert page == tmp_path / "out" / "report.html" and page.read_text() == result.page()
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert record == result.record() and record["schema"] == "crosslayer/intervene/3"
+    assert record == result.record() and record["schema"] == "crosslayer/intervene/4"
     again = Effect.from_record(record)
     assert again == result and again.page() == result.page() and again.headline() == result.headline()
     assert again.interventions == changes and again.settings.text is None and again.command is None
     assert "srcdoc" in result._repr_html_()
     assert ["seconds", f"{result.seconds:.1f}"] in result.made_with()[2]
     assert crosslayer.load_result(tmp_path / "out") == result
-    with pytest.raises(ValueError, match="'crosslayer/intervention/2'; this release reads crosslayer/intervene/3"):
+    with pytest.raises(ValueError, match="'crosslayer/intervention/2'; this release reads crosslayer/intervene/4"):
         Effect.from_record({**record, "schema": "crosslayer/intervention/2"})
-    for broken in ({"places": []}, {"colour": 1}, {"model": {**record["model"], "layers": 4}}):
+    for broken in ({"positions": []}, {"colour": 1}, {"model": {**record["model"], "layers": 4}}):
         with pytest.raises(ValidationError):
             Effect.from_record({**record, **broken})
-    record["places"][0]["attention_received"]["after"]["mean"][1] = "much"
+    record["positions"][0]["attention_received"]["after"]["mean"][1] = "much"
     with pytest.raises(ValidationError, match="else than numbers"):
         Effect.from_record(record)
 
@@ -322,7 +322,7 @@ def test_texts_and_plain_entries_are_taken_too():
     result = intervene(model, documents, tokenizer(), interventions=[to_entry(waiver(K))], scan="none", **options)
     ids = packed(documents, tokenizer(), **options).ids
     same = intervene(model, ids, interventions=[waiver(K)], scan="none", seed=4)
-    assert result.places == same.places and result.controls == same.controls
+    assert result.positions == same.positions and result.controls == same.controls
     assert (result.settings.text, result.settings.documents) == ("own texts", [0, 0, 0])
     assert (same.settings.text, same.settings.documents, same.settings.bos) == (None, [], None)
     assert (same.settings.sequences, same.settings.length) == (3, 16)

@@ -1,4 +1,4 @@
-"""The forty numbers of a receipt are those that `crosslayer needles` asks for."""
+"""The forty numbers of a report are those that `crosslayer needles` asks for."""
 
 import torch
 

@@ -30,7 +30,7 @@ def ids(seed):
 
 
 @pytest.fixture(scope="module")
-def receipt():
+def report():
     model = tiny("llama", dtype=torch.float32, num_hidden_layers=6)
     texts = {"notes": ids(0), "org/wiki/en/test": ids(1)}
     options = {"calibration_text": {"docs": ids(2)}, "calibration": 16, "windows": 32, "length": LENGTH}
@@ -38,9 +38,9 @@ def receipt():
 
 
 @pytest.fixture
-def small(receipt, tmp_path):
+def small(report, tmp_path):
     """The folder of a retrofit."""
-    receipt.save(tmp_path / "small")
+    report.save(tmp_path / "small")
     return tmp_path / "small"
 
 
@@ -71,22 +71,22 @@ def test_the_repository_holds_the_folder(hub, small, tmp_path):
     assert crosslayer.load_result(clone) == crosslayer.load_result(small)
 
 
-def test_the_card_tells_what_it_costs_and_how_it_came_about(hub, small, receipt):
+def test_the_card_tells_what_it_costs_and_how_it_came_about(hub, small, report):
     card = crosslayer.push(small, "me/tiny-cla").card
     assert hub.repos["me/tiny-cla"]["README.md"].decode() == card
     assert 'from_pretrained("me/tiny-cla")' in card and "FOLDER" not in card and "crosslayer.retrofit(" in card
-    worst = receipt.damage.domains[0]
+    worst = report.damage.domains[0]
     row = next(line for line in card.splitlines() if line.startswith(f"| {worst.name} | no |"))
     assert f"{worst.perplexity_after:.2f} | {worst.ratio:.3f} (" in row
-    assert receipt.plan.diagram() in card
+    assert report.plan.diagram() in card
     data = ModelCard(card).data
     assert data.tags == ["crosslayer", "cla"] and data.base_model is None
     found = {result.dataset_name: result.metric_value for result in data.eval_results}
-    assert found == {domain.name: round(domain.perplexity_after, 4) for domain in receipt.damage.domains}
+    assert found == {domain.name: round(domain.perplexity_after, 4) for domain in report.damage.domains}
 
 
 @pytest.mark.slow
-def test_the_card_says_what_the_original_is_and_how_the_model_is_used(hub, small, receipt):
+def test_the_card_says_what_the_original_is_and_how_the_model_is_used(hub, small, report):
     card = crosslayer.push(small, "me/tiny-cla").card
     assert ModelCard(card).data.pipeline_tag == "text-generation"
     use = card.partition("## Use\n\n")[2].partition("\n## ")[0]
@@ -99,17 +99,17 @@ def test_the_card_says_what_the_original_is_and_how_the_model_is_used(hub, small
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     (small / "tokenizer.json").unlink()
-    assert "AutoTokenizer" not in _card(small, "me/tiny-cla", receipt, digest(small / "README.md"))
+    assert "AutoTokenizer" not in _card(small, "me/tiny-cla", report, digest(small / "README.md"))
 
 
-def test_datasets_of_the_hub_get_evaluation_results(hub, small, receipt):
+def test_datasets_of_the_hub_get_evaluation_results(hub, small, report):
     crosslayer.push(small, "me/tiny-cla")
     text = hub.repos["me/tiny-cla"][".eval_results/crosslayer.yaml"].decode()
     (entry,) = parse_eval_result_entries(yaml.safe_load(text))
-    domain = next(domain for domain in receipt.damage.domains if domain.name == "org/wiki/en/test")
+    domain = next(domain for domain in report.damage.domains if domain.name == "org/wiki/en/test")
     assert (entry.dataset_id, entry.task_id, entry.value) == ("org/wiki", "en", round(domain.perplexity_after, 4))
     assert f"perplexity of {domain.windows} windows of {LENGTH} tokens of the split test" in entry.notes
-    assert eval_entries(receipt) == [entry]
+    assert eval_entries(report) == [entry]
 
 
 def test_a_dry_run_asks_nobody(hub, small, monkeypatch, capsys):
@@ -187,8 +187,8 @@ def test_the_command_takes_the_server_from_the_environment(small):
         assert "model.safetensors" in hub.repos["me/tiny-cla"] and hub.private["me/tiny-cla"] is True
 
 
-def test_a_healed_models_folder_keeps_its_note(hub, small, receipt):
-    """Its receipt lies there under another name, and its card says that the figures are older than the training."""
+def test_a_healed_models_folder_keeps_its_note(hub, small, report):
+    """Its report lies there under another name, and its card says that the figures are older than the training."""
     (small / "record.json").rename(small / "retrofit.json")
     card = (small / "README.md").read_text()
     (small / "README.md").write_text(card.replace("\n\n# ", "\n\n> trained since.\n\n# ", 1))

@@ -10,8 +10,8 @@ from crosslayer.core.decoder.modeling import masks_of
 from crosslayer.core.methods import load_method
 from crosslayer.probe.what_if import what_if
 from crosslayer.verbs.retrofit.calibrate import calibrate
+from crosslayer.verbs.retrofit.convert import convert, convert_weights
 from crosslayer.verbs.retrofit.moments import Moments, check_enough
-from crosslayer.verbs.retrofit.rewire import convert, rewire
 from tests.helpers.tiny import VOCABULARY, tiny
 
 METHODS = {
@@ -34,7 +34,7 @@ def text(sequences=24, length=12):
 
 
 def fitted(source, name, fit, ids, groups=1):
-    plain, model = convert(source, []).model, convert(source, [load_method(METHODS[name])]).model
+    plain, model = convert_weights(source, []).model, convert_weights(source, [load_method(METHODS[name])]).model
     return model, calibrate(plain, model, ids, fit, groups)
 
 
@@ -66,7 +66,7 @@ def test_against_a_naive_loop_from_below(source, name):
     ids = text()
     target = "mlp" if name == "mlp" else "attention"
     model, fits = fitted(source, name, "lstsq", ids)
-    naive = convert(source, [load_method(METHODS[name])]).model
+    naive = convert_weights(source, [load_method(METHODS[name])]).model
     for fit in fits:
         seen = {}
 
@@ -136,23 +136,23 @@ def test_ridge_leaves_one_domain_out(source):
 def test_domains_are_text_like_any_other_but_for_the_penalty(source):
     ids = text()
     one, two = ({"a": ids[:10], "b": ids[10:]}, ids)
-    first, second = (rewire(source, METHODS["cla"], calibration=given, fit="lstsq").fits for given in (one, two))
+    first, second = (convert(source, METHODS["cla"], calibration=given, fit="lstsq").fits for given in (one, two))
     assert [fit.token_after for fit in first] == pytest.approx([fit.token_after for fit in second], rel=1e-9)
-    fits = rewire(source, METHODS["cla"], calibration=one, fit="layerwise").fits
+    fits = convert(source, METHODS["cla"], calibration=one, fit="layerwise").fits
     assert all(0 < fit.left_out < 2 and fit.penalty is not None for fit in fits)
     with pytest.raises(ValueError, match=r"sequences of equal length; its domains have \[8, 12\]"):
-        rewire(source, METHODS["cla"], calibration={"a": ids, "b": ids[:, :8]})
+        convert(source, METHODS["cla"], calibration={"a": ids, "b": ids[:, :8]})
 
 
 @pytest.mark.parametrize("name", ["uniattn", "drop", "mlp", "heads"])
 def test_layerwise_stands_for_what_was_taken_from_each_layer_alone(source, name):
-    """Against a naive loop: the original's layer on the rewired stream; what went wrong below is not W_c's business."""
+    """Against a naive loop: the original's layer on the converted stream; W_c does not mend what went wrong below."""
     ids = text()
     model, fits = fitted(source, name, "layerwise", ids)
-    naive = convert(source, [load_method(METHODS[name])]).model
+    naive = convert_weights(source, [load_method(METHODS[name])]).model
     for fit in fits:
         seen = {}
-        original, layer = (one.model.layers[fit.layer] for one in (convert(source, []).model, naive))
+        original, layer = (one.model.layers[fit.layer] for one in (convert_weights(source, []).model, naive))
         hooks = [layer.input_layernorm.register_forward_pre_hook(lambda _, args, s=seen: s.update(into=args[0]))]
         for key, one in (("wanted", original), ("reached", layer)):
             if name == "mlp":
@@ -199,8 +199,8 @@ def test_a_bias_is_least_squares_with_an_intercept(source, fit):
     """Against numpy's lstsq: on both models' streams from below, or each layer by itself on the original's (NBL)."""
     ids, ones = text(), np.ones((24 * 12, 1))
     entry = {**METHODS["drop"], "compensation_bias": True}
-    done = rewire(source, entry, calibration=ids, fit=fit)
-    naive, rewired = convert(source, [load_method(entry)]).model, done.model
+    done = convert(source, entry, calibration=ids, fit=fit)
+    naive, converted = convert_weights(source, [load_method(entry)]).model, done.model
     for fitted_layer, number in zip(done.fits, (2, 4), strict=True):
         normed, wanted = seen_in(source, source.model.layers[number], ids)
         if fit == "lmmse":
@@ -213,24 +213,25 @@ def test_a_bias_is_least_squares_with_an_intercept(source, fit):
         assert fitted_layer.token_after == pytest.approx(np.sqrt((rest**2).sum(1).mean()), rel=1e-6)
         assert fitted_layer.token_before == pytest.approx(np.sqrt((error**2).sum(1).mean()), rel=1e-6)
         assert abs(rest.mean(0)).max() < 1e-6  # an intercept leaves nothing of the mean
-        found = rewired.model.layers[number].compensation
+        found = converted.model.layers[number].compensation
         assert np.abs(found.weight.detach().numpy().T - solved[:-1]).max() < 1e-5
         assert np.abs(found.bias.detach().numpy() - solved[-1]).max() < 1e-5 < np.abs(solved[-1]).max()
         naive.model.layers[number].compensation.load_state_dict(found.state_dict())
     assert done.weights.new == [
         f"model.layers.{i}.attn_compensation.{part}" for i in (2, 4) for part in ("bias", "weight")
     ]
-    plain = rewire(source, METHODS["drop"], calibration=ids, fit=fit)
+    plain = convert(source, METHODS["drop"], calibration=ids, fit=fit)
     assert done.fits[0].token_after < plain.fits[0].token_after
 
 
 def test_lmmse_takes_each_layer_by_itself(source):
-    """What a layer lacks is what it alone lacks in the original: readers read lenders of the original's own stream."""
+    """What a layer lacks is what it alone lacks in the original: readers read sources of the original's own stream."""
     ids = text()
-    for fit, lender in zip(rewire(source, METHODS["cla"], calibration=ids, fit="lmmse").fits, (1, 3, 3), strict=True):
+    fits = convert(source, METHODS["cla"], calibration=ids, fit="lmmse").fits
+    for fit, read in zip(fits, (1, 3, 3), strict=True):
         layer = source.model.layers[fit.layer]
         _, wanted = seen_in(source, layer, ids)
-        with what_if(source, {"name": "kvsharer", "pairs": ((fit.layer, lender),)}):
+        with what_if(source, {"name": "kvsharer", "pairs": ((fit.layer, read),)}):
             _, reached = seen_in(source, layer, ids)
         assert fit.token_before == pytest.approx(np.sqrt(((wanted - reached) ** 2).sum(1).mean()), rel=1e-6)
 
@@ -247,8 +248,8 @@ def attention_output(model, number, ids):
 
 @pytest.mark.parametrize("name", ["heads", "mlp", "cla"])
 def test_a_bias_helps_wherever_w_c_writes(source, name):
-    plain = rewire(source, METHODS[name], calibration=text(), fit="lstsq")
-    biased = rewire(source, {**METHODS[name], "compensation_bias": True}, calibration=text(), fit="lstsq")
+    plain = convert(source, METHODS[name], calibration=text(), fit="lstsq")
+    biased = convert(source, {**METHODS[name], "compensation_bias": True}, calibration=text(), fit="lstsq")
     assert biased.fits[0].token_after < plain.fits[0].token_after * 0.999
     model, number = biased.model, biased.fits[0].layer
     rest = seen_rest(source, model, number, name)
@@ -322,7 +323,7 @@ def test_ridge_shrinks_what_noise_would_fit(source):
 
 def test_the_original_and_everything_but_wc_stay(source):
     before = {name: weight.clone() for name, weight in source.state_dict().items()}
-    made = rewire(source, METHODS["uniattn"], calibration=text(), fit="lstsq")
+    made = convert(source, METHODS["uniattn"], calibration=text(), fit="lstsq")
     assert all(torch.equal(source.state_dict()[name], weight) for name, weight in before.items())
     found = made.model.state_dict()
     assert made.weights.new == [f"model.layers.{i}.attn_compensation.weight" for i in (2, 4, 5)]
@@ -333,8 +334,8 @@ def test_the_original_and_everything_but_wc_stay(source):
 def test_a_mixer_below_parts_the_streams(source):
     """Layers that mix have the same weights and another output: the original must not be led through them."""
     below = [{"name": "resformer", "mode": "identity"}, {"name": "uniattn", "superblocks": ((3, 4),)}]
-    model = rewire(source, below, fit="zero").model
-    fit = rewire(source, below, calibration=text(), fit="lstsq").fits[0]
+    model = convert(source, below, fit="zero").model
+    fit = convert(source, below, calibration=text(), fit="lstsq").fits[0]
     seen = []
     for one in (source, model):
         hook = one.model.layers[4].post_attention_layernorm.register_forward_pre_hook(
@@ -347,16 +348,16 @@ def test_a_mixer_below_parts_the_streams(source):
 
 
 def test_what_changes_outside_of_w_c_is_fitted_by_ridge(source):
-    """A merged leader and a dropped MLP are in no layerwise target: ridge by default, and layerwise is refused.
+    """A merged source and a dropped MLP are in no layerwise target: ridge by default, and layerwise is refused.
 
     Otherwise W_o of what borrows is refitted, where W_c writes to the stream.
     """
     both = {"name": "drop", "attention": (2, 4), "mlp": (4,), "compensation": "attention"}
     alone = {"name": "drop", "attention": (4,), "mlp": (1,), "compensation": "attention"}
     ids = text()
-    assert rewire(source, METHODS["cla"], calibration=ids).fit == "refit"
-    assert rewire(source, METHODS["mlp"], calibration=ids).fit == "layerwise"
-    assert rewire(source, "cla").fit is None
+    assert convert(source, METHODS["cla"], calibration=ids).fit == "refit"
+    assert convert(source, METHODS["mlp"], calibration=ids).fit == "layerwise"
+    assert convert(source, "cla").fit is None
     cases = [
         (METHODS["cla"], "mean", [1, 3]),
         (METHODS["cla"], "svd", [1, 3]),
@@ -364,11 +365,11 @@ def test_what_changes_outside_of_w_c_is_fitted_by_ridge(source):
         (alone, "first", [1]),
     ]
     for method, merge, layers in cases:
-        assert rewire(source, method, calibration=ids, merge=merge).fit == "ridge"
+        assert convert(source, method, calibration=ids, merge=merge).fit == "ridge"
         with pytest.raises(ValueError, match=rf"makes up for nothing in layers {re.escape(str(layers))}.*use ridge"):
-            rewire(source, method, calibration=ids, merge=merge, fit="layerwise")
+            convert(source, method, calibration=ids, merge=merge, fit="layerwise")
         with pytest.raises(ValueError, match=rf"fit 'lmmse' makes up for nothing in layers {re.escape(str(layers))}"):
-            rewire(source, method, calibration=ids, merge=merge, fit="lmmse")
+            convert(source, method, calibration=ids, merge=merge, fit="lmmse")
 
 
 @pytest.mark.parametrize("domains", [1, 2, 3, 6])
@@ -396,14 +397,14 @@ def test_the_windows_that_are_asked_for_are_the_fewest_that_do(domains, fit):
 
 def test_bad_calibrations(source):
     with pytest.raises(ValueError, match="uniattn, attnres: W_c is fitted between plain residual streams"):
-        rewire(source, [METHODS["uniattn"], "attnres"], calibration=text())
+        convert(source, [METHODS["uniattn"], "attnres"], calibration=text())
     with pytest.raises(ValueError, match="fit 'refit' needs calibration=…"):
-        rewire(source, METHODS["uniattn"])
+        convert(source, METHODS["uniattn"])
     with pytest.raises(ValueError, match=r"calibration text has 24 tokens; lstsq needs at least 72"):
-        rewire(source, METHODS["uniattn"], calibration=text(2, 12), fit="lstsq")
+        convert(source, METHODS["uniattn"], calibration=text(2, 12), fit="lstsq")
     with pytest.raises(ValueError, match=r"calibration text has 84 tokens; layerwise needs at least 96"):
-        rewire(source, METHODS["uniattn"], calibration=text(7, 12), fit="layerwise")
+        convert(source, METHODS["uniattn"], calibration=text(7, 12), fit="layerwise")
     with pytest.raises(ValueError, match="no layer has a W_c to fit"):
-        calibrate(convert(source, []).model, convert(source, [load_method("cla")]).model, text())
+        calibrate(convert_weights(source, []).model, convert_weights(source, [load_method("cla")]).model, text())
     with pytest.raises(ValueError, match="groups is 25; it must be between 1 and the 24"):
         fitted(source, "uniattn", "mean", text(), groups=25)

@@ -9,10 +9,10 @@ from transformers import DynamicCache
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.methods import load_method, method_class
 from crosslayer.core.plan import parse_layers
-from crosslayer.probe.what_if import look, what_if
+from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
-from crosslayer.verbs.retrofit.rewire import convert, rewire
+from crosslayer.verbs.retrofit.convert import convert, convert_weights
 from tests.helpers.cases import SHAPES
 from tests.helpers.nested import FACTOR, Nested
 from tests.helpers.tiny import tiny, tokens
@@ -37,7 +37,7 @@ def test_what_if_equals_the_retrofit_without_training(family, name):
     source, ids = tiny(family, num_hidden_layers=6), tokens()
     with torch.no_grad():
         before = source(ids).logits
-        made = convert(source, [method(name)]).model
+        made = convert_weights(source, [method(name)]).model
         with what_if(source, method(name).plan(6)):
             pretended = source(ids).logits
             text = source.generate(ids[:, :6], max_new_tokens=8, do_sample=False)
@@ -58,16 +58,16 @@ def test_what_if_on_a_family_that_cannot_be_converted():
         with what_if(source, plan):
             assert (source(ids).logits - zeroed(ids).logits).abs().max() < 1e-10
     with pytest.raises(ValueError, match="'gpt2' cannot be converted; .*llama.*diagnose"):
-        convert(source, [load_method("cla")])
+        convert_weights(source, [load_method("cla")])
 
 
 def test_what_if_refuses_what_it_cannot_show():
     sliding = tiny("gemma2")
     with pytest.raises(ValueError, match=r"layer 1 \(causal\) cannot read keys of layer 0 \(causal, window 8\)"):
-        look(sliding).check(load_method("cla").plan(3))
+        find_sublayers(sliding).check(load_method("cla").plan(3))
     with pytest.raises(ValueError, match="the plan has 4 layers and the model 3"):
-        look(sliding).check(load_method("cla").plan(4))
-    shared = convert(tiny("llama"), [load_method("cla")]).model
+        find_sublayers(sliding).check(load_method("cla").plan(4))
+    shared = convert_weights(tiny("llama"), [load_method("cla")]).model
     with pytest.raises(ValueError, match="without cross-layer methods"), what_if(shared, load_method("cla").plan(3)):
         pass
 
@@ -75,7 +75,7 @@ def test_what_if_refuses_what_it_cannot_show():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_that_stay_are_the_sources_own(family):
     source = tiny(family, num_hidden_layers=6)
-    made = convert(source, [method("uniattn")])
+    made = convert_weights(source, [method("uniattn")])
     weights, found = source.state_dict(), made.model.state_dict()
     assert all(found[name].data_ptr() == weights[name].data_ptr() for name in found)
     assert {name.split(".")[2] for name in made.weights.dropped} == {"2", "3", "5"}
@@ -84,7 +84,7 @@ def test_weights_that_stay_are_the_sources_own(family):
         and not made.weights.merged
         and not made.weights.new
     )
-    apart = rewire(source, method("uniattn")).model.state_dict()
+    apart = convert(source, method("uniattn")).model.state_dict()
     assert all(torch.equal(apart[n], weights[n]) and apart[n].data_ptr() != weights[n].data_ptr() for n in apart)
 
 
@@ -95,18 +95,18 @@ def test_merging_equal_layers_changes_nothing_and_the_svd_beats_the_first():
     norms = [source.model.layers[i].input_layernorm for i in (1, 2)]
     with torch.no_grad():
         for state in "kv":
-            leader, follower = (getattr(source.model.layers[i].self_attn, f"{state}_proj") for i in (1, 2))
-            follower.weight.copy_(leader.weight * norms[0].weight / norms[1].weight)  # one map of the normed stream
-            follower.bias.copy_(leader.bias)
-        expected = convert(source, [cla]).model(ids).logits
+            source, reader = (getattr(source.model.layers[i].self_attn, f"{state}_proj") for i in (1, 2))
+            reader.weight.copy_(source.weight * norms[0].weight / norms[1].weight)  # one map of the normed stream
+            reader.bias.copy_(source.bias)
+        expected = convert_weights(source, [cla]).model(ids).logits
         for merge in ("mean", "svd"):
-            made = convert(source, [cla], merge)
+            made = convert_weights(source, [cla], merge)
             assert (made.model(ids).logits - expected).abs().max() < 1e-9, merge
             assert any(".1.self_attn.k_proj" in name for name in made.weights.merged)
 
 
 def test_the_svd_folds_its_factors_exactly():
-    """A follower whose keys are turned pairs of the leader's, and whose values a matrix of them, loses nothing."""
+    """A reader whose keys are turned pairs of the source's, and whose values a matrix of them, loses nothing."""
     source, ids = tiny("llama", num_hidden_layers=4), tokens()
     one, two = source.model.layers[1], source.model.layers[2]
     generator = torch.Generator().manual_seed(0)
@@ -123,19 +123,19 @@ def test_the_svd_folds_its_factors_exactly():
         values = one.self_attn.v_proj.weight.view(-1, size, 32)
         matrix = torch.randn(len(values), size, size, generator=generator, dtype=torch.float64)
         two.self_attn.v_proj.weight.copy_((matrix @ values).reshape(-1, 32))
-        two.self_attn.o_proj.weight.zero_()  # both layers now read one input: the follower's own, up to the MLP
+        two.self_attn.o_proj.weight.zero_()  # both layers now read one input: the reader's own, up to the MLP
         one.self_attn.o_proj.weight.zero_()
         one.mlp.down_proj.weight.zero_()
         two.self_attn.o_proj.weight.copy_(torch.randn(32, 32, generator=generator, dtype=torch.float64) * 0.3)
         expected = source(ids).logits
-        found = convert(source, [load_method({"name": "cla", "groups": ((1, 2),)})], "svd").model(ids).logits
-        plain = convert(source, [load_method({"name": "cla", "groups": ((1, 2),)})]).model(ids).logits
+        found = convert_weights(source, [load_method({"name": "cla", "groups": ((1, 2),)})], "svd").model(ids).logits
+        plain = convert_weights(source, [load_method({"name": "cla", "groups": ((1, 2),)})]).model(ids).logits
     assert (found - expected).abs().max() < 1e-8 < 1e-3 < (plain - expected).abs().max()
 
 
 def test_whole_layers_give_the_stock_class():
     source, ids = tiny("qwen3", num_hidden_layers=4), tokens()
-    made = convert(source, [load_method({"name": "drop", "layers": (1, 3)})]).model
+    made = convert_weights(source, [load_method({"name": "drop", "layers": (1, 3)})]).model
     assert type(made) is type(source) and made.config.num_hidden_layers == 2 and len(made.config.layer_types) == 2
     with torch.no_grad(), what_if(source, load_method({"name": "drop", "layers": (1, 3)}).plan(4)):
         assert (source(ids).logits - made(ids).logits).abs().max() < 1e-10
@@ -159,21 +159,21 @@ def test_the_cache_is_counted_beyond_the_window():
     )
     assert source.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
     for context, expected in ((40, (40 + 40 + 8) / (40 + 40 + 8 + 8)), (4, 3 / 4)):
-        made = convert(source, [load_method({"name": "drop", "attention": (3,)})]).model
+        made = convert_weights(source, [load_method({"name": "drop", "attention": (3,)})]).model
         assert allocated(made, context) / allocated(source, context) == pytest.approx(expected, abs=1e-12)
         cache = DynamicCache(config=made.config)
         for length in (context - 1, 1):  # as it is in decoding
             made(tokens(batch=1, length=length), past_key_values=cache)
         assert cache_bytes(cache) == pytest.approx(allocated(made, context) * context)
-        counted = CacheShare(look(source).shapes, context).of(made.config.plan)
-        assert counted == pytest.approx(expected, abs=1e-12)  # the search counts what the receipt does
+        counted = CacheShare(find_sublayers(source).shapes, context).of(made.config.plan)
+        assert counted == pytest.approx(expected, abs=1e-12)  # the search counts what the report does
 
 
 @pytest.mark.parametrize(("name", "layers", "groups", "share"), SHARES, ids=str)
 def test_the_cache_allocates_the_share_that_the_paper_counts(name, layers, groups, share):
     source = tiny("llama", num_hidden_layers=layers)
     method = method_class(name).from_groups(parse_layers(groups, layers), layers)
-    made = convert(source, [method]).model
+    made = convert_weights(source, [method]).model
     assert allocated(made) / allocated(source) == pytest.approx(share, abs=1e-12)
     assert made.config.plan.cached_fraction() == pytest.approx(share, abs=1e-12)
     cache = DynamicCache(config=made.config)
@@ -185,7 +185,7 @@ def test_the_cache_allocates_the_share_that_the_paper_counts(name, layers, group
 
 
 def test_mixing_modules_begin_as_they_should():
-    made = rewire(tiny("llama"), ["resformer", "attnres"])
+    made = convert(tiny("llama"), ["resformer", "attnres"])
     assert {"weights", "query", "gain"} == {name.rsplit(".")[-1] for name in made.weights.new}
     ids = tokens()
     assert torch.equal(made.model(ids).logits, made.model(ids).logits)
@@ -194,21 +194,21 @@ def test_mixing_modules_begin_as_they_should():
 
 def test_modules_and_buffers_inside_of_a_mixer_begin_as_they_should():
     source, ids = tiny("llama"), tokens()
-    rewired = rewire(source, "tests.helpers.nested")
-    mixer = rewired.model.model.layers[2].self_attn.mixers[0]
+    converted = convert(source, "tests.helpers.nested")
+    mixer = converted.model.model.layers[2].self_attn.mixers[0]
     assert mixer.scale.tolist() == [FACTOR] * 8 and not mixer.linear.weight.any() and not mixer.linear.bias.any()
-    assert sum(name.endswith("linear.weight") for name in rewired.weights.new) == 3
+    assert sum(name.endswith("linear.weight") for name in converted.weights.new) == 3
     with torch.no_grad():
         for layer in source.model.layers:
             layer.self_attn.v_proj.weight.mul_(FACTOR)
-        assert (rewired.model(ids).logits - source(ids).logits).abs().max() < 1e-10
+        assert (converted.model(ids).logits - source(ids).logits).abs().max() < 1e-10
 
 
 def test_what_a_mixer_inherits_stays(monkeypatch):
     name = "model.layers.1.self_attn.mixers.0.linear.weight"
     matrix = torch.randn(8, 8, dtype=torch.float64)
     monkeypatch.setattr(Nested, "inherit", lambda self, weights, *rest: weights.update({name: matrix}) or [name])
-    model = convert(tiny("llama"), [Nested()]).model
+    model = convert_weights(tiny("llama"), [Nested()]).model
     weight, others = model.get_parameter(name), model.get_parameter(name.replace("layers.1", "layers.0"))
     assert torch.equal(weight, matrix) and not others.any()
 
@@ -216,24 +216,24 @@ def test_what_a_mixer_inherits_stays(monkeypatch):
 def test_dropped_layers_are_not_merged():
     source, ids = tiny("llama", num_hidden_layers=4), tokens()
     methods = [load_method({"name": "cla", "groups": ((1, 2, 3),)}), load_method({"name": "drop", "attention": (2,)})]
-    before = convert(source, methods, "mean").model(ids).logits
+    before = convert_weights(source, methods, "mean").model(ids).logits
     with torch.no_grad():
         source.model.layers[2].self_attn.k_proj.weight.mul_(100)
-        assert torch.equal(convert(source, methods, "mean").model(ids).logits, before)
+        assert torch.equal(convert_weights(source, methods, "mean").model(ids).logits, before)
 
 
 def test_bad_conversions():
     source = tiny("llama")
     with pytest.raises(ValueError, match="merge 'svd' is not known to these methods; use first"):
-        convert(source, [load_method({"name": "uniattn", "superblocks": ((1, 2),)})], "svd")
+        convert_weights(source, [load_method({"name": "uniattn", "superblocks": ((1, 2),)})], "svd")
     with pytest.raises(ValueError, match="which a qk-norm would undo"):
-        convert(tiny("qwen3"), [load_method("cla")], "svd")
+        convert_weights(tiny("qwen3"), [load_method("cla")], "svd")
     with pytest.raises(ValueError, match="uniattn as it stands changes nothing; name layers"):
-        rewire(source, "uniattn")
+        convert(source, "uniattn")
     with torch.no_grad():
         source.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"1 weights hold NaN or infinity, the first is model.layers.0.mlp.up_proj"):
-        convert(source, [load_method("cla")])
+        convert_weights(source, [load_method("cla")])
     for text, words in (
         ("18-21,x", "'x' is neither a layer nor a range"),
         ("2-1", "out of range"),
@@ -253,18 +253,18 @@ TAKEN = ({"name": "drop", "layers": (3,)}, {"name": "drop", "attention": (3,)})
 
 
 @pytest.mark.parametrize("name", OWN_SHAPES)
-def test_a_plain_model_of_ours_is_rewired_as_it_is(name):
+def test_a_plain_model_of_ours_is_converted_as_it_is(name):
     source, ids = build(config_of([], **SHAPES[name][1])), tokens()
     wirings = [load_method({"name": "cla", "groups": ((3, 5),)}), *map(load_method, TAKEN)]
     with torch.no_grad():
         expected = source(ids).logits
-        assert torch.equal(convert(source, []).model(ids).logits, expected)
+        assert torch.equal(convert_weights(source, []).model(ids).logits, expected)
         for wiring in wirings:
-            made = convert(source, [wiring]).model
+            made = convert_weights(source, [wiring]).model
             with what_if(source, wiring.plan(6)):
                 assert (made(ids).logits - source(ids).logits).abs().max() < 1e-10
             assert (made(ids).logits - expected).abs().max() > 1e-3
-    fitted = rewire(source, {**TAKEN[1], "compensation": "attention"}, calibration=tokens(16))
+    fitted = convert(source, {**TAKEN[1], "compensation": "attention"}, calibration=tokens(16))
     assert fitted.fits[0].token_after < fitted.fits[0].token_before
 
 
@@ -272,6 +272,6 @@ def test_a_model_of_ours_that_is_not_plain_is_not_retrofitted():
     source = build(config_of(["resformer", "cla"]))
     message = r"the model has resformer, cla already, .* train both together .*model.method: \[resformer, cla, …\]"
     with pytest.raises(ValueError, match=message):
-        rewire(source, {"name": "uniattn", "superblocks": ((1, 2),)})
+        convert(source, {"name": "uniattn", "superblocks": ((1, 2),)})
     with pytest.raises(ValueError, match=r"linear attention, of layers \[0, 2\], has no keys and values"):
-        rewire(build(config_of([], **SHAPES["linear attention"][1])), {"name": "cla", "groups": ((3, 5),)})
+        convert(build(config_of([], **SHAPES["linear attention"][1])), {"name": "cla", "groups": ((3, 5),)})

@@ -10,9 +10,9 @@ from scipy import stats
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.probe.what_if import what_if
 from crosslayer.stats.bootstrap import Bootstrap
+from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.retrofit.damage import Losses, by_domain, damage, difference, logits_of, logits_without, losses
 from crosslayer.verbs.retrofit.result import Damage, DomainDamage, Gain
-from crosslayer.verbs.retrofit.rewire import rewire
 from crosslayer.verbs.retrofit.words import drawn, gain_sentence
 from tests.helpers.daily import daily
 from tests.helpers.text import tokenizer, words
@@ -92,7 +92,7 @@ def test_the_worst_domain_that_nothing_was_fitted_to_comes_first():
 def test_without_w_c_is_the_wiring_alone():
     """Against `what_if` on the original; the model with W_c is the same afterwards."""
     model, ids = tiny("llama", num_hidden_layers=4), torch.arange(3, 15)[None]
-    made = rewire(model, {"name": "cla", "groups": [[2, 3]], "compensation": "attention"}, fit="zero").model
+    made = convert(model, {"name": "cla", "groups": [[2, 3]], "compensation": "attention"}, fit="zero").model
     torch.nn.init.normal_(made.model.layers[3].compensation.weight)
     with torch.no_grad():
         before, alone = made(ids).logits, logits_without(made, {})(ids)

@@ -7,7 +7,7 @@ import crosslayer
 from crosslayer.core.methods import load_method, method_class
 from crosslayer.core.plan import parse_layers
 from crosslayer.probe.what_if import what_if
-from crosslayer.verbs.retrofit.rewire import convert, rewire
+from crosslayer.verbs.retrofit.convert import convert, convert_weights
 from crosslayer.verbs.retrofit.words import title
 from tests.helpers.tiny import tiny, tokens
 
@@ -24,7 +24,7 @@ def test_what_if_equals_the_retrofit_without_training(name):
     source, ids = gemma2(), tokens()
     method = method_class(name).from_groups(parse_layers("2+4,3+5" if name != "drop" else "2,3", 8), 8)
     with torch.no_grad():
-        before, retrofitted = source(ids).logits, convert(source, [method]).model(ids).logits
+        before, retrofitted = source(ids).logits, convert_weights(source, [method]).model(ids).logits
         with what_if(source, method.plan(8)):
             pretended = source(ids).logits
     assert (pretended - before).abs().max() > 1e-2
@@ -34,7 +34,7 @@ def test_what_if_equals_the_retrofit_without_training(name):
 @pytest.mark.parametrize("method", [{"name": "cla"}, {"name": "uniattn", "superblocks": ((2, 3),)}], ids=str)
 def test_sharing_across_masks_is_refused(method):
     with pytest.raises(ValueError, match="reads .* of layer .*; layers with different masks cannot share"):
-        rewire(gemma2(), method)
+        convert(gemma2(), method)
 
 
 @pytest.mark.parametrize("target", ["attention", "mlp"])
@@ -42,26 +42,26 @@ def test_sharing_across_masks_is_refused(method):
 def test_the_compensation_stands_outside_of_the_norm_on_the_update(fit, target):
     """W_c that is fitted to text leaves less of what sharing took, and is the stream's: a change of it is exact."""
     text = {"one": tokens(24, 24, 1), "two": tokens(24, 24, 2)}
-    rewired = rewire(gemma2(), {**APART, "compensation": target}, calibration=text, fit=fit)
-    assert [fitted.layer for fitted in rewired.fits] == [4, 5]
-    assert all(fitted.token_after < fitted.token_before for fitted in rewired.fits)
-    layer, streams = rewired.model.model.layers[5], []
+    converted = convert(gemma2(), {**APART, "compensation": target}, calibration=text, fit=fit)
+    assert [fitted.layer for fitted in converted.fits] == [4, 5]
+    assert all(fitted.token_after < fitted.token_before for fitted in converted.fits)
+    layer, streams = converted.model.model.layers[5], []
     layer.register_forward_hook(lambda module, args, output: streams.append(output[0]))
     layer.mlp_norm.register_forward_pre_hook(lambda module, args: streams.append(args[0]))
     layer.input_layernorm.register_forward_hook(lambda module, args, output: streams.append(output))
     with torch.no_grad():
-        rewired.model(tokens())
+        converted.model(tokens())
         normed, middle, after = streams
         change = torch.randn(32, 32, dtype=torch.float64)
         layer.compensation.weight += change
-        rewired.model(tokens())
+        converted.model(tokens())
     reached = (streams[4] - middle) if target == "attention" else (streams[5] - after)
     assert (reached - normed @ change.T).abs().max() < 1e-10
 
 
 def test_heads_are_not_compensated_through_a_norm():
     with pytest.raises(ValueError, match="W_c before W_o is not fitted through the norm on attention's update"):
-        rewire(gemma2(), {**APART, "compensation": "heads"}, calibration=tokens(48), fit="ridge")
+        convert(gemma2(), {**APART, "compensation": "heads"}, calibration=tokens(48), fit="ridge")
 
 
 @pytest.mark.parametrize("merge", ["mean", "svd"])
@@ -74,25 +74,25 @@ def test_merging_sees_projections_with_gemmas_gain(merge):
             source.model.layers[layer].input_layernorm.weight.abs_()
         gains = [1 + source.model.layers[layer].input_layernorm.weight for layer in (2, 4)]
         for state in ("k_proj", "v_proj"):
-            leader, follower = (source.model.layers[layer].self_attn.get_submodule(state) for layer in (2, 4))
-            follower.weight.copy_(leader.weight * gains[0] / gains[1])
-        expected = convert(source, [cla]).model(ids).logits
-        merged = convert(source, [cla], merge)
+            source, reader = (source.model.layers[layer].self_attn.get_submodule(state) for layer in (2, 4))
+            reader.weight.copy_(source.weight * gains[0] / gains[1])
+        expected = convert_weights(source, [cla]).model(ids).logits
+        merged = convert_weights(source, [cla], merge)
         assert "model.layers.2.self_attn.k_proj.weight" in merged.weights.merged
         assert (merged.model(ids).logits - expected).abs().max() < 1e-5  # of a float32 softmax
 
 
 def test_a_model_that_loses_whole_layers_is_gemmas_own():
     source, ids = gemma2(), tokens()
-    shorter = convert(source, [load_method({"name": "drop", "layers": (1, 2)})]).model
+    shorter = convert_weights(source, [load_method({"name": "drop", "layers": (1, 2)})]).model
     assert type(shorter) is type(source) and shorter.config.num_hidden_layers == 6
     with torch.no_grad(), what_if(source, {"name": "drop", "layers": (1, 2)}):
         assert torch.equal(shorter(ids).logits, source(ids).logits)
 
 
 def test_a_retrofit_verifies():
-    rewired = rewire(gemma2(dtype=torch.float32), APART | {"compensation": None})
-    verification = crosslayer.verify(rewired.model, dtypes=("float32",), compile_backend="aot_eager")
+    converted = convert(gemma2(dtype=torch.float32), APART | {"compensation": None})
+    verification = crosslayer.verify(converted.model, dtypes=("float32",), compile_backend="aot_eager")
     assert [check for check in verification.applicable if check.status != "PASS"] == []
     skipped = [check.name for check in verification.checks if check.status == "NOT APPLICABLE"]
     assert skipped == ["manifest", "eager and SDPA"]

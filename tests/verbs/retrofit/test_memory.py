@@ -12,7 +12,7 @@ from tests.helpers.tiny import tiny
 CODE = """
 import torch
 from crosslayer.core.methods import load_method
-from crosslayer.verbs.retrofit.rewire import convert
+from crosslayer.verbs.retrofit.convert import convert_weights
 from tests.helpers.tiny import tiny
 
 def peak():
@@ -20,7 +20,7 @@ def peak():
 
 torch.set_num_threads(1)
 sizes = {"num_hidden_layers": 3, "max_position_embeddings": 8192, "dtype": torch.float32}
-model = convert(tiny("llama", implementation=IMPLEMENTATION, **sizes), [load_method(METHOD)]).model
+model = convert_weights(tiny("llama", implementation=IMPLEMENTATION, **sizes), [load_method(METHOD)]).model
 ids = torch.randint(3, 64, (1, 8192))
 with torch.no_grad():
     model(ids[:, :64], use_cache=True)
@@ -58,19 +58,19 @@ import sys
 import torch
 import vl_convert
 import crosslayer, crosslayer.verbs.retrofit.run, crosslayer.verbs.retrofit.page
-from crosslayer.probe.what_if import look
+from crosslayer.probe.what_if import find_sublayers
 from tests.helpers.tiny import VOCABULARY, tiny
 
 def peak():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 
 torch.set_num_threads(1)
-look(tiny("llama", dtype=torch.bfloat16))
+find_sublayers(tiny("llama", dtype=torch.bfloat16))
 vl_convert.vegalite_to_svg({"data": {"values": [{"x": 1}]}, "mark": "point", "encoding": {"x": {"field": "x"}}})
 ids, before = torch.randint(3, VOCABULARY, (73 + 18, 64)), peak()
 fit = {"compensation": "layerwise", "calibration": 73, "windows": 18}  # moments of W_o would be as large as the weights
-receipt = crosslayer.retrofit(sys.argv[1], ids, method="uniattn", layers="1-2", length=64, dtype="bfloat16", **fit)
-receipt.save(sys.argv[2])
+report = crosslayer.retrofit(sys.argv[1], ids, method="uniattn", layers="1-2", length=64, dtype="bfloat16", **fit)
+report.save(sys.argv[2])
 print(peak() - before)
 """
 

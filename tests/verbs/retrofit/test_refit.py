@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 import crosslayer
 from crosslayer.core.methods import load_method
-from crosslayer.verbs.retrofit.rewire import convert, rewire
+from crosslayer.verbs.retrofit.convert import convert, convert_weights
 from tests.helpers.tiny import VOCABULARY, tiny
 
 UNIATTN = {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5)), "compensation": "attention"}
@@ -68,10 +68,10 @@ def seen(source, model, layer, ids):
 def test_against_ridge_regression_from_below(source, method, fit):
     """For the penalties that were chosen: each block shrinks towards what the model had, by its own mean square."""
     given = method if fit == "refit" else plain(method)
-    rewired = rewire(source, given, calibration=domains(), fit=fit)
-    naive = convert(source, [load_method(given)]).model
-    assert [fitted.layer for fitted in rewired.fits] == FOLLOWERS
-    for fitted in rewired.fits:
+    converted = convert(source, given, calibration=domains(), fit=fit)
+    naive = convert_weights(source, [load_method(given)]).model
+    assert [fitted.layer for fitted in converted.fits] == FOLLOWERS
+    for fitted in converted.fits:
         heads, normed, lack = seen(source, naive, fitted.layer, text())
         x = torch.cat([heads, normed], 1) if fit == "refit" else heads  # (rows, I)
         penalties = torch.full((heads.shape[1],), fitted.output_penalty * heads.square().sum(0).mean())
@@ -82,7 +82,7 @@ def test_against_ridge_regression_from_below(source, method, fit):
         rows = torch.cat([x, penalties.double().sqrt().diag()])  # ridge is least squares with rows that want zero
         wanted = torch.cat([lack, torch.zeros(len(penalties), lack.shape[1], dtype=torch.float64)])
         weight = torch.linalg.lstsq(rows, wanted).solution
-        ours, theirs = (model.model.layers[fitted.layer] for model in (rewired.model, naive))
+        ours, theirs = (model.model.layers[fitted.layer] for model in (converted.model, naive))
         theirs.self_attn.o_proj.weight = torch.nn.Parameter(theirs.self_attn.o_proj.weight + weight[: heads.shape[1]].T)
         torch.testing.assert_close(ours.self_attn.o_proj.weight, theirs.self_attn.o_proj.weight, rtol=0, atol=1e-6)
         if fit == "refit":
@@ -94,7 +94,7 @@ def test_against_ridge_regression_from_below(source, method, fit):
 
 
 def left_out(source, method, fit):
-    return [fitted.left_out for fitted in rewire(source, method, calibration=domains(), fit=fit).fits]
+    return [fitted.left_out for fitted in convert(source, method, calibration=domains(), fit=fit).fits]
 
 
 def test_both_together_leave_less_of_a_domain_left_out_than_either(source):
@@ -108,18 +108,18 @@ def test_both_together_leave_less_of_a_domain_left_out_than_either(source):
 
 def test_nothing_is_added_and_the_original_stays(source):
     before = {name: weight.clone() for name, weight in source.state_dict().items()}
-    rewired = rewire(source, plain(UNIATTN), calibration=domains(), fit="refit-o", share_weights=True)
-    assert rewired.weights.new == [] and list(rewired.refitted) == [
+    converted = convert(source, plain(UNIATTN), calibration=domains(), fit="refit-o", share_weights=True)
+    assert converted.weights.new == [] and list(converted.refitted) == [
         f"model.layers.{layer}.self_attn.o_proj.weight" for layer in FOLLOWERS
     ]
     for name, weight in source.state_dict().items():
         assert torch.equal(weight, before[name])
-    changed = {name for name, weight in rewired.model.state_dict().items() if not torch.equal(weight, before[name])}
-    assert changed == set(rewired.refitted)
+    changed = {name for name, weight in converted.model.state_dict().items() if not torch.equal(weight, before[name])}
+    assert changed == set(converted.refitted)
 
 
 @pytest.mark.parametrize("fit", ["refit", "refit-o"])
-def test_the_receipt_says_what_was_refitted_and_what_it_brings(source, fit, tmp_path):
+def test_the_report_says_what_was_refitted_and_what_it_brings(source, fit, tmp_path):
     options = {"method": "cla", "layers": "1-2,3-5", "length": 12, "windows": 16}
     texts = {"text": text(60, seed=3), "calibration_text": text(40, seed=4)}
     refitted = crosslayer.retrofit(source, **texts, **options, compensation=fit, calibration=40)
@@ -136,13 +136,13 @@ def test_the_receipt_says_what_was_refitted_and_what_it_brings(source, fit, tmp_
 
 
 def test_a_search_refits_what_borrows_and_adds_w_c_elsewhere(source):
-    receipt = crosslayer.retrofit(
+    report = crosslayer.retrofit(
         source, text(120, seed=3), calibration_text=text(60, seed=4), kv_budget=0.6, compensation="refit", length=12,
         windows=16, calibration=40,
     )  # fmt: skip
-    readers = {layer for layer, sources in enumerate(receipt.plan.keys) if sources not in (None, layer)}
-    readers |= {layer for layer, sources in enumerate(receipt.plan.queries) if sources not in (None, layer)}
-    assert len(receipt.weights.refitted) == len(readers)
+    readers = {layer for layer, sources in enumerate(report.plan.keys) if sources not in (None, layer)}
+    readers |= {layer for layer, sources in enumerate(report.plan.queries) if sources not in (None, layer)}
+    assert len(report.weights.refitted) == len(readers)
 
 
 REFUSED = {
@@ -156,7 +156,7 @@ REFUSED = {
         "`target` attention does nothing",
     ),
     "bias": ({"method": "uniattn", "bias": True, "compensation": "refit-o"}, "`bias` does nothing"),
-    "merged": ({"method": "cla", "merge": "mean"}, "also changes their leader; use ridge"),
+    "merged": ({"method": "cla", "merge": "mean"}, "also changes their source; use ridge"),
     "text": ({"method": "cla", "calibration": 3}, r"refit needs at least \d+ tokens .*inputs of W_o and W_c"),
 }
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_refitted_is_a_line(source, case):
 
 def test_a_norm_on_the_update_is_in_the_way():
     with pytest.raises(ValueError, match="not refitted through the norm on attention's update"):
-        rewire(tiny("gemma2"), {"name": "cla", "groups": ((0, 2),)}, calibration=domains(), fit="refit-o")
+        convert(tiny("gemma2"), {"name": "cla", "groups": ((0, 2),)}, calibration=domains(), fit="refit-o")
 
 
 @pytest.mark.parametrize("chosen", [{"method": "cla", "layers": "0+2"}, {"kv_budget": 0.8}], ids=str)
@@ -179,5 +179,5 @@ def test_a_norm_on_the_update_is_said_before_layers_are_chosen(chosen):
     options = {"length": 12, "windows": 16, "calibration": 40}
     with pytest.raises(ValueError, match="not refitted through the norm on attention's update"):
         crosslayer.retrofit(tiny("gemma2"), text(60), **chosen, **options, compensation="refit")
-    receipt = crosslayer.retrofit(tiny("gemma2"), text(120), **chosen, **options)
-    assert receipt.calibration.fit == "layerwise"
+    report = crosslayer.retrofit(tiny("gemma2"), text(120), **chosen, **options)
+    assert report.calibration.fit == "layerwise"

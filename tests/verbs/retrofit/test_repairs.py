@@ -5,8 +5,8 @@ import torch
 
 from crosslayer.core.methods import load_method, merge_plans, method_class
 from crosslayer.corpus.windows import Windows
+from crosslayer.verbs.retrofit.convert import convert, convert_weights
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
-from crosslayer.verbs.retrofit.rewire import convert, rewire
 from crosslayer.verbs.retrofit.search import Wires
 from crosslayer.verbs.retrofit.trade_off import Entering, Measure, Repairs, _few, lowest_changed, repeating
 from tests.helpers.tiny import VOCABULARY, tiny
@@ -54,11 +54,11 @@ def fitted_weights(model, layer):
 @torch.no_grad()
 def test_a_wiring_goes_on_from_the_first_layer_that_it_changes(source, method, lowest):
     ids = text(5)
-    rewired = convert(source, [load_method(method)]).model
+    converted = convert_weights(source, [load_method(method)]).model
     assert lowest_changed(merge_plans([load_method(method)], 6)) == lowest
-    entering = Entering(convert(source, []).model, ids)
-    logits = torch.stack(entering.logits(rewired))
-    torch.testing.assert_close(logits, rewired(ids).logits, rtol=0, atol=1e-6)  # the same sums in other batches
+    entering = Entering(convert_weights(source, []).model, ids)
+    logits = torch.stack(entering.logits(converted))
+    torch.testing.assert_close(logits, converted(ids).logits, rtol=0, atol=1e-6)  # the same sums in other batches
     torch.testing.assert_close(torch.stack(entering.logits(entering.plain)), source(ids).logits, rtol=0, atol=1e-5)
 
 
@@ -67,18 +67,18 @@ def test_a_wiring_goes_on_from_the_first_layer_that_it_changes(source, method, l
 )
 @torch.no_grad()
 def test_a_repair_is_fitted_to_the_original_whatever_else_a_wiring_changes(source, method, fit):
-    """Where a single layer changes, the rewired stream below it is the original's: so the usual fit is the oracle."""
-    alone = rewire(source, method, calibration=domains(), fit=fit).model
-    repairs = Repairs(convert(source, []).model, domains(), fit, inputs=128)
+    """Where a single layer changes, the converted stream below it is the original's: so the usual fit is the oracle."""
+    alone = convert(source, method, calibration=domains(), fit=fit).model
+    repairs = Repairs(convert_weights(source, []).model, domains(), fit, inputs=128)
     dropped = (0, 1, 5) if method is not DROP_3 else (0, 1, 3, 5)
     others = {"name": "drop", "attention": dropped, "compensation": "attention"}
     methods = [others] if method is DROP_3 else [others, method]
-    both = convert(source, [load_method(entry) for entry in methods]).model
+    both = convert_weights(source, [load_method(entry) for entry in methods]).model
     repairs.apply(both)
     for name, weight in fitted_weights(alone, 3).items():
         torch.testing.assert_close(fitted_weights(both, 3)[name], weight, rtol=0, atol=1e-6)
     assert len(repairs.known) == 4
-    single = convert(source, [load_method(method)]).model
+    single = convert_weights(source, [load_method(method)]).model
     repairs.apply(single)  # nothing is fitted again
     assert len(repairs.known) == 4
     for name, weight in fitted_weights(single, 3).items():
@@ -93,10 +93,10 @@ def test_the_search_ranks_by_the_kl_of_the_repaired_model(source):
     calibration = Windows(fitted, tuple(range(24)), ("a",) * 8 + ("b",) * 8 + ("c",) * 8)
     drop = Wires((None,) * 6).take(method_class("drop"), 3)
     measured = Measure(source, windows(ids), request, calibration)(drop)
-    rewired = rewire(source, DROP_3, calibration=domains(), fit="layerwise").model
+    converted = convert(source, DROP_3, calibration=domains(), fit="layerwise").model
     again = torch.cat([ids[:, :8], ids[:, 1:5]], dim=1)  # the last four are what follows the first token once more
     assert torch.equal(repeating(ids)[0], again) and repeating(ids)[1] == 8
-    before, after = source(again).logits.log_softmax(-1), rewired(again).logits.log_softmax(-1)
+    before, after = source(again).logits.log_softmax(-1), converted(again).logits.log_softmax(-1)
     kl = (before.exp() * (before - after)).sum(-1)  # (N, T)
     expected = (kl[:, :7].mean() + kl[:, 8:11].mean()) / 2  # the last token of either part predicts nothing of it
     assert measured == pytest.approx(expected.item(), rel=1e-4)

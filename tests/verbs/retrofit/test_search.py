@@ -138,9 +138,9 @@ def test_budgets_that_cannot_be_met_name_the_nearest():
 def test_wires_follow_the_rules_of_plans():
     assert not own(6).take(CLA, 0).valid  # nothing below
     chain = own(6).take(CLA, 2).take(CLA, 3)
-    assert [chain.leader(2), chain.leader(3)] == [1, 1]
+    assert [chain.source(2), chain.source(3)] == [1, 1]
     assert chain.plan.keys == (0, 1, 1, 1, 4, 5)
-    passed = chain.take(DROP, 2)  # a borrower past a dropped layer still reads its leader
+    passed = chain.take(DROP, 2)  # a reader past a dropped layer still reads its source
     assert passed.valid and passed.plan.keys == (0, 1, None, 1, 4, 5)
     assert passed.names() == ["own", "own", "drop", "cla", "own", "own"]
     request = Request(RetrofitOptions(kv_budget=0.7, target="mlp"))

@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 import crosslayer
 from crosslayer.core.methods import method_class
-from crosslayer.probe.what_if import look
+from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.retrofit.choose import averaged_caches, dissimilar_groups, error_bounds, ranked_pairs
 from tests.helpers.tiny import VOCABULARY, tiny
 
@@ -48,12 +48,12 @@ def naive_order(source, ids):
 
 
 def naive_cosine(source, ids, pairs):
-    """The mean cosine of last hidden states of the rewired model itself."""
-    rewired = crosslayer.rewire(source, {"name": "kvsharer", "pairs": pairs}).model
+    """The mean cosine of last hidden states of the converted model itself."""
+    converted = crosslayer.convert(source, {"name": "kvsharer", "pairs": pairs}).model
     cosines = []
     with torch.no_grad():
         for sequence in ids:
-            mine, other = (m.base_model(sequence[None]).last_hidden_state.flatten() for m in (rewired, source))
+            mine, other = (m.base_model(sequence[None]).last_hidden_state.flatten() for m in (converted, source))
             cosines.append(float(mine @ other / mine.norm() / other.norm()))
     return sum(cosines) / len(cosines)
 
@@ -64,7 +64,7 @@ def plan_of(groups):
 
 def test_pairs_are_ranked_by_the_distance_of_averaged_caches(source):
     ids = text()
-    order = ranked_pairs(averaged_caches(source, ids), look(source).shapes)
+    order = ranked_pairs(averaged_caches(source, ids), find_sublayers(source).shapes)
     assert order == naive_order(source, ids) and len(order) == 15
 
 
@@ -72,21 +72,21 @@ def test_pairs_are_ranked_by_the_distance_of_averaged_caches(source):
 def test_the_farthest_pairs_are_taken_while_the_cosine_stays_above(source, count):
     """Against a naive walk over the pairs that converts the model for each; some pair fails at this threshold."""
     ids = text()
-    threshold, leader, refused = 0.7, {}, 0
+    threshold, source, refused = 0.7, {}, 0
     for upper, lower in naive_order(source, ids):
-        if len(leader) == count or upper in leader:
+        if len(source) == count or upper in source:
             continue
-        tried = {**leader, upper: lower}
+        tried = {**source, upper: lower}
         while any(end in tried for end in tried.values()):  # whoever reads a reader reads what that reads
             tried = {layer: tried.get(end, end) for layer, end in tried.items()}
         if naive_cosine(source, ids, tuple(tried.items())) > threshold:
-            leader = tried
+            source = tried
         else:
             refused += 1
     groups = dissimilar_groups(source, ids, plan_of, count, threshold, lambda done, total: None)
-    assert {layer: group[0] for group in groups for layer in group[1:]} == leader
-    assert len(leader) == count and refused
-    assert naive_cosine(source, ids, tuple(leader.items())) > threshold
+    assert {layer: group[0] for group in groups for layer in group[1:]} == source
+    assert len(source) == count and refused
+    assert naive_cosine(source, ids, tuple(source.items())) > threshold
 
 
 def test_too_high_a_threshold_says_how_far_it_came(source):
@@ -99,7 +99,7 @@ def test_only_layers_of_the_same_mask_are_paired():
     kinds = ["sliding_attention", "full_attention"] * 2
     gemma = tiny("gemma2", num_hidden_layers=4, layer_types=kinds)
     for model, expected in ((sliding, 6), (gemma, 2)):
-        pairs = ranked_pairs(averaged_caches(model, text()), look(model).shapes)
+        pairs = ranked_pairs(averaged_caches(model, text()), find_sublayers(model).shapes)
         assert len(pairs) == expected
     assert sorted(pairs) == [(2, 0), (3, 1)]
 
@@ -145,7 +145,7 @@ def retrofitted(source, **options):
 
 
 def test_retrofits_by_both_choices(source):
-    """What is chosen is what the model gets; the receipt says how, and readers' projections are gone."""
+    """What is chosen is what the model gets; the report says how, and readers' projections are gone."""
     shared = retrofitted(source, method="kvsharer", count=2, threshold=0.0)
     kept = shared.plan.keys
     assert sum(source != layer for layer, source in enumerate(kept)) == 2 and shared.kv_share == pytest.approx(4 / 6)
@@ -176,7 +176,7 @@ def test_retrofits_by_both_choices(source):
         ({"method": "kvsharer", "compensation": "none", "bias": True}, "`bias` does nothing"),
         ({"method": "drop", "part": "mlp", "bias": True}, "`bias` does nothing"),
         ({"method": {"name": "drop", "attention": [1]}, "layers": "top-half", "bias": True}, "`bias` does nothing"),
-        ({"method": "cla", "compensation": "lmmse", "merge": "mean"}, "`compensation` lmmse makes up for followers"),
+        ({"method": "cla", "compensation": "lmmse", "merge": "mean"}, "`compensation` lmmse makes up for readers"),
     ],
     ids=str,
 )

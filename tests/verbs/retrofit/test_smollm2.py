@@ -11,7 +11,7 @@ from crosslayer.core.methods import method_class
 from crosslayer.core.plan import parse_layers
 from crosslayer.output.manifest import write_manifest
 from crosslayer.verbs.retrofit.cache import allocated
-from crosslayer.verbs.retrofit.rewire import rewire
+from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.verify.run import verify
 
 SHARES = {"uniattn-4": 0.85, "uniattn-2": 53 / 60, "uniattn-top6": 55 / 60, "cla-4": 0.70, "cla-2": 46 / 60,
@@ -29,7 +29,7 @@ def test_what_if_is_the_retrofit_without_training(smollm2, name):
     model, tokenizer = smollm2
     method, groups = WIRINGS[name]
     chosen = method_class(method).from_groups(parse_layers(groups, 30), 30)
-    made = rewire(model, chosen, share_weights=True).model
+    made = convert(model, chosen, share_weights=True).model
     assert allocated(made) / allocated(model) == pytest.approx(SHARES[name], abs=1e-12)
     ids = tokenizer("It was the best of times, it was the worst of times, it was", return_tensors="pt").input_ids
     options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -57,7 +57,7 @@ def test_every_retrofit_verifies(smollm2, name, tmp_path):
         chosen = dataclasses.replace(
             method_class(method).from_groups(parse_layers(groups, 30), 30), compensation="attention"
         )
-        made = rewire(model, chosen, fit="zero").model
+        made = convert(model, chosen, fit="zero").model
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter, weight in made.named_parameters():

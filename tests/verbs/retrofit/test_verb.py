@@ -1,4 +1,4 @@
-"""`crosslayer retrofit` as a user meets it: a folder that opens, a receipt, one-line errors, no half folders."""
+"""`crosslayer retrofit` as a user meets it: a folder that opens, a report, one-line errors, no half folders."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crosslayer.core.methods import allow_methods
 from crosslayer.output.manifest import check_files
-from crosslayer.verbs.retrofit.result import Receipt
+from crosslayer.verbs.retrofit.result import RetrofitReport
 from tests.cli.test_cli import run
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
@@ -55,11 +55,11 @@ def test_the_folder_is_whole_and_tells_its_story(monkeypatch, inputs, tmp_path, 
     assert "conditional on these texts" in captured.out
     assert "what it costs on other text was not measured" in captured.out
     text = (out / "record.json").read_text()
-    receipt = Receipt.from_record(json.loads(text))
-    assert [fit.layer for fit in receipt.calibration.layers] == [5, 7] and str(tmp_path) not in text
-    assert receipt.damage.all.windows == 32 and receipt.damage.all.documents == 4
-    assert [(domain.name, domain.seen) for domain in receipt.damage.domains] == [("text.txt", True)]
-    assert receipt.command.startswith("crosslayer retrofit model --text text.txt")
+    report = RetrofitReport.from_record(json.loads(text))
+    assert [fit.layer for fit in report.calibration.layers] == [5, 7] and str(tmp_path) not in text
+    assert report.damage.all.windows == 32 and report.damage.all.documents == 4
+    assert [(domain.name, domain.seen) for domain in report.damage.domains] == [("text.txt", True)]
+    assert report.command.startswith("crosslayer retrofit model --text text.txt")
     assert {p.name for p in out.iterdir()} >= {
         "config.json",
         "model.safetensors",
@@ -117,7 +117,7 @@ def test_folders_open_in_another_process(monkeypatch, inputs, tmp_path, capsys):
 
 
 def test_the_worst_domain_that_was_not_fitted_to_leads(monkeypatch, inputs, tmp_path, capsys):
-    """Two texts judge, a third and one of them are fitted to: the receipt marks which, and says where W_c helps."""
+    """Two texts judge, a third and one of them are fitted to: the report marks which, and says where W_c helps."""
     generator = random.Random(1)
     for name, words in (("other", range(300, 500)), ("third", range(100))):
         documents = [" ".join(f"w{generator.choice(words)}" for _ in range(900)) for _ in range(3)]
@@ -190,7 +190,7 @@ def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs,
 
 
 def test_a_method_of_ones_own(monkeypatch, inputs, tmp_path, capsys):
-    """A module that is allowed, named as in Python: its plan is applied, and the receipt names it."""
+    """A module that is allowed, named as in Python: its plan is applied, and the report names it."""
     (tmp_path / "every_third.py").write_text(
         "from dataclasses import dataclass\n"
         "from crosslayer.core.method import Method\n"
@@ -233,7 +233,7 @@ BAD = [
     (("--method", "cla", "--layers", "auto", "--select", "distance"), "it must be one of 'similarity'"),
     (("--method", "kvsharer", "--layers", "auto", "--threshold", 1), "0 layers can follow another with a cosine above"),
     (("--method", "svformer", "--compensation", "none", "--bias"), "--bias does nothing with these options"),
-    (("--method", "cla", "--merge", "svd", "--compensation", "layerwise"), "layerwise makes up for followers alone"),
+    (("--method", "cla", "--merge", "svd", "--compensation", "layerwise"), "layerwise makes up for readers alone"),
     (("--method", "uniattn", "--merge", "svd"), "--merge svd does nothing with these options"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "groups [[1], [2]] have no second layer"),
     (("--method", "drop", "--layers", "auto", "--count", 8), "has 8 layers, and at least 1 must stay"),

@@ -4,7 +4,7 @@ import pytest
 
 from crosslayer.core.plan import CACHED
 from crosslayer.testing import tiny as contract
-from crosslayer.verbs.serve.caches import bytes_per_token, cache_owner, not_saved, not_servable
+from crosslayer.verbs.serve.caches import bytes_per_token, cache_source, not_saved, not_servable
 from tests.helpers.cases import CASES, each
 
 
@@ -12,22 +12,22 @@ def config_of(case):
     return contract.config_of(CASES[case][0], **CASES[case][1])
 
 
-def owners(case):
+def sources(case):
     config = config_of(case)
-    return [cache_owner(config, layer) for layer in range(config.num_hidden_layers)]
+    return [cache_source(config, layer) for layer in range(config.num_hidden_layers)]
 
 
 @pytest.mark.parametrize("case", each(CASES))
 def test_a_layer_reads_another_cache_only_if_that_holds_just_what_it_reads(case):
     config = config_of(case)
     plan = config.plan
-    for layer, owner in enumerate(owners(case)):
-        assert (owner is None) == (not plan.attends(layer))
-        if owner in (None, layer):
+    for layer, source in enumerate(sources(case)):
+        assert (source is None) == (not plan.attends(layer))
+        if source in (None, layer):
             continue
-        assert owner < layer and cache_owner(config, owner) == owner
+        assert source < layer and cache_source(config, source) == source
         for state in CACHED:
-            assert plan.reads(state, layer) == plan.reads(state, owner) == (owner,)
+            assert plan.reads(state, layer) == plan.reads(state, source) == (source,)
 
 
 WHOLE = [case for case in CASES if not_saved(config_of(case)) is None and not config_of(case).linear_layers]
@@ -40,7 +40,7 @@ def test_a_plan_of_whole_layers_is_saved_in_full(case):
         len(states) == 2 for states in (config.plan.stored(layer) for layer in range(config.num_hidden_layers))
     )
     assert min(config.plan.value_shares) == 1
-    assert caches == sum(owner == layer for layer, owner in enumerate(owners(case)))
+    assert caches == sum(source == layer for layer, source in enumerate(sources(case)))
     assert bytes_per_token(config, 4) == caches * 2 * config.num_key_value_heads * config.head_dim * 4
 
 
@@ -49,11 +49,11 @@ def test_most_wirings_are_of_whole_layers():
 
 
 def test_what_is_shared_by_known_wirings():
-    assert owners("llama") == [0, 1, 2, 3, 4, 5]
-    assert owners("cla") == [0, 0, 2, 2, 4, 4]
-    assert owners("drop of all kinds") == [None, 1, 2, None, None, 5]
-    assert owners("svformer") == owners("uniattn") == owners("resformer") == [0, 1, 2, 3, 4, 5]
-    assert owners("attnres + cla") == [0, 0, 2, 2, 4, 4]
+    assert sources("llama") == [0, 1, 2, 3, 4, 5]
+    assert sources("cla") == [0, 0, 2, 2, 4, 4]
+    assert sources("drop of all kinds") == [None, 1, 2, None, None, 5]
+    assert sources("svformer") == sources("uniattn") == sources("resformer") == [0, 1, 2, 3, 4, 5]
+    assert sources("attnres + cla") == [0, 0, 2, 2, 4, 4]
 
 
 def test_what_is_not_saved_is_said():

@@ -36,14 +36,14 @@ def smollm2():
 def retrofit(smollm2, folder, method):
     """A folder with a retrofit whose W_c, where there is one, is random, so that it counts."""
     model, tokenizer = smollm2
-    rewired = crosslayer.rewire(model, method, fit="zero" if "compensation" in method else None).model
+    converted = crosslayer.convert(model, method, fit="zero" if "compensation" in method else None).model
     with torch.no_grad():
-        for name, parameter in rewired.named_parameters():
+        for name, parameter in converted.named_parameters():
             if "compensation" in name:
                 parameter.normal_(0, 0.003, generator=torch.Generator().manual_seed(0))
-    rewired.save_pretrained(folder)
+    converted.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return rewired.eval()
+    return converted.eval()
 
 
 @contextmanager

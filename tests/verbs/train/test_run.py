@@ -54,14 +54,14 @@ def test_the_record_says_what_was_trained_on_what(whole):
     assert run.model.kv_read_bytes_per_token == run.model.kv_bytes_per_token
     assert run.peak_bytes is None or run.peak_bytes > 0
     assert run.matrix_flops > run.tokens * run.model.flops_per_token / run.seconds
-    assert run.looks == ()
+    assert run.snapshots == ()
 
 
 def test_looks_are_a_diagnosis_of_the_model_at_that_step(recipe, tmp_path):
-    settings = ["model.method=svformer", "eval.looks=3"]
+    settings = ["model.method=svformer", "eval.snapshots=3"]
     run = crosslayer.train(recipe, tmp_path / "run", settings=settings)
-    assert [look.step for look in run.looks] == [4, 6]
-    assert run.model.kv_read_bytes_per_token == 2 * 2 * 32 * 2 > run.model.kv_bytes_per_token  # the lender's are read
+    assert [snapshot.step for snapshot in run.snapshots] == [4, 6]
+    assert run.model.kv_read_bytes_per_token == 2 * 2 * 32 * 2 > run.model.kv_bytes_per_token  # the source's are read
     model, tokenizer = crosslayer.load_model(tmp_path / "run" / "model")
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     place = tmp_path / "tokens"
@@ -71,7 +71,7 @@ def test_looks_are_a_diagnosis_of_the_model_at_that_step(recipe, tmp_path):
     ]
     windows = torch.stack([rows[0][0]["input_ids"], rows[1][0]["input_ids"], rows[0][1]["input_ids"]])
     diagnosis = crosslayer.diagnose(model, windows)
-    last = run.looks[-1]
+    last = run.snapshots[-1]
     assert last.first_token_share == pytest.approx(diagnosis.first_token_share.tolist(), rel=1e-6)
     assert last.stream_norm == pytest.approx(diagnosis.stream_norm.tolist(), rel=1e-6)
     assert last.sink_rate == diagnosis.sink_rate.tolist()

@@ -1,4 +1,4 @@
-"""A retrofit in one call from Python: options, forms of text, the receipt's arrays, its folder and its record."""
+"""A retrofit in one call from Python: options, forms of text, the report's arrays, its folder and its record."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ from crosslayer.verbs.needles import lookup
 from crosslayer.verbs.needles.lookup import look_up
 from crosslayer.verbs.retrofit import run as job
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
-from crosslayer.verbs.retrofit.result import Receipt
+from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.retrofit.texts import Texts
 from crosslayer.verbs.retrofit.words import title
 from tests.helpers.text import WORDS, tokenizer, words
@@ -40,7 +40,7 @@ def source():
 
 
 @pytest.fixture(scope="module")
-def receipt(source):
+def report(source):
     return crosslayer.retrofit(
         source,
         {"web": ids(120, 0), "code": ids(120, 1)},
@@ -53,34 +53,34 @@ def receipt(source):
     )
 
 
-def test_the_call_gives_arrays_and_the_model(source, receipt):
-    assert receipt.kv_share == pytest.approx(5 / 8) and receipt.plan.keys == (0, 1, 2, 2, 4, 5, 5, 5)
-    assert set(receipt.domains) == {"web", "code"} and not receipt.seen.any()
-    assert receipt.perplexity_ratio.shape == receipt.kl.shape == receipt.compensation_gain.shape == (2,)
-    assert receipt.perplexity_ratio_ci95.shape == receipt.kl_ci95.shape == (2, 2)
-    assert (receipt.kl_ci95[:, 0] < receipt.kl).all() and (receipt.kl < receipt.kl_ci95[:, 1]).all()
-    assert np.isnan(receipt.fit_r2[[0, 1, 2, 4, 5]]).all() and (receipt.fit_r2[[3, 6, 7]] > 0).all()
-    left_out = [1 - fit.left_out**2 for fit in receipt.calibration.layers]
-    assert receipt.fit_r2_left_out[[3, 6, 7]] == pytest.approx(left_out) and np.isnan(receipt.fit_r2_left_out[0])
-    assert receipt.calibration.windows == {"docs": 64} and receipt.fitted == ["docs"]
-    assert receipt.model.config.plan == receipt.plan and receipt.tokenizer is None
-    assert receipt.title == "cla (groups 2-3, 5-7, compensation attention)"
-    kept = dict(receipt.model.named_parameters())
+def test_the_call_gives_arrays_and_the_model(source, report):
+    assert report.kv_share == pytest.approx(5 / 8) and report.plan.keys == (0, 1, 2, 2, 4, 5, 5, 5)
+    assert set(report.domains) == {"web", "code"} and not report.seen.any()
+    assert report.perplexity_ratio.shape == report.kl.shape == report.compensation_gain.shape == (2,)
+    assert report.perplexity_ratio_ci95.shape == report.kl_ci95.shape == (2, 2)
+    assert (report.kl_ci95[:, 0] < report.kl).all() and (report.kl < report.kl_ci95[:, 1]).all()
+    assert np.isnan(report.fit_r2[[0, 1, 2, 4, 5]]).all() and (report.fit_r2[[3, 6, 7]] > 0).all()
+    left_out = [1 - fit.left_out**2 for fit in report.calibration.layers]
+    assert report.fit_r2_left_out[[3, 6, 7]] == pytest.approx(left_out) and np.isnan(report.fit_r2_left_out[0])
+    assert report.calibration.windows == {"docs": 64} and report.fitted == ["docs"]
+    assert report.model.config.plan == report.plan and report.tokenizer is None
+    assert report.title == "cla (groups 2-3, 5-7, compensation attention)"
+    kept = dict(report.model.named_parameters())
     assert all(kept[name].data_ptr() != weight.data_ptr() for name, weight in source.named_parameters() if name in kept)
 
 
-def test_a_receipt_is_its_record(receipt):
-    again = Receipt.from_record(json.loads(json.dumps(receipt.record(), allow_nan=False)))
-    assert again == receipt and again.page() == receipt.page() and again.sentences() == receipt.sentences()
-    assert again.plan == receipt.plan and isinstance(again.plan, DepthPlan)
-    other = json.loads(json.dumps(receipt.record()))
+def test_a_report_is_its_record(report):
+    again = RetrofitReport.from_record(json.loads(json.dumps(report.record(), allow_nan=False)))
+    assert again == report and again.page() == report.page() and again.sentences() == report.sentences()
+    assert again.plan == report.plan and isinstance(again.plan, DepthPlan)
+    other = json.loads(json.dumps(report.record()))
     other["seconds"]["choose"] += 1
-    assert Receipt.from_record(other) != receipt
+    assert RetrofitReport.from_record(other) != report
     with pytest.raises(ValueError, match=r"holds no model; load it from its folder: crosslayer.load_model\(FOLDER\)"):
         _ = again.model
     for wrong in ({"schema": "crosslayer/retrofit/2"}, {"paper": {}}):
-        with pytest.raises(ValueError, match="this release reads crosslayer/retrofit/5|paper"):
-            Receipt.from_record(receipt.record() | wrong)
+        with pytest.raises(ValueError, match="this release reads crosslayer/retrofit/6|paper"):
+            RetrofitReport.from_record(report.record() | wrong)
 
 
 @pytest.mark.parametrize(
@@ -95,21 +95,21 @@ def test_a_receipt_is_its_record(receipt):
     ],
     ids=str,
 )
-def test_a_record_that_contradicts_itself_is_refused(receipt, place, value, message):
-    record = json.loads(json.dumps(receipt.record()))
+def test_a_record_that_contradicts_itself_is_refused(report, place, value, message):
+    record = json.loads(json.dumps(report.record()))
     part = record
     for key in place[:-1]:
         part = part[key]
     part[place[-1]] = value
     with pytest.raises(ValueError, match=message):
-        Receipt.from_record(record)
+        RetrofitReport.from_record(record)
 
 
-def test_it_saves_a_whole_model_folder(receipt, tmp_path):
+def test_it_saves_a_whole_model_folder(report, tmp_path):
     out = tmp_path / "out"
-    assert receipt.save(out, remote_code_shim=True) == out / "report.html"
+    assert report.save(out, remote_code_shim=True) == out / "report.html"
     assert check_files(out) == [] and (out / "modeling_shim.py").is_file()
-    assert Receipt.from_record(json.loads((out / "record.json").read_text())) == receipt
+    assert RetrofitReport.from_record(json.loads((out / "record.json").read_text())) == report
     card = (out / "README.md").read_text()
     assert (
         "```python\nimport crosslayer  # first: it registers the model's class" in card
@@ -121,9 +121,9 @@ def test_it_saves_a_whole_model_folder(receipt, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(out)
     prompt = ids(2, 5)
     with torch.no_grad():
-        assert torch.equal(loaded(prompt).logits, receipt.model(prompt).logits)
+        assert torch.equal(loaded(prompt).logits, report.model(prompt).logits)
     with pytest.raises(ValueError, match="exists; give another name"):
-        receipt.save(out)
+        report.save(out)
 
 
 OPTIONS = {"method": "cla", "layers": "2-3,5-7", "compensation": "none", "windows": 40, "length": LENGTH}
@@ -155,9 +155,9 @@ def test_a_model_that_is_loaded_for_the_call_is_not_held_twice(source, tmp_path,
         return held[-1]
 
     monkeypatch.setattr(job, "ready_model", kept)
-    receipt = crosslayer.retrofit(tmp_path / "model", ids(40, 0), **OPTIONS)
-    receipt.save(tmp_path / "out")  # the logits of its manifest change nothing
-    loaded, made = held[0][0].state_dict(), receipt.model.state_dict()
+    report = crosslayer.retrofit(tmp_path / "model", ids(40, 0), **OPTIONS)
+    report.save(tmp_path / "out")  # the logits of its manifest change nothing
+    loaded, made = held[0][0].state_dict(), report.model.state_dict()
     assert len(made) > 60 and all(made[name].data_ptr() == loaded[name].data_ptr() for name in made)
     assert all(torch.equal(weight, source.state_dict()[name]) for name, weight in loaded.items())
 
@@ -165,11 +165,11 @@ def test_a_model_that_is_loaded_for_the_call_is_not_held_twice(source, tmp_path,
 def test_whole_layers_that_go_by_any_method_give_the_stock_class(source):
     """What of a layer goes is read off the plan: attention and MLP of layer 2, named apart, are a whole layer."""
     method = {"name": "drop", "attention": [2], "mlp": [2]}
-    receipt = crosslayer.retrofit(source, ids(40, 0), method=method, windows=40, length=LENGTH)
-    assert type(receipt.model) is type(source) and receipt.model.config.num_hidden_layers == 7
-    assert receipt.calibration.fit == "none" and np.isnan(receipt.compensation_gain).all()
+    report = crosslayer.retrofit(source, ids(40, 0), method=method, windows=40, length=LENGTH)
+    assert type(report.model) is type(source) and report.model.config.num_hidden_layers == 7
+    assert report.calibration.fit == "none" and np.isnan(report.compensation_gain).all()
     with pytest.raises(ValueError, match="a shim is for models of crosslayer; this is a stock LlamaForCausalLM"):
-        receipt.save("nowhere", remote_code_shim=True)
+        report.save("nowhere", remote_code_shim=True)
 
 
 def test_the_options_that_are_checked_are_those_of_the_call():
@@ -181,16 +181,16 @@ def test_the_options_that_are_checked_are_those_of_the_call():
 def test_methods_may_be_objects_mappings_or_json(source):
     cla = load_method({"name": "cla", "groups": [[1, 2]]})
     for method in (cla, {"name": "cla", "groups": [[1, 2]]}, '{"name": "cla", "groups": [[1, 2]]}'):
-        receipt = crosslayer.retrofit(source, ids(16, 0), method=method, windows=16, length=LENGTH)
-        assert receipt.plan == cla.plan(8) and receipt.choice.how == "as options"
+        report = crosslayer.retrofit(source, ids(16, 0), method=method, windows=16, length=LENGTH)
+        assert report.plan == cla.plan(8) and report.choice.how == "as options"
 
 
 def test_a_method_may_be_its_class_wherever_it_may_be_its_name(source):
     options = {"layers": "2-3", "compensation": "none", "windows": 16, "length": LENGTH}
     plans = [crosslayer.retrofit(source, ids(16, 0), method=method, **options).plan for method in (CLA, "cla")]
     assert plans[0] == plans[1]
-    assert crosslayer.rewire(source, CLA).model.config.plan == CLA().plan(8)
-    assert crosslayer.rewire(source, [CLA, {"name": "drop", "mlp": [3]}]).model.config.methods[0] == CLA()
+    assert crosslayer.convert(source, CLA).model.config.plan == CLA().plan(8)
+    assert crosslayer.convert(source, [CLA, {"name": "drop", "mlp": [3]}]).model.config.methods[0] == CLA()
     with crosslayer.what_if(source, CLA), torch.no_grad():
         borrowed = source(ids(1, 0)).logits
     with crosslayer.what_if(source, "cla"), torch.no_grad():
@@ -310,24 +310,24 @@ def test_documents_need_only_a_tokenizer():
     model = tiny("llama", dtype=torch.float32, vocab_size=len(WORDS))
     documents = [words(start, start + 160) for start in (0, 160, 320)]
     options = {"method": "cla", "layers": "1-2", "compensation": "none", "windows": 16, "length": 8}
-    receipt = crosslayer.retrofit(model, documents, tokenizer(), **options)
-    assert receipt.domains == ("text",) and receipt.damage.all.documents == 3 and receipt.tokenizer is not None
+    report = crosslayer.retrofit(model, documents, tokenizer(), **options)
+    assert report.domains == ("text",) and report.damage.all.documents == 3 and report.tokenizer is not None
 
 
 def test_both_models_are_asked_for_hidden_numbers(monkeypatch):
     monkeypatch.setattr(lookup, "LENGTHS", (384, 512))
     model, text = random_model(torch.float32), {"web": ids(40, 0), "code": ids(40, 1)}
     options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": LENGTH}
-    receipt = crosslayer.retrofit(model, text, TOKENIZER, **options)
-    assert receipt.needles.original == look_up(model, TOKENIZER)
-    assert receipt.needles.retrofit == look_up(receipt.model, TOKENIZER)
-    asked = sum(len(length.found) for length in receipt.needles.original)
-    assert asked == 20 and receipt.headline()["needles"] == 0
-    assert any(f"Of {asked} numbers hidden in long texts it finds 0 (" in said for said in receipt.sentences())
-    assert ("Hidden numbers", f"0 of {asked}") in [card[:2] for card in receipt.layout().cards]
+    report = crosslayer.retrofit(model, text, TOKENIZER, **options)
+    assert report.needles.original == look_up(model, TOKENIZER)
+    assert report.needles.retrofit == look_up(report.model, TOKENIZER)
+    asked = sum(len(length.found) for length in report.needles.original)
+    assert asked == 20 and report.headline()["needles"] == 0
+    assert any(f"Of {asked} numbers hidden in long texts it finds 0 (" in said for said in report.sentences())
+    assert ("Hidden numbers", f"0 of {asked}") in [card[:2] for card in report.layout().cards]
     silent = crosslayer.retrofit(model, text, TOKENIZER, **options, needles=False)
     assert silent.needles is None and silent.headline()["needles"] is None
 
 
-def test_without_a_tokenizer_no_numbers_are_asked_for(receipt):
-    assert receipt.needles is None and not any("hidden" in said for said in receipt.sentences())
+def test_without_a_tokenizer_no_numbers_are_asked_for(report):
+    assert report.needles is None and not any("hidden" in said for said in report.sentences())

@@ -1,6 +1,6 @@
 """Looks at a model while it is trained: gradients, and over a few held-out windows sinks and norms, of every layer.
 
-Flows: windows → measures of each (`verbs/diagnose/sequence.py`) → their means in the log → `Look`s of the record.
+Flows: windows → measures of each (`verbs/diagnose/sequence.py`) → their means in the log → `Snapshot`s of the record.
 Shapes: N windows, T tokens, L layers.
 """
 
@@ -20,15 +20,15 @@ from transformers import PreTrainedModel
 from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.diagnose.sequence import measure_sequence
 from crosslayer.verbs.train.attention import readable_masks
-from crosslayer.verbs.train.record import Look
+from crosslayer.verbs.train.record import Snapshot
 
-MEASURES = tuple(name for name in Look.model_fields if name != "step")
+MEASURES = tuple(name for name in Snapshot.model_fields if name != "step")
 LAYER = re.compile(r"\.(\d+)\.")  # in a parameter's name
-KEY = re.compile(r"look_(\w+)_layer_(\d+)")  # in the log
+KEY = re.compile(r"snapshot_(\w+)_layer_(\d+)")  # in the log
 
 
 @torch.no_grad()
-def look(model: PreTrainedModel, windows: Tensor) -> dict[str, float]:
+def snapshot(model: PreTrainedModel, windows: Tensor) -> dict[str, float]:
     """Return the mean over windows (N, T) of each measure of each layer: "look_sink_rate_layer_0" and so on.
 
     NaN stands where a layer has no such sublayer.
@@ -36,11 +36,13 @@ def look(model: PreTrainedModel, windows: Tensor) -> dict[str, float]:
     with evaluating(model), readable_masks(model):
         measured = [measure_sequence(model, window).measures for window in windows]
     means = {name: np.mean([measures[name] for measures in measured], axis=0) for name in MEASURES}  # (L,) each
-    return {f"look_{name}_layer_{layer}": float(value) for name in MEASURES for layer, value in enumerate(means[name])}
+    return {
+        f"snapshot_{name}_layer_{layer}": float(value) for name in MEASURES for layer, value in enumerate(means[name])
+    }
 
 
-def looks_in(history: Sequence[dict[str, Any]]) -> tuple[Look, ...]:
-    """Return the looks that a log holds; of two after a step the later."""
+def snapshots_in(history: Sequence[dict[str, Any]]) -> tuple[Snapshot, ...]:
+    """Return the snapshots that a log holds; of two after a step the later."""
     by_step: dict[int, dict[str, dict[int, float | None]]] = {}
     for entry in history:
         for key, value in entry.items():
@@ -49,7 +51,7 @@ def looks_in(history: Sequence[dict[str, Any]]) -> tuple[Look, ...]:
                 number = value if value is not None and math.isfinite(value) else None
                 by_step.setdefault(entry["step"], {}).setdefault(match[1], {})[int(match[2])] = number
     return tuple(
-        Look(step=step, **{name: [layers[layer] for layer in sorted(layers)] for name, layers in measures.items()})
+        Snapshot(step=step, **{name: [layers[layer] for layer in sorted(layers)] for name, layers in measures.items()})
         for step, measures in by_step.items()
     )
 

@@ -1,4 +1,4 @@
-"""Rewire a pretrained model by methods, and make up for what it loses: the step inside a retrofit that changes it.
+"""Convert a pretrained model by methods, and make up for what it loses: the step inside a retrofit that changes it.
 
 Weights are kept, dropped, merged or new, and each is listed. What stays is the very tensor of the source; a copy is the
 caller's business.
@@ -27,7 +27,7 @@ from crosslayer.verbs.retrofit.result import Weights
 
 
 @dataclass(frozen=True)
-class Rewired:
+class Converted:
     """A model with another wiring, before it is judged.
 
     Attributes:
@@ -47,8 +47,8 @@ class Rewired:
 
 
 @torch.no_grad()
-def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first") -> Rewired:
-    """Rewire a model of a family that converts (decoder/families).
+def convert_weights(source: PreTrainedModel, methods: list[Method], merge: str = "first") -> Converted:
+    """Convert a model of a family that converts (decoder/families).
 
     Where whole layers go and nothing else changes, the model is of the source's own class.
 
@@ -70,20 +70,22 @@ def convert(source: PreTrainedModel, methods: list[Method], merge: str = "first"
     merged = [name for method in knowing for name in method.inherit(weights, config, config.wiring, merge)]
     if merge != "first" and not merged:
         raise ValueError(f"merge {merge!r} merges what groups of layers share, and there are none; use first")
-    model = _rewired(source, config, weights)
+    model = _converted(source, config, weights)
     names = set(model.state_dict())
     kept = [name for name in merged if name in names]
-    return Rewired(model, Weights(dropped=sorted(set(weights) - names), merged=kept, new=sorted(names - set(weights))))
+    return Converted(
+        model, Weights(dropped=sorted(set(weights) - names), merged=kept, new=sorted(names - set(weights)))
+    )
 
 
 def plain_decoder(source: PreTrainedModel) -> CrossLayerForCausalLM:
     """Return a pretrained model as a decoder of ours without methods, of the very same tensors."""
-    model = convert(source, []).model
+    model = convert_weights(source, []).model
     assert isinstance(model, CrossLayerForCausalLM)
     return model
 
 
-def _rewired(source: PreTrainedModel, config: CrossLayerConfig, weights: dict[str, Tensor]) -> CrossLayerForCausalLM:
+def _converted(source: PreTrainedModel, config: CrossLayerConfig, weights: dict[str, Tensor]) -> CrossLayerForCausalLM:
     """Return our model with these weights; modules of methods begin with their first values."""
     config._experts_implementation = source.config._experts_implementation
     model: Any = _empty(CrossLayerForCausalLM, config, source)
@@ -133,7 +135,7 @@ def _layers_gone(wiring: Wiring) -> list[int]:
     return gone if nothing_else and not any(mixes(method) for method in wiring.methods) else []
 
 
-def _without_layers(source: PreTrainedModel, gone: list[int]) -> Rewired:
+def _without_layers(source: PreTrainedModel, gone: list[int]) -> Converted:
     """Return a model of the source's own class without some layers; what stays is the very tensor of the source."""
     kept = [layer for layer in range(source.config.num_hidden_layers) if layer not in gone]
     config = copy.deepcopy(source.config)
@@ -158,11 +160,11 @@ def _without_layers(source: PreTrainedModel, gone: list[int]) -> Rewired:
     model.load_state_dict(weights, strict=True, assign=True)
     model.tie_weights()
     model.generation_config = copy.deepcopy(source.generation_config)
-    return Rewired(model.eval(), Weights(dropped=sorted(dropped), merged=[], new=[]))
+    return Converted(model.eval(), Weights(dropped=sorted(dropped), merged=[], new=[]))
 
 
 @torch.no_grad()
-def rewire(
+def convert(
     model: PreTrainedModel,
     methods: Entry | Sequence[Entry],
     *,
@@ -172,7 +174,7 @@ def rewire(
     merge: str = "first",
     progress: Callable[[int, int], None] | None = None,
     share_weights: bool = False,
-) -> Rewired:
+) -> Converted:
     """Give a pretrained model of a family that converts another wiring; the original is left as it is.
 
     `crosslayer.retrofit` does this, chooses layers before and judges the result afterwards.
@@ -196,30 +198,30 @@ def rewire(
 
     """
     chosen, layers = load_methods(methods), model.config.num_hidden_layers
-    check_choice("rewire", "fit", fit, (*FITS, None))
+    check_choice("convert", "fit", fit, (*FITS, None))
     same = merge_plans(chosen, layers) == DepthPlan.identity(layers)
     if same and not any(mixes(method) for method in chosen):
         names = ", ".join(method.name() for method in chosen) or "no method"
         raise ValueError(f"{names} as it stands changes nothing; name layers")
-    made, fits = convert(model, chosen, merge), []
-    rewired = made.model
-    if fit not in REFITS and not any(isinstance(module, Compensation) for module in rewired.modules()):
+    made, fits = convert_weights(model, chosen, merge), []
+    converted = made.model
+    if fit not in REFITS and not any(isinstance(module, Compensation) for module in converted.modules()):
         fit = None
     elif fit != "zero":
         plain = plain_decoder(model)
-        assert isinstance(rewired, CrossLayerForCausalLM)
-        fit = _fit(plain, rewired, fit)
+        assert isinstance(converted, CrossLayerForCausalLM)
+        fit = _fit(plain, converted, fit)
         if calibration is None:
             raise ValueError(f"fit {fit!r} needs calibration=… (token ids); without text use fit='zero'")
-        fits = calibrate(plain, rewired, calibration, fit, groups, progress)
+        fits = calibrate(plain, converted, calibration, fit, groups, progress)
     if not share_weights:
-        for parameter in rewired.parameters():
+        for parameter in converted.parameters():
             parameter.data = parameter.data.clone()
     originals = model.state_dict()
     changed = [fitted.layer for fitted in fits if fitted.output_penalty is not None]
     outputs = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in changed]  # W_o, in all families
     refitted = {name: originals[name] for name in outputs}
-    return Rewired(rewired, made.weights.model_copy(update={"refitted": outputs}), fit, fits, refitted)
+    return Converted(converted, made.weights.model_copy(update={"refitted": outputs}), fit, fits, refitted)
 
 
 def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | None) -> str:
@@ -230,7 +232,7 @@ def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | 
     if fit is not None and alone:
         raise ValueError(
             f"fit {fit!r} makes up for nothing in layers {alone}, which change outside of what it stands for "
-            "(a merged leader, an MLP that goes); use ridge"
+            "(a merged source, an MLP that goes); use ridge"
         )
     if fit is None:
         fit = "ridge" if alone else "refit" if why_no_refit(model) is None else "layerwise"

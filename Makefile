@@ -97,10 +97,10 @@ test-transformers: $(TRANSFORMERS)
 	CROSSLAYER_TRANSFORMERS_TESTS=$${CROSSLAYER_TRANSFORMERS_TESTS:-$(TRANSFORMERS)/tests} \
 	  OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow -rs tests/core/decoder/test_transformers.py
 
-# the generated tables of docs/METHODS.md, docs/COMPOSITIONS.md and docs/verbs
+# the generated tables of docs/methods/overview.md, docs/methods/combinations.md and docs/verbs
 tables: $(STAMP)
-	$(BIN)/python -m crosslayer.verbs.methods.catalogue docs/METHODS.md
-	mkdir -p out && $(BIN)/python -m crosslayer.verbs.methods.compositions > out/COMPOSITIONS.md && mv out/COMPOSITIONS.md docs/COMPOSITIONS.md
+	$(BIN)/python -m crosslayer.verbs.methods.catalogue docs/methods/overview.md
+	mkdir -p out && $(BIN)/python -m crosslayer.verbs.methods.compositions > out/COMPOSITIONS.md && mv out/COMPOSITIONS.md docs/methods/combinations.md
 	$(BIN)/python -m crosslayer.cli.reference docs/verbs
 
 # the site, out/site: links are checked, and every page is opened in Chromium at two widths

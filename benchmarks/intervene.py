@@ -2,7 +2,7 @@
 
     python benchmarks/intervene.py             # both experiments on 32 sequences of 512 tokens
     python benchmarks/intervene.py --cost      # whole commands in turns: intervene and diagnose on smollm2
-    python benchmarks/intervene.py --table     # print the tables of docs/EVIDENCE.md from the JSON
+    python benchmarks/intervene.py --table     # print the tables of docs/results/evidence.md from the JSON
 
 Figure 3 of the paper: position 255 of a causal model, isolated or not, behind a special or a random first token.
 Figure 4: position 383 of a BERT-like encoder with the position row of 0, of 511 or a random row, between [CLS] and

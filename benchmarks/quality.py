@@ -1,4 +1,4 @@
-"""What retrofits and evictions cost in quality, and save: the tables of docs/EVIDENCE.md.
+"""What retrofits and evictions cost in quality, and save: the tables of docs/results/evidence.md.
 
     python benchmarks/quality.py --tasks TASKS_FOLDER --json FILE smollm2 smollm2@h2o:0.4 NAME=FOLDER
         NAME=FOLDER@h2o:0.4 [--names arc_easy,piqa] [--limit 200] [--windows 16] [--needles 8]

@@ -24,11 +24,11 @@ from tests.helpers.tiny import tiny
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 ELSEWHERE = {
-    "docs/YOUR_METHOD.md",
-    "docs/TOUR.md",
+    "docs/methods/your_own.md",
+    "docs/start/tour.md",
 }  # executed by test_your_method.py, test_readme.py
 NOTEBOOKS = {page.relative_to(ROOT).as_posix() for page in (DOCS / "notebooks").glob("*.md")}  # … test_notebooks.py
-FRONT = ("README.md", "docs/TOUR.md")
+FRONT = ("README.md", "docs/start/tour.md")
 PAGES = sorted({page.relative_to(ROOT).as_posix() for page in DOCS.rglob("*.md")} - ELSEWHERE - NOTEBOOKS)
 FENCE = re.compile(r'(?m)^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.S)
 SMALLER = {  # what pages say → the same for the tiny model of a test, in less time
@@ -115,7 +115,7 @@ def test_every_verb_has_a_page():
 
 
 def test_every_method_has_its_equation():
-    headings = re.findall(r"(?m)^### `(\w+)`\n\n```math\n", (DOCS / "EQUATIONS.md").read_text())
+    headings = re.findall(r"(?m)^### `(\w+)`\n\n```math\n", (DOCS / "methods" / "equations.md").read_text())
     assert sorted(headings) == sorted(method_names())
 
 

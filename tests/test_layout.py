@@ -129,5 +129,5 @@ def test_import_changes_nothing_in_transformers():
 
 
 def test_the_table_of_methods_in_the_documents_is_the_generated_table():
-    text = (PACKAGE.parent / "docs" / "METHODS.md").read_text()
+    text = (PACKAGE.parent / "docs" / "methods" / "overview.md").read_text()
     assert markdown() in text, "run make tables"

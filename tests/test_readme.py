@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_python_of_the_tour_runs(folder):
-    text = (ROOT / "docs" / "TOUR.md").read_text()
+    text = (ROOT / "docs" / "start" / "tour.md").read_text()
     for said, smaller in SMALLER.items():
         assert said in text, said
         text = text.replace(said, smaller)

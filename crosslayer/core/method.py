@@ -1,7 +1,7 @@
 """What a cross-layer method answers, and what it builds its answers from.
 
 A method is a frozen dataclass in a file of its own. Its fields are its options; each question that it leaves open means
-"like Llama". `crosslayer.core.methods` finds and combines methods, docs/YOUR_METHOD.md shows how to write them.
+"like Llama". `crosslayer.core.methods` finds and combines methods, docs/methods/your_own.md shows how to write them.
 
 Shapes: B batch, T new tokens, C hidden, H heads, H_kv key-value heads, D head size, L layers.
 """

@@ -40,4 +40,4 @@ print(f"attention on position 64, largest over layers: {before.max():.1%} before
 
 # %% [markdown]
 # A token that is not mixed becomes a sink, wherever it stands. With more text, and with controls:
-# [EVIDENCE](../EVIDENCE.md).
+# [evidence](../results/evidence.md).

@@ -48,7 +48,7 @@ class Settings(TextSettings):
 
 
 class Measures(Frozen):
-    """Every measure by layer, None where a layer has no such sublayer; docs/MEASURES.md has equations and sources."""
+    """Every measure by layer, None where a layer has no such sublayer; docs/reference/measures.md has equations and sources."""
 
     first_token_share: Measure = Field(description="the first token's share of all attention, (L,), 0 to 1")
     entropy: Measure = Field(description="of token importance, (L,), nats; ln T for an even spread over T tokens")
@@ -195,7 +195,7 @@ class Diagnosis(Result):
 
     Every measure in `measures` is an attribute here too: `diagnosis.entropy` is the array of its means over sequences,
     float64, NaN where a layer has no such sublayer; `diagnosis.measures.entropy.interval` is its interval, (L, 2), None
-    for a single sequence. Layers and positions count from 0. docs/MEASURES.md has definitions and sources.
+    for a single sequence. Layers and positions count from 0. docs/reference/measures.md has definitions and sources.
     """
 
     schema_: Literal["crosslayer/diagnose/4"] = Field(default="crosslayer/diagnose/4", alias="schema")

@@ -1,6 +1,6 @@
 """Methods in words, out of their own files: the table of all, and what a single method is, takes and costs.
 
-`python -m crosslayer.verbs.methods.catalogue docs/METHODS.md` writes the table into a page.
+`python -m crosslayer.verbs.methods.catalogue docs/methods/overview.md` writes the table into a page.
 """
 
 import ast

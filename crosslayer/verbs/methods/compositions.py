@@ -1,6 +1,6 @@
 """Which methods go together: every pair is built and run.
 
-`python -m crosslayer.verbs.methods.compositions > docs/COMPOSITIONS.md` writes the page.
+`python -m crosslayer.verbs.methods.compositions > docs/methods/combinations.md` writes the page.
 """
 
 import torch

@@ -148,7 +148,7 @@ class DomainPart(Part):
     """Text of a kind, which has a share of the mixture and a validation loss of its own."""
 
     name: str
-    """How results call it; without `source` the name of an embedded domain, as docs/TEXT.md lists them."""
+    """How results call it; without `source` the name of an embedded domain, as docs/reference/text.md lists them."""
     weight: float = Field(default=1.0, gt=0)
     """Its share of the tokens, beside the other domains' weights."""
     source: str | None = None

@@ -1,4 +1,4 @@
-"""What docs/YOUR_METHOD.md tells authors works as it stands there: outside of the package, and as a file in it."""
+"""What docs/methods/your_own.md tells authors works as it stands there: outside of the package, and as a file in it."""
 
 import os
 import re
@@ -23,7 +23,7 @@ WORDS = ("Scaled values: groups", "U_n = A_n (s V_l)", "by: float = 2.0", "Where
 
 def blocks(heading: str) -> list[str]:
     """The blocks of code below a heading of the page."""
-    section = (ROOT / "docs" / "YOUR_METHOD.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "methods" / "your_own.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return re.findall(r"```python\n(.+?)```", section, re.S)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from crosslayer.verbs.methods import compositions
 
-PAGE = Path(__file__).parents[3] / "docs" / "COMPOSITIONS.md"
+PAGE = Path(__file__).parents[3] / "docs" / "methods" / "combinations.md"
 
 
 def test_the_page_is_what_the_code_says():

@@ -111,14 +111,14 @@ def name_beside(way: str, align: str, dx: int, dy: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Draw it, and print its numbers."""
+def draw_front_page() -> list[dict[str, Any]]:
+    """Draw it, and return what was drawn."""
     points = measured()
-    for point in points:
-        print("{way}: {share:.1%}, {ratio:.3f} ({low:.3f} to {high:.3f})".format(**point))
     svg = vl_convert.vegalite_to_svg(chart(points), vl_version=VERSION)
     (HERE.parent / "docs" / "figures" / "cache_and_perplexity.svg").write_text(svg)
+    return points
 
 
 if __name__ == "__main__":
-    main()
+    for point in draw_front_page():
+        print("{way}: {share:.1%}, {ratio:.3f} ({low:.3f} to {high:.3f})".format(**point))

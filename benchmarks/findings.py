@@ -1,0 +1,355 @@
+"""What was found, as a page: ten sentences, each with a figure and the command behind it, out of committed results.
+
+    python benchmarks/findings.py            # docs/results/findings.md and docs/figures/*.svg
+    python benchmarks/findings.py --measure  # benchmarks/results/map_similarity.json, with smollm2; a minute
+
+Every number on the page is computed here from `benchmarks/results` and `docs/evidence`.
+"""
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from front_page import draw_front_page
+
+import crosslayer
+from crosslayer import CrossLayerConfig
+from crosslayer.environment import environment
+from crosslayer.output.panel import Dots, Heat, Line, Panel, save_svg
+from crosslayer.verbs.retrofit.damage import Losses, damage, difference
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
+MAPS = RESULTS / "map_similarity.json"
+PAGE = ROOT / "docs" / "results" / "findings.md"
+SHAPE = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}  # SmolLM2's
+UNSEEN = ("science", "speeches", "code")  # domains that nothing was fitted on
+LABELS = {"all tokens": "all", "without the first token": "without_first"}
+HEAD = """# Findings
+
+What a reader should remember, each in a sentence, a figure and a command. The model is SmolLM2-135M on a CPU unless
+another is named; intervals are 95 %, over text windows, items or sequences, not over training seeds. Larger models may
+behave differently. Details and what did not help: [evidence](evidence.md), [what retrofits cost](retrofits.md),
+[the log](../LOG.md). This page is written by `python benchmarks/findings.py` from committed results.
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding: its heading, what the numbers say, the figure's file name and the command that measured it."""
+
+    title: str
+    text: str
+    figure: str
+    command: str
+
+
+def results(name: str) -> Any:
+    """Return a committed result."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def losses(cells: Iterable[dict[str, Any]]) -> Losses:
+    """Return the losses on several domains as one sample; documents of different domains stay apart."""
+    cells = list(cells)
+    columns = (np.concatenate([cell[key] for cell in cells]) for key in ("before", "after", "kl"))
+    documents = [1000 * number + document for number, cell in enumerate(cells) for document in cell["documents"]]
+    return Losses(*columns, tuple(documents))
+
+
+def spread(low: float, high: float, digits: int = 2) -> str:
+    """Return an interval as it stands in a sentence."""
+    return f"{low:.{digits}f} to {high:.{digits}f}".replace("-", "−")
+
+
+def retrieval() -> Finding:
+    """Perplexity beside retrieval, of the distilled retrofits."""
+    names = {
+        "uniattn, distilled": "UniAttn",
+        "uniattn-none, distilled": "no W_c",
+        "drop, distilled": "9 dropped",
+        "drop-5, distilled": "5 dropped",
+        "smollm2": "the original",
+    }
+    rows = {row["name"]: row for row in results("quality-recovered")["rows"]}
+    values, shown = [], {}
+    for name, title in names.items():
+        ratio = rows[name]["perplexity_ratio"][0]
+        retrieved = sum(round(cell["share"] * cell["n"]) for cell in rows[name]["needles"])
+        values.append((ratio, retrieved))
+        shown[f"{title} (×{ratio:.2f})"] = (float(retrieved), None, None)
+    panel = dots(
+        "retrieval",
+        "Perplexity does not show lost retrieval",
+        "hidden numbers retrieved, of 40 (beside the name: perplexity)",
+        shown,
+    )
+    save_svg(panel, FIGURES)
+    ratios = ", ".join(f"×{ratio:.2f}" for ratio, _ in values[:3])
+    counts = ", ".join(str(count) for _, count in values[:3])
+    return Finding(
+        "Perplexity does not show lost retrieval",
+        f"Three retrofits with nearly the same perplexity ({ratios}) retrieve {counts} of 40 numbers hidden in their "
+        "context; the original retrieves all 40. Where attention was dropped, forty steps of distillation restored "
+        "retrieval; where attention maps are shared, they did not.",
+        panel.key,
+        "python benchmarks/quality.py smollm2 uniattn drop --tasks TASKS --limit 150 --needles 2 --lengths "
+        "256,512,1024,2048 "
+        "--json FILE",
+    )
+
+
+def dropping() -> Finding:
+    """Searched dropping against sharing in fixed blocks."""
+    points = {(point["way"], round(point["share"], 2)): point for point in draw_front_page()}
+    drop, cla = points["attention dropped, searched", 0.7], points["CLA: keys, values shared", 0.7]
+    return Finding(
+        "Dropping attention that a search selects costs less than sharing it in fixed blocks",
+        f"At 70% of the KV cache, on C code that nothing was fitted on, dropping attention in nine searched layers "
+        f"costs "
+        f"perplexity ×{drop['ratio']:.2f} ({spread(drop['low'], drop['high'])}), sharing keys and values in three "
+        f"fixed "
+        f"blocks of four layers ×{cla['ratio']:.2f} ({spread(cla['low'], cla['high'])}), both before any training.",
+        "cache_and_perplexity",
+        "crosslayer retrofit smollm2 --kv-budget 0.7 --calibration 72 --length 256 --out small",
+    )
+
+
+def distillation() -> Finding:
+    """Recovery by distillation."""
+    rows = results("recovery")
+    short, long = "distillation, embedded text:200704", "distillation:1601536"
+    start, middle, end = (damage(losses([rows[name]])) for name in ("fit:18432", short, long))
+    return Finding(
+        "A quarter of an hour of distillation recovers most of it",
+        f"At 70% of the cache, KL to the original on unseen text falls from {start.kl:.2f} to {middle.kl:.2f} nats a "
+        f"token "
+        f"with 0.2 million tokens of embedded text (16 minutes on two cores), and to {end.kl:.2f} with 1.6 million "
+        f"tokens "
+        "(77 minutes). Fitting the linear maps to sixteen times as much text, without training, brings almost nothing.",
+        "recovery",
+        "crosslayer retrofit smollm2 --kv-budget 0.7 --calibration 72 --length 256 --out small --heal "
+        "recipes/heal-distill.yaml",
+    )
+
+
+def corpus() -> Finding:
+    """W_c by the text that it is fitted on."""
+    cells = results("transfer")["uniattn-4"]["cells"]
+    fits, domains = ["none", "books", "web", "docs", "mixture"], ["books", "web", "docs", "code"]
+    ratios = {fit: {domain: damage(losses([cells[domain][fit]])) for domain in domains} for fit in fits}
+    values: list[list[float | None]] = [
+        [100 * (ratios[fit][domain].ratio - 1) for domain in domains] for fit in reversed(fits)
+    ]
+    labels = {float(row): fit for row, fit in enumerate(reversed(fits))}
+    panel = Panel(
+        "compensation_by_text", "Rise in perplexity (%) by the text that W_c is fitted on", "",
+        "evaluated on", "W_c fitted on", heat=Heat(range(4), range(5), values, "%", (0, 220), written=True),
+        x_ticks={float(column): domain for column, domain in enumerate(domains)}, y_ticks=labels,
+    )  # fmt: skip
+    save_svg(panel, FIGURES)
+    books, code = ratios["books"]["books"], ratios["books"]["code"]
+    mixed = ratios["mixture"]["code"]
+    return Finding(
+        "Linear compensation learns the text that it is fitted on",
+        f"W_c, a linear map that makes up for shared attention maps (UniAttn, 85% of the cache), costs "
+        f"×{books.ratio:.2f} "
+        f"({spread(*books.ratio_ci95)}) on books when fitted on books, and ×{code.ratio:.2f} "
+        f"({spread(*code.ratio_ci95)}) "
+        f"on code. A mixture of three domains costs ×{mixed.ratio:.2f} ({spread(*mixed.ratio_ci95)}) on code. "
+        "So a report that evaluates on calibration text is too optimistic.",
+        panel.key,
+        "python benchmarks/transfer.py --only uniattn-4",
+    )
+
+
+def refit() -> Finding:
+    """W_o refitted together with W_c."""
+    cells = results("transfer")["cla-pairs"]["cells"]
+    fits = {
+        "no fit": "none", "W_c alone": "mixture", "W_o alone": "mixture, refit-o", "W_o and W_c": "mixture, refit",
+    }  # fmt: skip
+    costs = {name: damage(losses(cells[domain][fit] for domain in UNSEEN)) for name, fit in fits.items()}
+    panel = dots("refit", "What is fitted after CLA pairs in layers 24-29", "KL to the original (nats a token)", {
+        name: (cost.kl, *cost.kl_ci95) for name, cost in costs.items()
+    })  # fmt: skip
+    save_svg(panel, FIGURES)
+    text = "; ".join(f"{name} {cost.kl:.3f} ({spread(*cost.kl_ci95, 3)})" for name, cost in costs.items())
+    return Finding(
+        "Where layers share keys and values, refit the output projection too",
+        f"KL to the original on unseen text: {text}. W_o of a layer that reads another layer's values was trained for "
+        f"its own "
+        "values, so fitting both together, in closed form on 18,432 tokens, removes most of the damage.",
+        panel.key,
+        "python benchmarks/transfer.py --only cla-pairs --judge science speeches code",
+    )
+
+
+def search() -> Finding:
+    """A search that repairs each candidate before it judges it, against one that does not."""
+    cells, lines, gaps = results("transfer"), [], {}
+    for name, shown in (("bare", "candidates as they are"), ("repaired", "candidates repaired first")):
+        shares, costs = [], []
+        for percent in (83, 70, 50):
+            entry = cells[f"{name}-{percent}"]
+            shares.append(CrossLayerConfig(**SHAPE, cross_layer=entry["methods"]).plan.cached_fraction())
+            costs.append(damage(losses(entry["cells"][domain]["mixture"] for domain in UNSEEN)))
+        low, high = ([cost.kl_ci95[end] for cost in costs] for end in (0, 1))
+        lines.append(Line(shown, shares, [cost.kl for cost in costs], low, high))
+    for percent in (83, 70, 50):
+        sides = (
+            losses(cells[f"{name}-{percent}"]["cells"][d]["mixture"] for d in UNSEEN) for name in ("repaired", "bare")
+        )
+        gaps[percent] = difference(*sides)
+    panel = Panel(
+        "search", "Which layers to drop: two searches", "", "share of the KV cache that is kept",
+        "KL to the original (nats a token)", lines, x_ticks={0.5: "50%", 0.7: "70%", 0.8333: "83%"},
+    )  # fmt: skip
+    save_svg(panel, FIGURES)
+    gap, ends = gaps[70]
+    return Finding(
+        "A search must repair a candidate before it judges it",
+        "Layers that cost much when dropped may cost little once a linear map stands in for them. At 70% of the "
+        "cache, ranking "
+        f"repaired candidates instead of bare ones changes KL on unseen text by {gap:.3f} ({spread(*ends, 3)}) nats a "
+        f"token, "
+        f"at 50% by {gaps[50][0]:.3f} ({spread(*gaps[50][1], 3)}), and by {gaps[83][0]:.3f} at 83%.".replace(
+            " -", " −"
+        ),
+        panel.key,
+        "python benchmarks/transfer.py --only repaired-70 bare-70 --judge science speeches code",
+    )
+
+
+def similarity() -> Finding:
+    """How alike neighbouring maps are, with and without the first token."""
+    measured = json.loads(MAPS.read_text())
+    layers = [float(layer) for layer in measured["layers"]]
+    panel = Panel(
+        "map_similarity", "Attention maps of neighbouring layers", "", "layer (beside the one below it)", "cosine",
+        [Line(name, layers, measured[key]) for name, key in LABELS.items()],
+        y_range=(0, 1),
+    )  # fmt: skip
+    save_svg(panel, FIGURES)
+    half = [number for number, layer in enumerate(measured["layers"]) if layer > measured["num_layers"] // 2]
+    whole, rest = (np.mean([measured[key][number] for number in half]) for key in ("all", "without_first"))
+    return Finding(
+        "Much of the similarity between attention maps is the common sink",
+        f"In the upper half of the model neighbouring maps have a mean cosine of {whole:.2f}, and of {rest:.2f} "
+        f"without the "
+        "first token, which all of them attend to. Similarity that ignores this points to layers that cannot share.",
+        panel.key,
+        "crosslayer diagnose smollm2 --sequences 8 --length 512",
+    )
+
+
+def isolation() -> Finding:
+    """A token that may only attend to itself becomes a sink."""
+    measured = results("intervene")["smollm2"]["special"]
+    averages = measured["averages"]
+    before, after = averages["position_before"], averages["position_after"]
+    return Finding(
+        "A token that attends only to itself becomes an attention sink",
+        f"Position 255, isolated, goes from {before['mean']:.2%} to {after['mean']:.1%} ({after['ci95'][0]:.1%} to "
+        f"{after['ci95'][1]:.1%}) of later tokens' attention in layers 12-28, beside the first token, which keeps "
+        f"{averages['first_after']['mean']:.1%}. The loss behind it rises by "
+        f"{measured['loss_behind']['difference']['mean']:.3f} "
+        "nats a token.",
+        "waiver_smollm2",
+        "crosslayer intervene smollm2 --waiver 255",
+    )
+
+
+def eviction() -> Finding:
+    """H2O on tasks and on retrieval."""
+    rows = {row["evict"]: row for row in results("quality-eviction")["rows"] if row["name"] == "smollm2"}
+    shares = {0.0: rows[None], 0.2: rows["h2o:0.2"], 0.4: rows["h2o:0.4"], 0.6: rows["h2o:0.6"]}
+    accuracy, retrieved = [], []
+    for row in shares.values():
+        accuracy.append(100 * float(np.mean([task["candidate"]["value"] for task in row["tasks"]])))
+        retrieved.append(100 * float(np.mean([cell["share"] for cell in row["needles"]])))
+    lines = [Line("ARC-Easy and PIQA", [*shares], accuracy), Line("hidden numbers", [*shares], retrieved)]
+    panel = Panel(
+        "eviction", "H2O: tasks against retrieval", "", "share of the cached tokens that is evicted",
+        "correct (%)", lines, y_range=(0, 100), x_ticks={share: f"{share:.0%}" for share in shares},
+    )  # fmt: skip
+    save_svg(panel, FIGURES)
+    return Finding(
+        "Short tasks do not show what eviction loses",
+        f"With 40% of the cached tokens evicted by H2O, accuracy on ARC-Easy and PIQA goes from {accuracy[0]:.1f}% to "
+        f"{accuracy[2]:.1f}% (150 items each), while of 60 hidden numbers {0.6 * retrieved[2]:.0f} are retrieved "
+        f"instead of "
+        f"{0.6 * retrieved[0]:.0f}.",
+        panel.key,
+        "python benchmarks/quality.py smollm2 smollm2@h2o:0.4 --tasks TASKS --limit 150 --needles 6 --json FILE",
+    )
+
+
+def from_scratch() -> Finding:
+    """Tasks and losses of models that were trained from scratch."""
+    rows = sorted(results("methods-tasks")["rows"], key=lambda row: -row["difference"]["points"])
+    rows = [row for row in rows if row["variant"] != "vanilla"]
+    panel = dots("tasks_from_scratch", "Mean of six tasks less vanilla's", "points", {
+        row["variant"]: (row["difference"]["points"], *row["difference"]["interval"]) for row in rows
+    })  # fmt: skip
+    save_svg(panel, FIGURES)
+    clear = sum(row["difference"]["interval"][0] > 0 or row["difference"]["interval"][1] < 0 for row in rows)
+    compared = crosslayer.load_result(ROOT / "docs" / "evidence" / "methods")
+    lower = sum(
+        outcome.final is not None
+        and outcome.adjusted is not None
+        and outcome.adjusted < 0.05
+        and outcome.final.mean < 0
+        for outcome in compared.outcomes
+    )
+    return Finding(
+        "At a million tokens losses differ between methods, tasks do not",
+        f"Of {len(rows)} methods trained from scratch at 0.46 million parameters, {lower} reach a lower loss than the "
+        f"plain "
+        f"Transformer (four seeds, Holm-corrected). On six tasks with 1,000 items each {clear} of {len(rows)} differ: "
+        f"two seeds "
+        "at this size decide nothing, and a table of accuracies alone would have ranked noise.",
+        panel.key,
+        "python benchmarks/methods_tasks.py",
+    )
+
+
+def dots(key: str, title: str, axis: str, rows: dict[str, tuple[float, float | None, float | None]]) -> Panel:
+    """Return a figure of values with intervals, a row for each name."""
+    means, lows, highs = (list(column) for column in zip(*rows.values(), strict=True))
+    return Panel(key, title, "", axis, "", dots=Dots([*rows], means, lows, highs, [()] * len(rows)))
+
+
+FINDINGS = (
+    retrieval, dropping, distillation, corpus, refit, search, similarity, isolation, eviction, from_scratch,
+)  # fmt: skip
+
+
+def page(findings: Sequence[Finding]) -> str:
+    """Return the page in Markdown."""
+    sections = []
+    for number, finding in enumerate(findings, 1):
+        text, figure = textwrap.fill(finding.text, 120), f"![{finding.title}](../figures/{finding.figure}.svg)"
+        sections.append(f"## {number}. {finding.title}\n\n{text}\n\n{figure}\n\n`{finding.command}`\n")
+    return "\n".join([HEAD, *sections])
+
+
+def measure() -> None:
+    """Write how alike neighbouring maps of SmolLM2 are, by layer."""
+    diagnosis = crosslayer.diagnose("smollm2", sequences=8, length=512)
+    maps = {"all": diagnosis.map_similarity, "without_first": diagnosis.map_similarity_without_first}  # (L, L) each
+    count = len(diagnosis.map_similarity)
+    entry: dict[str, Any] = {"num_layers": count, "layers": [*range(1, count)]}
+    entry |= {name: [round(float(matrix[i, i - 1]), 4) for i in range(1, count)] for name, matrix in maps.items()}
+    MAPS.write_text(json.dumps({**entry, "environment": environment().model_dump()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--measure"]:
+        measure()
+    PAGE.write_text(page([finding() for finding in FINDINGS]))

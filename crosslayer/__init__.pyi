@@ -26,6 +26,7 @@ from crosslayer.verbs.export.run import export as export
 from crosslayer.verbs.generate.run import generate as generate
 from crosslayer.verbs.heal.result import Recovery as Recovery
 from crosslayer.verbs.heal.run import heal as heal
+from crosslayer.verbs.info.run import info as info
 from crosslayer.verbs.intervene.kinds import Ablate as Ablate
 from crosslayer.verbs.intervene.kinds import Forbid as Forbid
 from crosslayer.verbs.intervene.kinds import PositionSwap as PositionSwap

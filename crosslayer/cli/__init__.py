@@ -22,9 +22,8 @@ from crosslayer.verbs import GROUPS, verb_names
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    help="Attention across depth: what one Transformer layer takes from another.",
+    help="Find attention layers that repeat one another, share or drop them, and measure what that costs.",
 )
 VERBS = sorted(map(read_verb, verb_names()), key=lambda verb: (GROUPS.index(verb.group), verb.name))
 for verb in VERBS:

@@ -28,7 +28,9 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) 
     from rich.measure import Measurement
     from rich.table import Table
 
-    grid = Table(*head, box=SIMPLE, pad_edge=False)
+    grid = Table(box=SIMPLE, pad_edge=False)
+    for number, name in enumerate(head):
+        grid.add_column(name, no_wrap=number == 0)  # what a row is called can be copied in a narrow terminal too
     for cells in rows:
         grid.add_row(*map(_styled, cells))
     wide = Console(width=1000)

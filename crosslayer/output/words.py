@@ -41,6 +41,18 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)
 
 
+def named_layers(layers: Iterable[int]) -> str:
+    """Return layers as a sentence names them: 7 → "layer 7"; 0, 1, 2, 7 → "layers 0-2 and 7"."""
+    text = ranges(layers)
+    return f"layer{'' if text.isdigit() else 's'} {listed(text.split(', '))}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, spelled out up to ten: no layers, one layer, nine layers, 11 layers."""
+    digits = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    return f"{digits[count] if count < len(digits) else count} {noun}{'' if count == 1 else 's'}"
+
+
 def measured_on(sequences: int, length: int, text: str | None, documents: Sequence[int] | None) -> str:
     """Return on which text something was measured, and what the bands of the figures are.
 

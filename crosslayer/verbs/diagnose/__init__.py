@@ -1,4 +1,4 @@
-"""Measures every layer of a model, a forward pass for each sequence, and says what that means."""
+"""Measures every layer of a model, in one forward pass per sequence, and explains the results."""
 
 GROUP = "Inspect"
 OUT = "diagnosis"

@@ -1,4 +1,4 @@
-"""A measure by layer or position, as figures and sentences show it: its curve, its extremes, its mean."""
+"""Measures by layer or position as figures and sentences need them: curves, extremes, means."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from crosslayer.output.record import Measure, PositionBins
 from crosslayer.output.summary import plain
 
 LAYER = "layer"
-SHARE, COSINE, NORM = (0.0, 1.0), (-1.0, 1.0), (0.0, math.inf)  # what is possible
+SHARE, COSINE, NORM = (0.0, 1.0), (-1.0, 1.0), (0.0, math.inf)  # possible values
 
 
 def curve(measure: Measure, name: str = "", color: str | None = None, band: bool = True, dashed: bool = False) -> Line:
@@ -21,7 +21,7 @@ def curve(measure: Measure, name: str = "", color: str | None = None, band: bool
 
 
 def numbers(rows: Sequence[object]) -> list[float]:
-    """Return the places of rows on an axis that counts them from 0."""
+    """Return the positions of rows on an axis that counts from 0."""
     return [float(i) for i in range(len(rows))]
 
 
@@ -29,28 +29,28 @@ def position_panel(
     key: str, title: str, sentence: str, bins: PositionBins, scale: float, label: str, limits: tuple[float, float],
     position: int = 0,
 ) -> Panel:  # fmt: skip
-    """Return the heat map of the logarithms of a quantity times `scale`; `limits` are those of the colors."""
+    """Return a heat map of log10(mean · `scale`) by layer and position; `limits` are the ends of the color scale."""
     z = plain(np.log10(np.maximum(np.array(bins.mean, dtype=float) * scale, 10 ** (limits[0] - 2))))  # (L, bins)
     drawn: dict[str, Any] = by_position(bins.edges, bins.length, z, label, limits, position)
     return Panel(key, title, sentence, "position (0 = first token)", LAYER, wide=True, **drawn)
 
 
 def known(measure: Measure) -> dict[int, float]:
-    """Return the means of the layers that have the measure."""
+    """Return the means by layer, without layers that lack the measure."""
     return {layer: mean for layer, mean in enumerate(measure.mean) if mean is not None}
 
 
 def highest(measure: Measure) -> tuple[int, float]:
-    """Return the layer with the highest mean, and that mean; layer 0 and NaN where no layer has one."""
+    """Return the layer with the highest mean, and that mean; layer 0 and NaN if no layer has the measure."""
     return max(known(measure).items(), key=lambda pair: pair[1], default=(0, math.nan))
 
 
 def lowest(measure: Measure) -> tuple[int, float]:
-    """Return the layer with the lowest mean, and that mean; layer 0 and NaN where no layer has one."""
+    """Return the layer with the lowest mean, and that mean; layer 0 and NaN if no layer has the measure."""
     return min(known(measure).items(), key=lambda pair: pair[1], default=(0, math.nan))
 
 
 def mean_over_layers(measure: Measure) -> float:
-    """Return the mean over the layers that have the measure, NaN where none has it."""
+    """Return the mean over the layers that have the measure; NaN if no layer has it."""
     means = known(measure).values()
     return sum(means) / len(means) if means else math.nan

@@ -1,20 +1,20 @@
-"""Candidate groups of layers that may share: by depth alone, or by the similarity of their maps.
+"""Candidate groups of layers for sharing: by depth alone, or by the similarity of their attention maps.
 
-By depth is the rule of arXiv 2502.00439, whose groups are called superblocks.
+The groups by depth are the superblocks of arXiv 2502.00439.
 """
 
 import numpy as np
 
 from crosslayer.probe.shapes import LayerShape, may_share
 
-PAPER_SIZE = 4  # layers of the paper's superblocks
+PAPER_SIZE = 4  # layers in one of the paper's superblocks
 Groups = list[list[int]]
 
 
 def paper_groups(shapes: list[LayerShape | None], size: int = PAPER_SIZE) -> Groups:
-    """Return the paper's superblocks: `size` layers each from the top down, within the top half, leftovers alone.
+    """Return the paper's superblocks: `size` layers each, from the last layer down, within the upper half.
 
-    A block that would mix layers that may not share is left out.
+    Layers left over stay single, and a block whose layers may not share is skipped.
     """
     groups = []
     stop = len(shapes)
@@ -27,24 +27,24 @@ def paper_groups(shapes: list[LayerShape | None], size: int = PAPER_SIZE) -> Gro
 
 
 def similar_groups(similarity: np.ndarray, shapes: list[LayerShape | None], readers: int) -> Groups:
-    """Return contiguous groups with `readers` readers in all, joined greedily by the lowest similarity inside.
+    """Return contiguous groups with `readers` readers in total, merged greedily by complete linkage.
 
-    Joining two neighbouring groups adds a reader; each step takes the union whose least similar pair is most
-    similar (complete linkage). `similarity` is (L, L), without the first column.
+    Each step merges the two neighbouring groups whose least similar pair of layers is most similar, which adds one
+    reader. `similarity` is (L, L), of maps without the first token.
     """
     groups: Groups = [[i] for i, shape in enumerate(shapes) if shape is not None]
     for _ in range(readers):
-        best, where = -np.inf, None
+        best, index = -np.inf, None
         for i in range(len(groups) - 1):
             union = groups[i] + groups[i + 1]
             if union != list(range(union[0], union[-1] + 1)):
                 continue
             if not all(may_share(shapes[union[0]], shapes[layer]) for layer in union):
                 continue
-            inside = similarity[np.ix_(union, union)].min()
-            if inside > best:
-                best, where = inside, i
-        if where is None:
+            least = similarity[np.ix_(union, union)].min()
+            if least > best:
+                best, index = least, i
+        if index is None:
             break
-        groups[where : where + 2] = [groups[where] + groups[where + 1]]
+        groups[index : index + 2] = [groups[index] + groups[index + 1]]
     return [group for group in groups if len(group) > 1]

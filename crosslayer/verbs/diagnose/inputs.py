@@ -1,4 +1,4 @@
-"""What a model is looked into with: the model itself, token ids out of a text, and what a record says of both."""
+"""The inputs of a measurement: a model, token ids cut from a text, and what the record says about both."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from crosslayer.verbs.diagnose.result import ProbedModel, TextSettings
 
 @dataclass(frozen=True)
 class Inputs:
-    """A model, its tokenizer where it has any, token ids (N, T) that fit it, and what a record says of both."""
+    """A model, its tokenizer if it has one, token ids (N, T) that fit it, and what the record says about them."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -40,25 +40,25 @@ def read_inputs(
     device: str | torch.device | None,
     meter: Meter,
 ) -> Inputs:
-    """Return a model with what it is to read: the text is looked at before the model is loaded, and cut after it."""
+    """Load a model and cut the text into token ids; the text is opened first, so that errors in it come early."""
     opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=meter)
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device, meter=meter)
-    known: dict[str, Any] = model_facts(loaded, public_name(model))
-    known |= {"layers": len(layer_stack(loaded))}  # of two stacks, the one that is looked at
+    facts: dict[str, Any] = model_facts(loaded, public_name(model))
+    facts |= {"layers": len(layer_stack(loaded))}  # of two stacks, the one that is measured
     config = loaded.config
-    facts = ProbedModel(**known, type=config.model_type, hidden_size=config.get_text_config().hidden_size)
+    probed = ProbedModel(**facts, type=config.model_type, hidden_size=config.get_text_config().hidden_size)
     cut = not isinstance(opened, Tensor)
     if isinstance(opened, Tensor):
         windows = Windows(opened, ())
     elif tokenizer is None:
-        raise ValueError("texts need tokenizer=…; without it give token ids (B, T)")
+        raise ValueError("texts need a tokenizer; pass tokenizer=…, or token ids (B, T)")
     else:
         check_length(loaded, length)
-        with meter("cutting the text into tokens", 0):
+        with meter("tokenizing the text", 0):
             windows = packed(opened, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
     check_ids(loaded, windows.ids)
     if getattr(getattr(loaded, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError("prompt-learning adapters add tokens outside the layers; give the base model instead")
+        raise ValueError("prompt-learning adapters add tokens outside the layers; use the base model")
     settings = TextSettings(
         text=text_name(text),
         documents=list(windows.documents),
@@ -67,4 +67,4 @@ def read_inputs(
         seed=seed if cut else None,
         bos=bos if cut else None,
     )
-    return Inputs(loaded, tokenizer, windows.ids, facts, settings)
+    return Inputs(loaded, tokenizer, windows.ids, probed, settings)

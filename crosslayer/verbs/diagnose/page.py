@@ -1,4 +1,4 @@
-"""The page of a diagnosis, from its record alone."""
+"""The page of a diagnosis, built from its record alone."""
 
 import itertools
 import math
@@ -22,18 +22,18 @@ from crosslayer.verbs.diagnose.curves import (
 )
 from crosslayer.verbs.diagnose.result import Diagnosis, TopToken
 
-FIRST, *OTHERS = COLORS  # the first color is the first token's on the whole page
-EIGENVALUES = 64  # of a spectrum that are shown
+FIRST, *OTHERS = COLORS  # on the whole page the first color is that of the first token
+EIGENVALUES = 64  # shown of each spectrum
 
 
 def layout(record: Diagnosis) -> Page:
     """Return the parts of the page."""
     model, settings = record.model, record.settings
     text = measured_on(settings.sequences, settings.length, settings.text, settings.documents)
-    carried = f" · {model.streams} residual streams" if model.streams > 1 else ""
+    streams = f" · {model.streams} residual streams" if model.streams > 1 else ""
     return Page(
         title=f"Diagnosis of {model.name}",
-        subtitle=f"{model.class_}, {model.parameters / 1e6:.1f} M parameters, {model.layers} layers{carried} · {text}",
+        subtitle=f"{model.class_}, {model.parameters / 1e6:.1f} M parameters, {model.layers} layers{streams} · {text}",
         cards=_cards(record),
         words=record.words,
         panels=panels(record),
@@ -44,27 +44,27 @@ def layout(record: Diagnosis) -> Page:
 def _cards(record: Diagnosis) -> list[tuple[str, str, str]]:
     verdict, sink = record.verdict, record.verdict.sink
     layer, peak = highest(record.measures.hidden_norm_ratio)
-    note = f"of layer {sink.strongest}'s attention goes to the first token"
+    note = f"of attention in layer {sink.strongest} is on the first token"
     cards = [
         ("Strongest sink", f"{sink.strongest_share:.0%}", note),
-        ("Hidden-state peak", f"{peak:.3g}×", f"the median norm, entering layer {layer}"),
+        ("Largest activation", f"{peak:.3g}×", f"the median norm, at the input of layer {layer}"),
     ]
     whole, rest = verdict.neighbours.map_similarity, verdict.neighbours.map_similarity_without_first
     if whole is not None and rest is not None:
-        note = "mean cosine in the top half, with and without the first column"
-        cards.append(("Neighbouring maps", f"{whole:.2f} → {rest:.2f}", note))
+        note = "mean cosine in the upper half, with and without the first token"
+        cards.append(("Similarity of neighbours", f"{whole:.2f} → {rest:.2f}", note))
     for least in verdict.redundancy.attention[:1]:
         note = f"cos(x, x + Attn(x)) = {least.similarity:.3f}"
-        cards.append(("Redundant attention", f"layer {least.layer}", note))
+        cards.append(("Most redundant attention", f"layer {least.layer}", note))
     if verdict.cache is not None and verdict.cache.by_depth.groups and verdict.cache.by_depth.kept:
         kept = sorted(verdict.cache.by_depth.kept, key=lambda entry: entry.share)
-        note = f"would stay with superblocks ({' · '.join(entry.title for entry in kept)}); unproven until retrofitted"
-        cards.append(("Candidate KV cache", " · ".join(f"{entry.share:.0%}" for entry in kept), note))
+        note = f"kept if superblocks share ({' · '.join(entry.title for entry in kept)}); a candidate until retrofitted"
+        cards.append(("KV cache", " · ".join(f"{entry.share:.0%}" for entry in kept), note))
     return cards
 
 
 def _tables(record: Diagnosis) -> list[Table]:
-    """Return the top tokens of each layer, and the facts of the model."""
+    """Return the table of top tokens by layer, and the table of facts about the model."""
     tokens = []
     for layer, entries in enumerate(record.top_tokens):
         if entries:
@@ -72,13 +72,13 @@ def _tables(record: Diagnosis) -> list[Table]:
     facts = record.model.model_dump(by_alias=True, exclude_none=True)
     masks = [mask or "no attention" for mask in record.model.masks]
     facts["masks"] = ", ".join(f"{masks.count(mask)} × {mask}" for mask in dict.fromkeys(masks))
-    title = "Top tokens by layer (share of all attention that their most important occurrences receive)"
+    title = "Tokens that receive most attention, by layer (share of all attention)"
     rows = [[name.replace("_", " "), str(fact)] for name, fact in facts.items()]
     return [(title, ["layer", "tokens"], tokens), ("Model", ["fact", "value"], rows)]
 
 
 def _visible(entry: TopToken) -> str:
-    """Show white space in a token, and where the token is the first of the sequence."""
+    """Return a token with its white space made visible, marked if it is the first of the sequence."""
     if entry.token == "first token":
         return entry.token
     text = entry.token.replace("\n", "\\n").replace(" ", "␣")
@@ -88,25 +88,26 @@ def _visible(entry: TopToken) -> str:
 def panels(record: Diagnosis) -> list[Panel]:
     """Return all figures of the page, in order."""
     figures = [*_sink_panels(record), *_map_panels(record), *_layer_panels(record), _spectrum(record)]
-    for name, what in (("attention_io_similarity", "attention"), ("layer_io_similarity", "whole layers")):
+    for name, sublayer in (("attention_io_similarity", "attention"), ("layer_io_similarity", "whole layers")):
         if getattr(record.by_stream, name, None) is not None:
-            sentence = f"As above for {what}, in each residual stream and in their mean."
+            title = f"What {sublayer} change{'s' if sublayer == 'attention' else ''}, by residual stream"
+            sentence = "Cosine of input and output in each residual stream, and in their mean."
             lines = _with_streams(record, name, QUIET)
-            figures.append(_by_layer(f"{name}_by_stream", f"Single streams: {what}", sentence, "cosine", lines))
+            figures.append(_by_layer(f"{name}_by_stream", title, sentence, "cosine", lines))
     if record.depth_weights is not None:
         z = record.depth_weights.weights.mean
         heat = Heat(numbers(z[0]), numbers(z), z, "mean weight", SHARE)
         sentence = (
-            "Mean weight of every source that a sublayer reads; the last row is the output. A bright diagonal is a "
-            "sublayer that reads its predecessor; a bright first column keeps the embedding in use."
+            "Mean weight of every source that a sublayer reads; the last row is the output. A bright diagonal: each "
+            "sublayer reads the one before. A bright first column: the embedding is still read."
         )
         axes = ("source (0 = embedding)", "sublayer")
         figures.append(Panel("depth_weights", "Weights over depth", sentence, *axes, heat=heat, wide=True))
     if record.cross_layer is not None:
         cosines = record.cross_layer
         sentence = (
-            "Cosine with attention over the keys and values of two layers (arXiv 2410.17897, Fig. 4): the higher, the "
-            "better the value residual stands for it."
+            "Cosine of each approximation with attention over the keys and values of two layers (arXiv 2410.17897, "
+            "Fig. 4). High values: a value residual approximates it well."
         )
         lines = [
             curve(cosines.current_previous, "½A(V + V_prev)"),
@@ -114,13 +115,13 @@ def panels(record: Diagnosis) -> list[Panel]:
             curve(cosines.identity_previous, "AV + V_prev"),
             curve(cosines.identity_first, "AV + V_1"),
         ]
-        title, axis = "Short forms of cross-layer attention", "cosine, mean over tokens"
+        title, axis = "Approximations of cross-layer attention", "cosine, mean over tokens"
         figures.append(_by_layer("cross_layer", title, sentence, axis, lines))
     if record.position_table is not None:
         table = record.position_table
-        named = ", ".join(f"{row} ({table.norms[row]:.2f})" for row in table.outliers[:4]) or "none"
+        outliers = ", ".join(f"{row} ({table.norms[row]:.2f})" for row in table.outliers[:4]) or "none"
         sentence = (
-            f"Norm of each row of the learned table, median {table.median:.2f}. Rows above 1.5 times that: {named}."
+            f"Norm of each row of the learned table (median {table.median:.2f}). Rows above 1.5× that: {outliers}."
         )
         line = Line("norm", numbers(table.norms), table.norms, color=QUIET)
         axes = ("position", "L2 norm of the row")
@@ -129,24 +130,25 @@ def panels(record: Diagnosis) -> list[Panel]:
 
 
 def _by_layer(key: str, title: str, sentence: str, axis: str, lines: list[Line], **options: Any) -> Panel:
-    """Return a figure of lines over layers, by default of cosines; lines without a point are left out, but for one."""
+    """Return a figure of lines over layers, by default of cosines; lines without any point are dropped, except one."""
     drawn = [line for line in lines if any(height is not None for height in line.y)] or lines[:1]
     return Panel(key, title, sentence, LAYER, axis, drawn, **{"bounds": COSINE, **options})
 
 
 def _sink_panels(record: Diagnosis) -> list[Panel]:
-    """Return what attention goes to the first token, and what its states are like."""
+    """Return the figures on attention to the first token, and on its hidden states and values."""
     measures, bins, flat = record.measures, record.importance_by_position, math.sqrt(record.model.hidden_size)
     sentence = (
-        "Attention that each position receives, against an even spread (0 = even, 1 = ten times as much), positions on "
-        "a logarithmic axis. A bright left column is a sink at the first token; causal rows favour early ones anyway."
+        "Attention that each position receives, relative to an even spread (0: even, 1: ten times as much), on a "
+        "logarithmic axis. A bright left column is a sink at the first token; a causal mask alone favours early tokens "
+        "too."
     )
-    title, label = "Importance by position", "log₁₀ of a′ · T"
+    title, label = "Attention received, by position", "log₁₀ of a′ · T"
     positions = position_panel("importance_by_position", title, sentence, bins, bins.length, label, (-1.0, 2.0))
     layer, top = highest(measures.first_token_share)
     sentence = (
-        f"The first token's share of all attention, at most {top:.1%} in layer {layer}, "
-        f"{record.verdict.sink.over_even:.1f} times an even share; sink rate: heads that give it over 0.3 on average."
+        f"The first token's share of all attention: at most {top:.1%}, in layer {layer} "
+        f"({record.verdict.sink.over_even:.1f}× an even share). Sink rate: share of heads that give it more than 0.3."
     )
     lines = [
         curve(measures.first_token_share, "first token's share a′₀", FIRST),
@@ -156,21 +158,21 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
     layer, top = highest(measures.hidden_norm_ratio)
     ratio, scale = "norm, first ÷ median of the others", {"log_y": True, "bounds": NORM}
     sentence = (
-        f"Norm of the first token's hidden state, entering each layer, over the median of the others: {top:.3g} at "
-        f"layer {layer}. A jump marks the layer before it as the maker of the sink."
+        f"Norm of the first token's hidden state at the input of each layer, over the median of the other tokens: at "
+        f"most {top:.3g}×, in layer {layer}. The layer before a jump writes a massive activation."
     )
     lines = _with_streams(record, "hidden_norm_ratio", FIRST)
-    peak = _by_layer("hidden_norm_ratio", "Hidden-state peak", sentence, ratio, lines, **scale)
+    peak = _by_layer("hidden_norm_ratio", "Massive activation of the first token", sentence, ratio, lines, **scale)
     layer, low = lowest(measures.value_norm_ratio)
     sentence = (
-        f"The same of the first token's value states: {low:.2f} at layer {layer}. Where its share of attention is high "
-        "and this is low, attention is parked where it does little."
+        f"Norm of the first token's values over the median of the other tokens: at least {low:.2f}×, in layer {layer}. "
+        "Where it is low and attention to the token is high, that attention adds little."
     )
     lines = [curve(measures.value_norm_ratio, color=FIRST)]
     drain = _by_layer("value_norm_ratio", "Value drain", sentence, ratio, lines, **scale)
     sentence = (
-        f"L1 over L2 norm of what the MLP adds: √C = {flat:.0f} for a flat vector, near 1 for a few huge channels. A "
-        "fall for the first token marks the MLP that writes (or erases) its massive activation."
+        f"L1 over L2 norm of the MLP's output: √C = {flat:.0f} for a flat vector, near 1 for a few huge channels. A "
+        "drop for the first token marks the MLP that writes (or erases) its massive activation."
     )
     lines = [
         curve(measures.mlp_l1_l2, "first token", FIRST),
@@ -181,7 +183,7 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
 
 
 def _with_streams(record: Diagnosis, name: str, color: str) -> list[Line]:
-    """Return the line of the mean of the residual streams, and behind it that of each, where there are several."""
+    """Return the line of a measure on the mean of the residual streams, and, if there are several, one for each."""
     mean = curve(getattr(record.measures, name), color=color)
     single: Measure | None = getattr(record.by_stream, name, None)
     if single is None:
@@ -193,26 +195,26 @@ def _with_streams(record: Diagnosis, name: str, color: str) -> list[Line]:
 
 
 def _map_panels(record: Diagnosis) -> list[Panel]:
-    """Return how similar the maps are, of all pairs of layers and of neighbours."""
+    """Return the figures on the similarity of attention maps, for all pairs of layers and for neighbours."""
     texts = (  # measure, name of its line, title, sentence
         (
             "map_similarity",
             "head-averaged",
             "Map similarity",
-            "Cosine between the head-averaged softmax maps of every two layers. Bright blocks on the diagonal look "
-            "like layers that could share a map: compare the next figure before you believe it.",
+            "Cosine between the head-averaged attention maps of every two layers. Bright blocks on the diagonal look "
+            "like layers that could share a map, but a common sink produces them too: see the next figure.",
         ),
         (
             "map_similarity_without_first",
-            "without first column",
-            "Map similarity without the first column",
-            "The same without a sink at the first token. Sinks at other early tokens are still in it.",
+            "without the first token",
+            "Map similarity without the first token",
+            "The same without the maps' first column. Sinks at other early tokens still count.",
         ),
         (
             "map_similarity_per_head",
             "head by head",
             "Map similarity head by head",
-            "Cosine of equally numbered heads, averaged over heads: a sharing layer reads single heads.",
+            "Cosine between the maps of heads with the same index, averaged over heads: sharing happens head by head.",
         ),
     )
     heats, lines = [], []
@@ -225,12 +227,12 @@ def _map_panels(record: Diagnosis) -> list[Panel]:
         band = None if cosines.ci95 is None else [row[i] for i, row in enumerate(cosines.ci95[1:])]
         low, high = (None, None) if not band else zip(*band, strict=True)
         lines.append(Line(name, layers[1:], below, low, high, color))
-    neighbours, sentence = record.verdict.neighbours, "Cosine of each layer's map with that of the layer below."
+    neighbours, sentence = record.verdict.neighbours, "Cosine of each layer's map with that of the layer before."
     whole, rest = neighbours.map_similarity, neighbours.map_similarity_without_first
     if whole is not None and rest is not None:
         sentence += (
-            f" In the top half the mean is {whole:.2f}, and {rest:.2f} without the first column: the gap is what a "
-            "common sink adds to an apparent redundancy."
+            f" The mean over the upper half is {whole:.2f}, and {rest:.2f} without the first token: the difference is "
+            "due to a common sink."
         )
     options: dict[str, Any] = {"wide": True, "bounds": SHARE, "y_range": (-0.04, 1.04)}
     adjacent = Panel("adjacent_map_similarity", "Neighbouring layers", sentence, LAYER, "cosine", lines, **options)
@@ -238,11 +240,11 @@ def _map_panels(record: Diagnosis) -> list[Panel]:
 
 
 def _layer_panels(record: Diagnosis) -> list[Panel]:
-    """Return what layers change, how attention is spread, and what the residual stream is like."""
+    """Return the figures on what layers change, how attention is spread, and the residual stream."""
     measures, even = record.measures, math.log(record.settings.length)
     sentence = (
-        "How little a sublayer turns the stream. The attention with the highest cosine goes first in arXiv 2406.15786, "
-        "whole layers in ShortGPT; values near 1 are candidates, and only a measured damage decides."
+        "Cosine of input and output: near 1, a sublayer changes little. arXiv 2406.15786 removes the attention with "
+        "the highest cosine first, ShortGPT whole layers. These are candidates; only a measured loss decides."
     )
     lines = [
         curve(measures.attention_io_similarity, "attention: cos(x, x + Attn(x))", OTHERS[0]),
@@ -251,27 +253,29 @@ def _layer_panels(record: Diagnosis) -> list[Panel]:
     changes = _by_layer("io_similarity", "What attention and whole layers change", sentence, "cosine", lines)
     layer, low = lowest(measures.entropy)
     sentence = (
-        f"Entropy of token importance; {even:.2f} would be an even spread. The lowest is {low:.2f}, at layer {layer}."
+        f"Entropy of the attention that tokens receive ({even:.2f} if even): at least {low:.2f}, in layer {layer}."
     )
     lines = [curve(measures.entropy, color=QUIET)]
-    entropy = _by_layer("entropy", "Concentration", sentence, "entropy (nats)", lines, bounds=(0, even))
+    entropy = _by_layer("entropy", "Concentration of attention", sentence, "entropy (nats)", lines, bounds=(0, even))
     rows = measures.top_importance.mean
     ranks = [list(column) for column in zip(*rows, strict=True)]  # (10, L)
     heat = Heat(numbers(rows), [i + 1 for i in numbers(ranks)], ranks, "share of all attention, a′", SHARE)
     sentence = (
-        "The i-th largest importance of a sequence, by layer. One bright row at the bottom: a single sink; several: "
-        "attention is shared by a few tokens, wherever they stand."
+        "The i-th largest share of attention that a token of a sequence receives, by layer. One bright row at the "
+        "bottom: a single sink. Several: a few tokens, at any position, receive most attention."
     )
-    top = Panel("top_importance", "TOP-i importance", sentence, LAYER, "rank i", heat=heat)
+    top = Panel("top_importance", "Largest shares of attention", sentence, LAYER, "rank i", heat=heat)
     layer, most = highest(measures.token_similarity)
-    sentence = f"Mean cosine between different tokens' hidden states, at most {most:.2f}, entering layer {layer}."
+    sentence = (
+        f"Mean cosine between different tokens' hidden states: at most {most:.2f}, at the input of layer {layer}."
+    )
     lines = _with_streams(record, "token_similarity", QUIET)
     smoothing = _by_layer("token_similarity", "Over-smoothing", sentence, "mean cosine", lines)
     sentence = (
-        "Mean norm of the hidden states that enter each layer. Pre-norm models grow with depth, so that later layers "
-        "weigh less; a first token with a huge norm lifts the mean as well."
+        "Mean norm of the hidden states at the input of each layer. In pre-norm models it grows with depth, so later "
+        "layers count less; a first token with a huge norm raises the mean too."
     )
-    title, lines = "Magnitude of the residual stream", _with_streams(record, "stream_norm", QUIET)
+    title, lines = "Norm of the residual stream", _with_streams(record, "stream_norm", QUIET)
     norm = _by_layer("stream_norm", title, sentence, "mean L2 norm", lines, log_y=True, bounds=NORM)
     return [changes, entropy, top, smoothing, norm]
 
@@ -283,7 +287,7 @@ def _spectrum(record: Diagnosis) -> Panel:
         z.append([math.log10(max(v / row[0], 1e-6)) if v and row[0] else None for v in row[:EIGENVALUES]])
     heat = Heat([i + 1 for i in numbers(z[0])], numbers(z), z, "log₁₀ λₖ / λ₁", (-3.0, 0.0))
     sentence = (
-        "Eigenvalues of the value covariance (all heads together) relative to the largest. Rows that darken early have "
-        f"values of low rank. The record holds all {len(rows[0])}; shown are the first {len(z[0])}."
+        "Eigenvalues of the covariance of the values (all heads together), relative to the largest. Rows that darken "
+        f"early: values of low rank. Shown are the first {len(z[0])} of {len(rows[0])}."
     )
     return Panel("value_spectrum", "Spectrum of the values", sentence, "eigenvalue k", LAYER, heat=heat, wide=True)

@@ -1,4 +1,4 @@
-"""The result of a diagnosis: what `record.json` holds, with the arrays."""
+"""The result of a diagnosis: the content of `record.json`, with its measures as arrays."""
 
 from typing import Any, Literal, Self
 
@@ -12,14 +12,14 @@ PAIRS = ("map_similarity", "map_similarity_without_first", "map_similarity_per_h
 
 
 class ProbedModel(ModelFacts):
-    """A model that was looked into."""
+    """The model that was measured."""
 
     type: str
     hidden_size: int = Field(ge=1)
 
 
 class DiagnosedModel(ProbedModel):
-    """Its layers as well; `masks` has words for each, None where it has no attention."""
+    """The model with its attention; `masks` describes the mask of each layer, None for a layer without attention."""
 
     attention_layers: int
     heads: int
@@ -31,10 +31,10 @@ class DiagnosedModel(ProbedModel):
 
 
 class TextSettings(Frozen):
-    """The text of a measurement, and how it was cut. For token ids `text` and `bos` are None, `documents` is empty."""
+    """The text of a measurement and how it was cut; for token ids `text` and `bos` are None, `documents` empty."""
 
-    text: str | None = Field(description="as a result calls it")
-    documents: list[int] = Field(description="number of each sequence's document, -1: joined from several")
+    text: str | None = Field(description="the name of the text")
+    documents: list[int] = Field(description="index of the document of each sequence, -1 if joined from several")
     sequences: int = Field(ge=1)
     length: int = Field(ge=2)
     seed: int | None
@@ -48,30 +48,33 @@ class Settings(TextSettings):
 
 
 class Measures(Frozen):
-    """Every measure by layer, None where a layer has no such sublayer; docs/reference/measures.md has equations and sources."""
+    """Every measure by layer, None where a layer has no such sublayer.
+
+    docs/reference/measures.md has equations and sources.
+    """
 
     first_token_share: Measure = Field(description="the first token's share of all attention, (L,), 0 to 1")
-    entropy: Measure = Field(description="of token importance, (L,), nats; ln T for an even spread over T tokens")
+    entropy: Measure = Field(description="entropy of the attention that tokens receive, (L,), nats; ln T if even")
     top_importance: Measure = Field(description="ten largest shares of attention, largest first, (L, 10), at most T")
     sink_rate: Measure = Field(description="share of heads that give token 0 more than 0.3 of attention, (L,), 0 to 1")
     value_norm_ratio: Measure = Field(description="norm of token 0's values over the median of the others, (L,)")
-    hidden_norm_ratio: Measure = Field(description="the same of hidden states that enter a layer, (L,)")
-    mlp_l1_l2: Measure = Field(description="L1 over L2 norm of what the MLP adds to token 0, (L,), 1 to √C")
+    hidden_norm_ratio: Measure = Field(description="the same of the hidden states at the input of a layer, (L,)")
+    mlp_l1_l2: Measure = Field(description="L1 over L2 norm of the MLP's output at token 0, (L,), 1 to √C")
     mlp_l1_l2_others: Measure = Field(description="the same, median of the other tokens, (L,)")
     token_similarity: Measure = Field(description="mean cosine of different tokens' hidden states, (L,)")
     value_spectrum: Measure = Field(description="eigenvalues of the values' second moment, falling, (L, H_kv·D)")
     map_similarity: Measure = Field(description="cosine of the head-averaged maps of two layers, (L, L)")
     map_similarity_without_first: Measure = Field(description="the same without the maps' first column, (L, L)")
-    map_similarity_per_head: Measure = Field(description="the same of equally numbered heads, mean over heads, (L, L)")
+    map_similarity_per_head: Measure = Field(description="cosine of the maps of equal heads, mean over heads, (L, L)")
     attention_io_similarity: Measure = Field(description="mean over tokens of cos(x, x + Attn(x)), (L,)")
     layer_io_similarity: Measure = Field(description="mean over tokens of cos(x, layer(x)), (L,)")
-    stream_norm: Measure = Field(description="mean L2 norm of the hidden states that enter a layer, (L,)")
+    stream_norm: Measure = Field(description="mean L2 norm of the hidden states at the input of a layer, (L,)")
 
 
 class ByStream(Frozen):
-    """The stream measures of each of N residual streams, (L, N); those in `Measures` are of their mean.
+    """The measures of each of N residual streams, (L, N); those in `Measures` are of the mean of the streams.
 
-    `attention_io_similarity` is None where attention does not write the streams itself.
+    `attention_io_similarity` is None if attention does not write to the streams directly.
     """
 
     hidden_norm_ratio: Measure
@@ -82,7 +85,7 @@ class ByStream(Frozen):
 
 
 class CrossLayer(Frozen):
-    """How well short forms stand for attention over two layers, cosines (L,); None where there is no other layer."""
+    """How well approximations match attention over two layers, cosines (L,); None if there is no second layer."""
 
     current_previous: Measure
     current_first: Measure
@@ -91,9 +94,9 @@ class CrossLayer(Frozen):
 
 
 class DepthWeights(Frozen):
-    """What sublayers read over depth: mean weights (readers, sources), None where a source comes after its reader.
+    """Attention over depth: mean weights (readers, sources), None where a source comes after its reader.
 
-    The first source is the embedding, the last reader the output.
+    The first source is the embedding, the last reader is the output.
     """
 
     readers: list[str]
@@ -101,9 +104,9 @@ class DepthWeights(Frozen):
 
 
 class TopToken(Frozen):
-    """A token that holds much of a layer's attention: its text, its share, and where it stood.
+    """A token that receives much of a layer's attention: its text, its share, and its positions.
 
-    `first` marks the first position, which is kept apart from other occurrences of the same token.
+    `first` marks the first position, which is counted separately from other occurrences of the same token.
     """
 
     token: str
@@ -113,7 +116,7 @@ class TopToken(Frozen):
 
 
 class PositionTable(Frozen):
-    """A learned position table: its name, the L2 norm of each row, and the rows whose norm stands out."""
+    """A learned position table: its name, the L2 norm of each row, and the rows with outlying norms."""
 
     name: str
     norms: list[float]
@@ -122,41 +125,41 @@ class PositionTable(Frozen):
 
 
 class Sink(Frozen):
-    """Where attention goes to the first token, and what becomes of that token's states."""
+    """Where the first token is an attention sink, and where its hidden states are huge or its values small."""
 
     layers: list[int] = Field(
-        description="that give it more than SINK_SHARE of their attention, and twice an even share"
+        description="layers that give it more than SINK_SHARE of their attention, and over twice an even share"
     )
     strongest: int
     strongest_share: float
-    over_even: float = Field(description="the strongest layer's share over what even attention would give")
-    peaks: list[int] = Field(description="layers that its hidden state enters with a huge norm")
-    drains: list[int] = Field(description="layers where its value states are small")
+    over_even: float = Field(description="share of the strongest layer over that of even attention")
+    peaks: list[int] = Field(description="layers at whose input its hidden state has a huge norm")
+    drains: list[int] = Field(description="layers where its values have a small norm")
 
 
 class RankedLayer(Frozen):
-    """A layer and how little it changes: the cosine of what enters and what leaves."""
+    """A layer and the cosine of its input and output: near 1, it changes little."""
 
     layer: int
     similarity: float
 
 
 class Redundancy(Frozen):
-    """Layers by how little they change, the least first: their attention alone, and the whole layer."""
+    """Layers ranked by how little they change their input, least first: attention alone, and the whole layer."""
 
     attention: list[RankedLayer]
     layers: list[RankedLayer]
 
 
 class Neighbours(Frozen):
-    """Mean similarity of the maps of consecutive layers in the top half; None without such a pair."""
+    """Mean similarity of the attention maps of neighbouring layers in the upper half; None if there are none."""
 
     map_similarity: float | None
     map_similarity_without_first: float | None
 
 
 class KeptShare(Frozen):
-    """The share of the cached elements that would stay with a method, by its name and its class."""
+    """The share of the cached elements that a method would keep; `title` is the name of its class."""
 
     method: str
     title: str
@@ -164,25 +167,25 @@ class KeptShare(Frozen):
 
 
 class Superblocks(Frozen):
-    """Groups of layers that may share, and what would stay of the cache, by method."""
+    """Groups of layers that could share, and the share of the cache that each method would keep."""
 
     groups: list[list[int]]
     kept: list[KeptShare]
 
 
 class CacheCandidates(Frozen):
-    """What could be saved of the KV cache of `length` tokens, which has `elements` numbers."""
+    """Candidates for a smaller KV cache; that of `length` tokens has `elements` numbers."""
 
     length: int
     elements: int
     by_depth: Superblocks = Field(description="the superblocks of arXiv 2502.00439")
     by_similarity: Superblocks = Field(description="grouped by `map_similarity_without_first`")
-    least_attention: list[int] = Field(description="layers whose attention changes least")
-    share_without: float = Field(description="of the cache that would stay without attention in those")
+    least_attention: list[int] = Field(description="layers whose attention changes its input least")
+    share_without: float = Field(description="share of the cache kept if those layers lose their attention")
 
 
 class Verdict(Frozen):
-    """What the measures say, in numbers; `cache` is None for a model that keeps none."""
+    """What the measures mean, in numbers; `cache` is None for a model without a KV cache."""
 
     sink: Sink
     redundancy: Redundancy
@@ -191,11 +194,11 @@ class Verdict(Frozen):
 
 
 class Diagnosis(Result):
-    """What `diagnose` measured of a model, and what that means (`verdict`, and `words` in sentences).
+    """What `diagnose` measured, and what it means: `verdict` in numbers, `words` in sentences.
 
     Every measure in `measures` is an attribute here too: `diagnosis.entropy` is the array of its means over sequences,
-    float64, NaN where a layer has no such sublayer; `diagnosis.measures.entropy.interval` is its interval, (L, 2), None
-    for a single sequence. Layers and positions count from 0. docs/reference/measures.md has definitions and sources.
+    float64, NaN where a layer has no such sublayer; `diagnosis.measures.entropy.interval` is its 95% interval, (L, 2),
+    None for a single sequence. Layers and positions count from 0. Definitions and sources: docs/reference/measures.md.
     """
 
     schema_: Literal["crosslayer/diagnose/4"] = Field(default="crosslayer/diagnose/4", alias="schema")
@@ -214,17 +217,17 @@ class Diagnosis(Result):
 
     @model_validator(mode="after")
     def _check_shapes(self) -> Self:
-        """Refuse measures that are not of the model's layers and streams."""
+        """Raise if a measure does not have one entry for each layer or stream of the model."""
         layers = self.model.layers
-        for part in (self.measures, self.cross_layer, self.by_stream):
-            for name, measure in part or ():
+        for measures in (self.measures, self.cross_layer, self.by_stream):
+            for name, measure in measures or ():
                 if measure is not None:
                     free = (layers,) if name in PAIRS else measure.array.shape[1:]
-                    measure.check(name, (layers, *((self.model.streams,) if part is self.by_stream else free)))
+                    measure.check(name, (layers, *((self.model.streams,) if measures is self.by_stream else free)))
         return self
 
     def __getattr__(self, name: str) -> np.ndarray:
-        """Return the means of a measure over sequences; fields of `Measures` say its shape and unit."""
+        """Return the means of a measure over sequences; `Measures` documents shapes and units."""
         if name in Measures.model_fields:
             return getattr(self.measures, name).array
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -237,7 +240,7 @@ class Diagnosis(Result):
         return self.words
 
     def headline(self) -> dict[str, Any]:
-        """Return the figures of the last line of the command line."""
+        """Return the few numbers that the command line prints last."""
         sink, cache = self.verdict.sink, self.verdict.cache
         kept = [] if cache is None else cache.by_depth.kept
         peaks = self.hidden_norm_ratio[np.isfinite(self.hidden_norm_ratio)]

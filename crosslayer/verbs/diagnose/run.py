@@ -1,4 +1,4 @@
-"""Diagnose a model: every measure of every layer, a forward pass for each sequence, intervals over sequences.
+"""Diagnose a model: measure every layer in one forward pass per sequence, with intervals over sequences.
 
 Flows: tokens → measures of a sequence (`sequence.py`) → mean and interval → verdict → result.
 """
@@ -28,7 +28,7 @@ from crosslayer.verbs.diagnose.result import (
 )
 from crosslayer.verbs.diagnose.sequence import SequenceMeasures, measure_sequence
 from crosslayer.verbs.diagnose.tokens import position_table, top_tokens
-from crosslayer.verbs.diagnose.verdict import notes, verdict, words
+from crosslayer.verbs.diagnose.verdict import notes, sentences, verdict
 
 
 @torch.no_grad()
@@ -46,26 +46,26 @@ def diagnose(
     device: str | torch.device | None = None,
     progress: Meter = Silent,
 ) -> Diagnosis:
-    """Measure sinks, value drains, peaks, concentration and redundancy of every layer of a pretrained model.
+    """Find attention sinks, value drains, massive activations and redundant layers in a pretrained model.
 
     Args:
         model: hub name, local folder, or smollm2 or minilm (embedded). In Python also a loaded model.
-        text: .txt, .md, .jsonl or .parquet (or a folder of such), or a datasets name; default the embedded corpus. In
-            Python also token ids (B, T), T ≥ 2, without padding, a `TextSource` or texts.
-        tokenizer: in Python, of a loaded model; also shows token ids as text.
-        sequences: sequences to measure; intervals need two.
-        length: tokens of a sequence.
-        seed: seed of the order in which pieces of text are taken.
-        bos: first token: auto (as the tokenizer has it), yes or no.
-        cross_layer: also compare the value residual with two-layer attention (Fig. 4 of arXiv 2410.17897), at the cost
-            of about six more attention calls a layer.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python for models that are named.
-        device: cpu, cuda, …; default the GPU, or the CPU where there is none. In Python for models that are named.
-        progress: in Python, shows what is being done.
+        text: a .txt, .md, .jsonl or .parquet file, a folder of them, or a Hugging Face dataset; default the embedded
+            corpus. In Python also token ids (B, T), T ≥ 2, without padding, a `TextSource` or texts.
+        tokenizer: in Python, the tokenizer of a loaded model; token ids are then shown as text.
+        sequences: sequences to measure; confidence intervals need at least two.
+        length: tokens per sequence.
+        seed: random seed for the order of the text.
+        bos: whether sequences start with the BOS token: auto (as the tokenizer does), yes or no.
+        cross_layer: also measure how well a value residual approximates attention over two layers (arXiv 2410.17897,
+            Fig. 4); costs about six more attention calls per layer.
+        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
+        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
+        progress: in Python, shows progress.
 
     Raises:
-        ValueError: the model or the text cannot be read, the model cannot be probed, or the sequences are longer than
-            its positions.
+        ValueError: the model or the text cannot be read, the model's attention cannot be measured, or the sequences
+            are longer than the model allows.
 
     """
     cut = {"sequences": sequences, "length": length, "seed": seed}
@@ -79,14 +79,14 @@ def diagnose(
 
 
 def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer: bool, started: float) -> Diagnosis:
-    """Put the measures of all sequences, and what they say, into the result."""
+    """Average the measures over the sequences and build the result."""
     shapes, readers = measured[0].shapes, measured[0].depth.readers
     shares = np.stack([sequence.shares for sequence in measured])  # (N, L, T)
     measures = Measures(**_averages([sequence.measures for sequence in measured]))
     cosines = _averages([sequence.cross_layer for sequence in measured])
     single = _averages([sequence.by_stream for sequence in measured])
     depth = np.stack([sequence.depth.table() for sequence in measured])  # (N, readers, sources)
-    decisions = verdict(measures, shapes, inputs.settings.length)
+    conclusions = verdict(measures, shapes, inputs.settings.length)
     known = [shape for shape in shapes if shape is not None]
     facts = DiagnosedModel(
         **dict(inputs.facts),
@@ -108,8 +108,8 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
         importance_by_position=by_position(shares),
         top_tokens=top_tokens(shares, inputs.ids.cpu().numpy(), inputs.tokenizer),
         position_table=position_table(inputs.model),
-        verdict=decisions,
-        words=[*notes(facts), *words(decisions)],
+        verdict=conclusions,
+        words=[*notes(facts), *sentences(conclusions)],
         seconds=time.perf_counter() - started,
     )
 

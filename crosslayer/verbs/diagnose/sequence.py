@@ -1,10 +1,10 @@
-"""Every measure of every layer in a single forward pass over a sequence.
+"""Every measure of every layer, in one forward pass over a sequence.
 
-Flows: tokens → visited attention calls and residual streams → measures. The forward pass keeps queries and keys; the
-maps are computed from them afterwards, block by block (`probe/maps.py`).
+Flows: tokens → intercepted attention calls and residual streams → measures. The forward pass keeps queries and keys;
+the attention maps are computed from them afterwards, block by block (`probe/maps.py`).
 
 Shapes: L layers of the stack, B batch, T tokens, C hidden, H heads, H_kv key-value heads, D head size. Measures are
-(L, …), NaN where a layer has no such sublayer.
+(L, …), NaN if a layer has no such sublayer.
 """
 
 from dataclasses import dataclass, replace
@@ -26,33 +26,33 @@ from crosslayer.verbs.diagnose.result import ByStream
 
 SOURCES = ("previous", "first")
 FORMS = ("current", "identity")
-SINK_THRESHOLD = 0.3  # of a head's mean attention to token 0, for the sink rate
-BY_STREAM = tuple(ByStream.model_fields)  # measured of the mean of the residual streams, and of each of several
+SINK_THRESHOLD = 0.3  # mean attention to token 0 above which a head counts in the sink rate
+BY_STREAM = tuple(ByStream.model_fields)  # measured on the mean of the residual streams, and on each
 OF_LAYERS = (*BY_STREAM, "mlp_l1_l2", "mlp_l1_l2_others", "value_norm_ratio", "value_spectrum")
 ByLayer = dict[int, Tensor]
 
 
 class CrossLayerCosines:
-    """How well the short forms of arXiv 2410.17897 stand for attention over two layers, on any model (its Fig. 4).
+    """How well the approximations of arXiv 2410.17897 match attention over two layers, on any model (its Fig. 4).
 
         Eq. 2  U = softmax(Q_n [K_n; K_m]ᵀ/√d) [V_n; V_m]      true cross-layer attention
         Eq. 4  U = ½ A_n (V_n + V_m)                            current attention: the value residual
         Eq. 6  U = A_n V_n + V_m                                identity attention
 
-    with m the previous layer or the first. The measure is the cosine with Eq. 2, of all heads together, mean over
-    tokens. Calls come in the order of layers; `by_form` holds them: form and source → layer → cosine.
+    with m the previous or the first layer. The measure is the cosine with Eq. 2, over all heads together, averaged over
+    tokens. Calls come in layer order; `by_form` maps form and source → layer → cosine.
     """
 
     def __init__(self):
         self.by_form: dict[str, dict[int, Tensor]] = {f"{form}_{source}": {} for form in FORMS for source in SOURCES}
         self.states: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def see(self, call: AttentionCall) -> None:
-        """Measure a layer against the previous and the first; layers of other shapes are left out."""
+    def measure(self, call: AttentionCall) -> None:
+        """Compare a layer with the previous and the first layer; pairs of different shapes are skipped."""
         if call.softcap is not None or call.sinks is not None or call.position_bias is not None:
             raise ValueError(
-                f"layer {call.layer}: cross-layer attention is compared only for plain softmax scores, not with "
-                "soft-caps, learned sinks or position biases"
+                f"layer {call.layer}: `cross_layer` needs plain softmax attention, without soft-caps, learned sinks or "
+                "position biases"
             )
         groups = call.query.shape[1] // call.key.shape[1]
         key = call.key.repeat_interleave(groups, dim=1)  # (B, H_kv, T, D) → (B, H, T, D)
@@ -72,8 +72,8 @@ def _cosines(call: AttentionCall, key: Tensor, value: Tensor, other_key: Tensor,
     two_masks = None if mask is None else torch.cat([mask, mask], dim=-1)  # (…, T, 2T)
     keys, values = torch.cat([key, other_key], dim=2), torch.cat([value, other_value], dim=2)  # (B, H, 2T, D)
     true = _attend(call, keys, values, two_masks)
-    own, lent = _attend(call, key, value, mask), _attend(call, key, other_value, mask)
-    forms = ((own + lent) / 2, own + other_value)
+    own, other = _attend(call, key, value, mask), _attend(call, key, other_value, mask)
+    forms = ((own + other) / 2, own + other_value)
     return [functional.cosine_similarity(_flat(true), _flat(form), dim=-1).mean() for form in forms]
 
 
@@ -82,7 +82,7 @@ def _attend(call: AttentionCall, key: Tensor, value: Tensor, mask: Tensor | None
 
 
 def _mask(call: AttentionCall) -> Tensor | None:
-    """Return what a layer masks, (…, T, T), None for nothing."""
+    """Return the mask of a layer, (…, T, T); None if it masks nothing."""
     if call.mask is not None:
         return call.mask[..., : call.key.shape[2]]
     if not is_causal(call):
@@ -99,44 +99,44 @@ def _flat(heads: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SequenceMeasures:
-    """The measures of a sequence in float64."""
+    """The measures of a sequence, in float64."""
 
     measures: dict[str, np.ndarray]  # by name, (L,), (L, L) or (L, k)
-    cross_layer: dict[str, np.ndarray]  # by name, (L,); empty where it was not asked for
-    by_stream: dict[str, np.ndarray]  # by name, (L, N) of N residual streams; empty where there is a single stream
+    cross_layer: dict[str, np.ndarray]  # by name, (L,); empty unless requested
+    by_stream: dict[str, np.ndarray]  # by name, (L, N) for N residual streams; empty if N is 1
     shares: np.ndarray  # each token's share of a layer's attention, a' (L, T)
-    shapes: list[LayerShape | None]  # of each layer's attention, None where it has none
+    shapes: list[LayerShape | None]  # of each layer's attention; None if it has none
     over_depth: bool  # whether layers read by attention over depth
-    depth: DepthReads  # who reads from which sources over depth, if the model does so
+    depth: DepthReads  # weights of attention over depth, if the model has it
 
 
 def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = False) -> SequenceMeasures:
     """Run the model over token ids (T,) and measure every layer."""
-    seen = _Seen(CrossLayerCosines() if cross_layer else None)
+    recorder = _Recorder(CrossLayerCosines() if cross_layer else None)
     ids = ids[None].to(next(model.parameters()).device)  # (1, T)
-    with visited(model, seen.attention), streams(model, seen.stream), depth_reads(model) as depth:
+    with visited(model, recorder.attention), streams(model, recorder.stream), depth_reads(model) as depth:
         model.base_model(input_ids=ids, **no_cache(model))  # the logits are not needed
-    layers, calls = len(layer_stack(model)), sorted(seen.calls, key=lambda call: call.layer)
+    layers, calls = len(layer_stack(model)), sorted(recorder.calls, key=lambda call: call.layer)
     of_pairs, of_maps, shares = _measure_maps(calls)
-    measures = {name: spread(by_layer, layers) for name, by_layer in {**seen.by_layer, **of_maps}.items()}
+    measures = {name: spread(by_layer, layers) for name, by_layer in {**recorder.by_layer, **of_maps}.items()}
     attending = [call.layer for call in calls]
     for name, matrix in of_pairs.items():
         measures[name] = np.full((layers, layers), np.nan)
         measures[name][np.ix_(attending, attending)] = matrix.cpu().numpy()
-    cosines = {} if seen.cosines is None else seen.cosines.by_form
+    cosines = {} if recorder.cosines is None else recorder.cosines.by_form
     return SequenceMeasures(
         measures=measures,
-        by_stream={name: spread(by_layer, layers) for name, by_layer in seen.by_stream.items() if by_layer},
+        by_stream={name: spread(by_layer, layers) for name, by_layer in recorder.by_stream.items() if by_layer},
         cross_layer={name: spread(by_layer, layers) for name, by_layer in cosines.items()},
         shares=spread(shares, layers),
-        shapes=LayerShape.read(seen.calls, model.config.get_text_config(), layers),
-        over_depth=seen.over_depth,
+        shapes=LayerShape.read(recorder.calls, model.config.get_text_config(), layers),
+        over_depth=recorder.over_depth,
         depth=depth,
     )
 
 
 def spread(by_layer: ByLayer, layers: int) -> np.ndarray:
-    """Return an array over all layers, (L,) of scalars and (L, k) of vectors, NaN where a layer has none."""
+    """Return an array over all layers, (L,) for scalars and (L, k) for vectors; NaN for layers without a value."""
     width = max((row.numel() for row in by_layer.values()), default=1)
     full = np.full((layers, width), np.nan)
     for layer, row in by_layer.items():
@@ -145,8 +145,8 @@ def spread(by_layer: ByLayer, layers: int) -> np.ndarray:
     return full[:, 0] if scalars else full
 
 
-class _Seen:
-    """Takes what the layers show during a forward pass; tensors that are measured at once are not kept."""
+class _Recorder:
+    """Measures layers while a forward pass runs; keeps queries and keys, but no tensor that is measured at once."""
 
     def __init__(self, cosines: CrossLayerCosines | None):
         self.cosines = cosines
@@ -157,24 +157,24 @@ class _Seen:
 
     def attention(self, call: AttentionCall) -> None:
         """Measure the values, and keep queries and keys."""
-        if any(seen.layer == call.layer for seen in self.calls):
+        if any(earlier.layer == call.layer for earlier in self.calls):
             raise ValueError(
-                f"layer {call.layer} attends twice (cross-attention?); only self-attention can be diagnosed"
+                f"layer {call.layer} attends twice, probably by cross-attention; only self-attention can be measured"
             )
         call = over_tokens(call)
         value = call.value[0]  # (H_kv, T, D)
         self.by_layer["value_norm_ratio"][call.layer] = m.over_median(m.value_norms(value))
         self.by_layer["value_spectrum"][call.layer] = m.value_spectrum(value)
         if self.cosines is not None:
-            self.cosines.see(call)
+            self.cosines.measure(call)
         self.calls.append(replace(call, value=call.value[:, :, :0].clone()))
 
     def stream(self, stream: LayerStream) -> None:
         """Measure the residual stream around a layer."""
         last = stream.entering if stream.leaving is None else stream.leaving
         if not last.isfinite().all():
-            kind = str(last.dtype).removeprefix("torch.")
-            raise ValueError(f"layer {stream.layer} produces hidden states that are not finite in {kind}; try float32")
+            dtype = str(last.dtype).removeprefix("torch.")
+            raise ValueError(f"layer {stream.layer} produces hidden states that are not finite in {dtype}; try float32")
         self.over_depth = self.over_depth or stream.over_depth
         for name, measure in _measure_stream(stream).items():
             self.by_layer[name][stream.layer] = measure
@@ -189,7 +189,7 @@ class _Seen:
 
 
 def _measure_stream(stream: LayerStream, number: int | None = None) -> dict[str, Tensor]:
-    """Return the measures of a residual stream, or of the mean of all, by name."""
+    """Return the measures of residual stream `number`, by default of the mean of all, by name."""
 
     def pick(streams: Tensor) -> Tensor:  # (N, T, C) → (T, C)
         return mean_stream(streams) if number is None else streams[number]
@@ -209,7 +209,7 @@ def _measure_stream(stream: LayerStream, number: int | None = None) -> dict[str,
 
 
 def _measure_maps(calls: list[AttentionCall]) -> tuple[dict[str, Tensor], dict[str, ByLayer], ByLayer]:
-    """Return measures of pairs of layers, (L, L) of those with attention, of single layers, and the shares a'."""
+    """Return measures of pairs of attention layers, (L, L), measures of single layers, and the shares a'."""
     layers, sums = [call.layer for call in calls], map_sums(calls)
     shares = m.importance(sums.columns)  # (L, T)
     sinking = (sums.first_by_head / calls[0].key.shape[2] > SINK_THRESHOLD).double()  # (L, H); all rows see token 0

@@ -1,4 +1,4 @@
-"""Which tokens hold a layer's attention, and the rows of a learned position table."""
+"""The tokens that receive most of a layer's attention, and the norms of a learned position table."""
 
 from collections import defaultdict
 
@@ -10,39 +10,39 @@ from crosslayer.probe.tokens import position_embedding
 from crosslayer.verbs.diagnose.result import PositionTable, TopToken
 
 PER_SEQUENCE, SHOWN = 10, 5
-STANDS_OUT = 1.5  # times the median, from which a row of a position table is an outlier
+STANDS_OUT = 1.5  # times the median norm: above this a row of a position table is an outlier
 FIRST = -1  # stands for the token at the first position, whatever it is
 
 
 def top_tokens(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> list[list[TopToken]]:
-    """Return, by layer, the tokens that hold most of the importance among each sequence's ten largest a'.
+    """Return, for each layer, the tokens that receive most attention, counting the ten largest a' of each sequence.
 
-    `shares` is (N, L, T), `ids` (N, T). Occurrences of a token are added up, the first position kept apart; the share
-    is the mean over sequences. A layer without attention has none.
+    `shares` is (N, L, T), `ids` (N, T). Occurrences of a token are summed, except that the first position is counted
+    separately; shares are means over sequences. A layer without attention has an empty list.
     """
     return [_of_layer(of_layer, ids, tokenizer) for of_layer in shares.swapaxes(0, 1)]
 
 
 def _of_layer(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> list[TopToken]:
-    """Return the top tokens of a layer, whose shares are (N, T)."""
+    """Return the top tokens of a layer from its shares, (N, T)."""
     if np.isnan(shares).any():
         return []
     total: dict[int, float] = defaultdict(float)
-    places: dict[int, set[int]] = defaultdict(set)
+    positions: dict[int, set[int]] = defaultdict(set)
     for sequence, tokens in zip(shares, ids, strict=True):
         for position in np.argsort(-sequence)[:PER_SEQUENCE]:
             token = FIRST if position == 0 else int(tokens[position])
             total[token] += float(sequence[position]) / len(ids)
-            places[token].add(int(position))
+            positions[token].add(int(position))
     tops = []
     for token in sorted(total, key=lambda token: -total[token])[:SHOWN]:
-        text, where = _text(token, ids, tokenizer), sorted(places[token])
-        tops.append(TopToken(token=text, first=token == FIRST, share=total[token], positions=where))
+        text, occurrences = _text(token, ids, tokenizer), sorted(positions[token])
+        tops.append(TopToken(token=text, first=token == FIRST, share=total[token], positions=occurrences))
     return tops
 
 
 def _text(token: int, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return a token as text; where sequences begin differently, the first is only called that."""
+    """Return a token as text; "first token" for the first position if the sequences begin with different tokens."""
     if token == FIRST:
         if len(set(ids[:, 0].tolist())) > 1:
             return "first token"
@@ -55,7 +55,7 @@ def _text(token: int, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None
 
 
 def position_table(model: PreTrainedModel) -> PositionTable | None:
-    """Return the norms of the rows of a learned absolute position table, None where the model has none."""
+    """Return the row norms of a learned absolute position table; None if the model has no such table."""
     embedding = position_embedding(model)
     if embedding is None:
         return None

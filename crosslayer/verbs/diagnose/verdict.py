@@ -1,6 +1,6 @@
-"""What the measures say, in numbers and in sentences: sinks, redundant layers, and the cache that would be left.
+"""What the measures mean, in numbers and in sentences: sinks, redundant layers, and how much KV cache they would save.
 
-Everything here is a candidate that rests on a named measure; only a retrofit shows what it costs.
+The layers named here are candidates, each chosen by a measure; only a retrofit shows what changing them costs.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from crosslayer.core.method import Method
 from crosslayer.core.methods import method_class, method_names
 from crosslayer.output.record import Measure
-from crosslayer.output.words import ranges
+from crosslayer.output.words import counted, listed, named_layers, ranges
 from crosslayer.probe.shapes import ENTRIES, LayerShape
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.result import (
@@ -26,16 +26,16 @@ from crosslayer.verbs.diagnose.result import (
     Verdict,
 )
 
-SINK_SHARE = 0.3  # of all attention, from which a layer is said to sink
-PEAK = 100.0  # hidden norm of token 0 over the median, from which it is a massive activation
-DRAIN = 0.5  # value norm of token 0 over the median, below which it is a drain
+SINK_SHARE = 0.3  # of a layer's attention: more on the first token makes it an attention sink
+PEAK = 100.0  # hidden norm of token 0 over the median: above this it is a massive activation
+DRAIN = 0.5  # value norm of token 0 over the median: below this it is a value drain
 
 Shapes = Sequence[LayerShape | None]
-SHOWN = 4  # layers of a ranking
+SHOWN = 4  # layers of a ranking that a sentence names
 
 
 def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
-    """Return what the measures of sequences of `length` tokens say of layers of these shapes."""
+    """Return the verdict on layers of these shapes, measured on sequences of `length` tokens."""
     sink = sink_of(measures, shapes, length)
     redundancy = Redundancy(
         attention=_ranked(measures.attention_io_similarity), layers=_ranked(measures.layer_io_similarity)
@@ -50,12 +50,12 @@ def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
 
 
 def sink_of(measures: Measures, shapes: Shapes, length: int) -> Sink:
-    """Return which layers attend to the first token more than to others, and what its states look like."""
+    """Return which layers have an attention sink at the first token, and where its states are large or small."""
     share = measures.first_token_share.array  # (L,), as the two below
     hidden = measures.hidden_norm_ratio.array
     value = measures.value_norm_ratio.array
     even = np.array([np.nan if shape is None else shape.even_share(length) for shape in shapes])
-    sinks = (share > SINK_SHARE) & (share > 2 * even)  # in short texts an even share is large
+    sinks = (share > SINK_SHARE) & (share > 2 * even)  # in a short sequence even an even share is large
     layers = np.flatnonzero(sinks).tolist()
     strongest = int(np.nanargmax(share))
     return Sink(
@@ -69,7 +69,7 @@ def sink_of(measures: Measures, shapes: Shapes, length: int) -> Sink:
 
 
 def top_half_mean(similarity: Measure) -> float | None:
-    """Return the mean similarity of consecutive attention layers in the top half, None without such a pair."""
+    """Return the mean similarity of neighbouring attention layers in the upper half; None if there is no such pair."""
     matrix = similarity.array  # (L, L)
     layers = np.flatnonzero(~np.isnan(matrix.diagonal()))
     pairs = [
@@ -80,7 +80,7 @@ def top_half_mean(similarity: Measure) -> float | None:
 
 
 def sharing_methods() -> list[type[Method]]:
-    """Return the package's methods whose groups of layers keep less in the cache."""
+    """Return the methods that shrink the KV cache by sharing within groups of layers."""
     classes = [method_class(name) for name in method_names()]
     return [cls for cls in classes if cls.saves and cls.grouped]
 
@@ -92,8 +92,8 @@ def _ranked(similarity: Measure) -> list[RankedLayer]:
 
 
 def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: int) -> CacheCandidates:
-    """Return the candidates for sharing, and for attention to go without, with what each would leave of the cache."""
-    count = len(shapes) // 2 // PAPER_SIZE * (PAPER_SIZE - 1)  # the paper's readers, whatever the masks allow
+    """Return the candidates for sharing and for dropping attention, with what each keeps of the cache."""
+    count = len(shapes) // 2 // PAPER_SIZE * (PAPER_SIZE - 1)  # as many readers as the paper has, whatever the masks
     similarity = measures.map_similarity_without_first.array
     least = sorted(entry.layer for entry in redundancy.attention[:count])
     stored = [{"keys": 0, "values": 0} for _ in shapes]  # elements of each layer
@@ -103,11 +103,11 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
     total = sum(sum(states.values()) for states in stored)
 
     def share_without(layers: list[int], states: Sequence[str]) -> float:
-        """Return the share of all elements that stays if `layers` keep none of these states."""
+        """Return the share of the cache that is kept if `layers` store none of these states."""
         return 1 - sum(stored[layer][state] for layer in layers for state in states) / total
 
     def superblocks(groups: Groups) -> Superblocks:
-        """Return groups with what each sharing method would leave of the cache."""
+        """Return groups with the share of the cache that each sharing method would keep."""
         readers = [layer for group in groups for layer in group[1:]]
         kept = [
             KeptShare(method=cls.name(), title=cls.__name__, share=share_without(readers, cls.saves))
@@ -125,90 +125,101 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
     )
 
 
-def words(verdict: Verdict) -> list[str]:
-    """Return the sentences, what is most striking first."""
-    sentences, neighbours = _sink_words(verdict.sink), verdict.neighbours
+def sentences(verdict: Verdict) -> list[str]:
+    """Return the verdict in sentences, the most striking first."""
+    lines, neighbours = _sink_sentences(verdict.sink), verdict.neighbours
     least = verdict.redundancy.attention[:SHOWN]
     if least:
-        named = ", ".join(f"{entry.layer} ({entry.similarity:.3f})" for entry in least)
-        sentences.append(f"Attention changes its input least in layers {named}, by cos(x, x + Attn(x)).")
+        ranking = listed([f"{entry.layer} ({entry.similarity:.3f})" for entry in least])
+        plural = "s" if len(least) > 1 else ""
+        lines.append(f"Attention changes its input least in layer{plural} {ranking}, by cos(x, x + Attn(x)).")
     if verdict.cache is None:
-        return [*sentences, "The model is bidirectional and keeps no KV cache, so no cache can be saved."]
+        return [*lines, "The model is bidirectional: it has no KV cache to reduce."]
     whole, rest = neighbours.map_similarity, neighbours.map_similarity_without_first
     if whole is not None and rest is not None:
-        sentences.append(
-            f"Neighbouring maps in the top half have a mean cosine of {whole:.2f}, and of {rest:.2f} without the first "
-            "column."
+        lines.append(
+            f"In the upper half, attention maps of neighbouring layers have a mean cosine of {whole:.2f} ({rest:.2f} "
+            "when the first token is ignored)."
         )
-    return sentences + _cache_words(verdict.cache)
+    return lines + _cache_sentences(verdict.cache)
 
 
 def notes(model: DiagnosedModel) -> list[str]:
-    """Return what must be known of a model whose residual or attention is not the usual one."""
-    sentences = []
+    """Return what a reader must know about a model whose residual stream or attention is unusual."""
+    lines = []
     if model.streams > 1:
-        sentences.append(
-            f"The model carries {model.streams} residual streams: measures of hidden states are those of their mean, "
-            "and beside it of each stream."
+        lines.append(
+            f"The model has {model.streams} residual streams: hidden states are measured on their mean, and on each "
+            "stream separately."
         )
     if model.over_depth:
-        sentences.append(
-            "Sublayers read earlier ones by attention over depth: a layer's hidden states are what its first sublayer "
-            "reads, and they leave it as what the next layer reads."
+        lines.append(
+            "Sublayers read earlier ones by attention over depth: a layer's input is what its first sublayer reads, "
+            "and its output is what the next layer reads."
         )
     layers = [layer for layer, mask in enumerate(model.masks) if mask is not None and ENTRIES in mask]
     if layers:
-        sentences.append(
-            f"Layers {ranges(layers)} also attend to keys that are not their tokens' own (compressed entries, another "
-            "layer's): their maps show what the tokens themselves receive."
+        subject, verb = named_layers(layers).capitalize(), "attend" if len(layers) > 1 else "attends"
+        lines.append(
+            f"{subject} also {verb} to keys that are not their tokens' own (compressed entries, or another layer's "
+            "keys): the measures count only the attention that tokens receive."
         )
-    return sentences
+    return lines
 
 
-def _sink_words(sink: Sink) -> list[str]:
-    most = f"the most is {sink.strongest_share:.1%}, in layer {sink.strongest} ({sink.over_even:.1f} × even attention)"
+def _sink_sentences(sink: Sink) -> list[str]:
+    where = f"in layer {sink.strongest}: {sink.over_even:.1f}× an even share"
     if sink.layers:
-        layers = ranges(sink.layers)
-        sentences = [
-            f"The first token is a sink in layers {layers}: it takes over {SINK_SHARE:.0%} of attention; {most}."
+        lines = [
+            f"The first token is an attention sink in {named_layers(sink.layers)} (more than {SINK_SHARE:.0%} of "
+            f"attention; at most {sink.strongest_share:.1%}, {where})."
         ]
     else:
-        sentences = [f"No layer gives the first token more than {SINK_SHARE:.0%} of its attention; {most}."]
+        lines = [
+            f"The first token is not an attention sink in any layer (at most {sink.strongest_share:.1%} of attention, "
+            f"{where})."
+        ]
     if sink.peaks:
         writer = sink.peaks[0] - 1
-        origin = f"layer {writer} writes it" if writer >= 0 else "it is there from the embedding"
-        sentences.append(
-            f"Its hidden state has a norm above {PEAK:.0f} × the median of the others in the input of layers "
-            f"{ranges(sink.peaks)}; {origin}."
+        origin = f"layer {writer} writes it" if writer >= 0 else "the embedding has it already"
+        lines.append(
+            f"Its hidden state is a massive activation at the input of {named_layers(sink.peaks)} (norm above "
+            f"{PEAK:.0f}× the median of the other tokens); {origin}."
         )
     if sink.drains:
-        sentences.append(f"Its value states have a norm below {DRAIN} × the median in layers {ranges(sink.drains)}.")
-    return sentences
+        lines.append(
+            f"Its values are small in {named_layers(sink.drains)} (norm below {DRAIN}× the median of the other "
+            "tokens), so attention to it adds little there (a value drain)."
+        )
+    return lines
 
 
-def _cache_words(cache: CacheCandidates) -> list[str]:
-    sentences = []
+def _cache_sentences(cache: CacheCandidates) -> list[str]:
+    lines = []
     if cache.by_depth.groups:
-        blocks, kept = _shown(cache.by_depth)
-        sentences.append(f"Superblocks of 4 layers in the top half (arXiv 2502.00439), {blocks}, would keep {kept}.")
+        lead = "By depth alone, the candidates for sharing (superblocks of arXiv 2502.00439) are"
+        lines.append(f"{lead} {_shared(cache.by_depth)}")
     if cache.by_similarity.groups:
-        blocks, kept = _shown(cache.by_similarity)
-        count = sum(len(group) - 1 for group in cache.by_similarity.groups)
-        sentences.append(
-            f"Superblocks by map similarity without the first column, {blocks} with {count} "
-            f"reader{'s' if count > 1 else ''}, would keep {kept}."
+        lines.append(f"Ignoring the first token, attention maps are most alike in {_shared(cache.by_similarity)}")
+    if not lines:
+        lines.append("No neighbouring layers can share attention maps: masks or sizes differ, or there are too few.")
+    least = cache.least_attention
+    if least:
+        layers = "the layer" if len(least) == 1 else f"the {counted(len(least), 'layer')}"
+        lines.append(
+            f"Dropping attention in {layers} where it changes its input least ({ranges(least)}) would keep "
+            f"{_percent(cache.share_without)} of the KV cache (arXiv 2406.15786)."
         )
-    if not sentences:
-        sentences.append("No neighbouring layers may share maps: there are too few of them, or their masks differ.")
-    if cache.least_attention:
-        sentences.append(
-            f"Dropping attention where it changes its input least, in layers {ranges(cache.least_attention)}, would "
-            f"keep {cache.share_without:.2%} of the KV cache."
-        )
-    return sentences
+    return lines
 
 
-def _shown(superblocks: Superblocks) -> tuple[str, str]:
-    """Return the blocks, and what each method would leave of the cache."""
-    kept = " or ".join(f"{entry.share:.2%} ({entry.title})" for entry in superblocks.kept)
-    return " ".join(f"[{ranges(group)}]" for group in superblocks.groups), f"{kept} of the KV cache"
+def _shared(blocks: Superblocks) -> str:
+    """Return the groups, how many layers could share, and the share of the cache that each method would keep."""
+    groups = " ".join(f"[{ranges(group)}]" for group in blocks.groups)
+    readers = counted(sum(len(group) - 1 for group in blocks.groups), "layer")
+    kept = ", ".join(f"{_percent(entry.share)} with {entry.title}" for entry in blocks.kept)
+    return f"{groups}: {readers} that could reuse another's map (KV cache kept: {kept})."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"

@@ -62,11 +62,11 @@ def test_no_mask_means_causal_within_the_window(family):
         cosines = CrossLayerCosines()
         for call in calls:
             assert (call.window is not None) == (family == "mistral")
-            cosines.see(call if mask else dataclasses.replace(call, mask=None))
+            cosines.measure(call if mask else dataclasses.replace(call, mask=None))
         by_mask.append(torch.stack([cosine for form in cosines.by_form.values() for cosine in form.values()]))
     assert (by_mask[0] - by_mask[1]).abs().max() < 1e-12
 
 
 def test_capped_scores_are_refused():
-    with pytest.raises(ValueError, match="layer 0: cross-layer attention is compared only for plain softmax scores"):
+    with pytest.raises(ValueError, match="layer 0: `cross_layer` needs plain softmax"):
         crosslayer.diagnose(tiny("gemma2", "eager"), tokens(), cross_layer=True)

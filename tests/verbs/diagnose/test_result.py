@@ -116,7 +116,7 @@ def test_texts_and_ids_are_taken_too(folder):
     settings = crosslayer.diagnose(model, ids).settings
     assert (settings.text, settings.seed, settings.bos, settings.documents) == (None, None, None, [])
     assert (settings.sequences, settings.length) == (1, 16)
-    with pytest.raises(ValueError, match="texts need tokenizer=…; without it give token ids"):
+    with pytest.raises(ValueError, match="pass tokenizer=…"):
         crosslayer.diagnose(model, text, sequences=2, length=16)
     with pytest.raises(ValueError, match="dtype and device are for a model that is named"):
         crosslayer.diagnose(model, ids, dtype="float32")

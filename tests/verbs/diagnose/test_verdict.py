@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 import crosslayer
 from crosslayer.core.methods import merge_plans
-from crosslayer.output.words import ranges
+from crosslayer.output.words import counted, named_layers, ranges
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.verbs.diagnose.groups import paper_groups, similar_groups
-from crosslayer.verbs.diagnose.result import Measures
-from crosslayer.verbs.diagnose.verdict import sharing_methods, verdict, words
+from crosslayer.verbs.diagnose.result import Measures, Sink
+from crosslayer.verbs.diagnose.verdict import sentences, sharing_methods, verdict
 from tests.helpers.tiny import tiny, tokens
 
 FULL = LayerShape(9, 3, 64, 64, causal=True)
@@ -106,30 +106,69 @@ def test_similar_groups_are_contiguous_and_have_the_asked_readers(layers, reader
 
 def test_ranges():
     assert ranges([7, 1, 2, 3]) == "1-3, 7" and ranges([]) == ""
+    assert named_layers([7]) == "layer 7" and named_layers([7, 1, 2, 3]) == "layers 1-3 and 7"
+    assert [counted(n, "layer") for n in (0, 1, 2, 11)] == ["no layers", "one layer", "two layers", "11 layers"]
 
 
 def test_encoders_have_no_cache_to_save():
     diagnosis = crosslayer.diagnose(tiny("bert"), tokens())
-    assert diagnosis.verdict.cache is None and any("keeps no KV cache" in word for word in diagnosis.words)
+    assert diagnosis.verdict.cache is None and "bidirectional" in diagnosis.words[-1]
 
 
 def test_gemma2_says_that_masks_alternate():
     diagnosis = crosslayer.diagnose(tiny("gemma2"), tokens())
     assert diagnosis.model.masks == ["causal, window 8", "causal", "causal, window 8"]
-    assert any("masks differ" in word for word in diagnosis.words)
+    assert any("No neighbouring layers can share" in sentence for sentence in diagnosis.words)
 
 
-def test_the_blocks_of_both_rules_are_said_with_what_they_keep():
+def test_the_sentences_name_the_groups_of_both_rules_and_what_they_keep():
     blocks = np.kron(np.eye(8), np.ones((2, 2)))
     candidates = verdict(measures(16, blocks), [FULL] * 16, 512)
-    by_depth, by_similarity = (one for one in words(candidates) if one.startswith("Superblocks"))
-    assert "top half" in by_depth and "[8-11] [12-15]" in by_depth
-    assert "6 readers" in by_similarity and "[0-1] [2-3]" in by_similarity
+    by_depth, by_similarity = sentences(candidates)[-3:-1]
+    assert "2502.00439" in by_depth and "[8-11] [12-15]: six layers" in by_depth
+    assert "[0-1] [2-3]" in by_similarity and "six layers" in by_similarity
     for entry in candidates.cache.by_depth.kept:
-        assert f"{entry.share:.2%} ({entry.title})" in by_depth and entry.title in by_similarity
+        assert f"{100 * entry.share:.3g}% with {entry.title}" in by_depth and entry.title in by_similarity
     shapes = [SLIDING] * 4 + [FULL] * 4  # as many readers, of smaller layers
     blocks = np.kron(np.eye(2), np.array([[1.0, 0.9], [0.9, 1.0]]).repeat(2, 0).repeat(2, 1))
     blocks[4:, 4:] = np.eye(4)
     candidates = verdict(measures(8, blocks), shapes, 512)
-    (said,) = (one for one in words(candidates) if "by map similarity" in one)
-    assert "[0-3]" in said and f"{candidates.cache.by_similarity.kept[0].share:.2%}" in said
+    by_similarity = sentences(candidates)[-2]
+    assert "[0-3]: three layers" in by_similarity
+    assert f"{100 * candidates.cache.by_similarity.kept[0].share:.3g}%" in by_similarity
+
+
+def sink(**changes):
+    """A sink that is none, with changes."""
+    plain = {"layers": [], "strongest": 3, "strongest_share": 0.12, "over_even": 1.24, "peaks": [], "drains": []}
+    return Sink(**{**plain, **changes})
+
+
+def test_the_sentences_on_a_sink_fit_none_one_and_several_layers():
+    whole = verdict(measures(8), [FULL] * 8, 512)
+
+    def first(**changes):
+        return sentences(whole.model_copy(update={"sink": sink(**changes)}))
+
+    none, one, several = first(), first(layers=[3]), first(layers=[1, 2, 3, 5], peaks=[0], drains=[7])
+    assert "not an attention sink in any layer" in none[0] and "12.0%" in none[0] and "1.2× an even" in none[0]
+    assert "sink in layer 3 (" in one[0] and "sink in layers 1-3 and 5 (" in several[0]
+    assert "layer 0 " in several[1] and "embedding" in several[1]  # no layer comes before layer 0
+    assert "layer 7 " in several[2] and len(several) == len(none) + 2
+    assert "layer 11 writes it" in first(peaks=[12, 13])[1] and "layers 12-13 " in first(peaks=[12, 13])[1]
+
+
+def test_the_sentences_on_redundancy_fit_none_one_and_several_layers():
+    shapes, whole = [FULL] * 8, verdict(measures(8), [FULL] * 8, 512)
+    ranked = whole.redundancy.attention
+
+    def text(attention, least):
+        cache = whole.cache.model_copy(update={"least_attention": least, "share_without": 7 / 8})
+        redundancy = whole.redundancy.model_copy(update={"attention": attention})
+        return " ".join(sentences(whole.model_copy(update={"redundancy": redundancy, "cache": cache})))
+
+    assert "changes its input least" not in text([], [])
+    assert "in layer 0 (0.500)," in text(ranked[:1], [0]) and "in the layer where" in text(ranked[:1], [0])
+    assert "in layers 0 (0.500) and 1 (0.500)," in text(ranked[:2], [0, 1])
+    assert "the two layers where it changes its input least (0-1) would keep 87.5%" in text(ranked[:2], [0, 1])
+    assert "No neighbouring layers" in " ".join(sentences(verdict(measures(2), shapes[:2], 512)))

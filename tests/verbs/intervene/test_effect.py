@@ -326,7 +326,7 @@ def test_texts_and_plain_entries_are_taken_too():
     assert (result.settings.text, result.settings.documents) == ("own texts", [0, 0, 0])
     assert (same.settings.text, same.settings.documents, same.settings.bos) == (None, [], None)
     assert (same.settings.sequences, same.settings.length) == (3, 16)
-    with pytest.raises(ValueError, match="texts need tokenizer"):
+    with pytest.raises(ValueError, match="pass tokenizer=…"):
         intervene(model, documents, interventions=[waiver(K)], **options)
 
 

@@ -9,6 +9,7 @@ from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure
 from crosslayer.output.words import measured_on
+from crosslayer.verbs.diagnose.baseline import beside, panels_beside
 from crosslayer.verbs.diagnose.curves import (
     COSINE,
     LAYER,
@@ -36,9 +37,20 @@ def layout(record: Diagnosis) -> Page:
         subtitle=f"{model.class_}, {model.parameters / 1e6:.1f} M parameters, {model.layers} layers{streams} · {text}",
         cards=_cards(record),
         words=record.words,
-        panels=panels(record),
+        panels=_panels_with_baseline(record),
         tables=_tables(record),
+        lead=tables(record),
     )
+
+
+def tables(record: Diagnosis) -> list[Table]:
+    """Return the model beside its baseline, where there is one; a terminal shows it too."""
+    return [] if record.baseline is None else [beside(record, record.baseline)]
+
+
+def _panels_with_baseline(record: Diagnosis) -> list[Panel]:
+    other = record.baseline
+    return panels(record) if other is None else panels_beside(panels(record), panels(other), other.model.name)
 
 
 def _cards(record: Diagnosis) -> list[tuple[str, str, str]]:

@@ -213,6 +213,7 @@ class Diagnosis(Result):
     position_table: PositionTable | None
     verdict: Verdict
     words: list[str] = Field(description="the verdict in sentences")
+    baseline: "Diagnosis | None" = Field(default=None, description="of the model that it is shown beside, same text")
     seconds: float
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Text
+from crosslayer.models.load import load_config
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Measure
 from crosslayer.output.summary import by_position, measure
@@ -37,6 +38,7 @@ def diagnose(
     text: Text = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    baseline: PreTrainedModel | str | Path | None = None,
     sequences: int = 8,
     length: int = 512,
     seed: int = 0,
@@ -53,6 +55,7 @@ def diagnose(
         text: a .txt, .md, .jsonl or .parquet file, a folder of them, or a Hugging Face dataset; default the embedded
             corpus. In Python also token ids (B, T), T ≥ 2, without padding, a `TextSource` or texts.
         tokenizer: in Python, the tokenizer of a loaded model; token ids are then shown as text.
+        baseline: another model to show beside it, such as the one that a retrofit comes from.
         sequences: sequences to measure; confidence intervals need at least two.
         length: tokens per sequence.
         seed: random seed for the order of the text.
@@ -68,10 +71,20 @@ def diagnose(
             are longer than the model allows.
 
     """
-    cut = {"sequences": sequences, "length": length, "seed": seed}
-    inputs = read_inputs(model, text, tokenizer, bos=bos, dtype=dtype, device=device, meter=progress, **cut)
+    if isinstance(baseline, str | Path):
+        load_config(str(baseline))  # an error in its name shows before the first model is measured
+    cut = {"sequences": sequences, "length": length, "seed": seed, "bos": bos}
+    options = {**cut, "dtype": dtype, "device": device, "meter": progress}
+    diagnoses = []
+    for source in [model] if baseline is None else [baseline, model]:
+        diagnoses.append(_diagnose(read_inputs(source, text, tokenizer, **options), cross_layer, progress))
+    *others, diagnosis = diagnoses
+    return diagnosis.model_copy(update={"baseline": others[0]}) if others else diagnosis
+
+
+def _diagnose(inputs: Inputs, cross_layer: bool, progress: Meter) -> Diagnosis:
     started, measured = time.perf_counter(), []
-    with evaluating(inputs.model), progress("diagnosing", len(inputs.ids)) as meter:
+    with evaluating(inputs.model), progress(f"diagnosing {inputs.facts.name}", len(inputs.ids)) as meter:
         for sequence in inputs.ids:
             measured.append(measure_sequence(inputs.model, sequence, cross_layer))
             meter.step(len(measured), len(inputs.ids))

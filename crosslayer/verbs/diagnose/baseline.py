@@ -1,0 +1,56 @@
+"""Two diagnoses beside each other: a model and its baseline, such as a retrofit and the model that it comes from."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from crosslayer.output.panel import QUIET, Line, Panel
+from crosslayer.output.shown import Table
+from crosslayer.output.words import ranges
+from crosslayer.verbs.diagnose.curves import highest, lowest, mean_over_layers
+from crosslayer.verbs.diagnose.result import Diagnosis
+
+
+def beside(record: Diagnosis, baseline: Diagnosis) -> Table:
+    """Return what both models show, a column each."""
+    columns = [_figures(each) for each in (record, baseline)]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    return "Beside the baseline", ["", record.model.name, f"{baseline.model.name} (baseline)"], rows
+
+
+def panels_beside(panels: Sequence[Panel], baseline: Sequence[Panel], name: str) -> list[Panel]:
+    """Return a model's figures with the baseline's: its lines dashed in the same figure, its heat map behind."""
+    others = {panel.key: panel for panel in baseline}
+    figures = []
+    for panel in panels:
+        other = others.get(panel.key)
+        if other is None:
+            figures.append(panel)
+        elif panel.heat is None:
+            dashed = [_dashed(line, name) for line in other.lines]
+            figures.append(replace(panel, lines=[*panel.lines, *dashed]))
+        else:
+            figures += [panel, replace(other, key=f"{panel.key}_baseline", title=f"{panel.title}: {name}")]
+    return figures
+
+
+def _dashed(line: Line, name: str) -> Line:
+    """Return a line of the baseline, without its band, which would cover the model's."""
+    shown = f"{name}: {line.name}" if line.name else name
+    return replace(line, name=shown, low=None, high=None, color=line.color or QUIET, dashed=True)
+
+
+def _figures(record: Diagnosis) -> dict[str, str]:
+    measures, sink, neighbours = record.measures, record.verdict.sink, record.verdict.neighbours
+    peak, value = highest(measures.hidden_norm_ratio), lowest(measures.value_norm_ratio)
+    cosines = (neighbours.map_similarity, neighbours.map_similarity_without_first)
+    return {
+        "layers, with attention": f"{record.model.layers}, {record.model.attention_layers}",
+        "sink layers": ranges(sink.layers) or "none",
+        "attention on the first token, mean over layers": f"{mean_over_layers(measures.first_token_share):.1%}",
+        "attention on the first token, at most": f"{sink.strongest_share:.1%} (layer {sink.strongest})",
+        "hidden norm of the first token ÷ median, at most": f"{peak[1]:.3g} (layer {peak[0]})",
+        "value norm of the first token ÷ median, at least": f"{value[1]:.2f} (layer {value[0]})",
+        "map similarity of neighbours, top half": " → ".join("—" if c is None else f"{c:.2f}" for c in cosines),
+        "cos(x, x + Attn(x)), mean over layers": f"{mean_over_layers(measures.attention_io_similarity):.3f}",
+        "entropy of attention, mean over layers": f"{mean_over_layers(measures.entropy):.2f} nats",
+    }

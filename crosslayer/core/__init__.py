@@ -1,1 +1,1 @@
-"""What a model of ours is and does."""
+"""The cross-layer decoder, its methods, and the plan of which layer reads which attention states."""

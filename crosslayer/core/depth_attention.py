@@ -2,15 +2,16 @@
 
     h = Σ_i α_i v_i,  α_i = softmax_i(s_i),  s_i = dᵀ v_i / rms(v_i),  d = query ∘ gain
 
-Forms of the same numbers. `listed` is plain autograd, source by source: the oracle, and what a compiler fuses. Without
-gradients, the sources of a few tokens are put side by side, since calling an operator is what costs there.
+There are three implementations of the same sum. `listed` is plain autograd, source by source: the reference, and the
+form that compilers fuse. Without gradients and for few tokens the sources are stacked, since operator calls dominate
+the cost there.
 
-In training, `keep` lays sources one behind another in memory (a bank), so that a reader takes several as one operand.
-Nor does a reader build a gradient for each of its sources: it leaves with each what the gradient consists of, and a
-source, once all of its readers are through, builds it at once. Neither is relied upon: a source that does not come
-from `keep` as it is (FSDP2 wraps what enters a layer) is an operand by itself and gets an ordinary gradient from each
-reader; under hooks on saved tensors (checkpointing, offloading) and under dispatch modes there are no banks; and where
-the gradient is to be differentiated again, all is done as listed.
+In training, `keep` stores sources contiguously in memory (a bank), so that a reader takes several as one operand. A
+reader does not build a gradient for each of its sources either: it records the terms of the gradient with the source,
+which sums them once all of its readers are done. Both are optimisations with a fallback: a source that did not pass
+through `keep` unchanged (FSDP2 wraps what enters a layer) is an operand by itself and gets an ordinary gradient from
+each reader; under hooks on saved tensors (checkpointing, offloading) and under dispatch modes there are no banks; for
+double backward everything runs as `listed`.
 
 Shapes: T tokens of all sequences, N sources, C hidden.
 """
@@ -24,21 +25,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-PIECE = 1 << 18  # elements of a source that are taken at a time, so that a processor's cache holds them
-SLOTS = 8  # of a bank: what is kept of the first is let go with the last
-ALONE = 3  # sources before a bank begins: so many show that they pass from layer to layer as they are
-GATHERED = 1 << 18  # elements of all sources that are put side by side at the most
+PIECE = 1 << 18  # elements of a source that are processed at a time, to fit a processor's cache
+SLOTS = 8  # sources in a bank, whose memory is freed as a whole
+ALONE = 3  # sources stored separately before a bank is made: by then they are known to pass layers unchanged
+STACKED = 1 << 18  # largest number of elements of all sources together that are stacked
 
 
 def keep(source: Tensor, earlier: Sequence[Tensor], total: int) -> Tensor:
-    """Return a source (…, C) as one that readers take along with the earlier ones.
+    """Return a source (…, C) that readers can take together with the earlier ones.
 
-    It may be a copy. Its readers' gradients do not pass through it, but from them to `source`: look at that one.
+    It may be a copy. The gradients of its readers arrive at `source`, not at the returned tensor.
 
     Args:
-        source: what a sublayer made, or the embedding.
+        source: the output of a sublayer, or the embedding.
         earlier: the sources before it.
-        total: how many sources there will be at the most.
+        total: the largest number of sources that there will be.
 
     """
     if not (_eager() and torch.is_grad_enabled() and source.requires_grad):
@@ -53,13 +54,13 @@ def depth_attention(sources: Sequence[Tensor], direction: Tensor, eps: float) ->
             return listed(sources, direction, eps)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (direction, *sources)):
             return _Read.apply(eps, direction, *sources)
-        if len(sources) * sources[0].numel() <= GATHERED:
-            return _side_by_side(sources, direction, eps)
+        if len(sources) * sources[0].numel() <= STACKED:
+            return _stacked(sources, direction, eps)
         return _attend(sources, [None] * len(sources), direction, eps)[0]
 
 
 def listed(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
-    """Do what `depth_attention` does, source by source, by operators that autograd and compilers know."""
+    """Compute `depth_attention` source by source, with operators that autograd and compilers know."""
     shares = torch.stack([depth_scores(source, direction, eps) for source in sources]).softmax(dim=0)  # (N, …)
     shares = shares.to(sources[0].dtype).unsqueeze(-1)  # (N, …, 1)
     terms = [share * source for share, source in zip(shares, sources, strict=True)]
@@ -89,8 +90,8 @@ def exact(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _side_by_side(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
-    """Do what `depth_attention` does by few operators, of which none keeps anything for a gradient."""
+def _stacked(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
+    """Compute `depth_attention` with few operators, without support for gradients."""
     stacked = torch.stack(tuple(sources), dim=-2)  # (…, N, C)
     widened = wide(stacked)
     scores = torch.matmul(widened, direction.to(widened.dtype))  # (…, N)
@@ -100,57 +101,57 @@ def _side_by_side(sources: Sequence[Tensor], direction: Tensor, eps: float) -> T
 
 
 class _Bank:
-    """Memory in which sources of a kind lie one behind another."""
+    """Contiguous memory for sources of equal shape, dtype and device."""
 
     def __init__(self, capacity: int, source: Tensor):
         self.values = source.new_empty(capacity, *source.shape)  # (N, …, C)
         self.count = 0
 
     def add(self, source: Tensor) -> int:
-        """Copy a source behind the others and return its place."""
+        """Append a copy of a source and return its index."""
         self.values[self.count].copy_(source)
         self.count += 1
         return self.count - 1
 
 
-class _Part(NamedTuple):
-    """What a reader adds to the gradient of a source."""
+class _Term(NamedTuple):
+    """The term that one reader adds to the gradient of a source."""
 
     grad: Tensor  # (T, C), of the reader's result
     share: Tensor  # (T,), α
     slope: Tensor  # (T,), gradient of the score, over rms(v)
     direction: Tensor  # (C,)
-    shrink: Tensor  # (T,), this much of the source itself, since its norm divides the score
+    shrink: Tensor  # (T,), the multiple of the source itself, since its norm divides the score
 
 
 class _Source(torch.autograd.Function):
-    """The identity; its backward pass builds the gradient from the parts that readers left."""
+    """The identity; its backward pass sums the gradient terms that readers recorded."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, earlier: Sequence[Tensor], total: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.set_materialize_grads(False)
         ctx.square = _square(value)  # (T,)
-        ctx.parts = {}  # by backward pass, since one that was broken off leaves its parts behind
-        ctx.bank, ctx.place = _place(value, earlier, total)
-        # an alias with a version of its own: what is put behind it later does not change it
-        result = value.view_as(value) if ctx.bank is None else ctx.bank.values.data[ctx.place]
+        ctx.terms = {}  # by backward pass, since an interrupted one leaves its terms behind
+        ctx.bank, ctx.index = _store(value, earlier, total)
+        # an alias with its own version counter: sources appended later do not change it
+        result = value.view_as(value) if ctx.bank is None else ctx.bank.values.data[ctx.index]
         ctx.save_for_backward(result)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        parts = ctx.parts.pop(torch._C._current_graph_task_id(), None)
-        if parts is not None:
+        terms = ctx.terms.pop(torch._C._current_graph_task_id(), None)
+        if terms is not None:
             (value,) = ctx.saved_tensors
             with exact(value.device):
-                grad = _gradient(value, parts, grad)
+                grad = _gradient(value, terms, grad)
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
-            ctx.bank = None  # as saved tensors are let go, though the loss may live on
+            ctx.bank = None  # freed together with saved tensors, even if the loss is kept
         return grad, None, None
 
 
-def _place(value: Tensor, earlier: Sequence[Tensor], total: int) -> tuple[_Bank | None, int]:
-    """Return where a source lies, after copying it there, or no bank."""
+def _store(value: Tensor, earlier: Sequence[Tensor], total: int) -> tuple[_Bank | None, int]:
+    """Copy a source into a bank; return the bank and the index, or no bank."""
     nodes = [_kept(source) for source in earlier]
     newest = nodes[-1] if nodes else None
     if newest is None or not _alike(value, earlier[-1]) or _intercepted():
@@ -158,15 +159,15 @@ def _place(value: Tensor, earlier: Sequence[Tensor], total: int) -> tuple[_Bank 
     bank, left = newest.bank, total - len(earlier)
     if bank is None:
         bank = _begin(earlier, nodes, left)
-    elif newest.place + 1 == len(bank.values):
+    elif newest.index + 1 == len(bank.values):
         bank = _Bank(min(SLOTS, left), value)
-    elif newest.place + 1 < bank.count:
-        bank = None  # another source follows there: this one is computed again, or begins a branch
+    elif newest.index + 1 < bank.count:
+        bank = None  # the next index is taken: this source is recomputed, or begins a branch
     return bank, 0 if bank is None else bank.add(value)
 
 
 def _begin(earlier: Sequence[Tensor], nodes: Sequence[Any], left: int) -> _Bank | None:
-    """Return a bank that holds the newest sources, with room for more; None unless these are just `ALONE`."""
+    """Return a bank with the newest sources and space for more; None unless there are exactly `ALONE` of them."""
     first = len(earlier)
     while first > 0 and nodes[first - 1] is not None and nodes[first - 1].bank is None:
         if not _alike(earlier[first - 1], earlier[-1]):
@@ -176,7 +177,7 @@ def _begin(earlier: Sequence[Tensor], nodes: Sequence[Any], left: int) -> _Bank 
         return None
     bank = _Bank(min(SLOTS, ALONE + left), earlier[-1])
     for source, node in zip(earlier[first:], nodes[first:], strict=True):
-        node.bank, node.place = bank, bank.add(source)
+        node.bank, node.index = bank, bank.add(source)
     return bank
 
 
@@ -185,7 +186,7 @@ def _alike(source: Tensor, other: Tensor) -> bool:
 
 
 def _intercepted() -> bool:
-    """Return whether someone stores what is saved in his own way, or looks at every operator."""
+    """Return whether hooks on saved tensors or a dispatch mode are active."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks is not None or _get_current_dispatch_mode() is not None
 
@@ -203,11 +204,11 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        direction, scores, shares, inverse, *sources = ctx.saved_tensors  # asked for once, as checkpointing demands
+        direction, scores, shares, inverse, *sources = ctx.saved_tensors  # read once, as checkpointing requires
         if _watched(grad):
             return None, *_differentiable((direction, *sources), ctx.eps, grad, ctx.needs_input_grad[1:])
         with exact(direction.device):
-            operands = _operands(sources, [_kept(source) for source in sources])  # computed again, they are others
+            operands = _operands(sources, [_kept(source) for source in sources])  # recomputed sources have other nodes
             arrived = grad.reshape(-1, grad.shape[-1])  # (T, C)
             weighted = shares * _products(operands, arrived.to(shares.dtype))  # (N, T)
             slopes = weighted - shares * weighted.sum(dim=0)  # of the scores
@@ -217,28 +218,28 @@ class _Read(torch.autograd.Function):
             widened, task = direction.to(shares.dtype), torch._C._current_graph_task_id()
             results: list[Tensor | None] = []
             for number, (source, node) in enumerate(zip(sources, ctx.nodes, strict=True)):
-                part = _Part(arrived, shares[number], slopes[number], widened, shrink[number])
+                term = _Term(arrived, shares[number], slopes[number], widened, shrink[number])
                 if node is not None and torch._C._will_engine_execute_node(node):
-                    node.parts.setdefault(task, []).append(part)
+                    node.terms.setdefault(task, []).append(term)
                 needed = ctx.needs_input_grad[2 + number] and node is None
-                results.append(_gradient(source, [part], None) if needed else None)
+                results.append(_gradient(source, [term], None) if needed else None)
         return None, toward.to(direction.dtype), *results
 
 
 def _eager() -> bool:
-    """Return whether autograd alone looks on: no compiler or export, no `torch.func`, no forward differentiation."""
+    """Return whether only autograd is active: no compiler or export, no `torch.func`, no forward-mode differentiation."""
     forward = torch.autograd.forward_ad._current_level >= 0
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward)
 
 
 def _watched(grad: Tensor) -> bool:
-    """Return whether a backward pass is to be differentiated again, or goes over several gradients at once."""
+    """Return whether a backward pass is differentiated itself, or batched over several gradients."""
     batched = torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
     return torch.is_grad_enabled() or not _eager() or batched
 
 
 def _kept(source: Tensor) -> Any:
-    """Return what `keep` knows of a source, if it is as it came from there."""
+    """Return the autograd node of a source that `keep` returned, None for other tensors."""
     node = source.grad_fn
     return node if isinstance(node, _Source._backward_cls) else None  # type: ignore[attr-defined]
 
@@ -269,7 +270,7 @@ def _attend(
 
 
 def _operands(sources: Sequence[Tensor], nodes: Sequence[Any]) -> list[Tensor]:
-    """Return the sources in their order, as few operands (n, T, C): those that lie one behind another are one."""
+    """Return the sources in order as few operands (n, T, C): neighbours in a bank form one operand."""
     operands, start = [], 0
     while start < len(sources):
         end = start + 1
@@ -278,8 +279,8 @@ def _operands(sources: Sequence[Tensor], nodes: Sequence[Any]) -> list[Tensor]:
         if end == start + 1:
             operands.append(sources[start].reshape(1, -1, sources[start].shape[-1]))
         else:
-            place = nodes[start].place
-            operands.append(nodes[start].bank.values[place : place + end - start].flatten(1, -2))
+            index = nodes[start].index
+            operands.append(nodes[start].bank.values[index : index + end - start].flatten(1, -2))
         start = end
     return operands
 
@@ -287,7 +288,7 @@ def _operands(sources: Sequence[Tensor], nodes: Sequence[Any]) -> list[Tensor]:
 def _adjacent(node: Any, following: Any) -> bool:
     if node is None or following is None or node.bank is None:
         return False
-    return following.bank is node.bank and following.place == node.place + 1
+    return following.bank is node.bank and following.index == node.index + 1
 
 
 def _weighted(operands: Sequence[Tensor], weights: Tensor) -> Tensor:
@@ -297,7 +298,7 @@ def _weighted(operands: Sequence[Tensor], weights: Tensor) -> Tensor:
         if len(values) == 1:
             alone.append((values[0], rows[0]))
             continue
-        columns = rows.T.contiguous().unsqueeze(1)  # (T, 1, n); not in a row, they would make it five times slower
+        columns = rows.T.contiguous().unsqueeze(1)  # (T, 1, n); non-contiguous, they would make it five times slower
         across = values.to(weights.dtype).transpose(0, 1)  # (T, n, C)
         result = torch.bmm(columns, across) if result is None else result.baddbmm_(columns, across)
     result = None if result is None else result.squeeze(1)
@@ -328,13 +329,13 @@ def _toward(operands: Sequence[Tensor], slopes: Tensor) -> Tensor:
     return result
 
 
-def _gradient(source: Tensor, parts: Sequence[_Part], grad: Tensor | None) -> Tensor:
-    """Return the gradient of a source: what its readers left, and what came by itself."""
-    slopes = torch.stack([part.slope for part in parts], dim=1)  # (T, R)
-    result = torch.mm(slopes, torch.stack([part.direction for part in parts]))  # (T, C)
-    shrink = functools.reduce(torch.add, (part.shrink for part in parts))
-    tensors = [source.reshape(result.shape), *(part.grad for part in parts)]
-    _add_weighted(result, tensors, [shrink, *(part.share for part in parts)])
+def _gradient(source: Tensor, terms: Sequence[_Term], grad: Tensor | None) -> Tensor:
+    """Return the gradient of a source: the sum of its readers' terms and the gradient `grad` that autograd delivered."""
+    slopes = torch.stack([term.slope for term in terms], dim=1)  # (T, R)
+    result = torch.mm(slopes, torch.stack([term.direction for term in terms]))  # (T, C)
+    shrink = functools.reduce(torch.add, (term.shrink for term in terms))
+    tensors = [source.reshape(result.shape), *(term.grad for term in terms)]
+    _add_weighted(result, tensors, [shrink, *(term.share for term in terms)])
     result = result.to(source.dtype).view(source.shape)
     return result if grad is None else result.add_(grad)
 
@@ -359,8 +360,8 @@ def _differentiable(inputs: Sequence[Tensor], eps: float, grad: Tensor, needed: 
     """Return the gradients of inputs (direction, *sources) by operators that autograd and `torch.func` know."""
     again = torch.is_grad_enabled()
     with torch.enable_grad(), exact(inputs[0].device):
-        inputs = [tensor.view_as(tensor) for tensor in inputs]  # ends here, though sources are made of sources
+        inputs = [tensor.view_as(tensor) for tensor in inputs]  # stop here, although sources depend on sources
         output = listed(inputs[1:], inputs[0], eps)
-    wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-    gradients = iter(torch.autograd.grad(output, wanted, grad, create_graph=again, allow_unused=True))
+    required = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+    gradients = iter(torch.autograd.grad(output, required, grad, create_graph=again, allow_unused=True))
     return [next(gradients) if need else None for need in needed]

@@ -1,7 +1,8 @@
-"""What a cross-layer method answers, and what it builds its answers from.
+"""The interface of a cross-layer method, and the classes that methods build modules from.
 
-A method is a frozen dataclass in a file of its own. Its fields are its options; each question that it leaves open means
-"like Llama". `crosslayer.core.methods` finds and combines methods, docs/methods/your_own.md shows how to write them.
+A method is a frozen dataclass in a file of its own, whose fields are its options. Each `Method` function that it does
+not override keeps what a plain decoder does. `crosslayer.core.methods` finds and combines methods;
+docs/methods/your_own.md shows how to write one.
 
 Shapes: B batch, T new tokens, C hidden, H heads, H_kv key-value heads, D head size, L layers.
 """
@@ -21,48 +22,52 @@ from crosslayer.core.plan import STATES, DepthPlan
 if TYPE_CHECKING:
     from transformers import LlamaConfig as Config
 else:
-    Config = Any  # a second to load, which the table of methods does without
+    Config = Any  # importing it takes a second, which the table of methods should not need
 
-TARGETS = ("attention", "heads", "mlp")  # W_c adds after W_o, before W_o, or to the MLP's update
-Carry = dict[str, Any]  # what layers hand upward: replaced, never mutated
-State = Tensor | None  # queries, keys or values; None for those that a layer borrows
+TARGETS = (
+    "attention",
+    "heads",
+    "mlp",
+)  # a linear compensation (W_c) adds after W_o, before W_o, or to the MLP's update
+Carry = dict[str, Any]  # what earlier layers pass to later ones: replaced, never mutated
+State = Tensor | None  # queries, keys or values; None if the layer reads another layer's
 Mixed = tuple[State, State, State, Carry]
-Several = tuple[Tensor, ...]  # a state of each of several layers
-Combined = tuple[Tensor, Tensor, Tensor | None]  # keys, values and the mask that attention gets
-TOKENS = "tokens"  # in the carry: ids of the new tokens (B, T), for methods that read them
-INPUT = "input"  # in the carry that mixers get: what the values are made of (B, T, C), for mixers that read it
+PerSource = tuple[Tensor, ...]  # a state of each source layer
+Combined = tuple[Tensor, Tensor, Tensor | None]  # keys, values and mask for attention
+TOKENS = "tokens"  # key in the carry: ids of the new tokens (B, T), for methods that read them
+INPUT = "input"  # key in the carry of mixers: the input of the value projection (B, T, C), for mixers that read it
 
 
 class Mixing(nn.Module):
-    """Parameters of a method, whose first values survive loading (`reset`).
+    """A module with parameters of a method; `reset` initialises those that a checkpoint has not filled.
 
-    `split_by_head` names the parameters that hold a piece for each key-value head, and the dimension of the heads; a
-    module has only such parameters, or none. Where heads are split over ranks, each rank has the pieces of its own.
+    `split_by_head` names the parameters with a slice per key-value head, and the dimension of the heads; either all or
+    none of a module's parameters are of this form. Under tensor parallelism each rank has the slices of its own heads.
     """
 
     split_by_head: ClassVar[Mapping[str, int]] = {}
 
     def reset(self) -> None:
-        """Set first values of own parameters, and of buffers that are not saved, by `transformers.initialization`.
+        """Initialise the module's parameters, and buffers that are not saved, with `transformers.initialization`.
 
-        Its functions leave alone what a checkpoint has filled; `torch.nn.init` would overwrite it.
+        Its functions skip what a checkpoint has filled; `torch.nn.init` would overwrite it.
         """
 
     def resize_tokens(self, count: int) -> None:
-        """Follow the vocabulary, which has `count` tokens now: parameters with a row for each of them do."""
+        """Resize parameters that have a row per token to a vocabulary of `count` tokens."""
 
 
 class HeadMixer(Mixing):
     """Changes a layer's states.
 
-    `reads_input` says that `before` finds the layer's normed input (B, T, C), of which its values are made, in
-    `carry[INPUT]`; attention takes it out of the carry afterwards.
+    With `reads_input`, `before` gets the layer's normed input (B, T, C), which its values are projected from, in
+    `carry[INPUT]`; attention removes it from the carry afterwards.
     """
 
     reads_input: ClassVar[bool] = False
 
     def forward(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
-        """Call `before`, where hooks on modules (offloading, say) reach it."""
+        """Call `before`, so that hooks on modules (for example of offloading) act."""
         return self.before(q, k, v, carry)
 
     def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
@@ -70,14 +75,14 @@ class HeadMixer(Mixing):
         return q, k, v, carry
 
     def after(self, out: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Change the output of attention (B, T, H, D), before W_o, without parameters: hooks act on `before` alone."""
+        """Change the output of attention (B, T, H, D), before W_o; no parameters here: hooks act on `before` alone."""
         return out, carry
 
 
 class ValueAdder(HeadMixer):
-    """Adds values (B, H_kv, T, D) to the output of attention: what `before` leaves in the carry as `added`, if it does.
+    """Adds the values (B, H_kv, T, D) that `before` put into the carry as `added`, if any, to attention's output.
 
-    Each head gets those that it reads.
+    Each query head gets the values of the key-value head that it reads.
     """
 
     def __init__(self, name: str):
@@ -85,7 +90,7 @@ class ValueAdder(HeadMixer):
         self.added = f"{name}.added"
 
     def after(self, out: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return the output (B, T, H, D) with the values."""
+        """Return the output (B, T, H, D) with the values added."""
         if self.added not in carry:
             return out, carry
         values = carry[self.added].transpose(1, 2).unsqueeze(3)  # (B, T, H_kv, 1, D)
@@ -94,23 +99,23 @@ class ValueAdder(HeadMixer):
 
 
 class StateReader(Mixing):
-    """Makes what attention reads of the cached states of several layers, where the plan names several.
+    """Combines the cached states of several layers into the keys and values that a layer attends over.
 
-    It acts at the moment of reading: what the cache holds, and what is lent upward, stays as each layer made it.
+    It runs after the cache: the cache, and what later layers read, keep each layer's own states.
 
-    `needs_mask` says that it changes the mask, which only attention that takes a mask as a tensor can follow.
+    With `needs_mask` it changes the mask, which works only with attention that takes a mask as a tensor.
     """
 
     needs_mask = False
 
-    def forward(self, keys: Several, values: Several, mask: Tensor | None, new: int) -> Combined:
-        """Return the keys, the values and the mask that attention gets.
+    def forward(self, keys: PerSource, values: PerSource, mask: Tensor | None, new: int) -> Combined:
+        """Return the keys, the values and the mask for attention.
 
         Args:
-            keys: (B, H_kv, S, D) of each layer that the plan names, in its order; cached and new tokens.
-            values: the same; of a layer that owns a share of the value heads, those heads alone.
-            mask: (B or 1, 1, T, S), True or 0 where a token may be seen; None: a single new token sees all, several
-                are the first ones and see what is not after them.
+            keys: (B, H_kv, S, D) of each source in the plan's order; cached and new tokens.
+            values: the same; from a layer that computes a share of its value heads, only those heads.
+            mask: (B or 1, 1, T, S), True or 0 where attention is allowed; None: one new token attends to all tokens,
+                several are the first of the sequence and attend causally.
             new: T, the number of new tokens.
 
         """
@@ -118,13 +123,13 @@ class StateReader(Mixing):
 
 
 class Residual(Mixing):
-    """What a sublayer reads from the stream and how its update is written; the default is the plain sum.
+    """How a sublayer reads from the residual stream and writes its update; the default is the plain sum.
 
-    The decoder calls the module, so that hooks act, but for `inputs`, which has no parameters.
+    The decoder calls the module itself, so that hooks act; only `inputs`, which has no parameters, is called directly.
     """
 
     def forward(self, stream: Tensor, carry: Carry, update: Tensor | None = None) -> tuple[Tensor, Carry]:
-        """Call `read`, or `write` where there is an update."""
+        """Call `read`, or `write` if there is an update."""
         return self.read(stream, carry) if update is None else self.write(stream, update, carry)
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
@@ -132,25 +137,25 @@ class Residual(Mixing):
         return stream, carry
 
     def inputs(self, read: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what queries, keys and values are made of, (B, T, C) each, before the norm; asked of attention.
+        """Return the inputs of the query, key and value projections, (B, T, C) each, before the norm.
 
-        `read` is what `read` returned; W_c and those who look into the model see it alone.
+        Called for attention alone. The argument is the result of `read`, which is also what W_c and probes read.
         """
         return read, read, read
 
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return the stream with the update (B, T, C) of the sublayer."""
+        """Return the stream after adding the sublayer's update (B, T, C)."""
         return stream + update, carry
 
     def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor | None:
-        """Return the weight of each source in what `read` returns, (N, B, T), the embedding first; None: no such."""
+        """Return the weight of each source in the result of `read`, (N, B, T), the embedding first; None: no weights."""
         return None
 
 
 class Compensation(nn.Linear, Mixing):
-    """The linear map W_c: adds `normed @ W_c [+ b]` to an update, where `target` (of `TARGETS`) says; begins at zero.
+    """A linear compensation (W_c): adds `normed @ W_c [+ b]` to the update that `target` (of `TARGETS`) names.
 
-    It maps (B, T, C) to (B, T, C), or to (B, T, H·D) before W_o.
+    It begins at zero, and maps (B, T, C) to (B, T, C), or to (B, T, H·D) before W_o.
     """
 
     def __init__(self, config: Config, target: str, bias: bool = False):
@@ -164,19 +169,19 @@ class Compensation(nn.Linear, Mixing):
         for parameter in self.parameters():
             init.zeros_(parameter)
 
-    reset_parameters = reset  # when it is built
+    reset_parameters = reset  # called by nn.Linear.__init__
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """What the methods of a config say together, computed once per config.
+    """The combined plan and compensation of all methods of a config, computed once per config.
 
     Attributes:
         methods: the methods, in list order.
-        plan: who owns and who reads, all methods merged.
-        compensation: (L,), where W_c of a layer writes (of `TARGETS`), None without it.
-        compensation_bias: (L,), whether W_c of a layer has a bias.
-        linear: layers with linear attention: for the plan they have no attention, since there is nothing to share.
+        plan: which layer reads which states, all methods merged.
+        compensation: (L,), the target of a layer's W_c (of `TARGETS`), None without W_c.
+        compensation_bias: (L,), whether a layer's W_c has a bias.
+        linear: layers with linear attention; in the plan they have no attention, since they have nothing to share.
 
     """
 
@@ -188,7 +193,7 @@ class Wiring:
 
     @cached_property
     def reads_input(self) -> tuple[bool, ...]:
-        """(L,), whether a layer's attention reads its own input: it owns a state, or something compensates it."""
+        """(L,), whether a layer's attention uses the layer's input: for a state of its own, or for W_c."""
         own_layers = {layer for state in STATES for layer in self.plan.own_layers(state)}
         return tuple(
             target is not None or layer in own_layers or layer in self.linear
@@ -197,7 +202,7 @@ class Wiring:
 
     @cached_property
     def sublayers(self) -> tuple[tuple[int, str], ...]:
-        """The sublayers that exist, in order: (layer, "attn" or "mlp"); W_c alone is an "attn" too."""
+        """The existing sublayers in order: (layer, "attn" or "mlp"); a W_c instead of attention counts as "attn"."""
         sites = []
         for layer, target in enumerate(self.compensation):
             if self.plan.attends(layer) or layer in self.linear or target is not None:
@@ -208,21 +213,21 @@ class Wiring:
 
     @cached_property
     def sources(self) -> tuple[Mapping[int, tuple[str | None, ...]], ...]:
-        """(L,), the states (by their place in `STATES`) that do not just come from the layer itself.
+        """(L,), for each state (index in `STATES`) that is not just the layer's own, the carry names of its sources.
 
-        Each with the names in the carry under which its sources lend it; None in the place of the layer itself.
+        A name is None where the source is the layer itself.
         """
         result: list[dict[int, tuple[str | None, ...]]] = [{} for _ in range(self.plan.layers)]
         for number, state in enumerate(STATES):
             for layer, sources in enumerate(result):
                 read = self.plan.reads(state, layer)
                 if read not in ((), (layer,)):
-                    sources[number] = tuple(None if i == layer else self.lends[i][number] for i in read)
+                    sources[number] = tuple(None if i == layer else self.carried[i][number] for i in read)
         return tuple(result)
 
     @cached_property
-    def lends(self) -> tuple[Mapping[int, str], ...]:
-        """(L,), the states (by their place in `STATES`) that later layers read, and their names in the carry."""
+    def carried(self) -> tuple[Mapping[int, str], ...]:
+        """(L,), for each state (index in `STATES`) that later layers read, its name in the carry."""
         slots = [self.plan.slots(state) for state in STATES]
         return tuple(
             {n: f"{state}.{slots[n][layer]}" for n, state in enumerate(STATES) if slots[n][layer] is not None}
@@ -230,26 +235,26 @@ class Wiring:
         )
 
     @cached_property
-    def several(self) -> tuple[bool, ...]:
-        """(L,), whether a layer reads the cached states of several layers, which a `StateReader` combines."""
+    def reads_several(self) -> tuple[bool, ...]:
+        """(L,), whether a layer reads several layers' cached states, which a `StateReader` combines."""
         pairs = zip(self.plan.keys, self.plan.values, strict=True)
         return tuple(isinstance(keys, tuple) or isinstance(values, tuple) for keys, values in pairs)
 
 
 class Method:
-    """The questions; subclasses are frozen dataclasses whose fields are the options.
+    """Base class of methods; subclasses are frozen dataclasses whose fields are the options.
 
-    Class attributes say what a method is for the commands:
+    Class attributes tell the commands what a method can do:
 
-    - `targets`: where a linear map W_c may write that makes up for what layers lose; a `Compensated` has some.
-    - `saves`: of "keys" and "values" those that each further layer under the method saves; where it is not empty, the
-      search by damage tries the method.
-    - `grouped`: layers act in groups behind a source; False: each named layer by itself.
-    - `consecutive`: the layers of a group are neighbours; False: any layers, the lowest of which leads.
-    - `parts`: what of a layer is acted on, where there is a choice; the first is the default.
-    - `reads_tokens`: its modules find the ids of the new tokens (B, T) in `carry[TOKENS]`; the model then needs
+    - `targets`: what a linear compensation (W_c) may add to, see `TARGETS`; only a `Compensated` has some.
+    - `saves`: which of "keys" and "values" each reader no longer stores; if not empty, the search by damage tries the
+      method.
+    - `grouped`: layers form groups that share the states of a source; False: the method acts on single layers.
+    - `consecutive`: the layers of a group are neighbours; False: any layers, the lowest of which is the source.
+    - `parts`: which sublayers the method can act on (`--part`), if there is a choice; the first is the default.
+    - `reads_tokens`: its modules read the ids of the new tokens (B, T) from `carry[TOKENS]`; the model then needs
       `input_ids` and refuses `inputs_embeds`.
-    - `merges`: how pretrained weights of a group may be merged; the first, "first", leaves them as they are.
+    - `merges`: how pretrained weights of a group can be merged; the first, "first", leaves them as they are.
     """
 
     targets: ClassVar[tuple[str, ...]] = ()
@@ -261,123 +266,129 @@ class Method:
     reads_tokens: ClassVar[bool] = False
 
     def plan(self, layers: int) -> DepthPlan:
-        """Answer who owns and who reads."""
+        """Return which layer reads which states."""
         return DepthPlan.identity(layers)
 
     def heads(self, config: Config, wiring: Wiring, layer: int) -> HeadMixer | None:
-        """Answer how a layer's own states are mixed; asked of each layer that has attention."""
+        """Return a module that changes a layer's own states; called for each layer with attention."""
         return None
 
     def reader(self, config: Config, wiring: Wiring, layer: int) -> StateReader | None:
-        """Answer what a layer reads where the plan names several sources; asked of those layers alone."""
+        """Return the module that combines states of several sources; called only for layers that read several."""
         return None
 
     def windows(self, layers: int) -> tuple[int | None, ...] | None:
-        """Answer how many tokens each layer sees, None in it for all; None: the method leaves that to the config."""
+        """Return the attention window of each layer in tokens, None in it for all tokens; None: as the config says."""
         return None
 
     def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual | None:
-        """Answer what a sublayer (`site` "attn" or "mlp") reads, and where its update goes."""
+        """Return the residual connection of a sublayer (`site` "attn" or "mlp"); None: the plain sum."""
         return None
 
     def final(self, config: Config, wiring: Wiring) -> Residual | None:
-        """Answer what the final norm reads."""
+        """Return a module whose `read` gives the final norm's input; None: the stream."""
         return None
 
     def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring, merge: str) -> list[str]:
-        """Answer what becomes of pretrained weights, beyond that a borrowed projection goes.
+        """Adapt pretrained weights in `weights`; projections that readers do not need are removed by the caller.
 
         Args:
-            weights: by their names in the decoder; entries may be replaced, but no tensor may be written into.
-            config: of the decoder that gets them.
-            wiring: all methods of that decoder together.
-            merge: a rule of `merges`.
+            weights: tensors by their names in the decoder; replace entries, never write into a tensor.
+            config: of the decoder that loads them.
+            wiring: the combined methods of that decoder.
+            merge: one of `merges`.
 
         Returns:
-            the names of the weights that changed.
+            the names of the changed weights.
 
         Raises:
-            ValueError: the rule does not apply to these weights.
+            ValueError: the merge is impossible with these weights.
 
         """
         return []
 
     @classmethod
     def from_groups(cls, groups: Sequence[Sequence[int]], layers: int) -> Self:
-        """Build the method that acts on groups of layers, without W_c.
+        """Return the method for groups of layers, without W_c.
 
-        A method with `parts` takes a further argument: `part`, by default the first of them.
+        A method with `parts` takes a further argument `part`, by default the first of them.
 
         Args:
-            groups: 0-based layers in rising order, source first; where `grouped` is False, just layers.
-            layers: how many layers the model has.
+            groups: 0-based layers in rising order, source first; where `grouped` is False, any lists of layers.
+            layers: number of layers of the model.
 
         Raises:
-            ValueError: the method has no such options, or the groups do nothing.
+            ValueError: the method does not act on groups, or the groups would share nothing.
 
         """
-        raise ValueError(f"{cls.name()} has no groups of layers; give its options as JSON")
+        raise ValueError(f"{cls.name()} does not take groups of layers; set its options as JSON")
 
     @classmethod
     def example(cls, layers: int) -> Self:
-        """Return options that show the method at a number of layers, for tables and tests; its defaults here."""
+        """Return a typical instance for a number of layers, for tables and tests; by default with default options."""
         return cls()
 
     @classmethod
     def name(cls) -> str:
-        """Return the name that a config uses: the file's, or the dotted module of a user's own method."""
+        """Return the name in configs and on the command line: the file's, or a user's dotted module."""
         return cls.__module__.removeprefix("crosslayer.core.methods.")
+
+    @classmethod
+    def title(cls) -> str:
+        """Return the name in sentences and tables, as papers write it: the name of the class."""
+        return cls.__name__
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compensated(Method):
-    """A method whose layers borrow or lose states, for which a W_c may make up."""
+    """A method whose layers read other layers' states or drop attention, with an optional linear compensation (W_c)."""
 
     targets = TARGETS
 
     compensation: str | None = None
-    """Where a W_c of these layers writes ("attention", "heads", "mlp"): an extension, where the paper has none."""
+    """What the linear compensation (W_c) of these layers adds to: "attention" (after W_o), "heads" (before W_o), "mlp" (the
+    MLP's update) or None. An extension where the paper has none."""
     compensation_bias: bool = False
     """Whether W_c has a bias."""
 
     def check_compensation(self) -> None:
-        """Refuse a W_c in a place that the method has not, or a bias of none."""
+        """Refuse an unknown target, and a bias without W_c."""
         check_choice(self.name(), "compensation", self.compensation, (*self.targets, None))
         if self.compensation_bias and self.compensation is None:
             raise ValueError(
-                f"{self.name()}: compensation_bias is a bias of W_c, and there is no W_c; set compensation to "
+                f"{self.name()}: compensation_bias needs a W_c; set compensation to "
                 f"{' or '.join(map(repr, self.targets))}"
             )
 
     def compensates(self, plan: DepthPlan, layer: int) -> bool:
-        """Answer whether W_c makes up for what a layer loses by the method's own `plan`: here, any state."""
+        """Return whether a layer gets a W_c under the method's own `plan`: by default if it lacks a state of its own."""
         return any(plan.sources(state)[layer] != layer for state in STATES)
 
 
 def options_of(method: Method | type[Method]) -> list[dataclasses.Field]:
-    """Return the options of a method: its own in their order, and then those of W_c."""
+    """Return the options of a method: its own in their order, then those of W_c."""
     of_compensation = {option.name for option in dataclasses.fields(Compensated)}
     fields = dataclasses.fields(method)  # pyright: ignore[reportArgumentType]
     return sorted(fields, key=lambda option: option.name in of_compensation)
 
 
 def mixes(method: Method) -> bool:
-    """Return whether a method has modules of its own that mix states or streams, beside its plan."""
-    kind = type(method)
-    return any(getattr(kind, name) is not getattr(Method, name) for name in ("heads", "reader", "residual", "final"))
+    """Return whether a method adds modules that mix states or streams, beside its plan."""
+    cls = type(method)
+    return any(getattr(cls, name) is not getattr(Method, name) for name in ("heads", "reader", "residual", "final"))
 
 
 def state_reader(config: Config, wiring: Wiring, layer: int) -> StateReader:
-    """Return what combines the states of several layers at a layer that reads several.
+    """Return the module that combines states of several sources at a layer.
 
     Raises:
-        ValueError: no method answers, or two do.
+        ValueError: no method has one for this layer, or two do.
 
     """
     readers = {m.name(): reader for m in wiring.methods if (reader := m.reader(config, wiring, layer)) is not None}
     if len(readers) != 1:
         raise ValueError(
-            f"layer {layer} reads the states of several layers; exactly one method must combine them, not "
+            f"layer {layer} reads the states of several layers; exactly one method must combine them, got "
             f"{' and '.join(readers) or 'none'}"
         )
     return next(iter(readers.values()))

@@ -1,7 +1,7 @@
-"""What differs among the versions of transformers that are supported, 5.19 to 5.23; no other file asks for it.
+"""Differences between the supported versions of transformers, 5.19 to 5.23; no other file checks the version.
 
-Each name says from which version on things are as they are in 5.23, and stands for that in every version. What is asked
-is whether something exists and not the number of the version, which a build between two releases has for itself.
+Each name gives the behaviour of 5.23 in every version; its docstring names the first version that has it. The checks
+test whether something exists rather than compare version numbers, so that builds between two releases work too.
 """
 
 from typing import Any
@@ -9,21 +9,21 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 CACHES_KNOW_READERS = hasattr(cache_utils, "DummyLayer")
-"""Whether caches read from `kv_sharing_modes` of a config which layers store nothing (5.23)."""
+"""Whether caches read which layers store nothing from `kv_sharing_modes` of a config (5.23)."""
 
 CHECKPOINTING_IS_RENAMED = hasattr(PreTrainedModel, "activation_checkpointing_enable")
-"""Whether models and `TrainingArguments` say `activation_checkpointing` (5.23) and not `gradient_checkpointing`."""
+"""Whether models and `TrainingArguments` use the name `activation_checkpointing` (5.23)."""
 
 _OLD_NAMES = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
 OLD_ARGUMENTS = {} if CHECKPOINTING_IS_RENAMED else _OLD_NAMES
-"""Fields of `TrainingArguments` that have another name here than in 5.23: the name there → the name here."""
+"""Fields of `TrainingArguments` whose name differs from 5.23: its name in 5.23 → its name in this version."""
 
 
 class _OldPreTrainedModel(PreTrainedModel):
-    """The base of models before 5.23, with the names for checkpointing that 5.23 has."""
+    """The base class of models before 5.23, with 5.23's names for checkpointing."""
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
@@ -34,7 +34,7 @@ class _OldPreTrainedModel(PreTrainedModel):
     def gradient_checkpointing_enable(  # type: ignore[override]
         self, gradient_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
     ) -> None:
-        """Turn on checkpointing by the old name, which leads to what a model makes of the new one."""
+        """Turn on checkpointing by its old name, which calls the method of the new name."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
 
     def activation_checkpointing_disable(self) -> None:
@@ -42,7 +42,7 @@ class _OldPreTrainedModel(PreTrainedModel):
 
 
 NewPreTrainedModel: type[PreTrainedModel] = PreTrainedModel if CHECKPOINTING_IS_RENAMED else _OldPreTrainedModel
-"""The base of models, whose methods are called `activation_checkpointing_…` (5.23)."""
+"""The base class of models, with methods named `activation_checkpointing_…` (5.23)."""
 
 
 def enable_checkpointing(model: PreTrainedModel, options: dict[str, Any] | None = None) -> None:
@@ -65,10 +65,10 @@ def is_checkpointing(model: PreTrainedModel) -> bool:
 
 
 def attention_that_caps(config: PreTrainedConfig, attention: str | None = None) -> str | None:
-    """Return the attention to ask for, None for transformers' choice: eager where `attention` would not cap scores.
+    """Return the attention implementation to load, None for transformers' choice: eager if `attention` cannot cap scores.
 
-    Before 5.21 SDPA ran where the config of a stock model caps scores, by default too, and did not cap them. From 5.21
-    on it refuses, and eager attention is the default.
+    Before 5.21 SDPA ran, even by default, for stock models whose config caps scores, and did not cap them. From 5.21
+    on it is refused, and eager attention is the default.
     """
     caps = getattr(config, "attn_logit_softcapping", None) is not None
     return "eager" if caps and attention in (None, "sdpa") else attention
@@ -77,8 +77,8 @@ def attention_that_caps(config: PreTrainedConfig, attention: str | None = None) 
 def layers_without_cache(config: PreTrainedConfig) -> set[int]:
     """Return the layers that read another layer's keys and values, and store none, in caches.
 
-    From 5.23 on `kv_sharing_modes` says which; before, they are the last `num_kv_shared_layers` of Gemma 3n and 4. Our
-    own configs have the former in all versions.
+    From 5.23 on `kv_sharing_modes` lists them; before, they are the last `num_kv_shared_layers` of Gemma 3n and 4. Our
+    own configs have `kv_sharing_modes` in all versions.
     """
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is not None:
@@ -88,18 +88,18 @@ def layers_without_cache(config: PreTrainedConfig) -> set[int]:
 
 
 class NoState:
-    """Stands in a cache for a layer that stores nothing, as `DummyLayer` does from 5.23 on.
+    """The cache entry of a layer that stores nothing, as `DummyLayer` is from 5.23 on.
 
-    It is no attention layer of a cache, so that lengths are those of the first layer that is.
+    It does not count as an attention layer of the cache, whose length is that of its first attention layer.
     """
 
     supports_early_init = False
     is_initialized = is_compileable = is_croppable = True
     keys = values = None
-    is_sliding = None  # neither: masks of both kinds are sized by other layers
+    is_sliding = None  # neither True nor False: other layers size the masks
 
     def get_max_length(self) -> int:
-        """Return that there is no limit."""
+        """Return -1: there is no limit."""
         return -1
 
     def _nothing(self, *_: Any, **__: Any) -> None:
@@ -109,4 +109,4 @@ class NoState:
 
 
 EMPTY_LAYER: type = cache_utils.DummyLayer if CACHES_KNOW_READERS else NoState
-"""What stands in a cache for a layer that stores nothing; see `CACHES_KNOW_READERS`."""
+"""The class of cache entries for layers that store nothing; see `CACHES_KNOW_READERS`."""

@@ -123,7 +123,7 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
         )
     sublayers.check(plan)
     with ExitStack() as stack:
-        if any(plan.lends(state, i) for state in STATES for i in range(plan.layers)):
+        if any(plan.is_source(state, i) for state in STATES for i in range(plan.layers)):
             stack.enter_context(intercepted(model, _Loans(plan)))
         for vector, modules in ((plan.keys, sublayers.attention), (plan.mlps, sublayers.mlps)):
             for source, module in zip(vector, modules, strict=True):

@@ -122,7 +122,7 @@ def beam_search_equals_uncached(config: CrossLayerConfig) -> None:
 
 
 @torch.no_grad()
-def every_way_to_generate(config: CrossLayerConfig) -> None:
+def generation_modes_agree(config: CrossLayerConfig) -> None:
     """Static cache, prompt look-up, assistant and embeddings give greedy's tokens; sampling those of its seed.
 
     Embeddings tell no tokens: where a method reads them, embeddings are a `ValueError` that asks for `input_ids`.
@@ -184,7 +184,7 @@ def left_padding_equals_single_runs(config: CrossLayerConfig) -> None:
 
 
 @torch.no_grad()
-def wiring_is_the_plans(config: CrossLayerConfig) -> None:
+def wiring_matches_the_plan(config: CrossLayerConfig) -> None:
     """Readers attend with the very tensors of their sources, to the bit; borrowed projections do not exist."""
     plan, model, calls = config.plan, build(config), {}
     with visited(model, lambda call: calls.update({call.layer: call})):
@@ -198,7 +198,7 @@ def wiring_is_the_plans(config: CrossLayerConfig) -> None:
     for state, tensor in fields.items():
         for layer, source in enumerate(plan.sources(state)):
             owned = f"model.layers.{layer}.self_attn.{state[0]}_proj.weight" in names
-            assert owned == plan.owns(state, layer), f"layer {layer}: {state[0]}_proj exists: {owned}"
+            assert owned == plan.has_own(state, layer), f"layer {layer}: {state[0]}_proj exists: {owned}"
             for other in calls if isinstance(source, int) else ():  # what is combined of several is no one's tensor
                 same = torch.equal(tensor(calls[layer]), tensor(calls[other]))
                 agrees = same == (plan.sources(state)[other] == source)
@@ -247,7 +247,7 @@ def save_and_load_are_bit_equal(config: CrossLayerConfig) -> None:
 
 
 @torch.no_grad()
-def a_conversion_begins_like_a_new_model(config: CrossLayerConfig) -> None:
+def conversion_initialises_like_a_new_model(config: CrossLayerConfig) -> None:
     """A Llama that is converted has all weights and buffers; those that no method inherits begin as in a new model."""
     values = config.to_dict()
     source = LlamaForCausalLM(LlamaConfig(**{name: values[name] for name in (*SHAPE, "head_dim")})).double()
@@ -330,15 +330,15 @@ BY_OPTIONS: tuple[Check, ...] = (
     static_equals_dynamic,
     cropping_and_reordering,
     beam_search_equals_uncached,
-    every_way_to_generate,
+    generation_modes_agree,
     eager_equals_sdpa,
     left_padding_equals_single_runs,
-    wiring_is_the_plans,
+    wiring_matches_the_plan,
     causal,
     gradients_equal_under_checkpointing,
     save_and_load_are_bit_equal,
 )
-BY_METHOD: tuple[Check, ...] = (a_conversion_begins_like_a_new_model, reentrant_is_refused, documented)
+BY_METHOD: tuple[Check, ...] = (conversion_initialises_like_a_new_model, reentrant_is_refused, documented)
 CHECKS: tuple[Check, ...] = (*BY_OPTIONS, *BY_METHOD)
 
 __all__ = ["CHECKS", "BY_METHOD", "BY_OPTIONS", "check_method", "compiled_equals_eager", "config_of"]

@@ -13,7 +13,7 @@ from crosslayer.core.method import Method
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.transformers_versions import layers_without_cache
 
-WITHOUT = {  # layer types that keep no keys and values, and what they are
+NO_KV_CACHE = {  # layer types that keep no keys and values, and what they are
     "linear_attention": "linear attention",
     "conv": "convolution",
     "moe": "no attention",
@@ -21,7 +21,7 @@ WITHOUT = {  # layer types that keep no keys and values, and what they are
 }
 SLIDING = ("sliding_attention", "hybrid_sliding")
 COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
-KNOWN = (*WITHOUT, *SLIDING, *COMPRESSED, "full_attention", "chunked_attention", "indexed_attention", "hybrid")
+KNOWN = (*NO_KV_CACHE, *SLIDING, *COMPRESSED, "full_attention", "chunked_attention", "indexed_attention", "hybrid")
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")  # the first that is set
 HEAD_SIZE = ("head_dim", "dim_head")
@@ -94,7 +94,7 @@ def field(config: PreTrainedConfig, *names: str, default: Any = None) -> Any:
     return next((value for value in values if value is not None), default)
 
 
-def count(config: PreTrainedConfig, layer: int, *names: str, least: int = 1, default: Any = None) -> Any:
+def int_field(config: PreTrainedConfig, layer: int, *names: str, least: int = 1, default: Any = None) -> Any:
     """Return the first field among `names` that a layer's config has set, which must be a whole number.
 
     Raises:
@@ -131,23 +131,23 @@ def layer_states(config: PreTrainedConfig, kind: str, layer: int) -> LayerStates
         ValueError: the layer's type is not known here.
 
     """
-    if kind in WITHOUT:
-        return LayerStates(WITHOUT[kind])
+    if kind in NO_KV_CACHE:
+        return LayerStates(NO_KV_CACHE[kind])
     if kind not in KNOWN:
         raise ValueError(f"layer {layer} is of type {kind!r}; the types that can be read are {', '.join(KNOWN)}")
     keys, values = _sizes(config, kind, layer)
     window, every, selected, index = None, None, None, 0
     if kind in SLIDING or kind in COMPRESSED:
-        window = count(config, layer, "sliding_window")
+        window = int_field(config, layer, "sliding_window")
     elif kind == "chunked_attention":
-        window = count(config, layer, "attention_chunk_size")
+        window = int_field(config, layer, "attention_chunk_size")
     if kind in COMPRESSED:
         every = config.compress_rates[kind]
     if kind in ("indexed_attention", "compressed_sparse_attention"):
-        selected, index = count(config, layer, *SELECTED), _index_size(config, layer)
+        selected, index = int_field(config, layer, *SELECTED), _index_size(config, layer)
     mask = _mask(kind, window, every, selected) + _choice(config, layer)
     mask += "" if _rotates(config, layer) else ", no rope"
-    prompt = count(config, layer, "prompt_length", least=0, default=0)
+    prompt = int_field(config, layer, "prompt_length", least=0, default=0)
     return LayerStates(mask, keys, values, index, window, every, selected, prompt)
 
 
@@ -178,26 +178,26 @@ def _choice(config: PreTrainedConfig, layer: int) -> str:
 
 def _sizes(config: PreTrainedConfig, kind: str, layer: int) -> tuple[int, int]:
     """Return the elements of a token in the two slots of a layer's cache."""
-    latent = count(config, layer, "kv_lora_rank")
+    latent = int_field(config, layer, "kv_lora_rank")
     if latent is not None:
-        rope = count(config, layer, "qk_rope_head_dim", least=0, default=0)
+        rope = int_field(config, layer, "qk_rope_head_dim", least=0, default=0)
         return latent, rope if _rotates(config, layer) else 0
     prefix = "swa_" if kind in SLIDING and field(config, "swa_head_dim") is not None else ""
-    heads = count(config, layer, *(f"{prefix}{name}" for name in KV_HEADS))
+    heads = int_field(config, layer, *(f"{prefix}{name}" for name in KV_HEADS))
     if field(config, "multi_query") and not field(config, "new_decoder_architecture"):
         heads = 1
     if kind in SLIDING and not prefix:
         heads *= SLIDING_HEADS.get(config.model_type, 1)
     whole = config.hidden_size // config.num_attention_heads
-    size = count(config, layer, *(f"{prefix}{name}" for name in HEAD_SIZE), default=whole)
+    size = int_field(config, layer, *(f"{prefix}{name}" for name in HEAD_SIZE), default=whole)
     if kind in COMPRESSED:  # keys are the values
         return heads * size, 0
-    return heads * size, heads * count(config, layer, f"{prefix}v_head_dim", default=size)
+    return heads * size, heads * int_field(config, layer, f"{prefix}v_head_dim", default=size)
 
 
 def _index_size(config: PreTrainedConfig, layer: int) -> int:
     """Return what an indexer keeps of a token: nothing where a layer takes over an earlier layer's choice."""
-    kinds, size = field(config, "indexer_types"), count(config, layer, *INDEX_SIZE, default=0)
+    kinds, size = field(config, "indexer_types"), int_field(config, layer, *INDEX_SIZE, default=0)
     if kinds is not None and kinds[layer] == "shared":
         return 0
     return size if field(config, "index_kpool") is None else 2 * size + 1  # key, gate, and whether it counts
@@ -214,7 +214,7 @@ def depth_plan(config: PreTrainedConfig, kinds: list[str]) -> DepthPlan:
     if own is not None:
         return own
     layers = range(len(kinds))
-    sources: list[int | None] = [None if kinds[layer] in WITHOUT else layer for layer in layers]
+    sources: list[int | None] = [None if kinds[layer] in NO_KV_CACHE else layer for layer in layers]
     if all(source is None for source in sources):
         raise ValueError(f"no layer of {config.model_type} has softmax attention, so nothing is cached by token")
     readers = _readers(config, kinds)

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from crosslayer.models.load import check_layers, is_causal, load_config, public_name, resolve_dtype
-from crosslayer.wiring.fields import LayerStates, count, depth_plan, field, layer_kinds, layer_states, residual_form
+from crosslayer.wiring.fields import LayerStates, int_field, depth_plan, field, layer_kinds, layer_states, residual_form
 from crosslayer.wiring.result import ModelPlan
 
 ENCODERS = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # types that guess masked tokens; some can be decoders too
@@ -79,4 +79,4 @@ def _check(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
             "attention"
         )
     for name in NEEDED:
-        count(first, 0, name)
+        int_field(first, 0, name)

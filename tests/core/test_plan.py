@@ -83,7 +83,7 @@ def plans_of_several(draw):
     own = tuple(range(layers))
     whole = DepthPlan(own, keys, values, own)
     halves = [
-        isinstance(values[i], tuple) and len(values[i]) == 2 and i in values[i] and not whole.lends("values", i)
+        isinstance(values[i], tuple) and len(values[i]) == 2 and i in values[i] and not whole.is_source("values", i)
         for i in own
     ]
     return DepthPlan(own, keys, values, own, tuple(0.5 if half and draw(st.booleans()) else 1.0 for half in halves))

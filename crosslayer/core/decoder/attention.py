@@ -1,6 +1,7 @@
-"""Attention of a layer, which owns, borrows and lends queries, keys and values as the wiring says.
+"""Attention of a layer, whose queries, keys and values are its own or read from other layers, as the wiring says.
 
-A module that a layer does without is None: a borrowed projection and its norm, W_c. Mixers are a list, often empty.
+A module that a layer does not need is None: the projection and norm of a state that it reads from another layer, and
+the linear compensation (W_c). Mixers are a list, often empty.
 
 Shapes: B batch, T new tokens, S cached + new tokens, C hidden, H heads, H_kv key-value heads, D head size.
 """
@@ -19,12 +20,12 @@ from crosslayer.core.decoder.family import norm
 from crosslayer.core.method import INPUT, Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
 from crosslayer.core.plan import STATES
 
-States = list[Tensor | None]  # queries, keys and values; None for those that are borrowed
-Inputs = tuple[Tensor, Tensor, Tensor]  # what queries, keys and values are made of
+States = list[Tensor | None]  # queries, keys and values; None if another layer's are read
+Inputs = tuple[Tensor, Tensor, Tensor]  # of the query, key and value projections
 
 
 class CrossLayerAttention(nn.Module):
-    """Attention of a layer; W_c that writes to the heads adds to their output, before W_o."""
+    """Attention of a layer; a W_c with the target "heads" adds to the heads' output, before W_o."""
 
     def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
         super().__init__()
@@ -34,23 +35,23 @@ class CrossLayerAttention(nn.Module):
         self.head_dim, self.is_causal = config.head_dim, True
         self.scaling = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         cap = config.attn_logit_softcapping
-        self.softcap = {} if cap is None else {"softcap": cap}  # only functions that cap are told
+        self.softcap = {} if cap is None else {"softcap": cap}  # passed only to functions that support it
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.attention_dropout = config.attention_dropout or 0.0
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         self.stored = wiring.plan.stored(layer_idx)
-        self.sources, self.lends = wiring.sources[layer_idx], wiring.lends[layer_idx]
+        self.sources, self.carried = wiring.sources[layer_idx], wiring.carried[layer_idx]
         plan = wiring.plan
-        owned = [plan.owns(state, layer_idx) for state in STATES]
-        self._add_projections(config, owned, plan.value_shares[layer_idx])
+        has_own = [plan.has_own(state, layer_idx) for state in STATES]
+        self._add_projections(config, has_own, plan.value_shares[layer_idx])
         mixers = [mixer for m in wiring.methods if (mixer := m.heads(config, wiring, layer_idx)) is not None]
         self.mixers = nn.ModuleList(mixers)
         self.shows_input = any(mixer.reads_input for mixer in mixers)
-        self.reader = state_reader(config, wiring, layer_idx) if wiring.several[layer_idx] else None
+        self.reader = state_reader(config, wiring, layer_idx) if wiring.reads_several[layer_idx] else None
         on_heads = wiring.compensation[layer_idx] == "heads"
         self.compensation = Compensation(config, "heads", wiring.compensation_bias[layer_idx]) if on_heads else None
 
-    def _add_projections(self, config: CrossLayerConfig, owned: list[bool], value_share: float) -> None:
+    def _add_projections(self, config: CrossLayerConfig, has_own: list[bool], value_share: float) -> None:
         assert config.num_key_value_heads is not None
         width, bias = config.hidden_size, config.attention_bias
         heads = config.num_attention_heads * self.head_dim
@@ -58,17 +59,17 @@ class CrossLayerAttention(nn.Module):
         value_heads = round(config.num_key_value_heads * value_share)
         if value_heads != config.num_key_value_heads * value_share:
             raise ValueError(
-                f"layer {self.layer_idx} has {value_share:.0%} of {config.num_key_value_heads} value heads for itself, "
-                "which is not a whole number of heads"
+                f"layer {self.layer_idx}: {value_share:.0%} of {config.num_key_value_heads} value heads is not a whole "
+                "number of heads"
             )
-        owns_q, owns_k, owns_v = owned
-        self.q_proj = nn.Linear(width, heads, bias=bias) if owns_q else None
-        self.k_proj = nn.Linear(width, pairs, bias=bias) if owns_k else None
-        self.v_proj = nn.Linear(width, value_heads * self.head_dim, bias=bias) if owns_v else None
+        own_q, own_k, own_v = has_own
+        self.q_proj = nn.Linear(width, heads, bias=bias) if own_q else None
+        self.k_proj = nn.Linear(width, pairs, bias=bias) if own_k else None
+        self.v_proj = nn.Linear(width, value_heads * self.head_dim, bias=bias) if own_v else None
         output_bias = bias if config.attention_output_bias is None else config.attention_output_bias
         self.o_proj = nn.Linear(heads, width, bias=output_bias)
-        self.q_norm = norm(config, self.head_dim) if owns_q and config.qk_norm else None
-        self.k_norm = norm(config, self.head_dim) if owns_k and config.qk_norm else None
+        self.q_norm = norm(config, self.head_dim) if own_q and config.qk_norm else None
+        self.k_norm = norm(config, self.head_dim) if own_k and config.qk_norm else None
 
     def forward(
         self,
@@ -80,9 +81,10 @@ class CrossLayerAttention(nn.Module):
         inputs: Inputs | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
-        """Return the update (B, T, C) and the carry with what this layer lends; `kwargs` go on to attention.
+        """Return the update (B, T, C) and the carry with the states that later layers read.
 
-        `inputs` (B, T, C) are what queries, keys and values are made of, where that is not `hidden_states`.
+        `inputs` are the inputs (B, T, C) of the query, key and value projections if they are not `hidden_states`;
+        `kwargs` are passed to the attention function.
         """
         for_q, for_k, for_v = (hidden_states,) * 3 if inputs is None else inputs
         states: States = [
@@ -100,16 +102,16 @@ class CrossLayerAttention(nn.Module):
         if self.shows_input:
             carry = {name: value for name, value in carry.items() if name != INPUT}
         if past_key_values is not None and self.stored:
-            states = self._cached(states, past_key_values)  # owned keys, values: (B, H_kv, S, D)
+            states = self._cached(states, past_key_values)  # the layer's own keys, values: (B, H_kv, S, D)
         own = states
         if self.reader is None:
-            borrowed = {i: carry[name] for i, (name,) in self.sources.items() if name is not None}
-            states = [borrowed.get(i, state) for i, state in enumerate(own)]
+            shared = {i: carry[name] for i, (name,) in self.sources.items() if name is not None}
+            states = [shared.get(i, state) for i, state in enumerate(own)]
         else:
             new = hidden_states.shape[1]
             states, attention_mask = self._read_several(self.reader, states, carry, attention_mask, new)
-        if self.lends:
-            carry = {**carry, **{name: own[i] for i, name in self.lends.items()}}
+        if self.carried:
+            carry = {**carry, **{name: own[i] for i, name in self.carried.items()}}
         out = self._attend(states, attention_mask, **kwargs)  # (B, T, H, D)
         for mixer in self.mixers:  # type: ignore[assignment]
             out, carry = mixer.after(out, carry)
@@ -127,11 +129,11 @@ class CrossLayerAttention(nn.Module):
     def _read_several(
         self, reader: StateReader, states: States, carry: Carry, mask: Any, new: int
     ) -> tuple[States, Any]:
-        """Return the states that attention reads where some come from several layers, and the mask for them."""
-        kind = self.config._attn_implementation or "eager"
-        if reader.needs_mask and (not isinstance(mask, Tensor | None) or "flash" in kind):
+        """Return the states that attention reads if some combine several layers', and the mask for them."""
+        implementation = self.config._attn_implementation or "eager"
+        if reader.needs_mask and (not isinstance(mask, Tensor | None) or "flash" in implementation):
             raise ValueError(
-                f"attention {kind!r} takes no mask as a tensor, which this method changes; use sdpa or eager"
+                f"attention {implementation!r} takes no mask as a tensor, which this method needs; use sdpa or eager"
             )
         q, keys, values = (
             tuple(states[i] if name is None else carry[name] for name in self.sources.get(i, (None,)))
@@ -141,8 +143,8 @@ class CrossLayerAttention(nn.Module):
         return [q[0], k, v], mask
 
     def _attend(self, states: States, attention_mask: Any, **kwargs: Any) -> Tensor:
-        kind = self.config._attn_implementation or "eager"
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention_forward)
+        implementation = self.config._attn_implementation or "eager"
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
         options = {**options, **self.softcap, **kwargs}

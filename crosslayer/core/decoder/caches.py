@@ -1,4 +1,4 @@
-"""What transformers' caches need to be told about layers that store a single state, or none."""
+"""Adapters to transformers' caches for layers that store a single state, or none."""
 
 from collections.abc import Collection
 
@@ -11,11 +11,11 @@ from crosslayer.core.transformers_versions import CACHES_KNOW_READERS, EMPTY_LAY
 
 
 def update_both(cache: Cache, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Cache keys (B, H_kv, T, D) and values (B, h, T, D) of a layer; return them with what was cached, S tokens.
+    """Cache keys (B, H_kv, T, D) and values (B, h, T, D) of a layer; return cached and new ones, S tokens.
 
-    Memory that is allocated in advance has the same number of heads for both. Where a layer has just h of the value
-    heads for itself, each of its heads is laid out as H_kv / h narrower ones there. Memory that was allocated
-    before anything was known of the model has room for all heads, and gets them again and again.
+    A preallocated cache has the same number of heads for keys and values. If a layer computes only h of its value
+    heads, each of them is stored there as H_kv / h narrower ones. A cache that was allocated before the model was known
+    has space for all heads, and stores each of the h heads repeatedly.
     """
     pieces = k.shape[1] // v.shape[1]
     if pieces == 1:
@@ -29,25 +29,25 @@ def update_both(cache: Cache, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor,
 
 
 def update_single(cache: Cache, state: Tensor, layer: int) -> Tensor:
-    """Cache the only state (B, H_kv, T, D) that a layer stores; return it with what was cached, (B, H_kv, S, D).
+    """Cache the only state (B, H_kv, T, D) that a layer stores; return cached and new tokens, (B, H_kv, S, D).
 
-    It stands in the keys slot, which is where caches measure their length, beside a state of head size 0. Memory that
-    was allocated before anything was known of the model (as torch.export needs it) has room for both, and gets both.
+    It is stored as keys, by which caches measure their length, beside values of head size 0. A cache that was allocated
+    before the model was known (as torch.export needs it) has space for keys and values, and stores the state as both.
     """
     early = _early_value_size(cache, layer) > 0
     return cache.update(state, state if early else state[..., :0], layer)[0]
 
 
 def _early_value_size(cache: Cache, layer: int) -> int:
-    """Return the size of a value in memory that is allocated already; 0 where none is, or no values are held."""
+    """Return the head size of values in memory that is allocated already; 0 if there is none."""
     existing = cache.layers[layer] if layer < len(cache.layers) else None
     return existing.v_head_dim if isinstance(existing, StaticLayer) and existing.is_initialized else 0
 
 
 def without_empty_layers(cache: Cache | None) -> Cache | None:
-    """Return a cache by which masks can be sized: without layers of length 0.
+    """Return the cache without layers of length 0, from which masks can take their size.
 
-    transformers' wrapper for torch.export puts such a layer wherever a layer stores nothing.
+    transformers' wrapper for torch.export inserts such a layer for each layer that stores nothing.
     """
     if cache is None or all(layer.get_max_length() for layer in cache.layers):
         return cache
@@ -55,15 +55,15 @@ def without_empty_layers(cache: Cache | None) -> Cache | None:
 
 
 def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) -> None:
-    """Tell a cache that has not read it from the config which layers store nothing, or linear attention's state.
+    """Mark the layers that store nothing, or linear attention's state, in a cache made without the config.
 
-    Otherwise the first layer, by which lengths go, would stand for a cache without tokens. That concerns caches made
-    without a config, and before transformers 5.23 all. Memory that is allocated already stays as it is. `empty` are the
+    Otherwise the length of the cache, which is that of its first layer, could be 0. This concerns caches made without a
+    config, and all caches before transformers 5.23. Memory that is allocated already is not changed. `empty` are the
     layers that store nothing.
 
     Raises:
-        ValueError: a quantised cache, where a layer stores not both, keys and values; or before 5.23 an offloaded one,
-            where a layer stores nothing.
+        ValueError: the cache is quantised and a layer does not store both keys and values; or, before 5.23, it is
+            offloaded and a layer stores nothing.
 
     """
     if isinstance(cache, QuantizedCache):
@@ -71,21 +71,21 @@ def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) ->
     if cache.layers and all(getattr(layer, "is_initialized", True) for layer in cache.layers):  # linear ones have none
         return
     if empty and cache.offloading and not CACHES_KNOW_READERS:  # there it counts layers
-        raise ValueError("an offloaded cache with layers that store nothing needs transformers 5.23")
+        raise ValueError("an offloaded cache needs transformers 5.23 if layers store nothing; upgrade, or use the default cache")
     if cache.layer_class_to_replicate is not None and not cache.layers:
-        kinds, new = config.layer_types or [], cache.layer_class_to_replicate
+        layer_types, new = config.layer_types or [], cache.layer_class_to_replicate
         linear = DynamicCache(config=config).layers if config.linear_layers else []
-        cache.layers = [linear[i] if kind == "linear_attention" else new() for i, kind in enumerate(kinds)]
+        cache.layers = [linear[i] if kind == "linear_attention" else new() for i, kind in enumerate(layer_types)]
     for layer in empty:
         if not getattr(cache.layers[layer], "is_initialized", True):
             cache.layers[layer] = EMPTY_LAYER()
 
 
 def check_quantized(config: CrossLayerConfig) -> None:
-    """Refuse quantised caches where they cannot hold what layers store, before one is built.
+    """Refuse a quantised cache, before it is built, if layers do not store both keys and values.
 
     Raises:
-        ValueError: a layer stores not both, keys and values; the methods are named.
+        ValueError: some layers store less; the message names the methods.
 
     """
     plan = config.plan
@@ -93,13 +93,13 @@ def check_quantized(config: CrossLayerConfig) -> None:
     if partial:
         names = " + ".join(method.name() for method in config.methods)
         raise ValueError(
-            f"{names}: a quantised cache holds keys and values of every layer, and layers {partial} store less; "
-            "use the default cache, or cache_implementation='static'"
+            f"{names}: a quantised cache needs keys and values of every layer, and layers {partial} store less; use "
+            "the default cache, or cache_implementation='static'"
         )
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Return allocated bytes of a cache's states, from the storages; a shared storage counts once."""
+    """Return the allocated bytes of a cache's states; a storage that several tensors share counts once."""
     storages = {}
     for layer in cache.layers:
         for value in vars(layer).values():

@@ -109,7 +109,7 @@ class CrossLayerConfig(LlamaConfig):
         return [load_method(entry) for entry in self.cross_layer]
 
     @property
-    def parts(self) -> Family:
+    def components(self) -> Family:
         """What the family is made of."""
         return load_family(self.family)
 
@@ -132,7 +132,7 @@ class CrossLayerConfig(LlamaConfig):
     def kv_sharing_modes(self) -> list[str | None]:
         """What transformers' caches read: "reuse" for layers that store nothing, "store" for sources."""
         wiring, modes = self.wiring, []
-        for layer, lent in enumerate(wiring.lends):
+        for layer, lent in enumerate(wiring.carried):
             lends_cached = any(STATES[number] in CACHED for number in lent)
             keeps_state = wiring.plan.stored(layer) or layer in wiring.linear
             modes.append("reuse" if not keeps_state else "store" if lends_cached else None)
@@ -150,9 +150,9 @@ class CrossLayerConfig(LlamaConfig):
     @property
     def has_post_norms(self) -> bool:
         """Whether a norm stands on each sublayer's update."""
-        return self.parts.post_norms
+        return self.components.post_norms
 
-    def tells_routers(self, asked: bool | None) -> bool:
+    def returns_router_logits(self, asked: bool | None) -> bool:
         """Return whether routers' logits are returned: as `asked`, or by default as the config says.
 
         Raises:
@@ -164,7 +164,7 @@ class CrossLayerConfig(LlamaConfig):
         return self.output_router_logits if asked is None else asked
 
     def _check_family(self) -> None:
-        parts = self.parts
+        family = self.components
         for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
             value = vars(self)[name]
             if value is not None and not value > 0:
@@ -174,14 +174,14 @@ class CrossLayerConfig(LlamaConfig):
                 f"num_experts_per_tok is {self.num_experts_per_tok}; it must be between 1 and num_local_experts = "
                 f"{self.num_local_experts}"
             )
-        if self.num_local_experts is not None and (self.mlp_bias or not parts.experts):
+        if self.num_local_experts is not None and (self.mlp_bias or not family.experts):
             raise ValueError(
                 f"num_local_experts: experts are gated MLPs without biases; family is {self.family!r}, mlp_bias is "
                 f"{self.mlp_bias}"
             )
         if self.output_router_logits and self.num_local_experts is None:
             raise ValueError("output_router_logits: there is no router; set num_local_experts")
-        if parts.learned_positions and self.rope_parameters != LlamaConfig().rope_parameters:
+        if family.learned_positions and self.rope_parameters != LlamaConfig().rope_parameters:
             raise ValueError(f"family {self.family!r} learns its positions; leave rope_parameters out")
 
     def _check_shapes(self) -> None:
@@ -241,5 +241,5 @@ class CrossLayerConfig(LlamaConfig):
                     method.residual(self, wiring, layer, site)
                 method.final(self, wiring)
             for layer in range(self.num_hidden_layers):
-                if wiring.several[layer]:
+                if wiring.reads_several[layer]:
                     state_reader(self, wiring, layer)

@@ -1,4 +1,4 @@
-"""What crosses the cuts between the stages of a pipeline, for any method: found by one pass of an empty decoder.
+"""What crosses the cuts between the stages of a pipeline, for any method: reused by one pass of an empty decoder.
 
 At a cut stand the stream and the tensors of the carry. Layers hand on what they do not change as it is, or as a view of
 the whole, so a tensor is known again at every cut that it crosses; what no later operator takes in is dropped.
@@ -29,35 +29,35 @@ class Cut:
     """Where a stage ends and the next begins.
 
     Attributes:
-        places: for each place of the flattened (stream, carry) the number of its tensor, None where nothing later
+        leaf_numbers: for each place of the flattened (stream, carry) the number of its tensor, None where nothing later
             reads it; a tensor has one number at all cuts.
-        structure: how the places make up (stream, carry).
+        structure: how the leaf_numbers make up (stream, carry).
 
     """
 
-    places: tuple[int | None, ...]
+    leaf_numbers: tuple[int | None, ...]
     structure: pytree.TreeSpec
 
     @property
     def stream(self) -> int:
         """The number of the stream."""
-        assert self.places[0] is not None
-        return self.places[0]
+        assert self.leaf_numbers[0] is not None
+        return self.leaf_numbers[0]
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The tensors that later stages read, the stream first."""
-        return tuple(dict.fromkeys(number for number in self.places if number is not None))
+        return tuple(dict.fromkeys(number for number in self.leaf_numbers if number is not None))
 
     def take(self, stream: Tensor, carry: Carry) -> dict[int, Tensor]:
         """Return the tensors that later stages read, by their numbers."""
         leaves, structure = pytree.tree_flatten((stream, carry))
         assert structure == self.structure, "the carry at a cut is not that of the empty decoder"
-        return {number: leaf for number, leaf in zip(self.places, leaves, strict=True) if number is not None}
+        return {number: leaf for number, leaf in zip(self.leaf_numbers, leaves, strict=True) if number is not None}
 
     def rebuild(self, tensors: Mapping[int, Tensor]) -> tuple[Tensor, Carry]:
         """Return stream and carry; None stands for what nothing reads."""
-        leaves = [None if number is None else tensors[number] for number in self.places]
+        leaves = [None if number is None else tensors[number] for number in self.leaf_numbers]
         return pytree.tree_unflatten(leaves, self.structure)
 
 
@@ -67,13 +67,13 @@ class Traffic:
 
     Attributes:
         sent: (stages,), what the stage before sends, the stream first; nothing for the first stage.
-        found: (stages,), what an earlier stage of the same rank has kept.
+        reused: (stages,), what an earlier stage of the same rank has kept.
         kept: (stages,), what the stage keeps for later stages of its rank.
 
     """
 
     sent: tuple[tuple[int, ...], ...]
-    found: tuple[tuple[int, ...], ...]
+    reused: tuple[tuple[int, ...], ...]
     kept: tuple[tuple[int, ...], ...]
 
 
@@ -90,22 +90,22 @@ def find_traffic(cuts: Sequence[Cut], ranks: int, keep: str) -> Traffic:
     check_choice("pipeline", "keep", keep, KEPT)
     stages = len(cuts) + 1
     sent: list[tuple[int, ...]] = [() for _ in range(stages)]
-    found: list[tuple[int, ...]] = [() for _ in range(stages)]
+    reused: list[tuple[int, ...]] = [() for _ in range(stages)]
     kept: list[dict[int, None]] = [{} for _ in range(stages)]
     keepers: list[dict[int, int]] = [{} for _ in range(ranks)]  # of each rank: the stage that keeps a tensor
     for stage in range(stages):
         here = keepers[stage % ranks]
         if stage > 0:
             cut = cuts[stage - 1]
-            found[stage] = tuple(number for number in cut.numbers if number in here and number != cut.stream)
-            sent[stage] = tuple(number for number in cut.numbers if number not in found[stage])
-        for number in found[stage]:
+            reused[stage] = tuple(number for number in cut.numbers if number in here and number != cut.stream)
+            sent[stage] = tuple(number for number in cut.numbers if number not in reused[stage])
+        for number in reused[stage]:
             kept[here[number]][number] = None
         received = sent[stage] if keep != "nothing" else ()
         computed = cuts[stage].numbers if keep == "all" and stage + 1 < stages else ()
         for number in (*received, *computed):
             here.setdefault(number, stage)
-    return Traffic(tuple(sent), tuple(found), tuple(tuple(numbers) for numbers in kept))
+    return Traffic(tuple(sent), tuple(reused), tuple(tuple(numbers) for numbers in kept))
 
 
 def find_cuts(config: CrossLayerConfig, starts: Sequence[int]) -> tuple[Cut, ...]:
@@ -161,11 +161,11 @@ class _Watch(TorchDispatchMode):
     def cut(self, stage: int) -> Cut:
         """Return the cut before a stage; the stream is always sent, as gradients come back with it."""
         leaves, structure = self.flat[stage - 1]
-        places: list[int | None] = []
+        leaf_numbers: list[int | None] = []
         for leaf in leaves:
             number = None if leaf is None else self.numbers[_key(leaf)]
-            places.append(None if number is None or self.last.get(number, 0) < stage else number)
-        return Cut((self.numbers[_key(leaves[0])], *places[1:]), structure)
+            leaf_numbers.append(None if number is None or self.last.get(number, 0) < stage else number)
+        return Cut((self.numbers[_key(leaves[0])], *leaf_numbers[1:]), structure)
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:

@@ -25,15 +25,15 @@ class ModelType:
     """How a config of Hugging Face's differs from ours, where weights have the same names.
 
     Attributes:
-        reads: attributes of its own that are read.
-        fixes: what it fixes of ours.
-        calls: our name of each attribute that it calls otherwise.
+        copied: attributes of its own that are read.
+        fixed: what it fixed of ours.
+        renamed: our name of each attribute that it renamed otherwise.
 
     """
 
-    reads: tuple[str, ...] = ()
-    fixes: Mapping[str, Any] = field(default_factory=dict)
-    calls: Mapping[str, str] = field(default_factory=dict)
+    copied: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Family:
         experts: whether a mixture of gated MLPs may stand in the place of an MLP.
         embedding: the class of token embeddings, of (count, width, padding).
         learned_positions: whether vectors are added to embeddings by position; otherwise positions are rotary.
-        tried: of "pipeline", "vllm" and "export" what the family has been tried with; the others refuse it.
+        supports: of "pipeline", "vllm" and "export" what the family has been supports with; the others refuse it.
         model_types: by `model_type`, Hugging Face's models that convert.
 
     """
@@ -62,18 +62,18 @@ class Family:
     experts: bool = True
     embedding: type[nn.Embedding] = nn.Embedding
     learned_positions: bool = False
-    tried: tuple[str, ...] = ()
+    supports: tuple[str, ...] = ()
     model_types: Mapping[str, ModelType] = field(default_factory=dict)
 
 
 def norm(config: Config, size: int) -> nn.Module:
     """Return the family's norm of vectors of a size."""
-    return config.parts.norm(size, eps=config.rms_norm_eps)
+    return config.components.norm(size, eps=config.rms_norm_eps)
 
 
 def rotary(config: Config) -> LlamaRotaryEmbedding | None:
     """Return the tables of the rotary embedding; None where positions are learned."""
-    return None if config.parts.learned_positions else LlamaRotaryEmbedding(config=config)
+    return None if config.components.learned_positions else LlamaRotaryEmbedding(config=config)
 
 
 class PlainMLP(nn.Module):

@@ -143,7 +143,7 @@ def _linear_attention(config: CrossLayerConfig, layer: int) -> nn.Module:
 def _mlp(config: CrossLayerConfig) -> nn.Module:
     """Return the family's MLP, or a mixture, which returns a router's logits (B·T, E) too."""
     if config.num_local_experts is None:
-        return config.parts.mlp(config)
+        return config.components.mlp(config)
     from crosslayer.core.decoder.sparse import SparseMLP  # others do without loading it
 
     return SparseMLP(config)

@@ -74,9 +74,9 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
             module.reset()
         else:
             super()._init_weights(module)
-            parts = self.config.parts
-            if parts.gain_offset and isinstance(module, parts.norm):
-                initialization.constant_(module.get_parameter("weight"), 1 - parts.gain_offset)
+            parts = self.config.components
+            if components.gain_offset and isinstance(module, components.norm):
+                initialization.constant_(module.get_parameter("weight"), 1 - components.gain_offset)
 
     def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         embeddings = super()._resize_token_embeddings(*args, **kwargs)
@@ -109,8 +109,8 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         kind = config._attn_implementation or "eager"
         if kind not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise ValueError(f"attention {kind!r} has no mask function registered, so it would ignore the causal mask")
-        self.embed_tokens = config.parts.embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        learned = config.parts.learned_positions
+        self.embed_tokens = config.components.embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        learned = config.components.learned_positions
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         wiring = config.wiring
         with _initial_values():
@@ -142,7 +142,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         With `output_router_logits`, also the logits of every router, (B·T, E) each.
         """
         check_keywords(CrossLayerModel.forward, kwargs)
-        tells_routers = self.config.tells_routers(kwargs.pop("output_router_logits", None))
+        returns_router_logits = self.config.returns_router_logits(kwargs.pop("output_router_logits", None))
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if kwargs.pop("output_attentions", None) or self.config.output_attentions:
@@ -163,7 +163,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         masks = attention_mask  # generate() has built them
         if not isinstance(masks, dict):
             masks = masks_of(self.config, kinds, stream, attention_mask, position_ids, past_key_values)
-        stream, position_embeddings = self.place(stream, position_ids)
+        stream, position_embeddings = self.add_positions(stream, position_ids)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         reads, carry = [], self._first_carry(input_ids)
         for layer, kind in zip(self.layers, kinds, strict=True):
@@ -186,10 +186,10 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             last_hidden_state=last,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*_filled(reads, stream), last) if wanted else None,
-            router_logits=carry.get(ROUTERS) if tells_routers else None,
+            router_logits=carry.get(ROUTERS) if returns_router_logits else None,
         )
 
-    def place(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def add_positions(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return embeddings (B, T, C) with learned positions added, or the rotary tables (1 or B, T, D) instead."""
         if self.embed_positions is not None:
             if stream.shape[1] > self.config.max_position_embeddings:
@@ -263,7 +263,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         if skip_logits:
             if not judged or logits_to_keep != 0:
                 raise ValueError("skip_logits leaves the loss alone, so it needs labels, and no logits_to_keep")
-            loss = self._loss_in_parts(outputs.last_hidden_state, labels, **options)
+            loss = self._loss_in_chunks(outputs.last_hidden_state, labels, **options)
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self._logits(outputs.last_hidden_state[:, kept, :])
@@ -291,7 +291,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         logits = self.lm_head(states)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-    def _loss_in_parts(
+    def _loss_in_chunks(
         self,
         states: Tensor,
         labels: Tensor | None,

@@ -96,8 +96,8 @@ if torch.distributed.is_available():
 def tensor_parallel_plan(config: Config, wiring: Wiring) -> dict[str, str]:
     """Return the styles of the modules that a model has; transformers would warn of others."""
     plan = {"embed_tokens": "embedding_rowwise", **PLAN}
-    plan |= config.parts.mlp_split if config.num_local_experts is None else EXPERTS
-    if config.parts.learned_positions:
+    plan |= config.components.mlp_split if config.num_local_experts is None else EXPERTS
+    if config.components.learned_positions:
         plan["embed_positions"] = WHOLE
     if wiring.linear:
         plan |= LINEAR
@@ -105,6 +105,6 @@ def tensor_parallel_plan(config: Config, wiring: Wiring) -> dict[str, str]:
         plan |= dict.fromkeys(NORMS, "replicated_with_grad_allreduce")
     if any(type(method).heads is not Method.heads for method in wiring.methods):
         plan[MIXERS] = BY_HEAD
-    if any(wiring.several):
+    if any(wiring.reads_several):
         plan[READER] = BY_HEAD
     return plan | dict(COMPENSATION[target] for target in wiring.compensation if target is not None)

@@ -52,9 +52,9 @@ def pipeline_stages(
 
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    parts = pipeline_parts(model, ranks, rounds, keep, starts)
-    mine = range(rank, len(parts), ranks)
-    return [Stage(parts[stage], stage, len(parts), device, group=group) for stage in mine]
+    modules = stage_modules(model, ranks, rounds, keep, starts)
+    mine = range(rank, len(modules), ranks)
+    return [Stage(modules[stage], stage, len(modules), device, group=group) for stage in mine]
 
 
 class Stage(PipelineStage):
@@ -65,9 +65,9 @@ class Stage(PipelineStage):
         return tensor if isinstance(arg, Tensor) else tensor.detach().zero_().requires_grad_(tensor.requires_grad)
 
 
-def pipeline_parts(
+def stage_modules(
     model: CrossLayerForCausalLM, ranks: int, rounds: int = 1, keep: str = "all", starts: Sequence[int] | None = None
-) -> list["PipelinePart"]:
+) -> list["StageModule"]:
     """Return the modules of the stages of all ranks; arguments and errors are those of `pipeline_stages`."""
     stages, layers = ranks * rounds, model.config.num_hidden_layers
     if starts is None:
@@ -79,7 +79,7 @@ def pipeline_parts(
             f"most {layers - 1}; they are {list(starts)}"
         )
     config = model.config
-    if "pipeline" not in config.parts.tried or config.num_local_experts is not None or config.linear_layers:
+    if "pipeline" not in config.modules.tried or config.num_local_experts is not None or config.linear_layers:
         raise ValueError(
             "pipeline: stages are built for decoders of Llama's kind, without experts and linear attention; this one "
             f"has family {config.family!r}, {config.num_local_experts or 'no'} experts and linear attention in layers "
@@ -92,7 +92,7 @@ def pipeline_parts(
     traffic = find_traffic(between, ranks, keep)
     waiting: list[dict[int, deque[Microbatch]]] = [defaultdict(deque) for _ in range(ranks)]
     return [
-        PipelinePart(
+        StageModule(
             model,
             range(bounds[stage], bounds[stage + 1]),
             Exchange(stage, ranks, cuts[stage], cuts[stage + 1], traffic, waiting[stage % ranks]),
@@ -128,7 +128,7 @@ class Exchange:
         if self.before is None:
             return microbatch, {}
         tensors = dict(zip(self.traffic.sent[self.stage], received, strict=True))
-        return microbatch, microbatch.find(self.traffic.found[self.stage], tensors, self.before.stream)
+        return microbatch, microbatch.restore(self.traffic.reused[self.stage], tensors, self.before.stream)
 
     def depart(self, microbatch: Microbatch, tensors: dict[int, Tensor]) -> tuple[Tensor, ...]:
         """Keep what later stages of the rank read, and return what the next stage is sent."""
@@ -139,13 +139,13 @@ class Exchange:
         return tuple(tensors[number].contiguous() for number in self.traffic.sent[self.stage + 1])
 
 
-class PipelinePart(nn.Module):
+class StageModule(nn.Module):
     """The module of a stage: a part of the model, under the names that it has there."""
 
     def __init__(self, model: CrossLayerForCausalLM, layers: range, exchange: Exchange):
         super().__init__()
         self.exchange = exchange
-        self.model = PartBody(model.model, layers, exchange)
+        self.model = StageBody(model.model, layers, exchange)
         self.lm_head = model.lm_head if exchange.after is None else None
 
     def forward(
@@ -164,7 +164,7 @@ class PipelinePart(nn.Module):
         return self.lm_head(self.model.end(stream, carry))
 
 
-class PartBody(nn.Module):
+class StageBody(nn.Module):
     """A part of the body; the embedding, the final norm and what it reads are None where they lie in other stages."""
 
     def __init__(self, body: CrossLayerModel, layers: range, exchange: Exchange):

@@ -15,7 +15,7 @@ class Microbatch:
         self.grads: dict[int, Tensor] = {}  # that later stages have left for the stages that kept the tensors
         self.kept = False  # whether a stage has kept tensors; the first of them takes the last gradient
 
-    def find(self, numbers: Sequence[int], tensors: Mapping[int, Tensor], stream: int) -> dict[int, Tensor]:
+    def restore(self, numbers: Sequence[int], tensors: Mapping[int, Tensor], stream: int) -> dict[int, Tensor]:
         """Return `tensors` with those that have been kept; backward leaves the gradients of these.
 
         Args:
@@ -24,26 +24,26 @@ class Microbatch:
             stream: which of these has a gradient in any case.
 
         """
-        found = {number: self.tensors[number] for number in numbers}
-        wanted = [number for number in numbers if found[number].requires_grad]
-        if not wanted:
-            return {**tensors, **found}
-        outputs = _Find.apply(self.grads, wanted, tensors[stream], *[found[number] for number in wanted])
-        return {**tensors, **found, **dict(zip([stream, *wanted], outputs, strict=True))}
+        kept = {number: self.tensors[number] for number in numbers}
+        trained = [number for number in numbers if kept[number].requires_grad]
+        if not trained:
+            return {**tensors, **kept}
+        outputs = _Restore.apply(self.grads, trained, tensors[stream], *[kept[number] for number in trained])
+        return {**tensors, **kept, **dict(zip([stream, *trained], outputs, strict=True))}
 
     def keep(self, numbers: Sequence[int], tensors: Mapping[int, Tensor], stream: int) -> dict[int, Tensor]:
         """Keep tensors, and return `tensors` with a stream whose backward takes what is left for them."""
         for number in numbers:
             self.tensors[number] = tensors[number].detach().requires_grad_(tensors[number].requires_grad)
-        wanted = [number for number in numbers if tensors[number].requires_grad]
-        if not wanted:
+        trained = [number for number in numbers if tensors[number].requires_grad]
+        if not trained:
             return dict(tensors)
         first, self.kept = not self.kept, True
-        outputs = _Keep.apply(self.grads, wanted, first, tensors[stream], *[tensors[number] for number in wanted])
+        outputs = _Keep.apply(self.grads, trained, first, tensors[stream], *[tensors[number] for number in trained])
         return {**tensors, stream: outputs}
 
 
-class _Find(torch.autograd.Function):
+class _Restore(torch.autograd.Function):
     """Hands out what has been kept, and adds its gradients to what is left for them.
 
     The stream goes through, so that a backward pass to the inputs of the stage comes through here.

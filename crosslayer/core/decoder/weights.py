@@ -57,13 +57,13 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
         raise ValueError(
             f"{source.model_type!r} cannot be converted; {', '.join(known)} can; diagnose works on others too"
         )
-    family, kind = known[source.model_type]
+    family, mapping = known[source.model_type]
     values = source.to_dict()
     values["head_dim"] = values.get("head_dim") or source.hidden_size // source.num_attention_heads
-    _refuse_unknown(source, values, (*SHARED, *kind.reads, *kind.calls))
-    kept = {key: values[key] for key in (*SHARED, *kind.reads) if key in values}
-    kept |= {ours: values[name] for name, ours in kind.calls.items()}
-    return CrossLayerConfig(**{**kept, **kind.fixes}, family=family, cross_layer=cross_layer)
+    _refuse_unknown(source, values, (*SHARED, *mapping.copied, *mapping.renamed))
+    kept = {key: values[key] for key in (*SHARED, *mapping.copied) if key in values}
+    kept |= {ours: values[name] for name, ours in mapping.renamed.items()}
+    return CrossLayerConfig(**{**kept, **mapping.fixed}, family=family, cross_layer=cross_layer)
 
 
 def _refuse_unknown(source: PreTrainedConfig, values: Mapping[str, Any], translated: Sequence[str]) -> None:
@@ -93,9 +93,9 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
         raise ValueError(f"{family} cannot express linear attention, of layers {list(config.linear_layers)}")
     if config.plan != DepthPlan.identity(config.num_hidden_layers) or config.methods:
         raise ValueError(f"{', '.join(m.name() for m in config.methods)}: {family} has no cross-layer methods")
-    values, (_, kind) = config.to_dict(), known[family]
-    kept = {key: values[key] for key in (*SHARED, *kind.reads) if key not in kind.calls.values()}
-    kept |= {name: values[ours] for name, ours in kind.calls.items()}
+    values, (_, mapping) = config.to_dict(), known[family]
+    kept = {key: values[key] for key in (*SHARED, *mapping.copied) if key not in mapping.renamed.values()}
+    kept |= {name: values[ours] for name, ours in mapping.renamed.items()}
     if "use_sliding_window" in AutoConfig.for_model(family).to_dict():
         kept["use_sliding_window"] = config.sliding_window is not None
     try:
@@ -106,7 +106,7 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
     for one in (values, back):
         if one["attention_output_bias"] is None:
             one["attention_output_bias"] = one["attention_bias"]
-    differing = set().union(*[{*kind.reads, *kind.fixes} for _, kind in known.values()])
+    differing = set().union(*[{*mapping.copied, *mapping.fixed} for _, mapping in known.values()])
     for key in ("family", *sorted(differing)):  # what not every family can express
         if values[key] != back[key]:
             raise ValueError(f"{family} cannot express {key} = {values[key]!r}")

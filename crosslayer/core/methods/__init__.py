@@ -1,6 +1,6 @@
-"""The methods: a file each, whose name is the method's name in configs and on the command line.
+"""The methods: one file each, whose name is the method's name in configs and on the command line.
 
-Here they are looked up, loaded from plain data and combined. No file but a method's own knows its name.
+This module finds methods, builds them from plain data and combines them. Only a method's own file contains its name.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 Entry = str | Mapping[str, Any] | Method | type[Method]
-_allowed: set[str] = set()  # modules of users' own methods that a config may have imported
+_allowed: set[str] = set()  # users' modules that a config may import
 
 
 def allow_methods(*names: str) -> None:
-    """Let configs and evictions name modules of your own: each name allows a module and all that lies below it.
+    """Allow configs and evictions to import your own modules; each name allows a module and its submodules.
 
     A config may come from anyone, and importing a module runs its code: a name in a config is imported only if it is
     allowed here. Modules that are imported already, and `Method` objects and classes, need no permission.
 
     Raises:
-        ValueError: a name is not that of a module.
+        ValueError: a name is not a valid module name.
 
     """
     for name in names:
@@ -42,7 +42,7 @@ def allow_methods(*names: str) -> None:
 
 
 def allowed_modules() -> tuple[str, ...]:
-    """Return the modules that `allow_methods` was told of, for processes of this one that are to allow them too."""
+    """Return the modules that `allow_methods` has allowed, for example to allow them in child processes."""
     return tuple(sorted(_allowed))
 
 
@@ -70,7 +70,7 @@ def load_method(entry: Entry) -> Method:
     options = {"name": entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, Mapping) else {}
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise ValueError(f"cross_layer entry {entry!r} has no name; it needs one of {', '.join(method_names())}")
+        raise ValueError(f"cross_layer: each entry needs a name, got {entry!r}; known methods: {', '.join(method_names())}")
     cls = method_class(name)
     fields = [option.name for option in options_of(cls)]
     for option in options:
@@ -82,16 +82,16 @@ def load_method(entry: Entry) -> Method:
 
 
 def load_methods(entries: Entry | Sequence[Entry]) -> list[Method]:
-    """Build a method, or each of several; see `load_method`."""
-    alone = isinstance(entries, str | Mapping | Method | type)
-    return [load_method(entry) for entry in ([entries] if alone else entries)]
+    """Return a list of methods, from one entry or a sequence of them; see `load_method`."""
+    is_single = isinstance(entries, str | Mapping | Method | type)
+    return [load_method(entry) for entry in ([entries] if is_single else entries)]
 
 
 def method_class(name: str) -> type[Method]:
-    """Return the `Method` of a file in this folder, or of a user's module that is imported or allowed.
+    """Return the `Method` class of a file in this folder, or of a user's module that is imported or allowed.
 
     Raises:
-        ValueError: the name is neither, or its module does not define a single method.
+        ValueError: the name is neither, or its module does not define exactly one method.
 
     """
     packaged = name.removeprefix(f"{__name__}.")
@@ -111,10 +111,10 @@ def method_class(name: str) -> type[Method]:
 
 
 def users_module(what: str, name: str) -> ModuleType | None:
-    """Return a user's module if it is imported, or import it if it is allowed; nothing else is ever imported.
+    """Return a user's module if it is imported, or import it if it is allowed; otherwise return None.
 
     Raises:
-        ValueError: it is allowed and cannot be imported; the message begins with `what`.
+        ValueError: it is allowed but cannot be imported; the message begins with `what`.
 
     """
     module = sys.modules.get(name)
@@ -131,28 +131,28 @@ def users_module(what: str, name: str) -> ModuleType | None:
 
 
 def hint(name: str, known: Sequence[str]) -> str:
-    """Return what is said to a name that is not among those that are known, and is no module that may be imported."""
+    """Return a hint for an unknown name: the closest known name or all of them, and how to allow a module."""
     close = difflib.get_close_matches(name, known, 1)
-    said = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
+    message = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
     if _names_a_module(name):
-        said += (
-            " A module of your own counts once it is imported, or if it is allowed: by "
-            f"crosslayer.allow_methods({name!r}), on the command line by --allow-methods {name}"
+        message += (
+            " A module of your own must be imported or allowed first: "
+            f"crosslayer.allow_methods({name!r}), or --allow-methods {name} on the command line"
         )
-    return said
+    return message
 
 
 def _names_a_module(name: str) -> bool:
-    return all(part.isidentifier() for part in name.split("."))
+    return all(word.isidentifier() for word in name.split("."))
 
 
 def to_entry(method: Method) -> dict[str, Any]:
-    """Return the plain data that a config holds for a method; `load_method` undoes it."""
+    """Return the plain data that a config stores for a method; `load_method` is the inverse."""
     return {"name": method.name(), **{option.name: getattr(method, option.name) for option in options_of(method)}}
 
 
 def merge_plans(methods: Sequence[Method], layers: int) -> DepthPlan:
-    """Return the plan of several methods together."""
+    """Return the combined plan of several methods."""
     return _merged(methods, [method.plan(layers) for method in methods], layers)
 
 
@@ -165,12 +165,12 @@ def _merged(methods: Sequence[Method], plans: Sequence[DepthPlan], layers: int) 
 
 
 def wire(methods: Sequence[Method], layers: int, linear: tuple[int, ...] = ()) -> Wiring:
-    """Return what methods say together about a number of layers; the same methods are computed once.
+    """Return the combined wiring of methods for a number of layers; results are cached.
 
-    Layers in `linear` have linear attention, in which no method shares or drops anything.
+    Layers in `linear` have linear attention, which methods can neither share nor drop.
 
     Raises:
-        ValueError: two methods exclude one another.
+        ValueError: two methods conflict.
 
     """
     for method in methods:
@@ -178,22 +178,22 @@ def wire(methods: Sequence[Method], layers: int, linear: tuple[int, ...] = ()) -
             hash(method)
         except TypeError as error:
             raise ValueError(
-                f"{method.name()} cannot be hashed ({error}); a method is a frozen dataclass, its options are tuples "
-                "rather than lists or dicts"
+                f"{method.name()} cannot be hashed ({error}); make it a frozen dataclass whose options are tuples, not "
+                "lists or dicts"
             ) from None
     return _wire(tuple(methods), layers, linear)
 
 
 @functools.lru_cache(maxsize=256)
 def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> Wiring:
-    for method in methods:  # here, since a subclass may have a `__post_init__` of its own
+    for method in methods:  # checked here, since a subclass may override `__post_init__`
         if isinstance(method, Compensated):
             method.check_compensation()
         elif method.targets or hasattr(method, "compensation"):
-            raise ValueError(f"{method.name()}: a method with `targets` or `compensation` is a subclass of Compensated")
+            raise ValueError(f"{method.name()}: a method with `targets` or `compensation` must be a subclass of Compensated")
     plans = [method.plan(layers) for method in methods]
     for method, own in zip(methods, plans, strict=True):
-        _leave_alone(method.name(), own, linear)
+        _check_linear_layers(method.name(), own, linear)
     plan = _merged(methods, plans, layers)
     softmax = tuple(None if layer in linear else layer for layer in range(layers))
     every = tuple(range(layers))
@@ -203,45 +203,45 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
         if not isinstance(method, Compensated) or method.compensation is None:
             continue
         for layer in every:
-            # what compensates for borrowing goes with an attention that another method takes away
+            # where another method drops the attention, there is nothing left to compensate
             if own.attends(layer) != plan.attends(layer) or not method.compensates(own, layer):
                 continue
             if layer in compensated:
                 both = f"{compensated[layer].name()} and {method.name()}"
-                raise ValueError(f"layer {layer}: {both} both compensate it; only one may")
+                raise ValueError(f"layer {layer}: {both} both compensate it; only one method may")
             if method.compensation == "mlp" and plan.mlps[layer] is None:
-                raise ValueError(f"layer {layer}: {method.name()} compensates on the MLP's update, but it has no MLP")
+                raise ValueError(f"layer {layer}: {method.name()} adds its W_c to the MLP's update, but the layer has no MLP")
             compensated[layer] = method
-    places = tuple(compensated[layer].compensation if layer in compensated else None for layer in every)
+    targets = tuple(compensated[layer].compensation if layer in compensated else None for layer in every)
     biased = tuple(layer in compensated and compensated[layer].compensation_bias for layer in every)
-    return Wiring(methods, plan, places, biased, linear)
+    return Wiring(methods, plan, targets, biased, linear)
 
 
-def _leave_alone(name: str, plan: DepthPlan, linear: tuple[int, ...]) -> None:
-    """Refuse a method whose own plan changes layers with linear attention, or reads them."""
+def _check_linear_layers(name: str, plan: DepthPlan, linear: tuple[int, ...]) -> None:
+    """Refuse a method whose plan changes or reads layers with linear attention."""
     for layer in linear:
         for state in STATES:
             readers = [reader for reader in range(plan.layers) if layer in plan.reads(state, reader)]
             if readers != [layer] or plan.reads(state, layer) != (layer,):
                 raise ValueError(
-                    f"{name}: layer {layer} has linear attention, whose state is its own: it lends and borrows no "
-                    f"{state} and is not dropped; leave it out"
+                    f"{name}: layer {layer} has linear attention, so it cannot share {state} or be dropped; leave it out"
                 )
 
 
 def _read_option(cls: type[Method], option: str, value: Any) -> Any:
-    """Return an option's value in the very type of its field: lists as tuples, a whole number as a float."""
+    """Return an option's value in exactly the type of its field: lists become tuples, a whole number a float."""
     try:
         return _frozen(_type_of(cls, option).validate_json(json.dumps(value, allow_nan=False), strict=True))
     except (TypeError, ValueError):
-        kind = get_type_hints(cls)[option]
-        words = "a finite number" if kind is float else kind.__name__ if isinstance(kind, type) else str(kind)
-        raise ValueError(f"{cls.name()}: {option} is {reprlib.repr(value)}; it must be {words}") from None
+        annotation = get_type_hints(cls)[option]
+        expected = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+        expected = "a finite number" if annotation is float else expected
+        raise ValueError(f"{cls.name()}: {option} must be {expected}, got {reprlib.repr(value)}") from None
 
 
 @functools.cache
 def _type_of(cls: type[Method], option: str) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter  # first needed here: `import crosslayer` does without
+    from pydantic import TypeAdapter  # imported here, to keep `import crosslayer` fast
 
     return TypeAdapter(get_type_hints(cls)[option])
 

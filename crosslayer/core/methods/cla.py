@@ -93,7 +93,7 @@ class CLA(Compensated):
 
 def _merge(weights: dict[str, Tensor], config: Config, group: list[int], state: str, merge: str) -> list[str]:
     """Merge the keys ("k") or values ("v") of a group into its leader's; return the names of what changed."""
-    offset = config.parts.gain_offset
+    offset = config.components.gain_offset
     gains = [weights[_prefix(layer) + "input_layernorm.weight"].double() + offset for layer in group]
     stacked = torch.stack(
         [_seen(weights, *pair, state) for pair in zip(group, gains, strict=True)]

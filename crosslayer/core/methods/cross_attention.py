@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crosslayer.core.method import Combined, Config, Method, Several, StateReader, Wiring
+from crosslayer.core.method import Combined, Config, Method, PerSource, StateReader, Wiring
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
 
@@ -47,7 +47,7 @@ class _InARow(StateReader):
 
     needs_mask = True
 
-    def forward(self, keys: Several, values: Several, mask: Tensor | None, new: int) -> Combined:
+    def forward(self, keys: PerSource, values: PerSource, mask: Tensor | None, new: int) -> Combined:
         """Return keys and values (B, H_kv, 2·S, D), and the mask (B or 1, 1, T, 2·S) for both halves."""
         tokens = keys[0].shape[2]
         if mask is None and new > 1:  # causal from the first token on, as SDPA takes it: what is beyond is still empty

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.core.method import Combined, Config, Method, Several, StateReader, Wiring
+from crosslayer.core.method import Combined, Config, Method, PerSource, StateReader, Wiring
 from crosslayer.core.plan import DepthPlan
 
 
@@ -67,7 +67,7 @@ class _Fusion(StateReader):
         init.copy_(self.key_weights, _chosen(self.key_weights, 1))
         init.copy_(self.value_weights, _chosen(self.value_weights, 0))
 
-    def forward(self, keys: Several, values: Several, mask: Tensor | None, new: int) -> Combined:
+    def forward(self, keys: PerSource, values: PerSource, mask: Tensor | None, new: int) -> Combined:
         """Return keys and values (B, H_kv, S, D) fused, and the mask as it is."""
         key_weights = self.key_weights.repeat(1, 1, 2)  # (H_kv, 2, D): a rotary pair is D/2 apart
         return _fused(keys, key_weights), _fused(values, self.value_weights), mask

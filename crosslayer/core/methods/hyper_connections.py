@@ -31,7 +31,7 @@ MIX = "hyper_connections.mix"
 
 @dataclass(frozen=True)
 class HyperConnections(Method):
-    """Several residual streams instead of a single one."""
+    """PerSource residual streams instead of a single one."""
 
     streams: int = 4
     """How many residual streams there are, N."""

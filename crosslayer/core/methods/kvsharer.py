@@ -30,16 +30,18 @@ class KVSharer(Compensated):
             raise ValueError("kvsharer: there are no pairs; name the reading and the lending layer of each: ((20, 3),)")
         check_layers("kvsharer", "pairs (as readers)", [reader for reader, _ in self.pairs], layers)
         own, source = tuple(range(layers)), list(range(layers))
-        for reader, lender in self.pairs:
-            check_layers("kvsharer", "pairs", [lender], layers)
-            if lender >= reader:
-                raise ValueError(f"kvsharer: pair {reader, lender} must name the reading layer, then one below it")
-            source[reader] = lender
-        for reader, lender in self.pairs:
-            if source[lender] != lender:
+        for reader, source_layer in self.pairs:
+            check_layers("kvsharer", "pairs", [source_layer], layers)
+            if source_layer >= reader:
                 raise ValueError(
-                    f"kvsharer: layer {reader} reads layer {lender}, which reads layer {source[lender]} itself; pair "
-                    f"{reader} with {source[lender]}"
+                    f"kvsharer: pair {reader, source_layer} must name the reading layer, then one below it"
+                )
+            source[reader] = source_layer
+        for reader, source_layer in self.pairs:
+            if source[source_layer] != source_layer:
+                raise ValueError(
+                    f"kvsharer: layer {reader} reads layer {source_layer}, which reads layer {source[source_layer]} itself; pair "
+                    f"{reader} with {source[source_layer]}"
                 )
         return DepthPlan(own, tuple(source), tuple(source), own)
 

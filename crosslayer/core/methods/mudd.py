@@ -54,7 +54,7 @@ class Mudd(Method):
         layer, site = reader
         if self.ways == "residual" or site != "attn":
             return ()
-        return tuple(number for number, state in enumerate(STATES) if wiring.plan.owns(state, layer))
+        return tuple(number for number, state in enumerate(STATES) if wiring.plan.has_own(state, layer))
 
 
 class _Dense(Residual):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crosslayer.core.method import Combined, Config, Method, Several, StateReader, Wiring
+from crosslayer.core.method import Combined, Config, Method, PerSource, StateReader, Wiring
 from crosslayer.core.plan import DepthPlan
 
 
@@ -36,7 +36,7 @@ class SkipV1(Method):
         for layer in range(1, config.num_hidden_layers):
             prefix = f"model.layers.{layer}.self_attn.v_proj."
             for name in (prefix + "weight", prefix + "bias"):
-                if name in weights and wiring.plan.owns("values", layer):
+                if name in weights and wiring.plan.has_own("values", layer):
                     heads = weights[name].unflatten(0, (config.num_key_value_heads, -1))  # (H_kv, D, C) or (H_kv, D)
                     weights[name] = heads[1::2].flatten(0, 1).contiguous()
                     changed.append(name)
@@ -55,7 +55,7 @@ class SkipV1(Method):
 class _Beside(StateReader):
     """Takes every second head from the first layer, the others from the layer itself."""
 
-    def forward(self, keys: Several, values: Several, mask: Tensor | None, new: int) -> Combined:
+    def forward(self, keys: PerSource, values: PerSource, mask: Tensor | None, new: int) -> Combined:
         """Return the keys as they are, the values (B, H_kv, S, D) of both layers, and the mask as it is."""
         first, own = values  # (B, H_kv, S, D), (B, H_kv / 2, S, D)
         return keys[0], torch.stack([first[:, ::2], own], dim=2).flatten(1, 2), mask

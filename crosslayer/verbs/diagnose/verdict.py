@@ -110,7 +110,7 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
         """Return groups with the share of the cache that each sharing method would keep."""
         readers = [layer for group in groups for layer in group[1:]]
         kept = [
-            KeptShare(method=cls.name(), title=cls.__name__, share=share_without(readers, cls.saves))
+            KeptShare(method=cls.name(), title=cls.title(), share=share_without(readers, cls.saves))
             for cls in sharing_methods()
         ]
         return Superblocks(groups=groups, kept=kept)

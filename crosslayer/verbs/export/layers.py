@@ -54,7 +54,7 @@ def strange(config: CrossLayerConfig) -> str | None:
     for layer in range(plan.layers):
         for state in STATES:
             if plan.reads(state, layer) not in ((), (layer,)):
-                lent = plan.words(state, layer).removeprefix("← ")
+                lent = plan.source_label(state, layer).removeprefix("← ")
                 return f"layer {layer} reads the {state} of layer {lent} ({culprits(config, [layer])})"
         target = config.wiring.compensation[layer]
         if target not in (None, "attention") or target is not None and plan.attends(layer):
@@ -66,7 +66,7 @@ def unlike_llama(config: CrossLayerConfig) -> str | None:
     """Return in what the layers of a model differ from Llama's, beyond biases; None for nothing."""
     kinds = set(config.layer_types or ())
     facts = {
-        f"family is {config.family!r}": "export" not in config.parts.tried,
+        f"family is {config.family!r}": "export" not in config.components.supports,
         "queries and keys are normed (qk_norm)": config.qk_norm,
         f"it has {config.num_local_experts} experts": config.num_local_experts is not None,
         f"layers see a window of {config.sliding_window} tokens": "sliding_attention" in kinds,

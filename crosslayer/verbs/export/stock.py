@@ -38,7 +38,7 @@ def stock_config(config: CrossLayerConfig) -> PreTrainedConfig:
         "layer_types": [kinds[layer.number] for layer in layers],
     }
     plain, reasons = CrossLayerConfig(**{**config.to_dict(), **changes}), []
-    for model_type in plain.parts.model_types:
+    for model_type in plain.components.model_types:
         try:
             return from_config(plain, model_type)
         except ValueError as error:

@@ -43,11 +43,11 @@ class Streams:
         position = torch.arange(length, device=converted.device)[None]  # (1, T)
         if isinstance(text, Tensor):
             batches = text.to(converted.device).split(max(1, TOKENS_EACH // length))
-            placed = [self.body.place(original.model.embed_tokens(batch), position) for batch in batches]
+            placed = [self.body.add_positions(original.model.embed_tokens(batch), position) for batch in batches]
             self.after, self.rotary = [stream for stream, _ in placed], placed[0][1]  # streams (B, T, C)
         else:
             self.after = [stream.clone() for stream in text]
-            self.rotary = self.body.place(text[0], position)[1]
+            self.rotary = self.body.add_positions(text[0], position)[1]
         self.before: list[Tensor] | None = None  # the original's own, once it differs
         self.passed = -1  # the last layer that the original's own stream has passed
         self.carries: list[Carry] = [{} for _ in self.after]

@@ -30,7 +30,7 @@ def cache_source(config: CrossLayerConfig, layer: int) -> int | None:
     both its states come from that layer, unless that one reads several. A layer of which only one state comes from
     elsewhere has a cache of its own with both.
     """
-    plan, several = config.plan, config.wiring.several
+    plan, several = config.plan, config.wiring.reads_several
     if not plan.attends(layer):
         return None
     sources = {plan.reads(state, layer) for state in CACHED}
@@ -61,12 +61,12 @@ def not_servable(config: CrossLayerConfig) -> str | None:
     for method in config.methods:
         for layer in range(config.num_hidden_layers):
             with torch.device("meta"):
-                reader = method.reader(config, config.wiring, layer) if config.wiring.several[layer] else None
+                reader = method.reader(config, config.wiring, layer) if config.wiring.reads_several[layer] else None
             if reader is not None and reader.needs_mask:
                 return f"{method.name()} lets layer {layer} read several caches at once, and its attention reads one"
     if config.num_local_experts is not None:
         return "mixtures of experts have not been tried there"
-    if "vllm" not in config.parts.tried:
+    if "vllm" not in config.components.supports:
         return f"family {config.family!r} has not been tried there"
     return None
 

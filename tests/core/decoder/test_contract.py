@@ -101,7 +101,7 @@ BUGS = {
     mutated_carry: (UNIATTN, contract.gradients_equal_under_checkpointing),
     no_mask: (UNIATTN, contract.left_padding_equals_single_runs),
     reentrant: (UNIATTN, contract.reentrant_is_refused),
-    off_by_one: (CLA, contract.wiring_is_the_plans),
+    off_by_one: (CLA, contract.wiring_matches_the_plan),
     through_the_cache: (UNIATTN, contract.cached_equals_full),
 }
 

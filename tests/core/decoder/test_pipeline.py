@@ -13,7 +13,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from crosslayer.core.decoder.cuts import find_cuts
 from crosslayer.core.decoder.layer import CrossLayerDecoderLayer
-from crosslayer.core.decoder.pipeline import pipeline_parts, pipeline_stages
+from crosslayer.core.decoder.pipeline import stage_modules, pipeline_stages
 from crosslayer.testing import tiny as contract
 from tests.core.decoder.test_sharded import free_port
 from tests.helpers.cases import CASES, each
@@ -37,12 +37,12 @@ def check_gradients(found, expected, tolerance):
         assert (grad - found[name]).abs().max() <= tolerance * grad.abs().max(), name
 
 
-def run_in_turn(parts, ids, **options):
-    """Forward and backward through all parts as a schedule runs them: inputs are leaves, missing gradients zeros."""
+def run_in_turn(modules, ids, **options):
+    """Forward and backward through all modules as a schedule runs them: inputs are leaves, missing gradients zeros."""
     values, calls = (ids,), []
-    for part in parts:
+    for module in modules:
         inputs = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
-        outputs = part(*inputs, **options)
+        outputs = module(*inputs, **options)
         values = outputs if isinstance(outputs, tuple) else (outputs,)
         calls.append((inputs, values))
     loss_of(values[0], ids).backward()
@@ -65,7 +65,7 @@ def test_other_families_are_refused(case):
     methods, shape = CASES[case]
     model = contract.build(contract.config_of(methods, **shape))
     with pytest.raises(ValueError, match="stages are built for decoders of Llama's kind"):
-        pipeline_parts(model, ranks=2)
+        stage_modules(model, ranks=2)
 
 
 @pytest.mark.parametrize("case", each(case for case in CASES if case not in OTHERS))
@@ -76,10 +76,10 @@ def test_parts_equal_the_whole(case):
     loss_of(model(ids, use_cache=False).logits, ids).backward()
     expected = gradients(model)
     model.zero_grad()
-    parts = pipeline_parts(model, ranks=2, rounds=3)
-    run_in_turn(parts, ids)
+    modules = stage_modules(model, ranks=2, rounds=3)
+    run_in_turn(modules, ids)
     check_gradients(gradients(model), expected, 1e-12)
-    assert not any(queue for part in parts for queue in part.exchange.waiting.values())
+    assert not any(queue for module in modules for queue in module.exchange.waiting.values())
 
 
 def test_parts_take_padding_and_checkpointing():
@@ -92,24 +92,24 @@ def test_parts_take_padding_and_checkpointing():
     expected = gradients(model)
     model.zero_grad()
     model.activation_checkpointing_enable()
-    run_in_turn(pipeline_parts(model, ranks=2, rounds=2), ids, **options)
+    run_in_turn(stage_modules(model, ranks=2, rounds=2), ids, **options)
     check_gradients(gradients(model), expected, 1e-12)
 
 
 def test_parts_without_gradients_leave_nothing():
     model = decoder().eval()
-    parts, values = pipeline_parts(model, ranks=2, rounds=4), (batch(),)
+    modules, values = stage_modules(model, ranks=2, rounds=4), (batch(),)
     with torch.no_grad():
-        for part in parts:
-            outputs = part(*values)
+        for module in modules:
+            outputs = module(*values)
             values = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.testing.assert_close(values[0], model(batch(), use_cache=False).logits, rtol=0, atol=1e-12)
-    assert not any(queue for part in parts for queue in part.exchange.waiting.values())
+    assert not any(queue for module in modules for queue in module.exchange.waiting.values())
 
 
 def test_parts_hold_each_weight_once_under_its_name():
     model = decoder()
-    names = [name for part in pipeline_parts(model, ranks=2, rounds=2) for name in part.state_dict()]
+    names = [name for module in stage_modules(model, ranks=2, rounds=2) for name in module.state_dict()]
     assert sorted(names) == sorted(model.state_dict())
 
 
@@ -126,7 +126,7 @@ def test_parts_hold_each_weight_once_under_its_name():
 def test_refusals(message, shape, options):
     model = contract.build(contract.config_of(None, num_hidden_layers=8, **shape))
     with pytest.raises(ValueError, match=re.escape(message)):
-        pipeline_parts(model, **options)
+        stage_modules(model, **options)
 
 
 def test_a_carry_that_cannot_be_sent_is_refused(monkeypatch):
@@ -139,7 +139,7 @@ def test_a_carry_that_cannot_be_sent_is_refused(monkeypatch):
 
     monkeypatch.setattr(CrossLayerDecoderLayer, "forward", with_a_count)
     with pytest.raises(ValueError, match="before layer 4 holds a int; stages hand on tensors"):
-        pipeline_parts(model, ranks=2)
+        stage_modules(model, ranks=2)
 
 
 @pytest.fixture

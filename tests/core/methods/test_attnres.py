@@ -292,7 +292,7 @@ def test_scores_stay_exact_under_autocast():
 @pytest.mark.parametrize(("gradients", "side_by_side"), [(True, False), (False, True), (False, False)])
 def test_mixed_and_narrow_types(gradients, side_by_side, monkeypatch):
     """An embedding in float32 among sources in bfloat16: results in float32, as sums of both have it."""
-    monkeypatch.setattr(depth_attention, "GATHERED", 1 << 18 if side_by_side else 0)
+    monkeypatch.setattr(depth_attention, "STACKED", 1 << 18 if side_by_side else 0)
     wide, narrow = torch.float32, torch.bfloat16
     for dtypes in ((wide, narrow, narrow, narrow, narrow), (narrow,) * 5):
         sources = [torch.randn(2, 9, 16).to(dtype).requires_grad_(gradients) for dtype in dtypes]

@@ -28,10 +28,10 @@ FAMILY = Family(
     gain_offset=1.0,
     post_norms=True,
     embedding=ScaledEmbedding,
-    tried=("vllm",),
+    supports=("vllm",),
     model_types={
         "gemma2": ModelType(
-            ("attention_bias", "sliding_window", "layer_types", *SCORES), calls={"hidden_activation": "hidden_act"}
+            ("attention_bias", "sliding_window", "layer_types", *SCORES), renamed={"hidden_activation": "hidden_act"}
         )
     },
 )

@@ -227,7 +227,7 @@ class _Read(torch.autograd.Function):
 
 
 def _eager() -> bool:
-    """Return whether only autograd is active: no compiler or export, no `torch.func`, no forward-mode differentiation."""
+    """Return whether only autograd is active: no compiler or export, no `torch.func`, no forward-mode gradient."""
     forward = torch.autograd.forward_ad._current_level >= 0
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward)
 
@@ -330,7 +330,7 @@ def _toward(operands: Sequence[Tensor], slopes: Tensor) -> Tensor:
 
 
 def _gradient(source: Tensor, terms: Sequence[_Term], grad: Tensor | None) -> Tensor:
-    """Return the gradient of a source: the sum of its readers' terms and the gradient `grad` that autograd delivered."""
+    """Return the gradient of a source: the sum of its readers' terms and `grad`, which autograd delivered."""
     slopes = torch.stack([term.slope for term in terms], dim=1)  # (T, R)
     result = torch.mm(slopes, torch.stack([term.direction for term in terms]))  # (T, C)
     shrink = functools.reduce(torch.add, (term.shrink for term in terms))

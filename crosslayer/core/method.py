@@ -125,7 +125,7 @@ class StateReader(Mixing):
 class Residual(Mixing):
     """How a sublayer reads from the residual stream and writes its update; the default is the plain sum.
 
-    The decoder calls the module itself, so that hooks act; only `inputs`, which has no parameters, is called directly.
+    The decoder calls the module itself, so that hooks act; `inputs`, which has no parameters, is called directly.
     """
 
     def forward(self, stream: Tensor, carry: Carry, update: Tensor | None = None) -> tuple[Tensor, Carry]:
@@ -346,8 +346,8 @@ class Compensated(Method):
     targets = TARGETS
 
     compensation: str | None = None
-    """What the linear compensation (W_c) of these layers adds to: "attention" (after W_o), "heads" (before W_o), "mlp" (the
-    MLP's update) or None. An extension where the paper has none."""
+    """What the linear compensation (W_c) of these layers adds to: "attention" (after W_o), "heads" (before W_o), "mlp"
+    (the MLP's update), None: no W_c. An extension if the paper has none."""
     compensation_bias: bool = False
     """Whether W_c has a bias."""
 
@@ -361,7 +361,7 @@ class Compensated(Method):
             )
 
     def compensates(self, plan: DepthPlan, layer: int) -> bool:
-        """Return whether a layer gets a W_c under the method's own `plan`: by default if it lacks a state of its own."""
+        """Return whether a layer gets a W_c, by the method's own `plan`: if any of its states is not its own."""
         return any(plan.sources(state)[layer] != layer for state in STATES)
 
 

@@ -71,7 +71,7 @@ class DepthPlan:
             partner = isinstance(self.values[layer], tuple) and self.has_own("values", layer)
             if share < 1 and not partner:
                 raise ValueError(
-                    f"layer {layer} computes only {share:.0%} of its value heads, so it must also read another layer's values"
+                    f"layer {layer} computes only {share:.0%} of its value heads, so it must read another layer's too"
                 )
             if share < 1 and self.is_source("values", layer):
                 raise ValueError(

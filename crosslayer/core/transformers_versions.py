@@ -65,7 +65,7 @@ def is_checkpointing(model: PreTrainedModel) -> bool:
 
 
 def attention_that_caps(config: PreTrainedConfig, attention: str | None = None) -> str | None:
-    """Return the attention implementation to load, None for transformers' choice: eager if `attention` cannot cap scores.
+    """Return the attention implementation to load, None for the default: eager if `attention` cannot cap scores.
 
     Before 5.21 SDPA ran, even by default, for stock models whose config caps scores, and did not cap them. From 5.21
     on it is refused, and eager attention is the default.

@@ -1,4 +1,4 @@
-"""The config of the cross-layer decoder: Llama's, what other families differ in, and a list of methods."""
+"""The config of the cross-layer decoder: Llama's fields, those of other families, and a list of methods."""
 
 from typing import Any
 
@@ -18,32 +18,32 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 
 @strict
 class CrossLayerConfig(LlamaConfig):
-    """`cross_layer` is a method or a list of methods; empty means Llama.
+    """The config of a decoder with `cross_layer`, a method or a list of methods; empty means a plain decoder.
 
-    Each is a name, {"name": …, option: …}, a `Method` or a class of them; they are kept as plain data.
+    Each method is a name, {"name": …, option: …}, a `Method` or a `Method` class; they are stored as plain data.
 
-    Beside Llama's fields:
+    Additional fields, beside Llama's:
 
-    - `family`: what norms, MLPs, embeddings and positions are made of, a file of decoder/families; numbers, biases and
-      activations are fields of their own.
+    - `family`: the classes of norms, MLPs, embeddings and positions, a file of decoder/families; sizes, biases and
+      activations are separate fields.
     - `qk_norm` (Qwen3), `attention_output_bias` (None: as `attention_bias`; Qwen2 has False).
     - `sliding_window` with `layer_types`.
     - "linear_attention" among `layer_types` is Kimi Linear's block, with `linear_num_heads` of `linear_head_dim` and a
-      convolution over `linear_conv_kernel_dim` tokens. It keeps a state of its own, so that no method shares there.
+      convolution over `linear_conv_kernel_dim` tokens. Methods cannot share the state of such a layer.
     - `query_pre_attn_scalar`: scores are divided by its root; None: the head size.
     - `attn_logit_softcapping`, `final_logit_softcapping`: c of c·tanh(x / c), for scores and for logits; None: no cap.
-      SDPA cannot cap scores, so that eager attention is the default then; FlexAttention can.
-    - `num_local_experts`: makes each MLP a mixture of so many (Mixtral), of which a token goes through
-      `num_experts_per_tok`. With `output_router_logits` their balance counts in the loss, times `router_aux_loss_coef`.
+      SDPA cannot cap scores, so eager attention is the default then; FlexAttention can.
+    - `num_local_experts`: replaces each MLP by a mixture of that many experts (Mixtral), `num_experts_per_tok` of which
+      process a token. With `output_router_logits` the loss includes the balance loss times `router_aux_loss_coef`.
 
     Raises:
-        ValueError: a method, an option or the wiring is impossible; the message says what would be right.
+        ValueError: a method, an option or their combination is impossible.
 
     """
 
     model_type = "crosslayer"
     router_jitter_noise = 0.0  # read by transformers' sparse block
-    base_model_pp_plan = None  # what layers lend does not travel between the stages of a pipeline
+    base_model_pp_plan = None  # transformers' pipelines cannot pass shared states between stages
 
     cross_layer: Any = None
     qk_norm: bool = False
@@ -77,30 +77,30 @@ class CrossLayerConfig(LlamaConfig):
         self._check_wiring()
 
     def _set_windows(self) -> None:
-        """Set `layer_types` and `sliding_window`, where a method answers for them as it says.
+        """Set `layer_types` and `sliding_window`, if a method defines them.
 
         Raises:
-            ValueError: they are set already, to something else.
+            ValueError: the config sets them to other values.
 
         """
         for method in self.methods:
             windows = method.windows(self.num_hidden_layers)
             if windows is None:
                 continue
-            kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+            layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
             (width,) = {window for window in windows if window is not None}
-            if self.layer_types not in (None, kinds) or self.sliding_window not in (None, width):
+            if self.layer_types not in (None, layer_types) or self.sliding_window not in (None, width):
                 raise ValueError(
-                    f"{method.name()} sets layer_types and sliding_window = {width} by itself; the config has "
-                    f"{self.layer_types} and {self.sliding_window}: leave them out"
+                    f"{method.name()} sets layer_types and sliding_window = {width} itself; remove layer_types = "
+                    f"{self.layer_types} and sliding_window = {self.sliding_window} from the config"
                 )
-            self.layer_types, self.sliding_window = kinds, width
+            self.layer_types, self.sliding_window = layer_types, width
         if self.layer_types is None:
-            kind = "full_attention" if self.sliding_window is None else "sliding_attention"
-            self.layer_types = [kind] * self.num_hidden_layers
+            layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
+            self.layer_types = [layer_type] * self.num_hidden_layers
 
     def validate_architecture(self) -> None:
-        """Allow any head size: Llama's config insists on hidden_size / num_attention_heads."""
+        """Allow any head size; Llama's config requires hidden_size / num_attention_heads."""
 
     @property
     def methods(self) -> list[Method]:
@@ -110,12 +110,12 @@ class CrossLayerConfig(LlamaConfig):
 
     @property
     def components(self) -> Family:
-        """What the family is made of."""
+        """The component classes of the family."""
         return load_family(self.family)
 
     @property
     def wiring(self) -> Wiring:
-        """What the methods say together; the same methods and number of layers are computed once per process."""
+        """The combined wiring of the methods, computed once per process for equal methods and layers."""
         return wire(self.methods, self.num_hidden_layers, self.linear_layers)
 
     @property
@@ -125,64 +125,66 @@ class CrossLayerConfig(LlamaConfig):
 
     @property
     def plan(self) -> DepthPlan:
-        """Who owns and who reads, all methods merged."""
+        """Which layer reads which states, all methods merged."""
         return self.wiring.plan
 
     @property
     def kv_sharing_modes(self) -> list[str | None]:
-        """What transformers' caches read: "reuse" for layers that store nothing, "store" for sources."""
+        """The field that transformers' caches read: "reuse" for layers that store nothing, "store" for sources."""
         wiring, modes = self.wiring, []
-        for layer, lent in enumerate(wiring.carried):
-            lends_cached = any(STATES[number] in CACHED for number in lent)
-            keeps_state = wiring.plan.stored(layer) or layer in wiring.linear
-            modes.append("reuse" if not keeps_state else "store" if lends_cached else None)
+        for layer, carried in enumerate(wiring.carried):
+            shares_cached = any(STATES[index] in CACHED for index in carried)
+            has_state = wiring.plan.stored(layer) or layer in wiring.linear
+            modes.append("reuse" if not has_state else "store" if shares_cached else None)
         return modes
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
-        """How transformers splits the modules over ranks (tensor parallelism)."""
+        """How transformers shards the modules over ranks (tensor parallelism)."""
         return tensor_parallel_plan(self, self.wiring)
 
     @base_model_tp_plan.setter
     def base_model_tp_plan(self, plan: dict[str, str]) -> None:
-        """Leave the plan as it is: transformers before 5.21 would add the embedding, which stands in it."""
+        """Ignore assignments: transformers before 5.21 would add the embedding, which is included already."""
 
     @property
     def has_post_norms(self) -> bool:
-        """Whether a norm stands on each sublayer's update."""
+        """Whether each sublayer's update is normed."""
         return self.components.post_norms
 
-    def returns_router_logits(self, asked: bool | None) -> bool:
-        """Return whether routers' logits are returned: as `asked`, or by default as the config says.
+    def returns_router_logits(self, requested: bool | None) -> bool:
+        """Return whether routers' logits are returned: as `requested`, by default as the config says.
 
         Raises:
-            ValueError: they are asked for, and there is no router.
+            ValueError: they are requested, but the model has no router.
 
         """
-        if asked and self.num_local_experts is None:
-            raise ValueError("output_router_logits: the model has no router; its config sets no num_local_experts")
-        return self.output_router_logits if asked is None else asked
+        if requested and self.num_local_experts is None:
+            raise ValueError(
+                "output_router_logits: the model has no router, as its config does not set num_local_experts"
+            )
+        return self.output_router_logits if requested is None else requested
 
     def _check_family(self) -> None:
         family = self.components
         for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
             value = vars(self)[name]
             if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; it must be above 0, or None")
+                raise ValueError(f"{name} must be above 0 or None, got {value}")
         if self.num_local_experts is not None and not 1 <= self.num_experts_per_tok <= self.num_local_experts:
             raise ValueError(
-                f"num_experts_per_tok is {self.num_experts_per_tok}; it must be between 1 and num_local_experts = "
-                f"{self.num_local_experts}"
+                f"num_experts_per_tok must be 1 to num_local_experts = {self.num_local_experts}, got "
+                f"{self.num_experts_per_tok}"
             )
         if self.num_local_experts is not None and (self.mlp_bias or not family.experts):
             raise ValueError(
-                f"num_local_experts: experts are gated MLPs without biases; family is {self.family!r}, mlp_bias is "
-                f"{self.mlp_bias}"
+                "num_local_experts needs a family with gated MLPs and mlp_bias = False, got family = "
+                f"{self.family!r}, mlp_bias = {self.mlp_bias}"
             )
         if self.output_router_logits and self.num_local_experts is None:
-            raise ValueError("output_router_logits: there is no router; set num_local_experts")
+            raise ValueError("output_router_logits needs routers; set num_local_experts")
         if family.learned_positions and self.rope_parameters != LlamaConfig().rope_parameters:
-            raise ValueError(f"family {self.family!r} learns its positions; leave rope_parameters out")
+            raise ValueError(f"family {self.family!r} has learned positions; leave rope_parameters out")
 
     def _check_shapes(self) -> None:
         assert self.num_key_value_heads is not None and self.layer_types is not None
@@ -193,24 +195,25 @@ class CrossLayerConfig(LlamaConfig):
             )
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
             raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries {sorted(set(self.layer_types))}; it needs "
-                f"{self.num_hidden_layers}, each of {', '.join(LAYER_TYPES)}"
+                f"layer_types must have {self.num_hidden_layers} entries, each one of {', '.join(LAYER_TYPES)}; got "
+                f"{len(self.layer_types)} entries of {sorted(set(self.layer_types))}"
             )
         if self.linear_layers and (self.linear_num_heads is None or self.linear_head_dim is None):
-            raise ValueError("layer_types has linear_attention; set linear_num_heads and linear_head_dim")
+            raise ValueError("linear_attention in layer_types needs linear_num_heads and linear_head_dim; set both")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
-            raise ValueError("layer_types has sliding_attention, but sliding_window is not set")
+            raise ValueError("layer_types has sliding_attention, but sliding_window is not set; set it")
 
     def _check_wiring(self) -> None:
-        wiring, kinds = self.wiring, self.layer_types
-        assert kinds is not None
+        wiring, layer_types = self.wiring, self.layer_types
+        assert layer_types is not None
         for state in STATES:
             for reader in range(self.num_hidden_layers):
                 for source in wiring.plan.reads(state, reader):
-                    if kinds[reader] != kinds[source]:
+                    if layer_types[reader] != layer_types[source]:
                         raise ValueError(
-                            f"layer {reader} ({kinds[reader]}) reads {state} of layer {source} ({kinds[source]}); "
-                            "layers with different masks cannot share"
+                            f"layer {reader} ({layer_types[reader]}) reads {state} of layer {source} "
+                            f"({layer_types[source]}); "
+                            "layers of different types cannot share"
                         )
         by_residual = [method.name() for method in wiring.methods if type(method).residual is not Method.residual]
         if len(by_residual) > 1:
@@ -219,19 +222,16 @@ class CrossLayerConfig(LlamaConfig):
         if mixing and min(wiring.plan.value_shares) < 1:
             partial = [m.name() for m in wiring.methods if min(m.plan(self.num_hidden_layers).value_shares) < 1]
             raise ValueError(
-                f"{partial[0]} with {mixing[0]}: the first leaves layers a share of their value heads, the second "
-                "changes all of them; only one of the two is possible"
+                f"{partial[0]} with {mixing[0]}: {partial[0]} gives layers only a share of their value heads, but "
+                f"{mixing[0]} changes all of them; use only one of the two"
             )
         names = [method.name() for method in wiring.methods]
         if len(set(names)) != len(names):
-            raise ValueError(f"cross_layer names a method twice: {', '.join(names)}")
+            raise ValueError(f"cross_layer must name each method once, got {', '.join(names)}")
         self._check_modules(wiring)
 
     def _check_modules(self, wiring: Wiring) -> None:
-        """Let methods refuse now, not in the model: a mixer that acts nowhere, a block that is too large.
-
-        Their modules are built on the meta device, so that they cost no memory.
-        """
+        """Build the methods' modules on the meta device, so that methods refuse bad options in the config already."""
         with torch.device("meta"):
             for method in filter(mixes, wiring.methods):
                 for layer in range(self.num_hidden_layers):

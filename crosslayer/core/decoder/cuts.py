@@ -1,7 +1,7 @@
-"""What crosses the cuts between the stages of a pipeline, for any method: reused by one pass of an empty decoder.
+"""Which tensors cross the cuts between pipeline stages, for any method: found by one pass of a decoder without data.
 
-At a cut stand the stream and the tensors of the carry. Layers hand on what they do not change as it is, or as a view of
-the whole, so a tensor is known again at every cut that it crosses; what no later operator takes in is dropped.
+The stream and the tensors of the carry can cross a cut. Layers pass on unchanged tensors as they are, or as full views,
+so that a tensor is recognised at every cut that it crosses; tensors that no later operator reads are dropped.
 """
 
 import copy
@@ -21,17 +21,17 @@ from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Carry
 from crosslayer.core.options import check_choice
 
-KEPT = ("nothing", "received", "all")  # what a rank keeps for its own later stages
+KEPT = ("nothing", "received", "all")  # tensors that a rank keeps for its own later stages
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a stage ends and the next begins.
+    """The tensors between a stage and the next.
 
     Attributes:
-        leaf_numbers: for each place of the flattened (stream, carry) the number of its tensor, None where nothing later
-            reads it; a tensor has one number at all cuts.
-        structure: how the leaf_numbers make up (stream, carry).
+        leaf_numbers: for each leaf of the flattened (stream, carry) the number of its tensor, None if nothing later
+            reads it; a tensor has the same number at all cuts.
+        structure: the tree structure of (stream, carry).
 
     """
 
@@ -52,23 +52,23 @@ class Cut:
     def take(self, stream: Tensor, carry: Carry) -> dict[int, Tensor]:
         """Return the tensors that later stages read, by their numbers."""
         leaves, structure = pytree.tree_flatten((stream, carry))
-        assert structure == self.structure, "the carry at a cut is not that of the empty decoder"
+        assert structure == self.structure, "the carry at a cut differs from that of the pass without data"
         return {number: leaf for number, leaf in zip(self.leaf_numbers, leaves, strict=True) if number is not None}
 
     def rebuild(self, tensors: Mapping[int, Tensor]) -> tuple[Tensor, Carry]:
-        """Return stream and carry; None stands for what nothing reads."""
+        """Return stream and carry, with None for tensors that nothing reads."""
         leaves = [None if number is None else tensors[number] for number in self.leaf_numbers]
         return pytree.tree_unflatten(leaves, self.structure)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Which tensors (by number) a stage is sent, which it finds on its rank, and which it keeps there.
+    """Which tensors (by number) a stage receives, reuses from its rank, and keeps there.
 
     Attributes:
-        sent: (stages,), what the stage before sends, the stream first; nothing for the first stage.
-        reused: (stages,), what an earlier stage of the same rank has kept.
-        kept: (stages,), what the stage keeps for later stages of its rank.
+        sent: (stages,), tensors from the previous stage, the stream first; empty for the first stage.
+        reused: (stages,), tensors that an earlier stage of the same rank has kept.
+        kept: (stages,), tensors that the stage keeps for later stages of its rank.
 
     """
 
@@ -78,13 +78,13 @@ class Traffic:
 
 
 def find_traffic(cuts: Sequence[Cut], ranks: int, keep: str) -> Traffic:
-    """Return what is sent when stage c runs on rank c % ranks.
+    """Return the traffic if stage c runs on rank c % ranks.
 
     Args:
         cuts: one for each stage but the first.
-        ranks: how many there are.
-        keep: what a rank keeps: "nothing"; what it has "received" (cross-stage caching as published, arXiv 2603.15031);
-            or "all", what its own stages have computed too.
+        ranks: number of ranks.
+        keep: tensors that a rank keeps: "nothing"; those it has "received" (cross-stage caching as published, arXiv
+            2603.15031); or "all", also those that its own stages have computed.
 
     """
     check_choice("pipeline", "keep", keep, KEPT)
@@ -109,14 +109,14 @@ def find_traffic(cuts: Sequence[Cut], ranks: int, keep: str) -> Traffic:
 
 
 def find_cuts(config: CrossLayerConfig, starts: Sequence[int]) -> tuple[Cut, ...]:
-    """Return the cuts before the layers `starts` (without the first stage's 0), by a pass without data.
+    """Return the cuts before the layers `starts` (without the first stage's 0), from a pass without data.
 
     Raises:
-        ValueError: the carry at a cut holds what cannot be sent.
+        ValueError: the carry at a cut holds something that is not a tensor.
 
     """
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # kernels of others need not know tensors without data
+    config._attn_implementation = "eager"  # other kernels may not support tensors without data
     watch = _Watch(starts)
     with FakeTensorMode(), no_init_weights():
         model = CrossLayerForCausalLM(config)
@@ -129,14 +129,14 @@ def find_cuts(config: CrossLayerConfig, starts: Sequence[int]) -> tuple[Cut, ...
 
 
 class _Watch(TorchDispatchMode):
-    """Numbers the tensors at the cuts, and notes the last stage whose operators take them in."""
+    """Numbers the tensors at the cuts, and records the last stage whose operators read them."""
 
     def __init__(self, starts: Sequence[int]):
         super().__init__()
         self.starts = starts
         self.flat: list[tuple[list[Any], pytree.TreeSpec]] = []  # by cut
-        self.numbers: dict[Any, int] = {}  # by `_key`; `flat` holds the tensors, so that no key comes twice
-        self.last: dict[int, int] = {}  # by number: the last stage that takes it in
+        self.numbers: dict[Any, int] = {}  # by `_key`; `flat` keeps the tensors alive, so that keys stay unique
+        self.last: dict[int, int] = {}  # by number: the last stage that reads it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -145,7 +145,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def arrive(self, layer: Any, args: tuple[Any, ...]) -> None:
-        """Note what the first layer of a stage is given."""
+        """Record the inputs of the first layer of a stage."""
         leaves, structure = pytree.tree_flatten(args[:2])
         for leaf in leaves:
             if leaf is None:
@@ -153,13 +153,13 @@ class _Watch(TorchDispatchMode):
             if not isinstance(leaf, Tensor):
                 raise ValueError(
                     f"pipeline: the carry before layer {self.starts[len(self.flat)]} holds a {type(leaf).__name__}; "
-                    "stages hand on tensors, in tuples, lists and dicts"
+                    "stages can pass on only tensors, in tuples, lists and dicts"
                 )
             self.numbers.setdefault(_key(leaf), len(self.numbers))
         self.flat.append((leaves, structure))
 
     def cut(self, stage: int) -> Cut:
-        """Return the cut before a stage; the stream is always sent, as gradients come back with it."""
+        """Return the cut before a stage; the stream is always sent, since its gradient comes back."""
         leaves, structure = self.flat[stage - 1]
         leaf_numbers: list[int | None] = []
         for leaf in leaves:
@@ -169,6 +169,6 @@ class _Watch(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a tensor has in common with its views as a whole, and not with what is detached from it."""
+    """Return a key that a tensor shares with full views of it, but not with detached copies."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad

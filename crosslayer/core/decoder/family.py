@@ -1,7 +1,7 @@
-"""What a family of models is made of: norms, MLPs, embeddings and positions, and who converts to it.
+"""The components of a model family: norms, MLPs, embeddings and positions, and the model types that convert to it.
 
-A family is an object in a file of `families/`, whose name is the config's `family`; what it leaves open is Llama's.
-Numbers, biases and activations are fields of the config.
+A family is an object in a file of `families/`, whose name is the config's `family`; the defaults are Llama's. Sizes,
+biases and activations are fields of the config.
 
 Shapes: B batch, T new tokens, C hidden.
 """
@@ -22,12 +22,12 @@ GATED_MLP = {"layers.*.mlp.gate_proj": "colwise", **PLAIN_MLP}
 
 @dataclass(frozen=True)
 class ModelType:
-    """How a config of Hugging Face's differs from ours, where weights have the same names.
+    """How a Hugging Face config maps to ours; the weights have the same names.
 
     Attributes:
-        copied: attributes of its own that are read.
-        fixed: what it fixed of ours.
-        renamed: our name of each attribute that it renamed otherwise.
+        copied: attributes with the same name that are copied, beside those of all types.
+        fixed: values of our attributes that this model type always has.
+        renamed: our name of each attribute that has another name there.
 
     """
 
@@ -38,18 +38,18 @@ class ModelType:
 
 @dataclass(frozen=True)
 class Family:
-    """The parts of a family.
+    """The components of a family.
 
     Attributes:
-        norm: the class of norms, of (size, eps=…).
-        gain_offset: a norm multiplies by this + its weight.
-        post_norms: whether a norm stands on each sublayer's update too.
-        mlp: the class of MLPs, of a config: from (B, T, C) to (B, T, C).
-        mlp_split: how tensor parallelism splits an MLP: style by module.
-        experts: whether a mixture of gated MLPs may stand in the place of an MLP.
-        embedding: the class of token embeddings, of (count, width, padding).
-        learned_positions: whether vectors are added to embeddings by position; otherwise positions are rotary.
-        supports: of "pipeline", "vllm" and "export" what the family has been supports with; the others refuse it.
+        norm: the class of norms, called with (size, eps=…).
+        gain_offset: a norm multiplies by its weight plus this number.
+        post_norms: whether each sublayer's update is normed too.
+        mlp: the class of MLPs, called with a config; maps (B, T, C) to (B, T, C).
+        mlp_split: the tensor-parallel style of each module of an MLP.
+        experts: whether MLPs may be replaced by mixtures of gated MLPs.
+        embedding: the class of token embeddings, called with (count, width, padding).
+        learned_positions: whether learned position vectors are added to embeddings; otherwise positions are rotary.
+        supports: which of "pipeline", "vllm" and "export" the family was tested with; the others refuse it.
         model_types: by `model_type`, Hugging Face's models that convert.
 
     """
@@ -67,12 +67,12 @@ class Family:
 
 
 def norm(config: Config, size: int) -> nn.Module:
-    """Return the family's norm of vectors of a size."""
+    """Return a norm of the family for vectors of a size."""
     return config.components.norm(size, eps=config.rms_norm_eps)
 
 
 def rotary(config: Config) -> LlamaRotaryEmbedding | None:
-    """Return the tables of the rotary embedding; None where positions are learned."""
+    """Return the rotary embedding; None if positions are learned."""
     return None if config.components.learned_positions else LlamaRotaryEmbedding(config=config)
 
 

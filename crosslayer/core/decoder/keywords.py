@@ -1,4 +1,4 @@
-"""Which keyword arguments `forward` takes beside its named arguments; a misspelt name is an error, never ignored."""
+"""The keyword arguments that `forward` takes beside its named ones; an unknown name is an error, never ignored."""
 
 import difflib
 import inspect
@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers.utils.generic import TransformersKwargs
 
-LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", "skip_logits")  # of the loss, and how it is computed
-LEAKED = ("tokenizer", "assistant_tokenizer")  # of `generate`, which lets them through to `forward`
-# what layers hand on to the attention function: transformers' own, continuous batching's and vLLM's
+LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", "skip_logits")  # options of the loss
+LEAKED = ("tokenizer", "assistant_tokenizer")  # arguments of `generate`, which passes them on to `forward`
+# arguments that layers pass on to the attention function: transformers' own, continuous batching's and vLLM's
 PASSED_ON = frozenset(
     [*TransformersKwargs.__annotations__, "attention_instances", "cache", "read_index", "write_index", "block_table",
      "logits_indices", "logits_processor_args"]
@@ -17,10 +17,10 @@ PASSED_ON = frozenset(
 
 
 def check_keywords(forward: Callable[..., Any], names: Iterable[str]) -> None:
-    """Refuse keyword arguments that nothing would read.
+    """Refuse unknown keyword arguments.
 
     Raises:
-        TypeError: a name is not known; the nearest right name is told.
+        TypeError: a name is unknown; the message suggests the closest known one.
 
     """
     for name in names:

@@ -1,9 +1,9 @@
 """A layer of the decoder: a pure function (stream, carry) → (stream, carry).
 
-A module that a layer does without is None: attention or MLP that a method takes away, with norms and residual; the norm
-before attention that reads no input; a residual that is the plain sum; W_c; the norms on updates, which Gemma 2 has.
-Norms are called as the family calls them: `post_attention_layernorm` stands before Llama's MLP, and on the update of
-Gemma 2's attention.
+A module that a layer does not have is None: dropped attention or MLP, with its norms and residual; the norm before
+attention that does not use the layer's input; a residual that is the plain sum; the linear compensation (W_c); the norms
+on updates, which Gemma 2 has. Norms have the family's names: `post_attention_layernorm` is the norm before Llama's MLP,
+but the norm on the update of Gemma 2's attention.
 
 Shapes: B batch, T new tokens, C hidden.
 """
@@ -19,11 +19,11 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import norm
 from crosslayer.core.method import Carry, Compensation, Residual, Wiring
 
-ROUTERS = "routers"  # in the carry: the logits of the routers so far
+ROUTERS = "routers"  # key in the carry: the logits of all routers so far
 
 
 class CrossLayerDecoderLayer(GradientCheckpointingLayer):
-    """A layer; each W_c stands where its update arises: here beside attention or MLP, or within attention."""
+    """A layer; its W_c is here, beside attention or MLP, or inside attention, by its target."""
 
     def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
         super().__init__()
@@ -46,7 +46,7 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
 
     @property
     def compensation(self) -> Compensation | None:
-        """The layer's W_c, wherever it stands."""
+        """The layer's W_c, whatever its target."""
         beside = self.attn_compensation or self.mlp_compensation
         return beside or (None if self.self_attn is None else self.self_attn.compensation)
 
@@ -64,17 +64,17 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
-        """Return stream and carry for the next layer, both as the methods have them; at first the stream is (B, T, C).
+        """Return stream and carry for the next layer; the stream is (B, T, C) unless a method changes its shape.
 
-        `carry["read"]` is what the first sublayer read, (B, T, C); None where there is none.
+        `carry["read"]` is the input of the first sublayer, (B, T, C); None if the layer has no sublayers.
         """
         first, normed = None, None
         if self.attends:
             first, carry = _read(self.attn_residual, stream, carry)
             normed, inputs = self._normed(first), None
-            if self.attn_residual is not None:  # what queries, keys and values are made of
-                ways = self.attn_residual.inputs(first, carry)
-                q, k, v = (normed if way is first else self._normed(way) for way in ways)
+            if self.attn_residual is not None:  # separate inputs of queries, keys and values
+                raw = self.attn_residual.inputs(first, carry)
+                q, k, v = (normed if each is first else self._normed(each) for each in raw)
                 inputs = (q, k, v)
             update, carry = self._attention_update(
                 normed,
@@ -99,14 +99,14 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
     def _attention_update(
         self, normed: Tensor, carry: Carry, inputs: Inputs | None, **kwargs: Any
     ) -> tuple[Tensor, Carry]:
-        """Return attention's update (B, T, C) with that of W_c, which stands alone where attention is gone."""
+        """Return the update (B, T, C) of attention and W_c, of W_c alone if attention is dropped."""
         beside = None if self.attn_compensation is None else self.attn_compensation(normed)
         if self.self_attn is not None:
             update, carry = self.self_attn(hidden_states=normed, carry=carry, inputs=inputs, **kwargs)
         elif self.linear_attn is not None:
-            if inputs is not None and any(way is not normed for way in inputs):
+            if inputs is not None and any(each is not normed for each in inputs):
                 raise ValueError(
-                    "linear attention reads a single input, not separate ones for queries, keys and values"
+                    "linear attention needs a single input, but a method has separate ones for queries, keys and values"
                 )
             update = self.linear_attn(normed, kwargs["attention_mask"], kwargs["past_key_values"])
         else:
@@ -118,9 +118,9 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         return update if beside is None else update + beside, carry
 
     def _mlp_update(self, read: Tensor, normed: Tensor | None, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return the MLP's update (B, T, C) with that of W_c, which reads what attention read.
+        """Return the update (B, T, C) of the MLP and W_c, which uses the normed input of attention.
 
-        A router's logits (B·T, E) join those of the layers below in the carry.
+        A router's logits (B·T, E) are appended to those of earlier layers in the carry.
         """
         assert self.mlp is not None and self.mlp_norm is not None
         update = self.mlp(self.mlp_norm(read))
@@ -135,23 +135,23 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
 
 
 def _linear_attention(config: CrossLayerConfig, layer: int) -> nn.Module:
-    from crosslayer.core.decoder.linear import LinearAttention  # others do without loading it
+    from crosslayer.core.decoder.linear import LinearAttention  # loaded only if needed
 
     return LinearAttention(config, layer)
 
 
 def _mlp(config: CrossLayerConfig) -> nn.Module:
-    """Return the family's MLP, or a mixture, which returns a router's logits (B·T, E) too."""
+    """Return the family's MLP, or a mixture of experts, which also returns router logits (B·T, E)."""
     if config.num_local_experts is None:
         return config.components.mlp(config)
-    from crosslayer.core.decoder.sparse import SparseMLP  # others do without loading it
+    from crosslayer.core.decoder.sparse import SparseMLP  # loaded only if needed
 
     return SparseMLP(config)
 
 
 def _residual(config: CrossLayerConfig, wiring: Wiring, layer: int, site: str) -> Residual | None:
-    answers = (method.residual(config, wiring, layer, site) for method in wiring.methods)
-    return next((residual for residual in answers if residual is not None), None)
+    residuals = (method.residual(config, wiring, layer, site) for method in wiring.methods)
+    return next((residual for residual in residuals if residual is not None), None)
 
 
 def _read(residual: Residual | None, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:

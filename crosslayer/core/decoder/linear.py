@@ -1,8 +1,8 @@
-"""Linear attention in the place of softmax attention: transformers' own block of Kimi Linear.
+"""Linear attention instead of softmax attention: transformers' block of Kimi Linear.
 
     S_t = (I − β_t k_t k_tᵀ) Diag(a_t) S_{t−1} + β_t k_t v_tᵀ,  u_t = S_tᵀ q_t
 
-The state S is of one size whatever the length, and the layer's own: it is neither lent nor borrowed.
+The state S has a fixed size for any length, and layers cannot share it.
 
 Shapes: B batch, T new tokens, C hidden.
 """
@@ -29,7 +29,7 @@ class ForgetGate(KimiLinearForgetGate, Mixing):
         super().__init__(config)  # type: ignore[arg-type]
 
     def reset(self) -> None:
-        """Draw the decays as Kimi Linear does, unless a checkpoint has filled them."""
+        """Initialise the decays as Kimi Linear does, unless a checkpoint has filled them."""
         init.copy_(self.A_log, init.uniform_(self.A_log, a=1.0, b=16.0).log())
         init.uniform_(self.dt_bias, a=math.log(1e-3), b=math.log(1e-1))
         step = self.dt_bias.exp().clamp_min(1e-4)
@@ -37,7 +37,7 @@ class ForgetGate(KimiLinearForgetGate, Mixing):
 
 
 class LinearAttention(KimiLinearDeltaAttention):
-    """Kimi Linear's block, whose weights keep their names; it computes in float32 whatever the dtype."""
+    """Kimi Linear's block with its weight names; it computes in float32 for any dtype."""
 
     def __init__(self, config: "CrossLayerConfig", layer_idx: int):
         super().__init__(config, layer_idx)  # type: ignore[arg-type]
@@ -46,7 +46,7 @@ class LinearAttention(KimiLinearDeltaAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | Documents | None, past_key_values: Cache | None
     ) -> Tensor:
-        """Return the update (B, T, C); `attention_mask` (B, T) hides padding, or tells documents apart."""
+        """Return the update (B, T, C); `attention_mask` (B, T) masks padding, or separates documents."""
         if isinstance(attention_mask, Documents):
             return by_document(super().forward, hidden_states, attention_mask)
         return super().forward(hidden_states, cache_params=past_key_values, attention_mask=attention_mask)

@@ -1,6 +1,7 @@
 """The decoder: Llama, or another family, whose layers are pure functions (stream, carry) → (stream, carry).
 
-With no method it is that family, weight names included. What layers lend travels in `carry`, never through the cache.
+Without methods it equals that family, weight names included. States that layers share are passed in `carry`, never
+through the cache.
 
 Shapes: B batch, T new tokens, C hidden, V vocabulary.
 """
@@ -37,11 +38,11 @@ MASKS = {
     "sliding_attention": create_sliding_window_causal_mask,
     "linear_attention": recurrent_mask,
 }
-AT_ONCE = 2048  # tokens whose logits exist at once where they are not returned
+AT_ONCE = 2048  # tokens whose logits are in memory at a time if they are not returned
 
 
 class CrossLayerPreTrainedModel(NewPreTrainedModel):
-    """What the body and the language model have in common."""
+    """The common base class of the body and the language model."""
 
     config_class = CrossLayerConfig
     config: CrossLayerConfig
@@ -56,17 +57,17 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
 
     @property
     def _supports_sdpa(self) -> bool:  # type: ignore[override]
-        """SDPA cannot cap scores: as in transformers, eager attention is then the default, and `sdpa` is refused."""
+        """SDPA cannot cap scores: for such models, as in transformers, eager is the default and `sdpa` is refused."""
         return self.config.attn_logit_softcapping is None
 
     def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
         if not self._supports_sdpa:
-            raise ValueError("SDPA cannot cap scores, as attn_logit_softcapping asks; use eager or flex_attention")
+            raise ValueError("SDPA does not support attn_logit_softcapping; use eager or flex_attention")
         return super()._sdpa_can_dispatch(is_init_check)
 
     @property
     def _is_stateful(self) -> bool:  # type: ignore[override]
-        """Tell `generate` of layers whose state cannot be cropped."""
+        """Tell `generate` whether layers have a state that cannot be cropped."""
         return bool(self.config.linear_layers)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -74,7 +75,7 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
             module.reset()
         else:
             super()._init_weights(module)
-            parts = self.config.components
+            components = self.config.components
             if components.gain_offset and isinstance(module, components.norm):
                 initialization.constant_(module.get_parameter("weight"), 1 - components.gain_offset)
 
@@ -88,27 +89,29 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Say that experts may run by any of transformers' implementations, where there are experts."""
+        """Return that experts may use any of transformers' implementations."""
         return True
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
     ) -> None:
-        """Turn on checkpointing; the reentrant kind would lose the gradients of what layers lend, silently."""
+        """Turn on checkpointing; reentrant checkpointing would silently lose gradients of shared states."""
         options = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
         if options["use_reentrant"]:
-            raise ValueError("use_reentrant=True loses the gradients of what layers lend to each other; use False")
+            raise ValueError("use_reentrant=True loses the gradients of states that layers share; use False")
         super().activation_checkpointing_enable(options, every_n_layers, offload)
 
 
 class CrossLayerModel(CrossLayerPreTrainedModel):
-    """Embedding, layers, final norm."""
+    """The embedding, the layers and the final norm."""
 
     def __init__(self, config: CrossLayerConfig):
         super().__init__(config)
-        kind = config._attn_implementation or "eager"
-        if kind not in ALL_MASK_ATTENTION_FUNCTIONS:
-            raise ValueError(f"attention {kind!r} has no mask function registered, so it would ignore the causal mask")
+        implementation = config._attn_implementation or "eager"
+        if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
+            raise ValueError(
+                f"attention {implementation!r} has no mask function registered, so it would ignore the causal mask"
+            )
         self.embed_tokens = config.components.embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         learned = config.components.learned_positions
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
@@ -116,11 +119,11 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         with _initial_values():
             layers = [CrossLayerDecoderLayer(config, wiring, layer) for layer in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
-        self.empty = layers_without_cache(config)  # now: compiled code could not ask the config
+        self.empty = layers_without_cache(config)  # computed here, since compiled code could not
         self.norm, self.rotary_emb = norm(config, config.hidden_size), rotary(config)
-        answers = (method.final(config, wiring) for method in wiring.methods)
+        residuals = (method.final(config, wiring) for method in wiring.methods)
         self.token_readers = [method.name() for method in wiring.methods if method.reads_tokens]
-        self.final_residual = next((residual for residual in answers if residual is not None), None)
+        self.final_residual = next((residual for residual in residuals if residual is not None), None)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -137,17 +140,18 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
-        """Return hidden states (B, T, C); with `output_hidden_states`, also what each layer reads.
+        """Return hidden states (B, T, C); with `output_hidden_states`, also the input of each layer.
 
         With `output_router_logits`, also the logits of every router, (B·T, E) each.
         """
         check_keywords(CrossLayerModel.forward, kwargs)
-        returns_router_logits = self.config.returns_router_logits(kwargs.pop("output_router_logits", None))
+        with_router_logits = self.config.returns_router_logits(kwargs.pop("output_router_logits", None))
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if kwargs.pop("output_attentions", None) or self.config.output_attentions:
             raise ValueError(
-                "maps are not returned, since sharing never builds them; `crosslayer diagnose` measures them"
+                "output_attentions is not supported, since attention maps are never built; `crosslayer diagnose` measures "
+                "them"
             )
         stream: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         check_flex(self.config._attn_implementation, stream.device)
@@ -158,26 +162,27 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(stream.shape[1], device=stream.device) + seen).unsqueeze(0)
-        kinds = self.config.layer_types
-        assert kinds is not None
-        masks = attention_mask  # generate() has built them
+        layer_types = self.config.layer_types
+        assert layer_types is not None
+        masks = attention_mask  # a dict if generate() has built them
         if not isinstance(masks, dict):
-            masks = masks_of(self.config, kinds, stream, attention_mask, position_ids, past_key_values)
+            masks = masks_of(self.config, layer_types, stream, attention_mask, position_ids, past_key_values)
         stream, position_embeddings = self.add_positions(stream, position_ids)
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         reads, carry = [], self._first_carry(input_ids)
-        for layer, kind in zip(self.layers, kinds, strict=True):
+        for layer, layer_type in zip(self.layers, layer_types, strict=True):
             stream, carry = layer(
                 stream,
                 carry,
                 position_embeddings=position_embeddings,
-                attention_mask=masks[kind],
+                attention_mask=masks[layer_type],
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
                 **kwargs,
             )
-            if wanted:
+            if output_hidden_states:
                 reads.append(carry["read"])
         if self.final_residual is not None:
             stream, carry = self.final_residual(stream, carry)
@@ -185,8 +190,8 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         return MoeModelOutputWithPast(
             last_hidden_state=last,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*_filled(reads, stream), last) if wanted else None,
-            router_logits=carry.get(ROUTERS) if returns_router_logits else None,
+            hidden_states=(*_filled(reads, stream), last) if output_hidden_states else None,
+            router_logits=carry.get(ROUTERS) if with_router_logits else None,
         )
 
     def add_positions(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
@@ -194,7 +199,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if self.embed_positions is not None:
             if stream.shape[1] > self.config.max_position_embeddings:
                 raise ValueError(
-                    f"there are {stream.shape[1]} tokens, and the model has learned "
+                    f"input is too long: {stream.shape[1]} tokens, the model has learned "
                     f"{self.config.max_position_embeddings} positions"
                 )
             return stream + self.embed_positions(position_ids), None
@@ -202,17 +207,17 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         return stream, self.rotary_emb(stream, position_ids=position_ids)
 
     def _first_carry(self, input_ids: Tensor | None) -> Carry:
-        """Return what the first layer gets beside the stream: the tokens, for methods that read them."""
+        """Return the carry for the first layer: the token ids, if a method reads them."""
         if not self.token_readers:
             return {}
         if input_ids is None:
             readers = " and ".join(self.token_readers)
-            raise ValueError(f"{readers} reads tokens, which inputs_embeds do not tell; give input_ids")
+            raise ValueError(f"{readers} reads token ids, which inputs_embeds do not have; pass input_ids")
         return {TOKENS: input_ids}
 
 
 class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
-    """The language model."""
+    """The language model: the body and a linear head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -237,11 +242,12 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
-        """Return logits (B, T, V), or of the last `logits_to_keep` tokens, and the loss where there are `labels`.
+        """Return logits (B, T, V), or those of the last `logits_to_keep` tokens, and the loss if there are `labels`.
 
-        With `skip_logits` the loss alone: logits of `AT_ONCE` tokens exist at a time, and again in the backward pass.
+        With `skip_logits` only the loss is returned: at most `AT_ONCE` tokens have logits in memory at a time, and the
+        backward pass recomputes them.
 
-        The loss also takes `shift_labels` (labels that are shifted already; they suffice alone, as where the sequence
+        The loss also takes `shift_labels` (labels that are shifted already, instead of `labels`, as when the sequence
         is split over ranks), `ignore_index` and `num_items_in_batch`. With `output_router_logits` it contains the
         routers' `aux_loss`, which is returned as well.
         """
@@ -258,23 +264,23 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         skip_logits = options.pop("skip_logits", False)
-        judged = labels is not None or options.get("shift_labels") is not None
+        has_labels = labels is not None or options.get("shift_labels") is not None
         logits = loss = None
         if skip_logits:
-            if not judged or logits_to_keep != 0:
-                raise ValueError("skip_logits leaves the loss alone, so it needs labels, and no logits_to_keep")
+            if not has_labels or logits_to_keep != 0:
+                raise ValueError("skip_logits returns only the loss: pass labels, and leave out logits_to_keep")
             loss = self._loss_in_chunks(outputs.last_hidden_state, labels, **options)
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self._logits(outputs.last_hidden_state[:, kept, :])
-            if judged:
+            if has_labels:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         aux_loss = None
         if outputs.router_logits is not None:
-            from crosslayer.core.decoder.sparse import balance_loss  # dense models do without loading it
+            from crosslayer.core.decoder.sparse import balance_loss  # not loaded for dense models
 
             padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
-            if padding is not None:  # of cached tokens too
+            if padding is not None:  # it may cover cached tokens too
                 padding = padding[:, -outputs.last_hidden_state.shape[1] :]  # (B, T)
             aux_loss = balance_loss(self.config, outputs.router_logits, padding)
             loss = None if loss is None else loss + self.config.router_aux_loss_coef * aux_loss
@@ -312,8 +318,8 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         states, shift_labels = states.flatten(0, 1), shift_labels.flatten()  # (B·T, C), (B·T,)
         total = torch.zeros((), device=states.device)
         for start in range(0, len(states), AT_ONCE):
-            part = slice(start, start + AT_ONCE)
-            total = total + checkpoint(loss, states[part], shift_labels[part], use_reentrant=False)
+            chunk = slice(start, start + AT_ONCE)
+            total = total + checkpoint(loss, states[chunk], shift_labels[chunk], use_reentrant=False)
         return total
 
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
@@ -324,19 +330,22 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
 
 def masks_of(
     config: CrossLayerConfig,
-    kinds: Sequence[str],
+    layer_types: Sequence[str],
     stream: Tensor,
     mask: Tensor | None,
     position_ids: Tensor,
     cache: Cache | None = None,
 ) -> dict[str, Any]:
-    """Return the mask of each kind of layer, as the implementation of attention has it."""
+    """Return the mask for each layer type, in the form that the attention implementation needs."""
     options = {"attention_mask": mask, "past_key_values": without_empty_layers(cache), "position_ids": position_ids}
-    return {kind: MASKS[kind](config=config, inputs_embeds=stream, **options) for kind in dict.fromkeys(kinds)}
+    return {
+        layer_type: MASKS[layer_type](config=config, inputs_embeds=stream, **options)
+        for layer_type in dict.fromkeys(layer_types)
+    }
 
 
 def _filled(reads: list[Tensor | None], final: Tensor) -> list[Tensor]:
-    """Return what each layer reads; for a layer without sublayers, what is read next: nothing happens between."""
+    """Return the input of each layer; for a layer without sublayers, that of the next one, which is the same."""
     filled, following = [], final
     for read in reversed(reads):
         following = following if read is None else read
@@ -345,5 +354,5 @@ def _filled(reads: list[Tensor | None], final: Tensor) -> list[Tensor]:
 
 
 def _initial_values() -> AbstractContextManager[None]:
-    """Let modules leave out their initial values on the meta device, where there are none: a third of the time."""
+    """Skip initial values on the meta device, which has none; this saves a third of the time."""
     return initialization.no_init_weights() if torch.get_default_device().type == "meta" else nullcontext()

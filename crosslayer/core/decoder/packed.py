@@ -1,9 +1,9 @@
-"""Attention within the documents of packed rows, document by document: no mask (B, 1, T, T) is ever built.
+"""Attention within the documents of packed rows, document by document, without a mask (B, 1, T, T).
 
 A document is a contiguous causal piece of its row, which SDPA computes without a mask. Under a sliding window a longer
-one is cut into pieces, each of which reads the piece before it too, through a band that all of them share.
-`attend_within_documents` and `document_mask` are an implementation of attention for transformers, which training
-registers. Where rows are padded or continue a cache, and under torch.compile, it is transformers' SDPA.
+document is cut into pieces, each of which also reads the piece before it, through a band mask that all of them share.
+`attend_within_documents` and `document_mask` are an attention implementation for transformers, which training
+registers. For rows that are padded or continue a cache, and under torch.compile, it falls back to transformers' SDPA.
 
 Shapes: B batch, T tokens of a row, N documents, P tokens of a piece, C hidden, H heads, D head size.
 """
@@ -18,18 +18,18 @@ from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_recurrent_attention_mask, find_packed_sequence_indices, sdpa_mask
 
-PIECE = 512  # tokens of a piece of a document that is longer than its window, which may be longer still
+PIECE = 512  # least tokens of a piece, if a document is longer than the window
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The pieces of all rows, one behind the other: B·T tokens.
+    """The pieces of all rows, concatenated: B·T tokens.
 
     Args:
         lengths: tokens of each piece.
-        continues: whether a piece reads the one before it too.
-        window: tokens that a token sees, itself included; None: its document's, up to itself.
-        band: (P, 2·P), what a piece of a longer document adds to the scores of the piece before it and of its own.
+        continues: whether a piece also reads the piece before it.
+        window: tokens that a token attends to, itself included; None: all of its document up to itself.
+        band: (P, 2·P), the mask to add to scores of a piece with the piece before it and with itself.
 
     """
 
@@ -39,7 +39,7 @@ class Documents:
     band: Tensor | None = None
 
     def mask(self, piece: int) -> Tensor | None:
-        """Return the mask of a piece, (1, 1, P, keys), a view of the band; None where it is plainly causal."""
+        """Return the mask of a piece, (1, 1, P, keys), a view of the band; None if it is plainly causal."""
         length, continued = self.lengths[piece], self.continues[piece]
         if self.band is None or not continued and length <= (self.window or length):
             return None
@@ -48,7 +48,7 @@ class Documents:
 
 
 def document_mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Documents | Tensor | None:
-    """Return the documents of packed rows, or what `sdpa_mask` returns, whose arguments these are."""
+    """Return the documents of packed rows, otherwise the result of `sdpa_mask`, which takes the same arguments."""
     whole = q_length == kv_length > 1 and options.get("attention_mask") is None and not options.get("use_vmap")
     documents = None
     if whole and not torch.compiler.is_compiling() and _is_zero(options["q_offset"]) and _is_zero(options["kv_offset"]):
@@ -64,7 +64,7 @@ def recurrent_mask(
     past_key_values: Cache | None = None,
     position_ids: Tensor | None = None,
 ) -> Documents | Tensor | None:
-    """Return the documents of packed rows, over whose borders no state may go, or transformers' mask of padding."""
+    """Return the documents of packed rows, between which a state is reset, otherwise transformers' padding mask."""
     if attention_mask is None and past_key_values is None and not torch.compiler.is_compiling():
         assert position_ids is not None
         numbers = find_packed_sequence_indices(position_ids.expand(inputs_embeds.shape[0], -1))  # (B, T)
@@ -77,7 +77,7 @@ def recurrent_mask(
 def attend_within_documents(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Return what attention reads (B, T, H, D), as `sdpa_attention_forward` does, whose arguments these are."""
+    """Return attention's output (B, T, H, D), as `sdpa_attention_forward` does, which takes the same arguments."""
     if not isinstance(attention_mask, Documents):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     documents, read = attention_mask, []
@@ -91,7 +91,7 @@ def attend_within_documents(
 
 
 def by_document(call: Callable[[Tensor], Tensor], hidden_states: Tensor, documents: Documents) -> Tensor:
-    """Return what a call makes of each document (1, P, C) by itself, put together as (B, T, C)."""
+    """Apply a function to each document (1, P, C) separately and return the joined results (B, T, C)."""
     pieces = hidden_states.flatten(0, 1).split(documents.lengths)
     return torch.cat([call(piece[None]) for piece in pieces], 1).view_as(hidden_states)
 
@@ -99,13 +99,13 @@ def by_document(call: Callable[[Tensor], Tensor], hidden_states: Tensor, documen
 def _documents(
     sees: Callable[..., Tensor], batch: int, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> Documents | None:
-    """Return the documents of rows, None where each is one that is plainly causal, or a token sees one behind it.
+    """Return the documents of rows; None if each row is one causal document, or a token attends to a later one.
 
-    A document begins where a token does not see the one before it.
+    A document begins at each token that does not attend to the previous token.
     """
-    rows, places = torch.arange(batch, device=device)[:, None], torch.arange(tokens, device=device)[None]
-    head = places.new_zeros(())
-    later, earlier = places[:, 1:], places[:, :-1]
+    rows, positions = torch.arange(batch, device=device)[:, None], torch.arange(tokens, device=device)[None]
+    head = positions.new_zeros(())
+    later, earlier = positions[:, 1:], positions[:, :-1]
     if sees(rows, head, earlier, later).any():
         return None
     starts = ~sees(rows, head, later, earlier).expand(batch, -1)  # (B, T − 1)
@@ -113,16 +113,16 @@ def _documents(
     ends = torch.tensor(lengths, device=device).cumsum(0) - 1  # (N,), counted over all rows
     row, last = ends // tokens, ends % tokens
     first = last + 1 - torch.tensor(lengths, device=device)
-    short = (~sees(row, head, last, first)).nonzero().flatten().tolist()  # documents whose end does not see their start
+    short = (~sees(row, head, last, first)).nonzero().flatten().tolist()  # longer than the window
     if not short:
         return Documents(lengths, (False,) * len(lengths)) if starts.any() else None
     one = short[0]
-    window = int(sees(row[one], head, last[one], places[0, first[one] : last[one] + 1]).sum())
+    window = int(sees(row[one], head, last[one], positions[0, first[one] : last[one] + 1]).sum())
     return _windowed(lengths, window, device, dtype)
 
 
 def _windowed(lengths: tuple[int, ...], window: int, device: torch.device, dtype: torch.dtype) -> Documents:
-    """Return documents whose tokens see `window` tokens, those that are longer in pieces."""
+    """Return documents whose tokens attend to `window` tokens; longer documents are cut into pieces."""
     size = max(window, PIECE)
     cut = [[min(size, length - start) for start in range(0, length, size if length > window else length)]
            for length in lengths]  # fmt: skip
@@ -136,10 +136,10 @@ def _windowed(lengths: tuple[int, ...], window: int, device: torch.device, dtype
 
 
 def _lengths(starts: Tensor) -> tuple[int, ...]:
-    """Return the tokens of each document, of all rows in turn, whose tokens but the first start one: (B, T − 1)."""
+    """Return the length of each document in all rows; `starts` (B, T − 1) marks where one begins after token 0."""
     begins = torch.nn.functional.pad(starts, (1, 0), value=True).flatten()  # (B·T,)
-    places = begins.nonzero().flatten()
-    return tuple(torch.diff(places, append=places.new_tensor([begins.numel()])).tolist())
+    positions = begins.nonzero().flatten()
+    return tuple(torch.diff(positions, append=positions.new_tensor([begins.numel()])).tolist())
 
 
 def _is_zero(offset: Any) -> bool:

@@ -1,6 +1,6 @@
-"""How the decoder is sharded over ranks: transformers' tensor-parallel styles by module.
+"""How the decoder is sharded over ranks: the tensor-parallel style of each module.
 
-Every rank holds the same slice of heads in all layers, so what layers lend to each other stays on its rank.
+Every rank holds the same slice of heads in all layers, so that states that layers share never leave their rank.
 """
 
 from typing import Any
@@ -28,12 +28,12 @@ EXPERTS = {
     "layers.*.mlp.experts.down_proj": "rowwise",
     "layers.*.mlp.experts": "moe_tp_experts",
 }
-# small and whole on every rank, which sees its own heads alone: gradients are summed
+# small and replicated on every rank, which has only its own heads: gradients are summed
 NORMS = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm")
 MIXERS = "layers.*.self_attn.mixers.*"
 READER = "layers.*.self_attn.reader"
 
-# linear attention stays whole
+# linear attention is replicated
 LINEAR = {
     f"layers.*.linear_attn.{name}": WHOLE
     for name in (
@@ -42,8 +42,8 @@ LINEAR = {
     )
 }
 
-# W_c on a whole update reads and writes what every rank has whole, so its gradient is whole too; W_c before W_o writes
-# heads, and is split as they are
+# the input and output of a W_c on a sublayer's update are replicated, hence its gradient too; a W_c before W_o writes
+# heads, and is split like them
 COMPENSATION = {
     "attention": ("layers.*.attn_compensation", WHOLE),
     "heads": ("layers.*.self_attn.compensation", "colwise"),
@@ -52,20 +52,20 @@ COMPENSATION = {
 
 
 class MixingParallel(TensorParallelLayer):
-    """A method's module within attention, which sees the heads of its own rank alone.
+    """A method's module within attention, which processes only the heads of its rank.
 
-    Its parameters are split by head where it says so; others are whole on every rank, and their gradients are summed.
+    Parameters in `split_by_head` are split; others are replicated, and their gradients are summed.
     """
 
     def should_use_local_tensors(self, module: Mixing) -> bool:  # type: ignore[override]
-        """Let parameters that are split be plain tensors in the module's forward."""
+        """Return whether the parameters are split, and so are plain tensors in the module's forward."""
         return bool(module.split_by_head)
 
     def shard_param(self, module: Mixing, param: str, mesh: Any) -> None:
         """Split a parameter by head."""
         if param not in module.split_by_head:
             return
-        from torch.distributed.tensor import Shard, distribute_tensor  # not there without torch.distributed
+        from torch.distributed.tensor import Shard, distribute_tensor  # missing in builds without torch.distributed
 
         whole = module.get_parameter(param)
         split = distribute_tensor(whole, mesh, [Shard(module.split_by_head[param])], src_data_rank=None)
@@ -78,7 +78,7 @@ class MixingParallel(TensorParallelLayer):
         return super().install_forward(module, mesh)
 
     def transform_inputs_pre_forward(self, module: Mixing, args: Any, kwargs: Any, mesh: Any) -> tuple[Any, Any]:
-        """Sum the gradient of the layer's input, to which each rank's heads add theirs."""
+        """Mark the gradient of the layer's input as a sum over the ranks' heads."""
         if not isinstance(module, HeadMixer) or not module.reads_input:
             return args, kwargs
         from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -94,7 +94,7 @@ if torch.distributed.is_available():
 
 
 def tensor_parallel_plan(config: Config, wiring: Wiring) -> dict[str, str]:
-    """Return the styles of the modules that a model has; transformers would warn of others."""
+    """Return the styles of the modules that the model has; transformers would warn about others."""
     plan = {"embed_tokens": "embedding_rowwise", **PLAN}
     plan |= config.components.mlp_split if config.num_local_experts is None else EXPERTS
     if config.components.learned_positions:

@@ -1,12 +1,12 @@
-"""A decoder as stages of a pipeline, for the schedules of `torch.distributed.pipelining`.
+"""A decoder as pipeline stages, for the schedules of `torch.distributed.pipelining`.
 
     stages = pipeline_stages(model, device, rounds=2)  # those of this rank
     schedule = ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=loss)
     schedule.step(*[ids] if rank == 0 else [], target=ids)
 
-A stage hands on the stream and what later layers read of the carry: lent states, sources of attention over depth.
-Where a rank runs several stages, what it keeps is not sent to it again (cross-stage caching): a later stage reads it
-detached, and deposits its gradient with the stage that kept it.
+A stage sends the stream and those tensors of the carry that later layers read: shared states, sources of attention over
+depth. If a rank runs several stages, tensors that it keeps are not sent to it again (cross-stage caching): a later
+stage reads them detached, and stores their gradients for the stage that kept them.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -40,15 +40,15 @@ def pipeline_stages(
 
     Args:
         model: the whole decoder, with the same weights on every rank.
-        device: where this rank runs.
-        rounds: how many stages a rank has.
-        keep: what a rank keeps for its later stages: "all"; only what it has "received", which is cross-stage caching
+        device: the device of this rank.
+        rounds: number of stages per rank.
+        keep: tensors that a rank keeps for its later stages: "all"; only those "received", which is cross-stage caching
             as published (arXiv 2603.15031); "nothing".
-        starts: (stages,), the first layer of each; None spreads the layers evenly.
-        group: the ranks; None for all.
+        starts: (stages,), the first layer of each stage; None splits the layers evenly.
+        group: the process group; None for all ranks.
 
     Raises:
-        ValueError: the decoder cannot be split so.
+        ValueError: the decoder cannot be split this way.
 
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -58,7 +58,7 @@ def pipeline_stages(
 
 
 class Stage(PipelineStage):
-    """A stage that tries its module on zeros, not on what lies in memory, which may be no index of anything."""
+    """A stage that infers shapes with zeros instead of uninitialised memory, which may hold invalid indices."""
 
     def _to_tensor(self, arg: Any) -> Tensor:
         tensor = super()._to_tensor(arg)
@@ -75,18 +75,18 @@ def stage_modules(
     bounds = [*starts, layers]
     if len(starts) != stages or starts[0] != 0 or any(start >= end for start, end in pairwise(bounds)):
         raise ValueError(
-            f"pipeline: {ranks} ranks × {rounds} rounds are {stages} stages, whose first layers must rise from 0 to at "
-            f"most {layers - 1}; they are {list(starts)}"
+            f"pipeline: starts must name the first layers of {ranks} ranks × {rounds} rounds = {stages} stages, rising "
+            f"from 0 to at most {layers - 1}, got {list(starts)}"
         )
     config = model.config
-    if "pipeline" not in config.modules.tried or config.num_local_experts is not None or config.linear_layers:
+    if "pipeline" not in config.components.supports or config.num_local_experts is not None or config.linear_layers:
         raise ValueError(
-            "pipeline: stages are built for decoders of Llama's kind, without experts and linear attention; this one "
-            f"has family {config.family!r}, {config.num_local_experts or 'no'} experts and linear attention in layers "
+            "pipeline: only families like Llama are supported, without experts and linear attention; got family "
+            f"{config.family!r}, {config.num_local_experts or 'no'} experts and linear attention in layers "
             f"{list(config.linear_layers)}"
         )
     if model.config.tie_word_embeddings and stages > 1:
-        raise ValueError("pipeline: embedding and head lie in different stages; set tie_word_embeddings=False")
+        raise ValueError("pipeline: embedding and head are in different stages; set tie_word_embeddings=False")
     between = find_cuts(model.config, starts[1:])
     cuts = (None, *between, None)
     traffic = find_traffic(between, ranks, keep)
@@ -103,15 +103,15 @@ def stage_modules(
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a stage takes in and hands on.
+    """The tensors that a stage receives, keeps and sends.
 
     Attributes:
         stage: its number; the next stage on its rank is `stage + ranks`.
-        ranks: how many there are.
-        before: the cut before it, None for the first stage.
-        after: the cut behind it, None for the last stage.
-        traffic: what is sent and kept at all stages.
-        waiting: by stage, the microbatches that wait for the stages of its rank; they pass all in the same order.
+        ranks: number of ranks.
+        before: the cut before the stage, None for the first stage.
+        after: the cut after the stage, None for the last stage.
+        traffic: which tensors all stages send and keep.
+        waiting: by stage, the microbatches that wait for the stages of this rank, in order of arrival.
 
     """
 
@@ -123,7 +123,7 @@ class Exchange:
     waiting: dict[int, deque[Microbatch]]
 
     def arrive(self, received: Sequence[Tensor]) -> tuple[Microbatch, dict[int, Tensor]]:
-        """Return the microbatch, and by their numbers the tensors that cross the cut before the stage."""
+        """Return the microbatch, and the tensors that cross the cut before the stage by number."""
         microbatch = Microbatch() if self.stage < self.ranks else self.waiting[self.stage].popleft()
         if self.before is None:
             return microbatch, {}
@@ -131,7 +131,7 @@ class Exchange:
         return microbatch, microbatch.restore(self.traffic.reused[self.stage], tensors, self.before.stream)
 
     def depart(self, microbatch: Microbatch, tensors: dict[int, Tensor]) -> tuple[Tensor, ...]:
-        """Keep what later stages of the rank read, and return what the next stage is sent."""
+        """Keep the tensors that later stages of the rank read, and return those to send to the next stage."""
         assert self.after is not None
         tensors = microbatch.keep(self.traffic.kept[self.stage], tensors, self.after.stream)
         if self.stage + self.ranks < len(self.traffic.sent):
@@ -140,7 +140,7 @@ class Exchange:
 
 
 class StageModule(nn.Module):
-    """The module of a stage: a part of the model, under the names that it has there."""
+    """The module of a stage: some layers of the model, with the same weight names."""
 
     def __init__(self, model: CrossLayerForCausalLM, layers: range, exchange: Exchange):
         super().__init__()
@@ -151,7 +151,7 @@ class StageModule(nn.Module):
     def forward(
         self, *received: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return what the next stage is sent, or logits (B, T, V); from ids (B, T), or what this stage was sent."""
+        """Map ids (B, T), or the tensors received, to the tensors to send, or to logits (B, T, V) in the last stage."""
         microbatch, tensors = self.exchange.arrive(received)
         if self.exchange.before is None:
             stream, carry = self.model.begin(*received)
@@ -165,24 +165,24 @@ class StageModule(nn.Module):
 
 
 class StageBody(nn.Module):
-    """A part of the body; the embedding, the final norm and what it reads are None where they lie in other stages."""
+    """Some layers of the body; embedding, final residual and final norm are None if they are in other stages."""
 
     def __init__(self, body: CrossLayerModel, layers: range, exchange: Exchange):
         super().__init__()
         first, last = exchange.before is None, exchange.after is None
-        kinds = body.config.layer_types
-        assert kinds is not None
-        self.config, self.kinds = body.config, kinds[layers.start : layers.stop]
+        layer_types = body.config.layer_types
+        assert layer_types is not None
+        self.config, self.layer_types = body.config, layer_types[layers.start : layers.stop]
         self.embed_tokens: nn.Embedding | None = body.embed_tokens if first else None
         self.layers = nn.ModuleDict({str(layer): body.layers[layer] for layer in layers})
-        assert body.rotary_emb is not None, "families without it are refused before"
+        assert body.rotary_emb is not None, "families without it are refused earlier"
         self.rotary_emb = body.rotary_emb
         self.final_residual: Residual | None = body.final_residual if last else None
         self.norm: nn.Module | None = body.norm if last else None
         self.reads_tokens = bool(body.token_readers)
 
     def begin(self, ids: Tensor) -> tuple[Tensor, Carry]:
-        """Return what the first layer gets."""
+        """Return stream and carry for the first layer."""
         assert self.embed_tokens is not None
         return self.embed_tokens(ids), {TOKENS: ids} if self.reads_tokens else {}
 
@@ -192,11 +192,11 @@ class StageBody(nn.Module):
         """Run the layers."""
         if position_ids is None:
             position_ids = torch.arange(stream.shape[1], device=stream.device).unsqueeze(0)
-        masks = masks_of(self.config, self.kinds, stream, attention_mask, position_ids)
+        masks = masks_of(self.config, self.layer_types, stream, attention_mask, position_ids)
         rotary = self.rotary_emb(stream, position_ids=position_ids)
-        for layer, kind in zip(self.layers.values(), self.kinds, strict=True):
+        for layer, layer_type in zip(self.layers.values(), self.layer_types, strict=True):
             stream, carry = layer(
-                stream, carry, position_embeddings=rotary, attention_mask=masks[kind], position_ids=position_ids
+                stream, carry, position_embeddings=rotary, attention_mask=masks[layer_type], position_ids=position_ids
             )
         return stream, carry
 

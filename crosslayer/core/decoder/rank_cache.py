@@ -1,4 +1,4 @@
-"""What the stages of a rank keep for each other of a microbatch: tensors on the way up, gradients down."""
+"""Tensors and gradients that the pipeline stages of one rank keep for each other."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,20 +8,20 @@ from torch import Tensor
 
 
 class Microbatch:
-    """What the stages of a rank have kept of one microbatch, by number."""
+    """The tensors of one microbatch that the stages of a rank keep, by number."""
 
     def __init__(self):
         self.tensors: dict[int, Tensor] = {}
-        self.grads: dict[int, Tensor] = {}  # that later stages have left for the stages that kept the tensors
-        self.kept = False  # whether a stage has kept tensors; the first of them takes the last gradient
+        self.grads: dict[int, Tensor] = {}  # stored by later stages for the stages that kept the tensors
+        self.kept = False  # whether a stage has kept tensors; the first such stage is the last in backward
 
     def restore(self, numbers: Sequence[int], tensors: Mapping[int, Tensor], stream: int) -> dict[int, Tensor]:
-        """Return `tensors` with those that have been kept; backward leaves the gradients of these.
+        """Return `tensors` together with kept ones, whose gradients are stored in the backward pass.
 
         Args:
-            numbers: what has been kept.
-            tensors: what a stage has been sent.
-            stream: which of these has a gradient in any case.
+            numbers: the kept tensors to add.
+            tensors: the tensors that the stage received, by number.
+            stream: the number of the stream, which always has a gradient.
 
         """
         kept = {number: self.tensors[number] for number in numbers}
@@ -32,7 +32,7 @@ class Microbatch:
         return {**tensors, **kept, **dict(zip([stream, *trained], outputs, strict=True))}
 
     def keep(self, numbers: Sequence[int], tensors: Mapping[int, Tensor], stream: int) -> dict[int, Tensor]:
-        """Keep tensors, and return `tensors` with a stream whose backward takes what is left for them."""
+        """Keep tensors; return `tensors` with a stream whose backward adds the stored gradients of those kept."""
         for number in numbers:
             self.tensors[number] = tensors[number].detach().requires_grad_(tensors[number].requires_grad)
         trained = [number for number in numbers if tensors[number].requires_grad]
@@ -44,9 +44,9 @@ class Microbatch:
 
 
 class _Restore(torch.autograd.Function):
-    """Hands out what has been kept, and adds its gradients to what is left for them.
+    """Returns kept tensors; backward adds their gradients to the stored ones.
 
-    The stream goes through, so that a backward pass to the inputs of the stage comes through here.
+    The stream passes through, so that every backward pass to the inputs of the stage runs this function.
     """
 
     @staticmethod
@@ -67,9 +67,9 @@ class _Restore(torch.autograd.Function):
 
 
 class _Keep(torch.autograd.Function):
-    """Passes the stream; backward gives kept tensors the gradients that were left for them.
+    """Passes the stream through; backward gives kept tensors their stored gradients.
 
-    The stages that leave them have been there before: the gradient of the stream comes through all of them.
+    Later stages have stored them by then, since the gradient of the stream comes through all of these stages.
     """
 
     @staticmethod
@@ -84,5 +84,5 @@ class _Keep(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (stream,) = gradients
         taken = [ctx.grads.pop(number, None) for number in ctx.numbers]
-        assert not (ctx.first and ctx.grads), "gradients are left that no stage takes"
+        assert not (ctx.first and ctx.grads), "some stored gradients were not used by any stage"
         return None, None, None, stream, *taken

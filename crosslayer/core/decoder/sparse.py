@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of an MLP: transformers' own sparse block of Mixtral.
+"""A mixture of experts instead of an MLP: transformers' sparse block of Mixtral.
 
     y = Σ_{e ∈ top k} softmax(x W_r)_e / Σ_{top k} · MLP_e(x)
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from crosslayer.core.decoder.configuration import CrossLayerConfig
 
 
-class _Drawn(Mixing):
-    """Weights that begin as other matrices do."""
+class _Normal(Mixing):
+    """Weights with the normal initialisation of other matrices."""
 
     std = 0.02
 
@@ -32,16 +32,16 @@ class _Drawn(Mixing):
             init.normal_(parameter, mean=0.0, std=self.std)
 
 
-class Router(MixtralTopKRouter, _Drawn):
+class Router(MixtralTopKRouter, _Normal):
     """Mixtral's router."""
 
 
-class Experts(MixtralExperts, _Drawn):  # type: ignore[misc]
+class Experts(MixtralExperts, _Normal):  # type: ignore[misc]
     """Mixtral's experts."""
 
 
 class SparseMLP(MixtralSparseMoeBlock):
-    """Mixtral's block, which also returns what its router says; its weights keep their names."""
+    """Mixtral's block with its weight names, which also returns the router's logits."""
 
     def __init__(self, config: "CrossLayerConfig"):
         super().__init__(config)  # type: ignore[arg-type]
@@ -56,9 +56,9 @@ class SparseMLP(MixtralSparseMoeBlock):
 
 
 def balance_loss(config: "CrossLayerConfig", logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
-    """Return the loss that evens out how much experts are used (Switch Transformer, eq. 4-6), as Mixtral does.
+    """Return Mixtral's loss for balanced use of experts (Switch Transformer, eq. 4-6).
 
-    `logits` are the routers', (B·T, E) each; `mask` (B, T) leaves padding out.
+    `logits` are the routers', (B·T, E) each; `mask` (B, T) excludes padding.
     """
     options = (config.num_local_experts, config.num_experts_per_tok, mask)
     loss = load_balancing_loss_func(logits, *options)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Other families' models to ours and back: the config is translated, the weights keep their names.
+"""Conversion of Hugging Face models to ours and back: the config is translated, the weights keep their names.
 
-A source attribute that is neither translated, nor ignored by name, nor at its default is refused: an unknown attribute
-would otherwise be a silent difference.
+An attribute of the source config must be translated, ignored by name, or at its default; others are refused, since an
+unknown attribute could change the model silently.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ SHARED = (
     "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "pad_token_id",
     "bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters", "attention_dropout", "head_dim",
 )  # fmt: skip
-# say nothing of what the model computes, nor do names that begin with an underscore
+# attributes without influence on what the model computes, like all that begin with an underscore
 IGNORED = {
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "pretraining_tp", "id2label",
     "label2id", "problem_type", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
@@ -32,30 +32,31 @@ IGNORED = {
 
 
 def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerConfig:
-    """Translate a config, and add methods; one of ours, of a model without methods, takes them as it is.
+    """Translate a config to ours and add methods; a config of ours without methods only gets the methods.
 
     Raises:
-        ValueError: the family is not known, an attribute cannot be translated, or the model has methods or linear
-            attention already.
+        ValueError: the model type or an attribute cannot be translated, or the model already has methods or linear
+            attention.
 
     """
     if isinstance(source, CrossLayerConfig):
         if source.methods:
             names = ", ".join(method.name() for method in source.methods)
             raise ValueError(
-                f"the model has {names} already, and a retrofit is fitted to, and judged by, a model without methods; "
-                f"train both together instead (model.method: [{names}, …])"
+                f"the model already has {names}, but a retrofit needs a model without methods; train both together "
+                f"instead (model.method: [{names}, …])"
             )
         if source.linear_layers:
             raise ValueError(
-                f"linear attention, of layers {list(source.linear_layers)}, has no keys and values that a retrofit "
-                "could share; use a model whose layers all have softmax attention"
+                f"layers {list(source.linear_layers)} have linear attention, which a retrofit cannot share; use a model "
+                "whose layers all have softmax attention"
             )
         return CrossLayerConfig(**{**source.to_dict(), "cross_layer": cross_layer})
     known = model_types()
     if source.model_type not in known:
         raise ValueError(
-            f"{source.model_type!r} cannot be converted; {', '.join(known)} can; diagnose works on others too"
+            f"model type {source.model_type!r} cannot be converted, only {', '.join(known)}; `crosslayer diagnose` works "
+            "with others too"
         )
     family, mapping = known[source.model_type]
     values = source.to_dict()
@@ -67,32 +68,35 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
 
 
 def _refuse_unknown(source: PreTrainedConfig, values: Mapping[str, Any], translated: Sequence[str]) -> None:
-    """Refuse an attribute that is neither translated nor ignored, unless it has its family's default or is None."""
+    """Refuse attributes that are neither translated, nor ignored, nor at their default (None if there is none)."""
     defaults = type(source)().to_dict()
     for key, value in values.items():
         if key in translated or key in IGNORED or key.startswith("_"):
             continue
         as_default = value == defaults[key] if key in defaults else value is None
         if not as_default:
-            raise ValueError(f"{source.model_type}: config attribute {key} = {value!r} is not known; refused")
+            raise ValueError(
+                f"{source.model_type}: config attribute {key} = {value!r} is unknown and may change the model, so it "
+                "cannot be converted"
+            )
 
 
 def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
-    """Translate ours back to a family's config.
+    """Translate our config to a Hugging Face model type, named by `family`.
 
     Raises:
-        ValueError: methods are in the way, or the family cannot express a value.
+        ValueError: the config has methods, or the model type cannot express a value.
 
     """
     from transformers import AutoConfig
 
     known = model_types()
     if family not in known:
-        raise ValueError(f"family {family!r} is not known; use {', '.join(known)}")
+        raise ValueError(f"model type must be one of {', '.join(known)}, got {family!r}")
     if config.linear_layers:
-        raise ValueError(f"{family} cannot express linear attention, of layers {list(config.linear_layers)}")
+        raise ValueError(f"{family} cannot express the linear attention of layers {list(config.linear_layers)}")
     if config.plan != DepthPlan.identity(config.num_hidden_layers) or config.methods:
-        raise ValueError(f"{', '.join(m.name() for m in config.methods)}: {family} has no cross-layer methods")
+        raise ValueError(f"{family} cannot express {', '.join(method.name() for method in config.methods)}")
     values, (_, mapping) = config.to_dict(), known[family]
     kept = {key: values[key] for key in (*SHARED, *mapping.copied) if key not in mapping.renamed.values()}
     kept |= {name: values[ours] for name, ours in mapping.renamed.items()}
@@ -100,14 +104,14 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
         kept["use_sliding_window"] = config.sliding_window is not None
     try:
         result = AutoConfig.for_model(family, **kept)
-    except StrictDataclassFieldValidationError as error:  # such as no experts, for a family that has some
-        raise ValueError(f"{family} cannot express it: {error.__cause__}") from error
+    except StrictDataclassFieldValidationError as error:  # for example no experts, for a model type that needs some
+        raise ValueError(f"{family} cannot express this config: {error.__cause__}") from error
     back = to_config(result).to_dict()
-    for one in (values, back):
-        if one["attention_output_bias"] is None:
-            one["attention_output_bias"] = one["attention_bias"]
+    for each in (values, back):
+        if each["attention_output_bias"] is None:
+            each["attention_output_bias"] = each["attention_bias"]
     differing = set().union(*[{*mapping.copied, *mapping.fixed} for _, mapping in known.values()])
-    for key in ("family", *sorted(differing)):  # what not every family can express
+    for key in ("family", *sorted(differing)):  # attributes that not every model type can express
         if values[key] != back[key]:
             raise ValueError(f"{family} cannot express {key} = {values[key]!r}")
     return result
@@ -115,13 +119,13 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
 
 @torch.no_grad()
 def to_model(source: PreTrainedModel) -> CrossLayerForCausalLM:
-    """Return ours with a copy of the source's weights: the same logits, no method."""
+    """Return our decoder with a copy of the source's weights: the same logits, no methods."""
     return _copied(CrossLayerForCausalLM, to_config(source.config), source)
 
 
 @torch.no_grad()
 def from_model(model: CrossLayerForCausalLM, family: str) -> PreTrainedModel:
-    """Return a family's own model with a copy of our weights."""
+    """Return a Hugging Face model of type `family` with a copy of our weights."""
     return _copied(AutoModelForCausalLM, from_config(model.config, family), model)
 
 

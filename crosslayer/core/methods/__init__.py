@@ -70,7 +70,9 @@ def load_method(entry: Entry) -> Method:
     options = {"name": entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, Mapping) else {}
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise ValueError(f"cross_layer: each entry needs a name, got {entry!r}; known methods: {', '.join(method_names())}")
+        raise ValueError(
+            f"cross_layer: each entry needs a name, got {entry!r}; known methods: {', '.join(method_names())}"
+        )
     cls = method_class(name)
     fields = [option.name for option in options_of(cls)]
     for option in options:
@@ -190,7 +192,9 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
         if isinstance(method, Compensated):
             method.check_compensation()
         elif method.targets or hasattr(method, "compensation"):
-            raise ValueError(f"{method.name()}: a method with `targets` or `compensation` must be a subclass of Compensated")
+            raise ValueError(
+                f"{method.name()}: a method with `targets` or `compensation` must be a subclass of Compensated"
+            )
     plans = [method.plan(layers) for method in methods]
     for method, own in zip(methods, plans, strict=True):
         _check_linear_layers(method.name(), own, linear)
@@ -210,7 +214,9 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
                 both = f"{compensated[layer].name()} and {method.name()}"
                 raise ValueError(f"layer {layer}: {both} both compensate it; only one method may")
             if method.compensation == "mlp" and plan.mlps[layer] is None:
-                raise ValueError(f"layer {layer}: {method.name()} adds its W_c to the MLP's update, but the layer has no MLP")
+                raise ValueError(
+                    f"layer {layer}: {method.name()} adds its W_c to the MLP's update, but the layer has no MLP"
+                )
             compensated[layer] = method
     targets = tuple(compensated[layer].compensation if layer in compensated else None for layer in every)
     biased = tuple(layer in compensated and compensated[layer].compensation_bias for layer in every)
@@ -224,7 +230,8 @@ def _check_linear_layers(name: str, plan: DepthPlan, linear: tuple[int, ...]) ->
             readers = [reader for reader in range(plan.layers) if layer in plan.reads(state, reader)]
             if readers != [layer] or plan.reads(state, layer) != (layer,):
                 raise ValueError(
-                    f"{name}: layer {layer} has linear attention, so it cannot share {state} or be dropped; leave it out"
+                    f"{name}: layer {layer} has linear attention, so it cannot share {state} or be "
+                    "dropped; leave it out"
                 )
 
 

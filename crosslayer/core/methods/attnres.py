@@ -2,14 +2,14 @@
 
     h_l = Σ_{i<l} α_{i→l} v_i,  α_{i→l} = softmax_i(w_lᵀ RMSNorm_l(v_i)),  v_0 the embedding
 
-Block form: `block` consecutive sublayers are summed into a source, b_n = Σ f_j(h_j); inside a block the running sum is
-a source too.
+Block form: the outputs of `block` consecutive sublayers are summed into a source, b_n = Σ f_j(h_j); inside a block the
+running sum is a source too.
 
-The other options are the paper's ablations. They read all sources at each sublayer, by plain autograd, so they cost
-what PyTorch's operators cost; only the published form is made to be fast.
+The other options are the paper's ablations. They read all sources at each sublayer with plain autograd; only the
+published form has a fast implementation.
 
-Flows: the sources. Reads: every sublayer but the first, which has no choice, and the final norm. Cache: unchanged.
-Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32, values raw.
+Flows: the sources. Reads: every sublayer but the first, which has only one source, and the final norm. Cache: unchanged.
+Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32, unnormalised values.
 """
 
 import functools
@@ -29,44 +29,44 @@ SOURCES = "attnres.sources"
 
 @dataclass(frozen=True)
 class AttnRes(Method):
-    """Sublayers (attention or MLP) read earlier sublayers, or blocks of them."""
+    """Sublayers (attention or MLP) read the outputs of earlier sublayers, or of blocks of them."""
 
     block: int | None = None
-    """How many sublayers form a block; None is the full form, a block for each sublayer."""
+    """Sublayers per block; None: the full form, where each sublayer is a block."""
 
     query: str = "static"
-    """Where queries come from: "static", a trained vector; "input", a trained map of the newest source, normed."""
+    """Where queries come from: "static", a trained vector; "input", a trained linear map of the newest source after a norm."""
     weights: str = "softmax"
-    """What weighs the sources: "softmax" or "sigmoid" of the scores; "static", trained numbers without query or key."""
+    """The weights of the sources: "softmax" or "sigmoid" of the scores, or "static", trained numbers."""
     key_norm: bool = True
-    """Whether scores are of normed sources; if not, larger sources have larger scores."""
+    """Whether scores use normed sources; without, sources of larger norm get larger scores."""
     depth_heads: int = 1
-    """Groups of channels, each with weights of its own."""
+    """Number of groups of channels, each with its own weights."""
     window: int | None = None
-    """How many of the newest sources are read, beside the embedding; None: all."""
+    """How many of the newest sources are read, in addition to the embedding; None: all."""
 
     def __post_init__(self):
         check_choice("attnres", "query", self.query, ("static", "input"))
         check_choice("attnres", "weights", self.weights, ("softmax", "sigmoid", "static"))
         for option, value in (("depth_heads", self.depth_heads), ("window", self.window)):
             if value is not None and value < 1:
-                raise ValueError(f"attnres: {option} is {value}; it must be at least 1")
+                raise ValueError(f"attnres: {option} must be at least 1, got {value}")
         if self.weights == "static" and (self.query != "static" or not self.key_norm):
             raise ValueError(
-                "attnres: static weights have neither queries nor keys; leave query 'static' and key_norm true"
+                "attnres: weights 'static' has neither queries nor keys; leave query at 'static' and key_norm at True"
             )
 
     @property
     def published(self) -> bool:
-        """Whether nothing but the size of blocks differs from the paper's own form."""
+        """Whether the options are the paper's form, with any block size."""
         return self == AttnRes(self.block)
 
     def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual:
-        """Let each sublayer but the first read with a query of its own."""
+        """Let each sublayer but the first read earlier outputs with its own query."""
         if site == "attn" and not wiring.reads_input[layer]:
             raise ValueError(
-                f"attnres: attention of layer {layer} borrows queries, keys and values and reads no input, so there is "
-                "nothing to choose; let the layer own a state or compensate it"
+                f"attnres: attention of layer {layer} reads the queries, keys and values of other layers, so it has no "
+                "input to choose; give the layer a state of its own or a compensation"
             )
         count, number = len(wiring.sublayers), wiring.sublayers.index((layer, site))
         size = self._size(count)
@@ -77,13 +77,12 @@ class AttnRes(Method):
         return _Depth(config, sources, opens, total=-(-count // size) + 1)
 
     def final(self, config: Config, wiring: Wiring) -> Residual:
-        """Let the output read with a query and a gain of its own."""
+        """Let the output read with its own query and gain."""
         count = len(wiring.sublayers)
         total = -(-count // self._size(count)) + 1
         if self.window is not None and self.window + 1 >= total:
             raise ValueError(
-                f"attnres: window is {self.window} beside the embedding, but there are only {total} sources, so it "
-                f"would leave none out; it must be at most {total - 2}"
+                f"attnres: window must be at most {total - 2} to leave any of the {total} sources out, got {self.window}"
             )
         if not self.published:
             return _Ablated(self, config, total, opens=True)
@@ -92,16 +91,16 @@ class AttnRes(Method):
     def _size(self, count: int) -> int:
         size = 1 if self.block is None else self.block
         if not 1 <= size <= count:
-            raise ValueError(f"attnres: block is {size} sublayers; it must be between 1 and the {count} there are")
+            raise ValueError(f"attnres: block must be 1 to {count} (the number of sublayers), got {size}")
         return size
 
 
 class _Reader(Residual):
-    """Reads from sources, the newest of which, the stream, is the running sum of the open block."""
+    """Reads from sources; the newest source is the stream, the running sum of the current block."""
 
     def __init__(self, sources: int, opens: bool):
         super().__init__()
-        self.opens, self.alone = opens, sources == 1
+        self.opens, self.is_first = opens, sources == 1
 
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Begin or continue the running sum of the block."""
@@ -109,32 +108,32 @@ class _Reader(Residual):
 
 
 class _Depth(_Reader):
-    """Reads by attention over depth."""
+    """Reads by attention over depth, as published."""
 
     def __init__(self, config: Config, sources: int, opens: bool, total: int):
         super().__init__(sources, opens)
         self.total, self.eps = total, config.rms_norm_eps
-        if not self.alone:
+        if not self.is_first:
             self.query = nn.Parameter(torch.zeros(config.hidden_size))
             self.gain = nn.Parameter(torch.ones(config.hidden_size))
 
     def reset(self) -> None:
-        if not self.alone:
+        if not self.is_first:
             init.zeros_(self.query)
             init.ones_(self.gain)
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return Σ α v over the closed blocks and the open block."""
+        """Return Σ α v over the finished blocks and the current block."""
         closed = carry.get(SOURCES, ())
         sources = (*closed, keep(stream, closed, self.total) if self.opens else stream)
         if self.opens:
             carry = {**carry, SOURCES: sources}
-        if self.alone:
+        if self.is_first:
             return stream, carry
         return depth_attention(sources, self.query * self.gain, self.eps), carry
 
     def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
-        if self.alone:
+        if self.is_first:
             return stream.new_ones(1, *stream.shape[:-1])
         direction = self.query * self.gain
         sources = (*carry.get(SOURCES, ()), stream)
@@ -142,15 +141,15 @@ class _Depth(_Reader):
 
 
 class _Ablated(_Reader):
-    """Reads by the options of an ablation."""
+    """Reads with the options of an ablation."""
 
     def __init__(self, method: AttnRes, config: Config, sources: int, opens: bool):
         super().__init__(sources, opens)
         width, heads = config.hidden_size, method.depth_heads
         if width % heads:
-            raise ValueError(f"attnres: depth_heads is {heads}; it must divide the width {width}")
+            raise ValueError(f"attnres: depth_heads must divide hidden_size = {width}, got {heads}")
         self.method, self.eps = method, config.rms_norm_eps
-        if self.alone:
+        if self.is_first:
             return
         if method.weights == "static":
             count = sources if method.window is None else min(sources, method.window + 1)
@@ -161,7 +160,7 @@ class _Ablated(_Reader):
             self.gain = nn.Parameter(torch.ones(width))
 
     def reset(self) -> None:
-        """Begin with uniform weights: 1 / N each, of sigmoids one half."""
+        """Begin with uniform weights: 1 / N each, one half for sigmoids."""
         for name, parameter in self._parameters.items():
             value = {"weight": 1 / len(parameter), "query": 0.0, "gain": 1.0}[name]  # type: ignore[arg-type]
             init.constant_(parameter, value)  # type: ignore[arg-type]
@@ -171,22 +170,22 @@ class _Ablated(_Reader):
         sources = (*carry.get(SOURCES, ()), stream)
         if self.opens:
             carry = {**carry, SOURCES: sources}
-        if self.alone:
+        if self.is_first:
             return stream, carry
         sources = self._window(sources)
         weights = self._weights(sources)  # (N, …, H)
-        parts = [
+        terms = [
             weight.to(source.dtype).unsqueeze(-1) * self._heads(source)
             for weight, source in zip(weights, sources, strict=True)
         ]
-        return functools.reduce(torch.add, parts).flatten(-2), carry
+        return functools.reduce(torch.add, terms).flatten(-2), carry
 
     def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
-        """Return the mean weights of the heads; zero outside of the window."""
+        """Return the weights averaged over the heads; zero outside the window."""
         sources = (*carry.get(SOURCES, ()), stream)
         result = stream.new_zeros(len(sources), *stream.shape[:-1])
         seen = self._window(range(len(sources)))
-        weights = self._weights([sources[number] for number in seen]).mean(dim=-1) if not self.alone else 1.0
+        weights = self._weights([sources[number] for number in seen]).mean(dim=-1) if not self.is_first else 1.0
         result[list(seen)] = weights
         return result
 
@@ -195,7 +194,7 @@ class _Ablated(_Reader):
         return sources if window is None else (sources[0], *sources[1:][-window:])
 
     def _weights(self, sources: Sequence[Tensor]) -> Tensor:
-        """Return what weighs each source in each head, (N, B, T, H) or (N, 1, 1, H)."""
+        """Return the weight of each source in each head, (N, B, T, H) or (N, 1, 1, H)."""
         if self.method.weights == "static":
             return self.weight[:, None, None]
         with exact(sources[0].device):

@@ -1,11 +1,11 @@
-"""Cross-attention over depth: each layer attends over its own keys and values and those of a layer below, in a row.
+"""Cross-attention over depth: each layer attends over its own keys and values and those of an earlier layer at once.
 
     U_n = softmax(Q_n [K_n; K_m]^T / √d) [V_n; V_m]
 
-Both halves are masked alike: a token sees the same tokens of either layer. It is what value residuals approximate, at
-twice the cost of attention, so it is a reference to train and compare with.
+Both halves have the same mask: a token attends to the same tokens of both layers. Value residuals approximate this
+method, which doubles the cost of attention, so it serves as a reference for training comparisons.
 
-Flows: keys and values, as cached. Reads: every layer but the first, its own and those of one layer below. Cache:
+Flows: keys and values, as cached. Reads: every layer but the first, its own and those of one earlier layer. Cache:
 unchanged. Source: ResFormer (arXiv 2410.17897), Eq. 2.
 """
 
@@ -23,34 +23,34 @@ SOURCES = ("first", "previous")
 
 @dataclass(frozen=True)
 class CrossAttention(Method):
-    """Each layer attends over two layers' tokens at once; FlashAttention and FlexAttention cannot follow the mask."""
+    """Each layer attends over two layers' tokens at once; its mask does not work with FlashAttention and FlexAttention."""
 
     source: str = "first"
-    """The other layer whose keys and values are read: the "first" layer, or the "previous" one."""
+    """The other layer whose keys and values are read: "first" or "previous"."""
 
     def plan(self, layers: int) -> DepthPlan:
-        """Let each layer read another layer's keys and values beside its own."""
+        """Let each layer read another layer's keys and values in addition to its own."""
         check_choice("cross_attention", "source", self.source, SOURCES)
         if layers < 2:
-            raise ValueError(f"cross_attention: the model has {layers} layer; there is no other to read")
+            raise ValueError(f"cross_attention needs at least 2 layers, got {layers}")
         own = tuple(range(layers))
         pairs = [(0 if self.source == "first" else layer - 1, layer) for layer in own[1:]]
         return DepthPlan(own, (0, *pairs), (0, *pairs), own)
 
     def reader(self, config: Config, wiring: Wiring, layer: int) -> StateReader | None:
-        """Put two layers' states in a row in every layer but the first."""
-        return None if layer == 0 else _InARow()
+        """Concatenate two layers' states in every layer but the first."""
+        return None if layer == 0 else _Concatenate()
 
 
-class _InARow(StateReader):
-    """Puts the tokens of the layers behind one another, the layer's own first, as those who look at it expect."""
+class _Concatenate(StateReader):
+    """Concatenates the tokens of the layers, the layer's own first, as probes expect."""
 
     needs_mask = True
 
     def forward(self, keys: PerSource, values: PerSource, mask: Tensor | None, new: int) -> Combined:
         """Return keys and values (B, H_kv, 2·S, D), and the mask (B or 1, 1, T, 2·S) for both halves."""
         tokens = keys[0].shape[2]
-        if mask is None and new > 1:  # causal from the first token on, as SDPA takes it: what is beyond is still empty
+        if mask is None and new > 1:  # causal from the first token on: a static cache is empty beyond
             mask = torch.ones(new, tokens, dtype=torch.bool, device=keys[0].device).tril()[None, None]
         if mask is not None:
             mask = torch.cat([mask[..., :tokens]] * len(keys), dim=-1)

@@ -1,10 +1,10 @@
-"""Dropping sublayers: attention, MLPs or whole layers do not exist.
+"""Dropping sublayers: attention, MLPs or whole layers are removed.
 
     x' = x  (no attention);  y = x'  (no MLP);  x' = x + Norm(x) W_c [+ b]  (no attention, compensated)
 
-Flows: nothing. Reads: nothing. Cache: nothing of a layer without attention.
-Source: LLMDrop (He et al. 2024, arXiv 2406.15786); whole layers as in ShortGPT; a linear map with bias in the place of
-attention as in NBL (arXiv 2505.21077), whose map reads x instead.
+Flows: nothing. Reads: nothing. Cache: nothing for layers without attention.
+Source: LLMDrop (He et al. 2024, arXiv 2406.15786); whole layers as in ShortGPT; a linear map with bias instead of
+attention as in NBL (arXiv 2505.21077), whose map reads x without the norm.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ from crosslayer.core.plan import DepthPlan
 
 @dataclass(frozen=True)
 class Drop(Compensated):
-    """Named layers lose their attention, their MLP or both; each stands by itself, so there are no groups.
+    """The named layers have no attention, no MLP or neither.
 
-    A W_c ("attention") with the norm before it takes the place of the layers in `attention`: NBL, or LLMDrop extended.
+    With `compensation` "attention" a linear compensation (W_c) on the normed input replaces attention in the layers of
+    `attention`, as in NBL.
     """
 
     targets = ("attention",)
@@ -29,16 +30,16 @@ class Drop(Compensated):
     parts = ("attention", "mlp", "layer")
 
     attention: tuple[int, ...] = ()
-    """0-based layers that lose their attention."""
+    """0-based layers whose attention is dropped."""
     mlp: tuple[int, ...] = ()
-    """0-based layers that lose their MLP."""
+    """0-based layers whose MLP is dropped."""
     layers: tuple[int, ...] = ()
-    """0-based layers that lose both."""
+    """0-based layers that are dropped as a whole."""
 
     def plan(self, layers: int) -> DepthPlan:
-        """Write None where a sublayer goes."""
+        """Return a plan with None for each dropped sublayer."""
         if self.compensation is not None and not set(self.attention) - set(self.layers):
-            raise ValueError("drop: compensation makes up for dropped attention, and no layer loses attention alone")
+            raise ValueError("drop: compensation needs at least one layer in attention that is not in layers")
         for option, named in (("attention", self.attention), ("mlp", self.mlp), ("layers", self.layers)):
             check_layers("drop", option, named, layers)
         without_attention, without_mlp = {*self.attention, *self.layers}, {*self.mlp, *self.layers}
@@ -47,12 +48,12 @@ class Drop(Compensated):
         return DepthPlan(source, source, source, mlps)
 
     def compensates(self, plan: DepthPlan, layer: int) -> bool:
-        """Answer with the layers that keep their MLP: W_c stands in the place of attention."""
+        """Return whether W_c replaces the layer's attention: not in layers that are dropped as a whole."""
         return layer in self.attention and layer not in self.layers
 
     @classmethod
     def from_groups(cls, groups: Sequence[Sequence[int]], layers: int, part: str = "attention") -> Self:
-        """Take a part away from every layer of the groups."""
+        """Drop `part` of every layer in the groups."""
         named = tuple(layer for group in groups for layer in group)
         if part == "attention":
             return cls(attention=named)
@@ -60,5 +61,5 @@ class Drop(Compensated):
 
     @classmethod
     def example(cls, layers: int) -> Self:
-        """Take attention away from every second layer of the top half."""
+        """Drop attention in every second layer of the upper half."""
         return cls(attention=tuple(range(layers // 2 + 1, layers, 2)))

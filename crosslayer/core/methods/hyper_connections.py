@@ -1,15 +1,15 @@
-"""Hyper-connections: several residual streams, which every sublayer reads as a mix and mixes doubly stochastically.
+"""Hyper-connections: several residual streams; each sublayer reads a weighted sum and mixes them doubly stochastically.
 
     x = Σ_n pre_n X_n,  X'_m = Σ_n comb_{n→m} X_n + post_m f(x)
     pre = σ(s₁ W₁r + b₁) + ε,  post = 2 σ(s₂ W₂r + b₂),  comb = Sinkhorn(softmax_m(s₃ W₃r + b₃) + ε)
 
-r is all streams of a token together, divided by their root mean square; ε = 1e-6; Sinkhorn divides by the sums of
-columns and of rows in turns, columns first and last. The streams begin as copies of the embedding, and a `pre` of its
-own makes the final norm's input of them. Weights are computed in float32. W begins as other matrices do, b at 0, s at
-0.01 (the paper's Table 5): the streams are then averaged and each gets the update, nearly a plain Transformer.
+r is the concatenation of a token's streams divided by its root mean square; ε = 1e-6; Sinkhorn divides by the sums of
+columns and rows alternately, columns first and last. The streams begin as copies of the embedding; the final norm reads
+a sum with its own `pre`. Weights are computed in float32. W begins like other matrices, b at 0, s at 0.01 (the paper's
+Table 5): the streams are then averaged and each gets the update, nearly as in a plain Transformer.
 
-This is the manifold-constrained form (mHC). The unconstrained one (arXiv 2409.19606) is left out: its weights are made
-in another way.
+This is the manifold-constrained form (mHC). The unconstrained form (arXiv 2409.19606), which computes its weights
+differently, is not implemented.
 
 Flows: the streams. Reads: every sublayer and the final norm. Cache: unchanged. Source: mHC (arXiv 2512.24880), in the
 form of DeepSeek-V4.
@@ -34,52 +34,52 @@ class HyperConnections(Method):
     """PerSource residual streams instead of a single one."""
 
     streams: int = 4
-    """How many residual streams there are, N."""
+    """N: the number of residual streams."""
     iterations: int = 20
-    """How often the sums of columns, and of rows between, are normalised; more comes closer to doubly stochastic."""
+    """Iterations of Sinkhorn; more come closer to a doubly stochastic matrix."""
 
     def __post_init__(self):
         if self.streams < 2:
-            raise ValueError(f"hyper_connections: streams is {self.streams}; it must be at least 2")
+            raise ValueError(f"hyper_connections: streams must be at least 2, got {self.streams}")
         if self.iterations < 1:
-            raise ValueError(f"hyper_connections: iterations is {self.iterations}; it must be at least 1")
+            raise ValueError(f"hyper_connections: iterations must be at least 1, got {self.iterations}")
 
     def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual:
-        """Let every sublayer mix the streams; the first makes them of the embedding."""
+        """Let every sublayer mix the streams; the first one copies them from the embedding."""
         return _Mix(config, self, first=(layer, site) == wiring.sublayers[0])
 
     def final(self, config: Config, wiring: Wiring) -> Residual:
-        """Let the output be read with weights of its own."""
-        return _Collapse(config, self.streams, parts=1)
+        """Let the final norm read with its own weights."""
+        return _Collapse(config, self.streams, scales=1)
 
 
 class _Collapse(Residual):
-    """Reads Σ_n pre_n X_n; `parts` counts the scales, of which the first is that of `pre`.
+    """Reads Σ_n pre_n X_n; `scales` is the number of scales s, the first of which belongs to `pre`.
 
-    Shapes: N streams, K weights a token.
+    Shapes: N streams, K weights per token.
     """
 
-    def __init__(self, config: Config, streams: int, parts: int):
+    def __init__(self, config: Config, streams: int, scales: int):
         super().__init__()
-        weights = streams if parts == 1 else (2 + streams) * streams
+        weights = streams if scales == 1 else (2 + streams) * streams
         self.streams, self.eps, self.std = streams, config.rms_norm_eps, config.initializer_range
         self.fn = nn.Parameter(torch.zeros(weights, streams * config.hidden_size))  # (K, N·C)
         self.base = nn.Parameter(torch.zeros(weights))  # (K,)
-        self.scale = nn.Parameter(torch.full((parts,), SCALE))
+        self.scale = nn.Parameter(torch.full((scales,), SCALE))
 
     def reset(self) -> None:
-        """Begin with weights that hardly depend on the token."""
+        """Begin with weights that depend little on the token."""
         init.normal_(self.fn, mean=0.0, std=self.std)
         init.zeros_(self.base)
         init.constant_(self.scale, SCALE)
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return the mix (B, T, C) of the streams (B, T, N, C)."""
+        """Return the weighted sum (B, T, C) of the streams (B, T, N, C)."""
         streams = wide(stream)
         return self._mix(streams, self._weights(streams)).to(stream.dtype), carry
 
     def _weights(self, streams: Tensor) -> Tensor:
-        """Return W r of the streams (B, T, N, C), token by token the last: (K, B, T)."""
+        """Return W r of the streams (B, T, N, C), tokens last: (K, B, T)."""
         flat = streams.flatten(2)  # (B, T, N·C)
         return (flat @ self.fn.to(flat.dtype).T * inverse_rms(flat, self.eps)).movedim(-1, 0).contiguous()
 
@@ -87,21 +87,21 @@ class _Collapse(Residual):
         pre = self._scaled(weights, 0, slice(0, self.streams)).sigmoid() + EPS  # (N, B, T)
         return (pre.movedim(0, -1).unsqueeze(-2) @ streams).squeeze(-2)  # (B, T, 1, N) @ (B, T, N, C) → (B, T, C)
 
-    def _scaled(self, weights: Tensor, part: int, rows: slice) -> Tensor:
-        """Return s W r + b of some of the weights, (rows, B, T)."""
+    def _scaled(self, weights: Tensor, scale: int, rows: slice) -> Tensor:
+        """Return s W r + b for some rows of the weights, (rows, B, T)."""
         base = self.base[rows].to(weights.dtype)[:, None, None]
-        return weights[rows] * self.scale[part].to(weights.dtype) + base
+        return weights[rows] * self.scale[scale].to(weights.dtype) + base
 
 
 class _Mix(_Collapse):
-    """Also mixes the streams, and writes the update to them."""
+    """Mixes the streams too, and adds the update to them."""
 
     def __init__(self, config: Config, method: HyperConnections, first: bool):
-        super().__init__(config, method.streams, parts=3)
+        super().__init__(config, method.streams, scales=3)
         self.iterations, self.first = method.iterations, first
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return the mix (B, T, C) of the streams (B, T, N, C), of the very first sublayer the embedding (B, T, C)."""
+        """Return the weighted sum (B, T, C) of the streams (B, T, N, C); the very first sublayer gets (B, T, C)."""
         streams, count = wide(self._streams(stream)), self.streams
         weights = self._weights(streams)
         post = 2 * self._scaled(weights, 1, slice(count, 2 * count)).sigmoid()  # (N, B, T)
@@ -121,7 +121,7 @@ class _Mix(_Collapse):
 
 
 def doubly_stochastic(matrix: Tensor, iterations: int) -> Tensor:
-    """Divide a positive matrix (from, to, …) by the sums of its columns, then of rows and columns in turns."""
+    """Divide a positive matrix (from, to, …) by the sums of its columns, then of rows and columns alternately."""
     matrix = matrix / (matrix.sum(dim=0, keepdim=True) + EPS)
     for _ in range(iterations - 1):
         matrix = matrix / (matrix.sum(dim=1, keepdim=True) + EPS)

@@ -1,9 +1,10 @@
-"""KVSharer: layers use the keys and values of any other layer below them, as a rule of a most dissimilar one.
+"""KVSharer: layers use the keys and values of any earlier layer, usually one with a very different cache.
 
     U_n = softmax(Q_n K_m^T / √d) V_m,  (n, m) a pair, m < n
 
-Flows: keys and values. Reads: the upper layer of a pair, the lower one's. Cache: all layers but readers.
-Source: KVSharer (arXiv 2410.18517), which picks the pairs whose caches differ most: `--select distance` of a retrofit.
+Flows: keys and values. Reads: the upper layer of each pair, the lower one's. Cache: all layers but readers.
+Source: KVSharer (arXiv 2410.18517), which pairs the layers whose caches differ most (`crosslayer retrofit --select
+distance`).
 """
 
 from collections.abc import Sequence
@@ -17,42 +18,42 @@ from crosslayer.core.plan import DepthPlan
 
 @dataclass(frozen=True)
 class KVSharer(Compensated):
-    """Pairs of a reading and a lending layer; several may read the same."""
+    """Pairs of a reader and its source; several readers may have the same source."""
 
     consecutive = False
 
     pairs: tuple[tuple[int, int], ...] = ()
-    """0-based layers that read, each with the layer below it whose keys and values it reads."""
+    """0-based pairs (reader, source): the reader uses the keys and values of the earlier source."""
 
     def plan(self, layers: int) -> DepthPlan:
-        """Let the upper layer of each pair borrow the lower one's keys and values."""
+        """Let the reader of each pair use its source's keys and values."""
         if not self.pairs:
-            raise ValueError("kvsharer: there are no pairs; name the reading and the lending layer of each: ((20, 3),)")
+            raise ValueError("kvsharer: pairs must not be empty; write pairs of reader and source, for example ((20, 3),)")
         check_layers("kvsharer", "pairs (as readers)", [reader for reader, _ in self.pairs], layers)
-        own, source = tuple(range(layers)), list(range(layers))
-        for reader, source_layer in self.pairs:
-            check_layers("kvsharer", "pairs", [source_layer], layers)
-            if source_layer >= reader:
+        own, sources = tuple(range(layers)), list(range(layers))
+        for reader, source in self.pairs:
+            check_layers("kvsharer", "pairs", [source], layers)
+            if source >= reader:
                 raise ValueError(
-                    f"kvsharer: pair {reader, source_layer} must name the reading layer, then one below it"
+                    f"kvsharer: each pair must be a reader and an earlier source, got {reader, source}"
                 )
-            source[reader] = source_layer
-        for reader, source_layer in self.pairs:
-            if source[source_layer] != source_layer:
+            sources[reader] = source
+        for reader, source in self.pairs:
+            if sources[source] != source:
                 raise ValueError(
-                    f"kvsharer: layer {reader} reads layer {source_layer}, which reads layer {source[source_layer]} itself; pair "
-                    f"{reader} with {source[source_layer]}"
+                    f"kvsharer: layer {reader} reads layer {source}, which itself reads layer {sources[source]}; use the "
+                    f"pair {reader, sources[source]}"
                 )
-        return DepthPlan(own, tuple(source), tuple(source), own)
+        return DepthPlan(own, tuple(sources), tuple(sources), own)
 
     @classmethod
     def from_groups(cls, groups: Sequence[Sequence[int]], layers: int) -> Self:
-        """Let the first layer of each group lend to all others."""
+        """Let all layers of a group read its first layer."""
         pairs = [(reader, group[0]) for group in sharing_groups("kvsharer", groups) for reader in group[1:]]
         return cls(tuple(sorted(pairs)))
 
     @classmethod
     def example(cls, layers: int) -> Self:
-        """Let every second layer of the top half read the layer half of the depth below it."""
+        """Let every second layer of the upper half read the layer half the depth below it."""
         half = (layers + 1) // 2
         return cls(tuple((layer, layer - half) for layer in range(half, layers, 2)))

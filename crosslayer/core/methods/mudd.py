@@ -1,13 +1,13 @@
-"""Multiway dynamic dense connections: after a layer, its output and all before it are summed with weights by token.
+"""Multiway dynamic dense connections: after each layer, all outputs so far are summed with token-dependent weights.
 
     X̄_i^w = Σ_{j≤i} A_ij^w(X_i) X_j,  A_i^w(X_i) = GELU(RMSNorm(X_i) W₁) W₂ + a_i^w,  X_0 the embedding
 
-A way w is what the sum is for: the residual stream of the next layer, or what its queries, keys or values are made of.
-X_i is what layer i makes of its residual stream. The RMSNorm has no gain; W₁ is shared by the ways and has 4 (i + 1)
-columns, i + 1 for the residual way alone. W₂ begins at zero and a_i picks X_i: at first it is a plain Transformer.
-A way that nobody reads does not exist: those of queries, keys and values after the last layer, and before a layer that
-borrows that state or has no attention. Queries, keys and values of a layer share the gain of its norm, where the
-published model has three; the norms before and after the sums (PrePostNorm, an option there) are left out.
+There is a sum for each way w: the residual stream of the next layer, and the inputs of its queries, keys and values.
+X_i is the output of layer i. The RMSNorm has no gain; the ways share W₁, which has 4 (i + 1) columns, or i + 1 with the
+residual way alone. W₂ begins at zero and a_i selects X_i, so that training begins with a plain Transformer. Ways that
+nothing reads are left out: those of queries, keys and values after the last layer, and before a layer that reads another
+layer's state or has no attention. Queries, keys and values of a layer share the gain of its norm, while the published
+model has three; its optional norms before and after the sums (PrePostNorm) are not implemented.
 
 Flows: the outputs of the layers. Reads: every layer but the first, and the final norm. Cache: unchanged.
 Source: MUDDFormer (arXiv 2502.12170).
@@ -31,16 +31,16 @@ INPUTS = "mudd.inputs"
 
 @dataclass(frozen=True)
 class Mudd(Method):
-    """Layers read weighted sums of the outputs of all layers below."""
+    """Layers read weighted sums of the outputs of all earlier layers."""
 
     ways: str = "all"
-    """What gets a sum of its own: "all" (queries, keys, values and the residual stream) or "residual", that alone."""
+    """Which inputs get a sum of their own: "all" (queries, keys, values and the residual stream) or only "residual"."""
 
     def __post_init__(self):
         check_choice("mudd", "ways", self.ways, ("all", "residual"))
 
     def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual:
-        """Let the last sublayer of a layer sum."""
+        """Sum after the last sublayer of each layer."""
         number = wiring.sublayers.index((layer, site))
         above = wiring.sublayers[number + 1 :]
         if above and above[0][0] == layer:
@@ -50,15 +50,15 @@ class Mudd(Method):
         return _Sum(config, number == 0, sources, ways, inner=sources * (4 if self.ways == "all" else 1))
 
     def _states(self, wiring: Wiring, reader: tuple[int, str]) -> tuple[int, ...]:
-        """Return the states, by their place in `STATES`, that the next sublayer makes of its input."""
+        """Return the states (index in `STATES`) that the next sublayer computes from its input."""
         layer, site = reader
         if self.ways == "residual" or site != "attn":
             return ()
-        return tuple(number for number, state in enumerate(STATES) if wiring.plan.has_own(state, layer))
+        return tuple(index for index, state in enumerate(STATES) if wiring.plan.has_own(state, layer))
 
 
 class _Dense(Residual):
-    """Adds to the stream, of which the very first sublayer makes the first source."""
+    """Adds to the stream; the very first sublayer keeps it as the first source."""
 
     def __init__(self, first: bool):
         super().__init__()
@@ -68,15 +68,15 @@ class _Dense(Residual):
         return stream, {**carry, SOURCES: (stream,)} if self.first else carry
 
     def inputs(self, read: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sums for queries, keys and values; the stream where there is none."""
+        """Return the inputs of queries, keys and values: their sums, or the stream if there is none."""
         ways = carry.get(INPUTS, {})
         return ways.get(0, read), ways.get(1, read), ways.get(2, read)
 
 
 class _Sum(_Dense):
-    """The last sublayer of a layer: sums over the outputs of the layers, J sources, for each of W ways.
+    """The last sublayer of a layer: sums the outputs of the layers, J sources, for each of W ways.
 
-    `ways` are the places in `STATES` of those states that get an input of their own, and None for the residual stream.
+    `ways` holds the index in `STATES` of each state with its own input, and None for the residual stream.
     """
 
     def __init__(self, config: Config, first: bool, sources: int, ways: tuple[int | None, ...], inner: int):
@@ -92,13 +92,13 @@ class _Sum(_Dense):
         init.copy_(self.base, _newest(*self.base.shape).to(self.base))
 
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return the sum for the residual stream; those for queries, keys and values travel in the carry."""
+        """Return the sum for the residual stream; those for queries, keys and values go into the carry."""
         sources = (*carry[SOURCES], stream + update)
         sums = dict(zip(self.ways, weighted_sums(sources, self._shares(sources[-1])), strict=True))
         return sums.pop(None), {**carry, SOURCES: sources, INPUTS: sums}
 
     def _shares(self, output: Tensor) -> Tensor:
-        """Return A of a layer's output (B, T, C), the tokens last: (W, J, B, T)."""
+        """Return A of a layer's output (B, T, C), tokens last: (W, J, B, T)."""
         source = wide(output)
         inner = functional.gelu(source @ self.inner.to(source.dtype).T * inverse_rms(source, self.eps))
         dynamic = (inner @ self.outer.to(source.dtype).T).movedim(-1, 0)  # (W·J, B, T)
@@ -107,7 +107,7 @@ class _Sum(_Dense):
 
 
 def weighted_sums(sources: tuple[Tensor, ...], shares: Tensor) -> list[Tensor]:
-    """Return Σ_j A_j X_j for each way, of J sources (B, T, C) and shares (W, J, B, T); no source is copied."""
+    """Return Σ_j A_j X_j for each way, from J sources (B, T, C) and shares (W, J, B, T), without copying sources."""
     sums = []
     for way in shares.unsqueeze(-1):  # (J, B, T, 1)
         total = way[-1] * sources[-1]
@@ -118,5 +118,5 @@ def weighted_sums(sources: tuple[Tensor, ...], shares: Tensor) -> list[Tensor]:
 
 
 def _newest(ways: int, sources: int) -> Tensor:
-    """Return a for each way: 1 for the newest source, 0 for the rest, (W, J)."""
+    """Return the first value of a for each way: 1 for the newest source, 0 for the others, (W, J)."""
     return functional.pad(torch.ones(ways, 1), (sources - 1, 0))

@@ -1,4 +1,4 @@
-"""Gemma 2: norms whose gain is 1 + weight, one more on each sublayer's update, embeddings times √C, capped scores."""
+"""Gemma 2: norms with a gain of 1 + weight, also on each sublayer's update; embeddings times √C; capped scores."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ SCORES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softca
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Embeddings times √C, which is rounded to the dtype of the weights, as Gemma was trained."""
+    """Embeddings times √C, rounded to the dtype of the weights, as in Gemma's training."""
 
     def __init__(self, count: int, width: int, padding: int | None):
         super().__init__(count, width, padding)

@@ -1,4 +1,4 @@
-"""GPT-2: LayerNorm, an MLP without a gate, learned positions. Its weights are laid out otherwise: none converts."""
+"""GPT-2: LayerNorm, an MLP without a gate, learned positions. Pretrained weights have another layout: none convert."""
 
 from torch import nn
 

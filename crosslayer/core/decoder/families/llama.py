@@ -1,4 +1,4 @@
-"""Llama: RMSNorm, a gated MLP, rotary positions; Mistral, Mixtral and Qwen differ from it in fields of the config."""
+"""Llama: RMSNorm, a gated MLP, rotary positions; Mistral, Mixtral and Qwen differ from it only in config fields."""
 
 from crosslayer.core.decoder.family import Family, ModelType
 

@@ -148,7 +148,7 @@ class Residual(Mixing):
         return stream + update, carry
 
     def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor | None:
-        """Return the weight of each source in the result of `read`, (N, B, T), the embedding first; None: no weights."""
+        """Return the weight of each source in the result of `read`, (N, B, T), the embedding first, if it has any."""
         return None
 
 

@@ -1,7 +1,7 @@
-"""What a config says of a layer's attention and of the residual stream: its fields by name, and what they mean.
+"""Interpretation of config fields: each layer's attention and cache, which layers share, the residual stream.
 
-An architecture is recognised by the fields of its config alone; there is no adapter per architecture. Elements are
-those that transformers' own caches allocate for a token.
+An architecture is recognised by the fields of its config alone; there is no adapter per architecture. Counts of
+elements are what transformers' caches allocate per token.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from crosslayer.core.method import Method
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.transformers_versions import layers_without_cache
 
-NO_KV_CACHE = {  # layer types that keep no keys and values, and what they are
+NO_KV_CACHE = {  # layer types without keys and values, and how tables show them
     "linear_attention": "linear attention",
     "conv": "convolution",
     "moe": "no attention",
@@ -25,31 +25,31 @@ KNOWN = (*NO_KV_CACHE, *SLIDING, *COMPRESSED, "full_attention", "chunked_attenti
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")  # the first that is set
 HEAD_SIZE = ("head_dim", "dim_head")
-# key-value heads of a sliding layer for each of a full layer, where no field says it
+# key-value heads of a sliding layer per head of a full layer, for models without a field for it
 SLIDING_HEADS = {"mimo_v2_flash": 2}
-SELECTED = ("index_topk", "indexer_budget")  # tokens, or compressed entries, that a query may look at
+SELECTED = ("index_topk", "indexer_budget")  # tokens, or compressed entries, that a query reads
 INDEX_SIZE = ("index_head_dim", "indexer_head_dim")  # of an indexer's key
 STREAMS = {  # number of residual streams
     "hc_mult": "hyper-connections",
     "hc_count": "hyper-connections",
     "altup_num_inputs": "alternating updates",
 }
-DEPTH_BLOCK = "n_layers_per_attn_res_block"  # attention over depth: layers that are summed into a source
+DEPTH_BLOCK = "n_layers_per_attn_res_block"  # attention over depth: layers per source
 
 
 @dataclass(frozen=True)
 class LayerStates:
-    """What a layer's attention sees, keeps and reads.
+    """What a layer's attention reads and what its cache holds.
 
     Attributes:
-        mask: in words.
-        keys: elements of a token's keys, or of the latent that stands for keys and values; 0 without attention.
-        values: elements of a token's values, or of what stands beside the latent; 0 where the keys are the values.
-        index: elements that an indexer keeps of a token.
-        window: tokens that a query sees, with its own; None for all.
-        every: tokens that an entry stands for, beside the window; None without such entries.
-        selected: tokens, or such entries, that a query reads of all that it may see; None for all.
-        prompt: tokens that the model itself puts before a sequence.
+        mask: a short description of the mask.
+        keys: elements of a token's keys, or of the latent for keys and values; 0 without attention.
+        values: elements of a token's values, or of what is cached beside the latent; 0 if the keys are the values.
+        index: elements of a token that an indexer caches.
+        window: tokens that a query can attend to, including its own; None: all.
+        every: tokens per compressed entry, beside the window; None: no compressed entries.
+        selected: tokens, or compressed entries, that a query selects of those it can attend to; None: all.
+        prompt: tokens that the model itself adds before a sequence.
 
     """
 
@@ -63,16 +63,17 @@ class LayerStates:
     prompt: int = 0
 
     def entries(self, length: int) -> int:
-        """Return how many entries stand for a sequence, beside its window."""
+        """Return the number of compressed entries of a sequence."""
         return 0 if self.every is None else length // self.every
 
-    def stored(self, length: int, owned: tuple[str, ...] = ("keys", "values")) -> int:
-        """Return the elements that a sequence leaves in the cache; a window keeps what the next token sees beside it.
+    def stored(self, length: int, states: tuple[str, ...] = ("keys", "values")) -> int:
+        """Return the elements that the cache holds of a sequence; a windowed cache leaves space for the next token.
 
-        States of fixed size, as those of linear attention and of unfinished entries, do not count.
+        `states` are those that the layer stores. States of fixed size, as of linear attention and of unfinished
+        entries, are not counted.
         """
         tokens = length + self.prompt if self.window is None else min(length, self.window - 1)
-        size = (self.keys if "keys" in owned else 0) + (self.values if "values" in owned else 0)
+        size = (self.keys if "keys" in states else 0) + (self.values if "values" in states else 0)
         return (tokens + self.entries(length)) * size + self._indexed(length) * self.index
 
     def read(self, length: int) -> int:
@@ -89,16 +90,16 @@ class LayerStates:
 
 
 def field(config: PreTrainedConfig, *names: str, default: Any = None) -> Any:
-    """Return the first field among `names` that a config has and has set."""
+    """Return the value of the first of the fields `names` that is set in a config, otherwise `default`."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if value is not None), default)
 
 
 def int_field(config: PreTrainedConfig, layer: int, *names: str, least: int = 1, default: Any = None) -> Any:
-    """Return the first field among `names` that a layer's config has set, which must be a whole number.
+    """Return the first of the fields `names` that is set in a layer's config, as a whole number.
 
     Raises:
-        ValueError: it is none, or below `least`.
+        ValueError: the value is not a whole number, or is below `least`.
 
     """
     name = next((name for name in names if field(config, name) is not None), None)
@@ -106,12 +107,12 @@ def int_field(config: PreTrainedConfig, layer: int, *names: str, least: int = 1,
         return default
     value = field(config, name)
     if not isinstance(value, int) or value < least:
-        raise ValueError(f"layer {layer}: {name} is {value}; it must be a whole number of at least {least}")
+        raise ValueError(f"layer {layer}: {name} must be a whole number of at least {least}, got {value}")
     return value
 
 
-def layer_kinds(config: PreTrainedConfig) -> list[str]:
-    """Return the type of each layer, by the rule of transformers' caches where the config names none."""
+def layer_types_of(config: PreTrainedConfig) -> list[str]:
+    """Return the type of each layer, by the rule of transformers' caches if the config has no layer types."""
     named = [kinds for name in ("layers_block_type", "layer_types") if (kinds := field(config, name)) is not None]
     if named:
         kinds = next((kinds for kinds in named if set(kinds) <= set(KNOWN)), named[0])  # Jamba's blocks are "mamba"
@@ -125,7 +126,7 @@ def layer_kinds(config: PreTrainedConfig) -> list[str]:
 
 
 def layer_states(config: PreTrainedConfig, kind: str, layer: int) -> LayerStates:
-    """Return what a layer of a type keeps; `config` is the layer's own (`per_layer_config`).
+    """Return the states of a layer by its type; `config` is that of the layer (`per_layer_config`).
 
     Raises:
         ValueError: the layer's type is not known here.
@@ -145,14 +146,14 @@ def layer_states(config: PreTrainedConfig, kind: str, layer: int) -> LayerStates
         every = config.compress_rates[kind]
     if kind in ("indexed_attention", "compressed_sparse_attention"):
         selected, index = int_field(config, layer, *SELECTED), _index_size(config, layer)
-    mask = _mask(kind, window, every, selected) + _choice(config, layer)
+    mask = _mask(kind, window, every, selected) + _shared_indexer(config, layer)
     mask += "" if _rotates(config, layer) else ", no rope"
     prompt = int_field(config, layer, "prompt_length", least=0, default=0)
     return LayerStates(mask, keys, values, index, window, every, selected, prompt)
 
 
 def _mask(kind: str, window: int | None, every: int | None, selected: int | None) -> str:
-    """Return what a layer's queries see, in words."""
+    """Describe the mask of a layer."""
     limit = "chunk" if kind == "chunked_attention" else "window"
     seen = "full" if window is None else f"{limit} {window}"
     top = "" if selected is None else f"top {selected}"
@@ -168,8 +169,8 @@ def _rotates(config: PreTrainedConfig, layer: int) -> bool:
     return not rotating or bool(rotating[layer])
 
 
-def _choice(config: PreTrainedConfig, layer: int) -> str:
-    """Return in words whose choice of tokens a layer takes over, if it makes none of its own."""
+def _shared_indexer(config: PreTrainedConfig, layer: int) -> str:
+    """Return " as layer N" if a layer reuses the tokens that the indexer of layer N selected, otherwise ""."""
     kinds = field(config, "indexer_types")
     if kinds is None or kinds[layer] != "shared":
         return ""
@@ -177,7 +178,7 @@ def _choice(config: PreTrainedConfig, layer: int) -> str:
 
 
 def _sizes(config: PreTrainedConfig, kind: str, layer: int) -> tuple[int, int]:
-    """Return the elements of a token in the two slots of a layer's cache."""
+    """Return the elements of a token's keys and values in a layer's cache."""
     latent = int_field(config, layer, "kv_lora_rank")
     if latent is not None:
         rope = int_field(config, layer, "qk_rope_head_dim", least=0, default=0)
@@ -196,7 +197,7 @@ def _sizes(config: PreTrainedConfig, kind: str, layer: int) -> tuple[int, int]:
 
 
 def _index_size(config: PreTrainedConfig, layer: int) -> int:
-    """Return what an indexer keeps of a token: nothing where a layer takes over an earlier layer's choice."""
+    """Return the elements of a token that an indexer caches: 0 if a layer reuses an earlier layer's selection."""
     kinds, size = field(config, "indexer_types"), int_field(config, layer, *INDEX_SIZE, default=0)
     if kinds is not None and kinds[layer] == "shared":
         return 0
@@ -204,10 +205,10 @@ def _index_size(config: PreTrainedConfig, layer: int) -> int:
 
 
 def depth_plan(config: PreTrainedConfig, kinds: list[str]) -> DepthPlan:
-    """Return who owns and who reads.
+    """Return which layer reads which states.
 
     Raises:
-        ValueError: no layer has attention, or keys and values are shared in a way that is not known here.
+        ValueError: no layer has attention, or the config shares keys and values in an unknown way.
 
     """
     own = field(config, "plan")
@@ -216,14 +217,14 @@ def depth_plan(config: PreTrainedConfig, kinds: list[str]) -> DepthPlan:
     layers = range(len(kinds))
     sources: list[int | None] = [None if kinds[layer] in NO_KV_CACHE else layer for layer in layers]
     if all(source is None for source in sources):
-        raise ValueError(f"no layer of {config.model_type} has softmax attention, so nothing is cached by token")
+        raise ValueError(f"no layer of {config.model_type} has softmax attention, so there is no KV cache")
     readers = _readers(config, kinds)
     for layer, source in readers.items():
         sources[layer] = source
     reusing = layers_without_cache(config)
     if reusing != set(readers):
         raise ValueError(
-            f"layers {sorted(reusing)} of {config.model_type} reuse a cache, and no known field says whose"
+            f"layers {sorted(reusing)} of {config.model_type} reuse a cache, but no known field says which layer's"
         )
     queries = tuple(None if source is None else layer for layer, source in enumerate(sources))
     return DepthPlan(queries, tuple(sources), tuple(sources), tuple(layers))
@@ -236,22 +237,22 @@ def _readers(config: PreTrainedConfig, kinds: list[str]) -> dict[int, int]:
         return {layer: source for layer, source in enumerate(named) if source != layer}
     shared = field(config, "num_kv_shared_layers", default=0)
     if not 0 <= shared <= len(kinds):
-        raise ValueError(f"num_kv_shared_layers is {shared}; it must be below the {len(kinds)} layers, or 0")
+        raise ValueError(f"num_kv_shared_layers must be 0 to {len(kinds) - 1}, got {shared}")
     first = len(kinds) - shared
     readers = {}
     for layer in range(first, len(kinds)):
         sources = [source for source in range(first) if kinds[source] == kinds[layer]]
         if not sources:
             raise ValueError(
-                f"layer {layer} of {config.model_type} ({kinds[layer]}) owns no keys and values, nor does a layer "
-                "below with its mask: it reads those of another model"
+                f"layer {layer} of {config.model_type} ({kinds[layer]}) has no keys and values of its own, and no "
+                "earlier layer of its type has any: it reads those of another model"
             )
         readers[layer] = sources[-1]
     return readers
 
 
 def residual_form(config: PreTrainedConfig, methods: list[Method]) -> tuple[str, int]:
-    """Return the form of the residual in words, and its number of streams."""
+    """Return a description of the residual connection, and its number of streams."""
     ours = [method.name() for method in methods if type(method).residual is not Method.residual]
     if ours:
         return f"by {' and '.join(ours)}", 1

@@ -1,4 +1,4 @@
-"""What a config says of its model's wiring, and what that costs a cache."""
+"""The wiring of a model, as read from its config, and the size of its KV cache."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,20 +10,20 @@ from crosslayer.wiring.fields import LayerStates
 
 @dataclass(frozen=True)
 class ModelPlan(Shown):
-    """The wiring of a model, read from its config; L layers, bytes of a single sequence of `length` tokens.
+    """The wiring of a model, read from its config; L layers, bytes for one sequence of `length` tokens.
 
     Attributes:
         model: its name.
         type: the config's `model_type`.
-        plan: who owns and who reads.
-        layers: (L,), what each layer's attention sees and keeps.
-        residual: the form of the residual in words.
-        streams: how many residual streams there are.
-        methods: the cross-layer methods of a model of ours, in list order.
+        plan: which layer reads which states.
+        layers: (L,), each layer's mask and cached states.
+        residual: a description of the residual connection.
+        streams: number of residual streams.
+        methods: names of the cross-layer methods, in list order.
         caches: whether the model keeps a cache; encoders do not.
         length: tokens of the sequence.
-        dtype: of the cache.
-        item_bytes: of an element.
+        dtype: dtype of the cache.
+        item_bytes: bytes per element.
 
     """
 
@@ -41,35 +41,35 @@ class ModelPlan(Shown):
 
     @property
     def stored_elements(self) -> tuple[int, ...]:
-        """(L,), the elements that each layer keeps of the sequence."""
+        """(L,), the elements of the sequence that each layer stores."""
         if not self.caches:
             return (0,) * len(self.layers)
         return tuple(states.stored(self.length, self.plan.stored(layer)) for layer, states in enumerate(self.layers))
 
     @property
     def stored_bytes(self) -> int:
-        """What the cache holds of the sequence."""
+        """Bytes that the cache holds."""
         return sum(self.stored_elements) * self.item_bytes
 
     @property
     def read_bytes(self) -> int:
-        """What attention reads of the cache for the last token; a reader reads its source's states again."""
+        """Bytes that attention reads for the last token; a reader reads its source's states again."""
         attending = [states for layer, states in enumerate(self.layers) if self.plan.attends(layer)]
         return sum(states.read(self.length) for states in attending) * self.item_bytes if self.caches else 0
 
     @property
     def full_bytes(self) -> int:
-        """What it would hold if every layer had attention and kept its own keys and values of all tokens."""
+        """Bytes that the cache would hold if every layer stored its own keys and values of all tokens."""
         sizes = [states.keys + states.values + states.index for states in self.layers]
         return sum(size or max(sizes) for size in sizes) * self.length * self.item_bytes
 
     @property
     def kv_share(self) -> float:
-        """What the cache holds over a full one."""
+        """Bytes of the cache over those of a full cache."""
         return self.stored_bytes / self.full_bytes
 
     def diagram(self) -> str:
-        """Draw who reads from whom and what it sees, a line for each layer."""
+        """Return a table of what each layer reads and stores, and its mask, a line per layer."""
         lines = self.plan.diagram().splitlines()[: len(self.layers) + 1]
         if not self.caches:
             lines = [line[: lines[0].index("cache")].rstrip() for line in lines]
@@ -78,25 +78,25 @@ class ModelPlan(Shown):
         return "\n".join(f"{line:<{width}}{mask}" for line, mask in zip(lines, masks, strict=True))
 
     def sentences(self) -> list[str]:
-        """Return the wiring as it is drawn, and what it is and costs, in sentences."""
+        """Return the diagram of the wiring, and sentences on the model and its cache."""
         headline, stored = self.headline(), self.stored_bytes
-        kept = f", {headline['own_kv_layers']} with keys or values of their own" if self.caches else ""
-        by = f", wired by {', '.join(self.methods)}" if self.methods else ""
+        own = f", {headline['own_kv_layers']} with keys or values of their own" if self.caches else ""
+        methods = f", with {', '.join(self.methods)}" if self.methods else ""
         cost = (
             f"KV cache at {self.length:,} tokens in {self.dtype}: {stored:,} bytes stored "
-            f"({stored / self.length:,.0f} a token), {self.kv_share:.2%} of a full one; {self.read_bytes:,} bytes read "
-            "for the last token."
+            f"({stored / self.length:,.0f} per token), {self.kv_share:.2%} of a full one; {self.read_bytes:,} bytes "
+            "read for the last token."
         )
         return [
             self.diagram(),
             f"{self.model} ({self.type}): {len(self.layers)} layers, {headline['attention_layers']} with softmax "
-            f"attention{kept}{by}.",
+            f"attention{own}{methods}.",
             f"Residual: {self.residual}.",
-            cost if self.caches else "It is an encoder and keeps no KV cache.",
+            cost if self.caches else "The model is an encoder and has no KV cache.",
         ]
 
     def headline(self) -> dict[str, Any]:
-        """Return the figures of the last line of the command line."""
+        """Return the numbers of the JSON line that the command prints last."""
         return {
             "model": self.model,
             "type": self.type,

@@ -1,8 +1,8 @@
 """A layer of the decoder: a pure function (stream, carry) → (stream, carry).
 
 A module that a layer does not have is None: dropped attention or MLP, with its norms and residual; the norm before
-attention that does not use the layer's input; a residual that is the plain sum; the linear compensation (W_c); the norms
-on updates, which Gemma 2 has. Norms have the family's names: `post_attention_layernorm` is the norm before Llama's MLP,
+attention that does not use the layer's input; a residual that is the plain sum; the linear compensation (W_c); norms on
+updates, which Gemma 2 has. Norms have the family's names: `post_attention_layernorm` is the norm before Llama's MLP,
 but the norm on the update of Gemma 2's attention.
 
 Shapes: B batch, T new tokens, C hidden.

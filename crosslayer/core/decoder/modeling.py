@@ -150,8 +150,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if kwargs.pop("output_attentions", None) or self.config.output_attentions:
             raise ValueError(
-                "output_attentions is not supported, since attention maps are never built; `crosslayer diagnose` measures "
-                "them"
+                "output_attentions is not supported, since maps are never built; `crosslayer diagnose` measures them"
             )
         stream: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         check_flex(self.config._attn_implementation, stream.device)

@@ -48,15 +48,15 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
             )
         if source.linear_layers:
             raise ValueError(
-                f"layers {list(source.linear_layers)} have linear attention, which a retrofit cannot share; use a model "
-                "whose layers all have softmax attention"
+                f"layers {list(source.linear_layers)} have linear attention, which a retrofit cannot share; use a "
+                "model whose layers all have softmax attention"
             )
         return CrossLayerConfig(**{**source.to_dict(), "cross_layer": cross_layer})
     known = model_types()
     if source.model_type not in known:
         raise ValueError(
-            f"model type {source.model_type!r} cannot be converted, only {', '.join(known)}; `crosslayer diagnose` works "
-            "with others too"
+            f"model type {source.model_type!r} cannot be converted, only {', '.join(known)}; `crosslayer diagnose` "
+            "works with others too"
         )
     family, mapping = known[source.model_type]
     values = source.to_dict()

@@ -8,7 +8,7 @@ running sum is a source too.
 The other options are the paper's ablations. They read all sources at each sublayer with plain autograd; only the
 published form has a fast implementation.
 
-Flows: the sources. Reads: every sublayer but the first, which has only one source, and the final norm. Cache: unchanged.
+Flows: the sources. Reads: every sublayer but the first, and the final norm. Cache: unchanged.
 Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32, unnormalised values.
 """
 
@@ -35,7 +35,7 @@ class AttnRes(Method):
     """Sublayers per block; None: the full form, where each sublayer is a block."""
 
     query: str = "static"
-    """Where queries come from: "static", a trained vector; "input", a trained linear map of the newest source after a norm."""
+    """Where queries come from: "static", a trained vector; "input", a trained map of the normed newest source."""
     weights: str = "softmax"
     """The weights of the sources: "softmax" or "sigmoid" of the scores, or "static", trained numbers."""
     key_norm: bool = True
@@ -82,7 +82,7 @@ class AttnRes(Method):
         total = -(-count // self._size(count)) + 1
         if self.window is not None and self.window + 1 >= total:
             raise ValueError(
-                f"attnres: window must be at most {total - 2} to leave any of the {total} sources out, got {self.window}"
+                f"attnres: window must be at most {total - 2} to leave out any of {total} sources, got {self.window}"
             )
         if not self.published:
             return _Ablated(self, config, total, opens=True)

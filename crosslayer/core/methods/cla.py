@@ -51,7 +51,9 @@ class CLA(Compensated):
             return self.groups
         end = layers if self.end is None else self.end
         if not 0 <= self.start < end <= layers:
-            raise ValueError(f"cla: start and end must satisfy 0 ≤ start < end ≤ {layers} layers, got {self.start} and {end}")
+            raise ValueError(
+                f"cla: start and end must satisfy 0 ≤ start < end ≤ {layers} layers, got {self.start} and {end}"
+            )
         if not 1 <= self.group <= layers:
             raise ValueError(f"cla: group must be 1 to {layers} (the number of layers), got {self.group}")
         return tuple(tuple(range(i, min(i + self.group, end))) for i in range(self.start, end, self.group))
@@ -68,11 +70,13 @@ class CLA(Compensated):
         assert config.head_dim is not None
         groups = self._attending_groups(wiring.plan)
         if not groups:
-            raise ValueError(f"cla: merge {merge!r} needs groups of at least two layers with attention, got none; use first")
+            raise ValueError(
+                f"cla: merge {merge!r} needs groups of at least two layers with attention, got none; use first"
+            )
         if merge == "svd" and config.head_dim > config.hidden_size:
             raise ValueError(
-                f"cla: merge 'svd' needs head_dim of at most hidden_size = {config.hidden_size}, got {config.head_dim}; "
-                "use first or mean"
+                f"cla: merge 'svd' needs head_dim of at most hidden_size = {config.hidden_size}, got "
+                f"{config.head_dim}; use first or mean"
             )
         if merge == "svd" and any("q_norm" in name for name in weights):
             raise ValueError(
@@ -88,7 +92,9 @@ class CLA(Compensated):
         """Return the groups with readers, without layers whose attention another method drops."""
         layers = range(merged.layers)
         sources = self.plan(merged.layers).keys
-        groups = [[i for i in layers if sources[i] == source and merged.attends(i)] for source in dict.fromkeys(sources)]
+        groups = [
+            [i for i in layers if sources[i] == source and merged.attends(i)] for source in dict.fromkeys(sources)
+        ]
         return [group for group in groups if len(group) > 1]
 
 
@@ -148,7 +154,9 @@ def _svd_keys(stacked: Tensor, size: int) -> tuple[Tensor, Tensor]:
     factors = left[..., 0] * group**0.5  # (H_kv, D/2, G)
     turned = factors[..., :1] / factors[..., :1].abs().clamp(min=1e-30)  # the source's factor becomes real
     shared, factors = shared * turned, factors / turned
-    rows_of_pairs = torch.stack([shared.real, shared.imag], dim=1).reshape(rows, width)  # (H_kv, 2, D/2, C) → (H_kv·D, C)
+    rows_of_pairs = torch.stack([shared.real, shared.imag], dim=1).reshape(
+        rows, width
+    )  # (H_kv, 2, D/2, C) → (H_kv·D, C)
     return rows_of_pairs, factors.permute(2, 0, 1)  # (G, H_kv, D/2)
 
 

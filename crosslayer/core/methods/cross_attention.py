@@ -23,7 +23,7 @@ SOURCES = ("first", "previous")
 
 @dataclass(frozen=True)
 class CrossAttention(Method):
-    """Each layer attends over two layers' tokens at once; its mask does not work with FlashAttention and FlexAttention."""
+    """Each layer attends over two layers' tokens at once; FlashAttention and FlexAttention are not supported."""
 
     source: str = "first"
     """The other layer whose keys and values are read: "first" or "previous"."""

@@ -6,8 +6,8 @@
 The weights are trained, one per head and channel. For keys, the two channels of a rotary pair share a weight, so that
 keys can be summed after the rotation as well as before. Training begins with the lite form.
 
-Flows: keys and values of the first layer and of the last of the lower half, as cached. Reads: every layer of the upper half.
-Cache: keys and values of the lower half. Source: FusedKV (arXiv 2512.03870).
+Flows: keys and values of the first layer and of the last of the lower half, as cached. Reads: every layer of the
+upper half. Cache: keys and values of the lower half. Source: FusedKV (arXiv 2512.03870).
 """
 
 from dataclasses import dataclass
@@ -33,9 +33,7 @@ class FusedKV(Method):
         """Let the upper layers read the first layer and the last of the lower half."""
         start = layers // 2 if self.start is None else self.start
         if not 2 <= start < layers:
-            raise ValueError(
-                f"fusedkv: start must be 2 to {layers - 1} for {layers} layers, got {start}"
-            )
+            raise ValueError(f"fusedkv: start must be 2 to {layers - 1} for {layers} layers, got {start}")
         last, own = start - 1, tuple(range(layers))
         keys = last if self.lite else (0, last)
         values = 0 if self.lite else (0, last)
@@ -46,7 +44,9 @@ class FusedKV(Method):
         """Return the weighted sum for every upper layer, None in the lite form, which needs no module."""
         assert config.head_dim is not None
         if config.head_dim % 2:
-            raise ValueError(f"fusedkv: head_dim must be even, since rotary pairs share a weight, got {config.head_dim}")
+            raise ValueError(
+                f"fusedkv: head_dim must be even, since rotary pairs share a weight, got {config.head_dim}"
+            )
         return None if self.plan(config.num_hidden_layers).keys[layer] == layer else _Fusion(config)
 
 

@@ -31,7 +31,7 @@ MIX = "hyper_connections.mix"
 
 @dataclass(frozen=True)
 class HyperConnections(Method):
-    """PerSource residual streams instead of a single one."""
+    """Several residual streams instead of one."""
 
     streams: int = 4
     """N: the number of residual streams."""

@@ -28,21 +28,21 @@ class KVSharer(Compensated):
     def plan(self, layers: int) -> DepthPlan:
         """Let the reader of each pair use its source's keys and values."""
         if not self.pairs:
-            raise ValueError("kvsharer: pairs must not be empty; write pairs of reader and source, for example ((20, 3),)")
+            raise ValueError(
+                "kvsharer: pairs must not be empty; write pairs of reader and source, for example ((20, 3),)"
+            )
         check_layers("kvsharer", "pairs (as readers)", [reader for reader, _ in self.pairs], layers)
         own, sources = tuple(range(layers)), list(range(layers))
         for reader, source in self.pairs:
             check_layers("kvsharer", "pairs", [source], layers)
             if source >= reader:
-                raise ValueError(
-                    f"kvsharer: each pair must be a reader and an earlier source, got {reader, source}"
-                )
+                raise ValueError(f"kvsharer: each pair must be a reader and an earlier source, got {reader, source}")
             sources[reader] = source
         for reader, source in self.pairs:
             if sources[source] != source:
                 raise ValueError(
-                    f"kvsharer: layer {reader} reads layer {source}, which itself reads layer {sources[source]}; use the "
-                    f"pair {reader, sources[source]}"
+                    f"kvsharer: layer {reader} reads layer {source}, which itself reads layer {sources[source]}; use "
+                    f"the pair {reader, sources[source]}"
                 )
         return DepthPlan(own, tuple(sources), tuple(sources), own)
 

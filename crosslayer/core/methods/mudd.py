@@ -5,9 +5,9 @@
 There is a sum for each way w: the residual stream of the next layer, and the inputs of its queries, keys and values.
 X_i is the output of layer i. The RMSNorm has no gain; the ways share W₁, which has 4 (i + 1) columns, or i + 1 with the
 residual way alone. W₂ begins at zero and a_i selects X_i, so that training begins with a plain Transformer. Ways that
-nothing reads are left out: those of queries, keys and values after the last layer, and before a layer that reads another
-layer's state or has no attention. Queries, keys and values of a layer share the gain of its norm, while the published
-model has three; its optional norms before and after the sums (PrePostNorm) are not implemented.
+nothing reads are left out: those of queries, keys and values after the last layer, and before a layer that reads
+another layer's state or has no attention. Queries, keys and values of a layer share the gain of its norm, while the
+published model has three; its optional norms before and after the sums (PrePostNorm) are not implemented.
 
 Flows: the outputs of the layers. Reads: every layer but the first, and the final norm. Cache: unchanged.
 Source: MUDDFormer (arXiv 2502.12170).

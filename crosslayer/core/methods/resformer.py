@@ -1,13 +1,13 @@
-"""ResFormer: the values of the first layer (or of others below) are mixed into each layer's own, before the cache.
+"""ResFormer: the values of the first layer (or other earlier layers) are mixed into each layer's own, before the cache.
 
     V'_n = λ₁ V_1 + λ₂ V_n,  n ≥ 2
 
-What is added is always raw, never mixed. The depth-weighted start of the paper's "learnable-plus" is left out, since
-its exact form is not in the text at hand.
+The added values are always raw, never mixed. The paper's "learnable-plus", with an initialisation that depends on
+depth, is not implemented, since the paper's text does not give its exact form.
 
-Flows: raw values (or queries, keys) of the new tokens. Reads: every layer that owns that state. Cache: unchanged, V' is
-what is cached. Source: ResFormer (arXiv 2410.17897), Eq. 7 (first), Eq. 5 (all, as their mean), Fig. 9 (queries, keys),
-Fig. 11 (previous).
+Flows: raw values (or queries, keys) of the new tokens. Reads: every layer with that state of its own. Cache: unchanged
+in size, it holds V'. Source: ResFormer (arXiv 2410.17897), Eq. 7 (first), Eq. 5 (all, as their mean), Fig. 9 (queries,
+keys), Fig. 11 (previous).
 """
 
 from dataclasses import dataclass
@@ -27,27 +27,25 @@ SOURCES = ("first", "previous", "all")
 
 @dataclass(frozen=True)
 class ResFormer(Method):
-    """Raw states of layers below are mixed into each layer's own."""
+    """Raw states of earlier layers are mixed into each layer's own."""
 
     mode: str = "learnable"
-    """The weights λ₁, λ₂: "identity" (½, ½), "constant" (2, 1), "sparse" (5, 1 in the last third, below it 0, 1),
-    "learnable" (a trained pair a layer), "dense" (a trained weight for every layer below and the own)."""
+    """The weights λ₁, λ₂: "identity" (½, ½), "constant" (2, 1), "sparse" (5, 1 in the last third of the layers,
+    otherwise 0, 1), "learnable" (a trained pair per layer), "dense" (a trained weight for each layer up to its own)."""
     of: str = "values"
     """The state that is mixed: "queries", "keys" or "values"."""
     source: str = "first"
-    """What is added: the state of the "first" layer, of the "previous" layer, or the mean of "all" below."""
+    """The added state: that of the "first" layer, of the "previous" layer, or the mean of "all" earlier layers."""
 
     def __post_init__(self):
         check_choice("resformer", "mode", self.mode, MODES)
         check_choice("resformer", "of", self.of, STATES)
         check_choice("resformer", "source", self.source, SOURCES)
         if self.mode == "dense" and self.source != "all":
-            raise ValueError(
-                f"resformer: mode 'dense' weighs all layers below; source must be 'all', not {self.source!r}"
-            )
+            raise ValueError(f"resformer: with mode 'dense' source must be 'all', got {self.source!r}")
 
     def heads(self, config: Config, wiring: Wiring, layer: int) -> HeadMixer | None:
-        """Mix in every layer that owns the state."""
+        """Mix in every layer that computes the state itself."""
         own_layers = mixed_layers("resformer", wiring.plan, self.of)
         if layer not in own_layers:
             return None
@@ -62,7 +60,7 @@ class ResFormer(Method):
 
 
 class _Mixer(HeadMixer):
-    """Mixes a state; hands the raw state upward under a name of its own."""
+    """Mixes a state; puts the raw state into the carry."""
 
     def __init__(self, method: ResFormer, first: bool, weights: tuple[float, ...], trained: bool):
         super().__init__()
@@ -82,9 +80,9 @@ class _Mixer(HeadMixer):
         if not self.first:
             states[self.state] = self._mix(raw, below)
         q, k, v = states
-        return q, k, v, {**carry, self.key: self._handed_up(raw, below)}
+        return q, k, v, {**carry, self.key: self._raw_states(raw, below)}
 
-    def _handed_up(self, raw: Tensor, below: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _raw_states(self, raw: Tensor, below: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.method.source == "all":
             return (*below, raw)
         if self.method.source == "first" and below:
@@ -102,6 +100,6 @@ class _Mixer(HeadMixer):
         if self.weights is not None:
             return weights[0] * added + weights[1] * raw
         first, own = self.initial
-        if first == 0:  # sparse, below its last third: like Llama, bit for bit
+        if first == 0:  # sparse, before the last third: bit for bit like Llama
             return raw
         return torch.add(raw if own == 1 else raw * own, added, alpha=first)

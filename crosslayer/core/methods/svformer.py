@@ -1,8 +1,10 @@
-"""SVFormer: all layers use the values of the first layer, or of the latest anchor below them.
+"""SVFormer: all layers use the values of the first layer, or of the nearest earlier anchor layer.
 
     U_n = A_n V_1
 
-Flows: values (or queries, keys). Reads: every layer, its anchor's. Cache: keys of all layers, values of the anchors.
+An anchor is a source: a layer whose values the layers above it read, up to the next anchor.
+
+Flows: values (or queries, keys). Reads: every layer, its anchor's. Cache: keys of all layers, values of anchors.
 Source: ResFormer (arXiv 2410.17897), Eq. 10; anchors Fig. 17, other states Fig. 16, `every` Fig. 5.
 """
 
@@ -17,25 +19,23 @@ from crosslayer.core.plan import STATES, DepthPlan
 
 @dataclass(frozen=True)
 class SVFormer(Compensated):
-    """Anchors own what is shared, the layers above borrow it; the search leaves the method out (`saves` is empty)."""
+    """Layers read the values of the nearest earlier anchor; the search by damage does not try it (no `saves`)."""
 
     anchors: tuple[int, ...] = (0,)
-    """0-based layers that own what is shared; layer 0 must be there."""
+    """0-based layers that compute the shared state; must include layer 0."""
     share: tuple[str, ...] | str = "values"
-    """The state that is shared, or several of "queries", "keys" and "values"."""
+    """The shared state: "queries", "keys" or "values", or several of them."""
     every: int | None = None
-    """Make each n-th layer an anchor too."""
+    """Make every n-th layer an anchor too; None: only `anchors`."""
 
     def plan(self, layers: int) -> DepthPlan:
-        """Let each layer borrow the shared states of its latest anchor."""
+        """Let each layer read the shared states of its nearest earlier anchor."""
         check_layers("svformer", "anchors", self.anchors, layers)
         if self.every is not None and not 1 <= self.every <= layers:
-            raise ValueError(f"svformer: every is {self.every}; it must be between 1 and the {layers} layers")
+            raise ValueError(f"svformer: every must be 1 to {layers} (the number of layers), got {self.every}")
         anchors = set(self.anchors) | (set(range(0, layers, self.every)) if self.every else set())
         if 0 not in anchors:
-            raise ValueError(
-                f"svformer: anchors {sorted(anchors)} must hold layer 0, below which nothing can be shared"
-            )
+            raise ValueError(f"svformer: anchors must include layer 0, got {sorted(anchors)}")
         shared = (self.share,) if isinstance(self.share, str) else self.share
         for state in shared:
             check_choice("svformer", "share", state, STATES)
@@ -43,18 +43,18 @@ class SVFormer(Compensated):
         for layer in own:
             if layer not in anchors:
                 latest[layer] = latest[layer - 1]
-        borrowed = tuple(latest)
-        return DepthPlan(**{state: borrowed if state in shared else own for state in STATES}, mlps=own)
+        source = tuple(latest)
+        return DepthPlan(**{state: source if state in shared else own for state in STATES}, mlps=own)
 
     @classmethod
     def from_groups(cls, groups: Sequence[Sequence[int]], layers: int) -> Self:
-        """Make an anchor of every layer that is not a group's second or later layer."""
+        """Make every layer an anchor except the second and later layers of groups."""
         for group in groups:
             if list(group) != list(range(group[0], group[0] + len(group))):
                 raise ValueError(
-                    f"svformer: groups holds {list(group)}; a layer borrows of the nearest anchor below it, so that "
-                    "groups are runs of consecutive layers"
+                    f"svformer: groups must be consecutive layers, since a layer reads the nearest earlier anchor, got "
+                    f"{list(group)}"
                 )
-        followers = {layer for group in sharing_groups("svformer", groups) for layer in group[1:]}
-        anchors = tuple(layer for layer in range(layers) if layer not in followers)
+        readers = {layer for group in sharing_groups("svformer", groups) for layer in group[1:]}
+        anchors = tuple(layer for layer in range(layers) if layer not in readers)
         return cls(anchors)

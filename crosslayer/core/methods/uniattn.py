@@ -1,10 +1,10 @@
-"""UniAttn: in a superblock the first layer computes the softmax map, the others use it, and W_c makes up for it.
+"""UniAttn: the layers of a superblock use the softmax map of its first layer, with a linear compensation (W_c).
 
-    x'_n = x_n + A_l V_n W_o + Norm(x_n) W_c,  l = the leader of n's superblock
+    x'_n = x_n + A_l V_n W_o + Norm(x_n) W_c,  l = the source of n's superblock
 
-Flows: queries and keys (so the map is shared without ever being built). Reads: every follower, the leader's.
-Cache: keys of leaders, values of all. Source: UniAttn (arXiv 2502.00439), Eq. 5 and Table 12; as in its code, W_c reads
-the normalised input.
+Flows: queries and keys (which shares the map without building it). Reads: every reader, its source's. Cache: keys of
+sources, values of all layers. Source: UniAttn (arXiv 2502.00439), Eq. 5 and Table 12; as in its code, W_c reads the
+normalised input.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from crosslayer.core.plan import DepthPlan
 
 @dataclass(frozen=True, kw_only=True)
 class UniAttn(Compensated):
-    """Superblocks share the softmax map of their first layer; every follower has a W_c."""
+    """Superblocks share the softmax map of their first layer; every reader has a W_c."""
 
     saves = ("keys",)
 
     superblocks: tuple[tuple[int, ...], ...] = ()
-    """Groups of 0-based layers in rising order, in the paper neighbours; the other layers stand alone."""
+    """Groups of 0-based layers in rising order, consecutive in the paper; other layers share nothing."""
     compensation: str | None = "attention"
-    """Where W_c writes: "attention" (after W_o), "heads" (before W_o), "mlp" (the MLP's update), None: no W_c."""
+    """What W_c adds to: "attention" (after W_o), "heads" (before W_o), "mlp" (the MLP's update), None: no W_c."""
 
     def plan(self, layers: int) -> DepthPlan:
-        """Let followers borrow the leader's queries and keys."""
+        """Let the layers of a superblock read its first layer's queries and keys."""
         shared, own = group_sources("uniattn", "superblocks", self.superblocks, layers), tuple(range(layers))
         return DepthPlan(shared, shared, own, own)
 
@@ -39,6 +39,6 @@ class UniAttn(Compensated):
 
     @classmethod
     def example(cls, layers: int) -> Self:
-        """Pair the layers of the top half."""
+        """Pair the layers of the upper half."""
         middle = layers // 2
         return cls(superblocks=tuple((layer, layer + 1) for layer in range(middle + middle % 2, layers - 1, 2)))

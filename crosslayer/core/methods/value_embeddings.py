@@ -1,11 +1,11 @@
-"""Value embeddings: chosen layers add to their values what a table of their own has for the token, gated by head.
+"""Value embeddings: some layers add an embedding of the token, from a table of their own, to their values.
 
     V'_n = V_n + g_n(x) ∘ E_n[token],  g_n(x) = 2 σ(W_n x_{1..c})
 
-x is the layer's normed input, of which the gate sees the first c channels; a gate begins at 1.
+x is the layer's normed input; the gate of each head reads its first c channels and begins at 1.
 
-Flows: the tokens. Reads: the chosen layers, by default every second one, the last among them. Cache: unchanged, V' is
-what is cached. Source: nanochat (Karpathy 2025), `has_ve` and `ve_gate` in its gpt.py; tables begin as embeddings do.
+Flows: the token ids. Reads: the chosen layers, by default every second one, including the last. Cache: unchanged in
+size, it holds V'. Source: nanochat (Karpathy 2025), `has_ve` and `ve_gate` in its gpt.py; tables begin like embeddings.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,20 @@ from crosslayer.core.options import check_layers
 
 @dataclass(frozen=True)
 class ValueEmbeddings(Method):
-    """Token embeddings of a layer's own are added to its values."""
+    """A layer's own token embeddings are added to its values."""
 
     reads_tokens = True
 
     layers: tuple[int, ...] | None = None
     """0-based layers that have a table; None: every second layer, counted down from the last."""
     channels: int = 32
-    """c: how many channels of its input a layer's gate sees."""
+    """c: number of channels of the layer's input that its gates read."""
 
     def heads(self, config: Config, wiring: Wiring, layer: int) -> HeadMixer | None:
         """Add in the chosen layers."""
         if not 1 <= self.channels <= config.hidden_size:
             raise ValueError(
-                f"value_embeddings: channels is {self.channels}; it must be between 1 and the {config.hidden_size} of "
-                "the stream"
+                f"value_embeddings: channels must be 1 to hidden_size = {config.hidden_size}, got {self.channels}"
             )
         return _Table(config, self.channels) if layer in self._chosen(wiring) else None
 
@@ -47,15 +46,15 @@ class ValueEmbeddings(Method):
         else:
             check_layers("value_embeddings", "layers", self.layers, count)
             chosen = list(self.layers)
-        borrowing = [layer for layer in chosen if layer not in own_layers]
-        if borrowing or not chosen:
-            what = f"layers {borrowing} have no" if borrowing else "no layer that it would choose has"
-            raise ValueError(f"value_embeddings: {what} values of their own; layers may be of {own_layers}")
+        if not chosen or not set(chosen) <= set(own_layers):
+            raise ValueError(
+                f"value_embeddings: layers must be some of those with values of their own, {own_layers}, got {chosen}"
+            )
         return chosen
 
 
 class _Table(HeadMixer):
-    """The table and the gate of a layer."""
+    """The table and the gates of a layer."""
 
     reads_input = True
     split_by_head = {"table": 1, "gate": 0}
@@ -69,12 +68,12 @@ class _Table(HeadMixer):
         self.gate = nn.Parameter(torch.zeros(heads, channels))  # (H_kv, c)
 
     def reset(self) -> None:
-        """Begin as embeddings do, with gates of 1."""
+        """Begin like embeddings, with gates of 1."""
         init.normal_(self.table, mean=0.0, std=self.scale)
         init.zeros_(self.gate)
 
     def resize_tokens(self, count: int) -> None:
-        """Keep the rows of tokens that stay; those of new ones begin as in a new model."""
+        """Keep the rows of existing tokens; rows of new tokens begin as in a new model."""
         old = self.table
         if count == len(old):
             return
@@ -87,4 +86,4 @@ class _Table(HeadMixer):
         gates = 2 * torch.sigmoid(F.linear(carry[INPUT][..., : self.channels], self.gate))  # (B, T, H_kv)
         added = F.embedding(carry[TOKENS], self.table).unflatten(-1, (v.shape[1], -1))  # (B, T, H_kv, D)
         added = (gates.unsqueeze(-1) * added).transpose(1, 2)  # (B, H_kv, T, D)
-        return q, k, v + added.to(v.dtype), carry  # mixed precision keeps the table wider
+        return q, k, v + added.to(v.dtype), carry  # the table may be wider in mixed precision

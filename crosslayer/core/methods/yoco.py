@@ -1,12 +1,12 @@
-"""YOCO, "you only cache once": the lower half sees a window, the upper half reads a single layer's keys and values.
+"""YOCO, "you only cache once": the upper half reads one layer's keys and values, the lower half attends to a window.
 
     U_n = softmax(Q_n K_n^T / √d) V_n over the last `window` tokens,  n ≤ L/2
     U_n = softmax(Q_n K_m^T / √d) V_m,  n > L/2,  m the first layer of the upper half
 
-The keys and values of the upper half are made of what the lower half has put out.
+The keys and values of the upper half are computed from the output of the lower half.
 
-Flows: keys and values. Reads: every layer of the upper half, those of its first. Cache: a layer in full, and of the
-layers of the lower half the window. Source: YOCO (arXiv 2405.05254), with sliding-window attention below.
+Flows: keys and values. Reads: every layer of the upper half, those of its first layer. Cache: all tokens of one layer,
+the window in layers of the lower half. Source: YOCO (arXiv 2405.05254), with sliding windows in the lower half.
 """
 
 from dataclasses import dataclass
@@ -17,28 +17,28 @@ from crosslayer.core.plan import DepthPlan
 
 @dataclass(frozen=True)
 class YOCO(Method):
-    """The layers of the upper half share keys and values; it sets layer_types and sliding_window by itself."""
+    """The layers of the upper half share keys and values; it sets the config's layer_types and sliding_window."""
 
     window: int = 1024
-    """How many tokens each layer of the lower half sees, the token itself among them."""
+    """How many tokens each layer of the lower half attends to, including the token itself."""
 
     def __post_init__(self):
         if self.window < 1:
-            raise ValueError(f"yoco: window is {self.window}; it must be at least 1 token")
+            raise ValueError(f"yoco: window must be at least 1 token, got {self.window}")
 
     def plan(self, layers: int) -> DepthPlan:
-        """Let the upper half read its first layer."""
+        """Let the upper half read the keys and values of its first layer."""
         middle, own = _middle(layers), tuple(range(layers))
         source = own[:middle] + (middle,) * (layers - middle)
         return DepthPlan(own, source, source, own)
 
     def windows(self, layers: int) -> tuple[int | None, ...]:
-        """Give the lower half its window."""
+        """Return the window for the lower half, None for the upper."""
         middle = _middle(layers)
         return (self.window,) * middle + (None,) * (layers - middle)
 
 
 def _middle(layers: int) -> int:
     if layers < 3:
-        raise ValueError(f"yoco: with {layers} layers the upper half has nothing to share; it needs at least 3")
+        raise ValueError(f"yoco needs at least 3 layers, got {layers}")
     return layers // 2

@@ -99,7 +99,9 @@ def _tables(record: RetrofitReport) -> list[Table]:
         shown = names[:NAMES_SHOWN]
         weights.append([kind, str(len(names)), [*shown, "…"] if len(names) > len(shown) else shown])
     states = (*STATES, "mlps")
-    plan = [[str(layer), *(record.plan.source_label(state, layer) for state in states)] for layer in record.changed_layers]
+    plan = [
+        [str(layer), *(record.plan.source_label(state, layer) for state in states)] for layer in record.changed_layers
+    ]
     heads = ["domain", "", "windows", "perplexity ratio", "without the fit", "KL", "without the fit"]
     title = "Who reads from whom (all other layers own everything)"
     return [

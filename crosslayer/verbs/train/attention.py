@@ -19,7 +19,7 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.packed import attend_within_documents, document_mask
 from crosslayer.core.method import StateReader
 from crosslayer.core.transformers_versions import attention_that_caps
-from crosslayer.wiring.fields import layer_kinds
+from crosslayer.wiring.fields import layer_types_of
 
 Attention = Literal["sdpa", "flex", "flash"]
 WITHIN_DOCUMENTS, FLASH = "sdpa_within_documents", "flash_attention_2"
@@ -42,7 +42,7 @@ def set_attention(model: PreTrainedModel, kind: Attention | None, arguments: Tra
     """Have a model attend within documents: as `kind` says, by default by SDPA, document by document if it can."""
     check_attention(kind, arguments.device)
     config: Any = model.config.get_text_config()
-    if not isinstance(config, CrossLayerConfig) and (model._is_stateful or STATES & set(layer_kinds(config))):
+    if not isinstance(config, CrossLayerConfig) and (model._is_stateful or STATES & set(layer_types_of(config))):
         raise ValueError(
             "model.start has layers of linear attention, convolutions or Mamba, whose states would go over the borders "
             "of documents; start from a model whose layers all have softmax attention"

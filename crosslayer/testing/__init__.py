@@ -1,4 +1,4 @@
-"""The contract that every method must hold, for authors of methods: `check_method(MyMethod())`, or a test per check.
+"""Checks that every method must pass, for authors of methods: `check_method(MyMethod())`, or one test per check.
 
     import pytest
     from crosslayer.testing import CHECKS, config_of
@@ -8,8 +8,8 @@
     def test_mine(check):
         check(config_of(Mine(by=0.5)))
 
-A check is a function of a `CrossLayerConfig` that raises `AssertionError`. Both sides of a comparison run through the
-same modules in float64, on logits up to some 10, so `TOLERANCE` leaves room for the order of sums alone (`tolerance`).
+A check is a function of a `CrossLayerConfig` that raises `AssertionError`. Compared runs use the same modules in
+float64 with logits up to about 10, so that `TOLERANCE` only allows for the order of sums (see `tolerance`).
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -48,7 +48,7 @@ Check = Callable[[CrossLayerConfig], None]
 
 
 def check_method(methods: Entry | Sequence[Entry], **shape: Any) -> None:
-    """Run every check over a method, or over several together, in a tiny decoder.
+    """Run every check on a method, or on several methods together, in a tiny decoder.
 
     Args:
         methods: a `Method` or its class, its name, {"name": …, option: …}, or a list of them.
@@ -56,7 +56,7 @@ def check_method(methods: Entry | Sequence[Entry], **shape: Any) -> None:
 
     Raises:
         AssertionError: a check fails; the message begins with its name.
-        ValueError: the methods or the shape are refused by the config.
+        ValueError: the config refuses the methods or the shape.
 
     """
     config = config_of(methods, **shape)
@@ -69,14 +69,14 @@ def check_method(methods: Entry | Sequence[Entry], **shape: Any) -> None:
 
 @torch.no_grad()
 def cached_equals_full(config: CrossLayerConfig) -> None:
-    """Logits with a cache, in a single pass or in chunks, are those without; the cache holds the plan's elements."""
+    """Logits with a cache, in one pass or in chunks, equal those without; the cache has the size that the plan says."""
     model, ids = build(config), tokens(length=12)
     full = model(ids, use_cache=False).logits
     close(model(ids, use_cache=True).logits, full, "use_cache on and off", tolerance(config))
     for sizes in ([1] * 12, [5, 4, 3], [7, 1, 4]):
         chunked, cache = steps(model, ids, sizes)
         close(chunked, full, f"chunks of {sizes}", tolerance(config))
-        # a sliding cache keeps what the next token sees besides itself, in memory that holds the last chunk too
+        # a sliding cache keeps the tokens that the next one attends to, in memory that holds the last chunk too
         windowed = None if config.sliding_window is None else config.sliding_window - 1 + sizes[-1]
         _holds(cache, predicted(config, 2, 12, windowed), f"chunks of {sizes}")
     chunked, cache = steps(model, ids, [7, 1, 4], DynamicCache())
@@ -86,7 +86,7 @@ def cached_equals_full(config: CrossLayerConfig) -> None:
 
 @torch.no_grad()
 def static_equals_dynamic(config: CrossLayerConfig) -> None:
-    """Logits with a static cache are those without a cache; it allocates the plan's elements at its full length."""
+    """Logits with a static cache equal those without a cache; its size is what the plan says for its full length."""
     model, ids = build(config), tokens(length=12)
     chunked, cache = steps(model, ids, [7, 1, 1, 1, 1, 1], StaticCache(config=config, max_cache_len=16))
     close(chunked, model(ids, use_cache=False).logits, "static cache", tolerance(config))
@@ -95,7 +95,7 @@ def static_equals_dynamic(config: CrossLayerConfig) -> None:
 
 @torch.no_grad()
 def cropping_and_reordering(config: CrossLayerConfig) -> None:
-    """A cache whose rows were reordered, or whose end was cropped (where it can be), goes on rightly."""
+    """Generation continues correctly after reordering a cache's rows or cropping its end (if possible)."""
     model, ids = build(config), tokens(length=12)
     full = model(ids, use_cache=False).logits
     _, cache = steps(model, ids[:, :8], [8])
@@ -110,7 +110,7 @@ def cropping_and_reordering(config: CrossLayerConfig) -> None:
 
 @torch.no_grad()
 def beam_search_equals_uncached(config: CrossLayerConfig) -> None:
-    """Three beams give the same tokens and scores with and without a cache: what is reordered is all that is read."""
+    """Three beams give the same tokens and scores with and without a cache, so reordering covers all states."""
     model: Any = build(config)
     ids = tokens(length=6)
     options = {"max_new_tokens": 4, "num_beams": 3, "do_sample": False, "output_scores": True, "pad_token_id": 0}
@@ -123,9 +123,9 @@ def beam_search_equals_uncached(config: CrossLayerConfig) -> None:
 
 @torch.no_grad()
 def generation_modes_agree(config: CrossLayerConfig) -> None:
-    """Static cache, prompt look-up, assistant and embeddings give greedy's tokens; sampling those of its seed.
+    """Static cache, prompt lookup, assistant and embeddings give greedy's tokens; sampling agrees for equal seeds.
 
-    Embeddings tell no tokens: where a method reads them, embeddings are a `ValueError` that asks for `input_ids`.
+    If a method reads token ids, `inputs_embeds` must raise a `ValueError` that names `input_ids`.
     """
     model: Any = build(config)
     ids = tokens(batch=1, length=8)
@@ -139,11 +139,11 @@ def generation_modes_agree(config: CrossLayerConfig) -> None:
     _same(model.generate(ids, **options, **static), greedy, "static cache")
     embeddings = model.get_input_embeddings()(ids)
     if any(method.reads_tokens for method in config.methods):
-        _refuses(lambda: model(inputs_embeds=embeddings), "give input_ids")
+        _refuses(lambda: model(inputs_embeds=embeddings), "input_ids")
     else:
         _same(model.generate(inputs_embeds=embeddings, **options), greedy[:, 8:], "inputs_embeds")
     if crops(config):  # as assisted decoding does
-        _same(model.generate(ids, **options, prompt_lookup_num_tokens=2), greedy, "prompt look-up")
+        _same(model.generate(ids, **options, prompt_lookup_num_tokens=2), greedy, "prompt lookup")
         _same(model.generate(ids, **options, assistant_model=build(config)), greedy, "assisted")
     sampled = []
     for use_cache in (True, False):
@@ -155,7 +155,7 @@ def generation_modes_agree(config: CrossLayerConfig) -> None:
 
 @torch.no_grad()
 def eager_equals_sdpa(config: CrossLayerConfig) -> None:
-    """Eager attention gives the logits of SDPA; transformers' eager softmax, float32, is let have the model's type."""
+    """Eager attention gives the logits of SDPA, with transformers' eager softmax in the model's dtype, not float32."""
     model, ids = build(config), tokens(length=8)
     sdpa = model(ids).logits
     model.set_attn_implementation("eager")
@@ -165,10 +165,10 @@ def eager_equals_sdpa(config: CrossLayerConfig) -> None:
 
 @torch.no_grad()
 def left_padding_equals_single_runs(config: CrossLayerConfig) -> None:
-    """A row padded on the left gives the logits, and generates the tokens, of a run by itself."""
+    """A left-padded row gives the same logits and generated tokens as alone."""
     model: Any = build(config)
     if config.attn_logit_softcapping is not None:
-        model = model.float()  # in float64 transformers' eager attention makes NaN of rows that see nothing
+        model = model.float()  # in float64 transformers' eager attention returns NaN for fully masked rows
     long, short = tokens(batch=1, length=10), tokens(batch=1, length=6, seed=1)
     batch = torch.cat([long, torch.cat([torch.zeros(1, 4, dtype=torch.long), short], 1)])
     mask = torch.ones_like(batch)
@@ -185,7 +185,7 @@ def left_padding_equals_single_runs(config: CrossLayerConfig) -> None:
 
 @torch.no_grad()
 def wiring_matches_the_plan(config: CrossLayerConfig) -> None:
-    """Readers attend with the very tensors of their sources, to the bit; borrowed projections do not exist."""
+    """Readers attend with exactly the tensors of their sources, and have no projection for these states."""
     plan, model, calls = config.plan, build(config), {}
     with visited(model, lambda call: calls.update({call.layer: call})):
         model(tokens(length=8))
@@ -197,17 +197,17 @@ def wiring_matches_the_plan(config: CrossLayerConfig) -> None:
     names = {name for name, _ in model.named_parameters()}
     for state, tensor in fields.items():
         for layer, source in enumerate(plan.sources(state)):
-            owned = f"model.layers.{layer}.self_attn.{state[0]}_proj.weight" in names
-            assert owned == plan.has_own(state, layer), f"layer {layer}: {state[0]}_proj exists: {owned}"
-            for other in calls if isinstance(source, int) else ():  # what is combined of several is no one's tensor
+            exists = f"model.layers.{layer}.self_attn.{state[0]}_proj.weight" in names
+            assert exists == plan.has_own(state, layer), f"layer {layer}: {state[0]}_proj exists: {exists}"
+            for other in calls if isinstance(source, int) else ():  # combined states are not compared
                 same = torch.equal(tensor(calls[layer]), tensor(calls[other]))
                 agrees = same == (plan.sources(state)[other] == source)
-                assert agrees, f"layer {layer}: {state} are layer {other}'s: {same}, which the plan denies"
+                assert agrees, f"layer {layer}: {state} equal layer {other}'s: {same}, the plan says {not same}"
 
 
 @torch.no_grad()
 def causal(config: CrossLayerConfig) -> None:
-    """Changing a token changes its own logits and later ones (by more than 1e-6), none before it."""
+    """Changing a token changes its own logits and later ones (by more than 1e-6), but no earlier ones."""
     model, ids = build(config), tokens(length=10)
     other = ids.clone()
     other[:, 6] = (other[:, 6] + 1) % VOCABULARY
@@ -217,7 +217,7 @@ def causal(config: CrossLayerConfig) -> None:
 
 
 def gradients_equal_under_checkpointing(config: CrossLayerConfig) -> None:
-    """Every parameter gets a gradient that is not zero, and the same when activations are computed again."""
+    """Every parameter gets a non-zero gradient, which is the same under activation checkpointing."""
     ids, gradients = tokens(length=8), []
     for checkpointing in (False, True):
         model = build(config).train()
@@ -226,12 +226,12 @@ def gradients_equal_under_checkpointing(config: CrossLayerConfig) -> None:
         model(ids, labels=ids, use_cache=False).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, plain in gradients[0].items():
-        assert plain is not None and plain.abs().max() > 0, f"{name} does not train"
+        assert plain is not None and plain.abs().max() > 0, f"{name} gets no gradient"
         close(gradients[1][name], plain, f"gradient of {name} under checkpointing", tolerance(config))
 
 
 def save_and_load_are_bit_equal(config: CrossLayerConfig) -> None:
-    """A saved model comes back through AutoModel with its plan, its methods, all of its weights and its very logits."""
+    """AutoModel loads a saved model with the same plan, methods, weights and, bit for bit, logits."""
     model, ids = build(config), tokens(length=8)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -240,15 +240,15 @@ def save_and_load_are_bit_equal(config: CrossLayerConfig) -> None:
     again, info = loaded
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[key], f"loading has {key}: {sorted(map(str, info[key]))}"
-    assert again.config.plan == config.plan, f"the plan came back as {again.config.plan}, not {config.plan}"
-    assert again.config.methods == config.methods, f"the methods came back as {again.config.methods}"
+    assert again.config.plan == config.plan, f"the loaded plan is {again.config.plan}, not {config.plan}"
+    assert again.config.methods == config.methods, f"the loaded methods are {again.config.methods}"
     with torch.no_grad():
         _same(again.eval()(ids).logits, model(ids).logits, "logits of the loaded and of the saved model")
 
 
 @torch.no_grad()
 def conversion_initialises_like_a_new_model(config: CrossLayerConfig) -> None:
-    """A Llama that is converted has all weights and buffers; those that no method inherits begin as in a new model."""
+    """A converted Llama has all weights and buffers; new ones have the initial values of a new model."""
     values = config.to_dict()
     source = LlamaForCausalLM(LlamaConfig(**{name: values[name] for name in (*SHAPE, "head_dim")})).double()
     converted: Any = convert_weights(source, config.methods).model
@@ -266,7 +266,7 @@ def conversion_initialises_like_a_new_model(config: CrossLayerConfig) -> None:
 
 
 def reentrant_is_refused(config: CrossLayerConfig) -> None:
-    """Reentrant checkpointing, which loses the gradients of what layers lend, is a `ValueError` that says so."""
+    """Reentrant checkpointing, which loses gradients of shared states, raises a `ValueError`."""
     model = build(config)
     for enable in (model.activation_checkpointing_enable, model.gradient_checkpointing_enable):
         with warnings.catch_warnings():
@@ -275,20 +275,20 @@ def reentrant_is_refused(config: CrossLayerConfig) -> None:
 
 
 def documented(config: CrossLayerConfig) -> None:
-    """Each method's module has an indented equation and names what Flows, what it Reads, its Cache and its Source."""
+    """Each method's module docstring has an indented equation and entries Flows, Reads, Cache and Source."""
     for method in config.methods:
         text = inspect.getdoc(inspect.getmodule(type(method))) or ""
         for word in ("Flows:", "Reads:", "Cache:", "Source:"):
             assert word in text, f"{method.name()}: the module's docstring lacks {word!r}"
-        assert "\n\n    " in text, f"{method.name()}: the module's docstring has no equation, indented by four"
+        assert "\n\n    " in text, f"{method.name()}: the module's docstring has no equation, indented by 4 spaces"
         own = type(method).__doc__ or ""  # a dataclass without a docstring gets its signature instead
         assert own and not own.startswith(f"{type(method).__name__}("), f"{method.name()}: the class has no docstring"
 
 
 def compiled_equals_eager(config: CrossLayerConfig, backend: str = "aot_eager") -> None:
-    """One graph without a break gives the logits of the plain model; takes seconds, so it is not among `CHECKS`.
+    """A compiled full graph gives the logits of the plain model; it takes seconds, so `CHECKS` does not include it.
 
-    Inductor fuses the norms, which compute in float32, and rounds there in another order: 1e-5.
+    The tolerance for Inductor is 1e-5: it fuses the norms, which compute in float32, and rounds in another order.
     """
     torch._dynamo.reset()
     model, ids = build(config), tokens(length=8)
@@ -299,7 +299,7 @@ def compiled_equals_eager(config: CrossLayerConfig, backend: str = "aot_eager") 
 
 
 def _new_states(config: CrossLayerConfig, seed: int) -> dict[str, Tensor]:
-    """Return the weights and buffers, by name, of a decoder that is built anew."""
+    """Return the weights and buffers, by name, of a new decoder."""
     torch.manual_seed(seed)
     model: Any = CrossLayerForCausalLM._from_config(config, dtype=torch.float64)
     return dict([*model.named_parameters(), *model.named_buffers()])
@@ -309,14 +309,14 @@ def _same(result: Tensor, expected: Tensor, what: str) -> None:
     assert torch.equal(result, expected), f"{what}: {result.tolist()} is not {expected.tolist()}"
 
 
-def _refuses(call: Callable[[], Any], named: str) -> None:
-    """Assert that a call is a `ValueError` that names something."""
+def _refuses(call: Callable[[], Any], expected: str) -> None:
+    """Assert that a call raises a `ValueError` whose message contains `expected`."""
     try:
         call()
     except ValueError as error:
-        assert named in str(error), f"what is to be refused, naming {named}, says only: {error}"
+        assert expected in str(error), f"the ValueError must name {expected}, got: {error}"
     else:
-        raise AssertionError(f"what is to be refused, naming {named}, is accepted")
+        raise AssertionError(f"expected a ValueError that names {expected}, got none")
 
 
 def _holds(cache: Cache, expected: int, what: str) -> None:
@@ -324,7 +324,7 @@ def _holds(cache: Cache, expected: int, what: str) -> None:
     assert count == expected, f"{what}: the cache holds {count} elements, the plan says {expected}"
 
 
-# What depends on options and shapes, and what is the same for all of a method's.
+# checks that depend on a method's options and on shapes, and checks that run once per method
 BY_OPTIONS: tuple[Check, ...] = (
     cached_equals_full,
     static_equals_dynamic,

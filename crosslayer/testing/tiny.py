@@ -1,4 +1,4 @@
-"""Tiny decoders in float64, and what runs them, for the checks of the contract and for tests.
+"""Tiny decoders in float64 and helpers to run them, for `crosslayer.testing` and for tests.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -17,7 +17,7 @@ from crosslayer.core.methods import Entry
 from crosslayer.core.plan import CACHED
 
 TOLERANCE = 1e-10
-FLOAT32 = 1e-4  # where a part computes in float32 whatever the dtype
+FLOAT32 = 1e-4  # for models that compute partly in float32 whatever their dtype
 VOCABULARY = 64
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -34,13 +34,13 @@ SHAPE: dict[str, Any] = {
 
 
 def config_of(methods: Entry | Sequence[Entry] | None, **shape: Any) -> CrossLayerConfig:
-    """Return the config of a tiny decoder: `SHAPE`, changed by `shape`, with a method, a list, or None."""
+    """Return the config of a tiny decoder: `SHAPE` updated by `shape`, with one method, a list of them, or None."""
     entries = list(methods) if isinstance(methods, list | tuple) else [methods]
     return CrossLayerConfig(cross_layer=[entry for entry in entries if entry is not None], **{**SHAPE, **shape})
 
 
 def build(config: CrossLayerConfig, cls: type[CrossLayerForCausalLM] = CrossLayerForCausalLM) -> CrossLayerForCausalLM:
-    """Return a model in float64 with every parameter perturbed, those that begin at zero too."""
+    """Return a model in float64 with all parameters perturbed, also those that are initialised with zero."""
     torch.manual_seed(0)
     model = cls(copy.deepcopy(config)).double().eval()
     with torch.no_grad():
@@ -50,7 +50,7 @@ def build(config: CrossLayerConfig, cls: type[CrossLayerForCausalLM] = CrossLaye
 
 
 def tokens(batch: int = 2, length: int = 24, seed: int = 0) -> Tensor:
-    """Return random ids (B, T) without the special ones."""
+    """Return random ids (B, T) without special tokens."""
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -61,15 +61,15 @@ def close(result: Tensor, expected: Tensor, what: str, tolerance: float = TOLERA
 
 
 def tolerance(config: CrossLayerConfig) -> float:
-    """Return by what two ways to run a model may differ.
+    """Return the largest allowed difference between two runs of a model.
 
-    Scores that are capped need eager attention, whose softmax is float32 in transformers; linear attention is float32.
+    Capped scores need eager attention, whose softmax is float32 in transformers; linear attention is float32.
     """
     return FLOAT32 if config.linear_layers or config.attn_logit_softcapping is not None else TOLERANCE
 
 
 def crops(config: CrossLayerConfig) -> bool:
-    """Return whether a cache can be cropped: one that keeps windows or states of linear attention cannot."""
+    """Return whether a cache can be cropped: not with sliding windows or linear attention."""
     return config.sliding_window is None and not config.linear_layers
 
 
@@ -79,21 +79,21 @@ def steps(
 ) -> tuple[Tensor, Cache]:
     """Run ids (B, T) in chunks of `sizes` tokens through a cache; return the logits (B, T, V) and the cache."""
     cache = DynamicCache(config=model.config) if cache is None else cache
-    logits = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(list(sizes), dim=1)]
+    logits = [model(chunk, past_key_values=cache, use_cache=True).logits for chunk in ids.split(list(sizes), dim=1)]
     return torch.cat(logits, 1), cache
 
 
 def elements(cache: Cache) -> int:
-    """Return the allocated elements of a cache, from the storages themselves."""
-    layers: Any = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]  # keys and values alone
+    """Return the number of elements that a cache has allocated, from its storages."""
+    layers: Any = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]  # only keys and values
     states = [state for layer in layers for state in (layer.keys, layer.values) if state is not None]
     return sum(state.untyped_storage().nbytes() // state.element_size() for state in states)
 
 
 def predicted(config: CrossLayerConfig, batch: int, length: int, windowed: int | None = None) -> int:
-    """Return the elements that the plan's cache holds for `batch` rows of `length` tokens.
+    """Return the number of cache elements by the plan, for `batch` rows of `length` tokens.
 
-    `windowed` is how many of the tokens layers with a sliding window hold, None for all.
+    `windowed` is the number of tokens in layers with a sliding window, None for all.
     """
     assert config.num_key_value_heads is not None and config.head_dim is not None and config.layer_types is not None
     states = 0.0  # of a single token

@@ -1,4 +1,4 @@
-"""The wiring that a config tells: it agrees with the elements that the model's own cache allocates."""
+"""The wiring read from a config agrees with the elements that the model's own cache allocates."""
 
 import json
 
@@ -129,13 +129,21 @@ def test_bert_as_a_decoder_keeps_one():
     [
         ("llama", {"num_hidden_layers": 10**30}, "num_hidden_layers is 1000000000000000000000000000000; it must be"),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number from 1 to 100000"),
-        ("llama", {"num_attention_heads": -4, "head_dim": 8}, "num_attention_heads is -4; it must be a whole number"),
-        ("llama", {"num_key_value_heads": -2}, "layer 0: num_key_value_heads is -2; it must be a whole number of at"),
-        ("qwen3", {"head_dim": -8}, "layer 0: head_dim is -8; it must be a whole number of at least 1"),
-        ("gemma3_text", {"sliding_window": -8}, "layer 0: sliding_window is -8; it must be a whole number of at"),
-        ("deepseek_v3", {"kv_lora_rank": -8}, "layer 0: kv_lora_rank is -8; it must be a whole number of at least 1"),
-        ("gemma3n_text", {"num_kv_shared_layers": 100}, "num_kv_shared_layers is 100; it must be below the 6 layers"),
-        ("gemma4_text", {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1; it must be below the 6 layers"),
+        (
+            "llama",
+            {"num_attention_heads": -4, "head_dim": 8},
+            "num_attention_heads must be a whole number of at least 1, got -4",
+        ),
+        (
+            "llama",
+            {"num_key_value_heads": -2},
+            "layer 0: num_key_value_heads must be a whole number of at least 1, got -2",
+        ),
+        ("qwen3", {"head_dim": -8}, "layer 0: head_dim must be a whole number of at least 1, got -8"),
+        ("gemma3_text", {"sliding_window": -8}, "layer 0: sliding_window must be a whole number of at least 1, got -8"),
+        ("deepseek_v3", {"kv_lora_rank": -8}, "layer 0: kv_lora_rank must be a whole number of at least 1, got -8"),
+        ("gemma3n_text", {"num_kv_shared_layers": 100}, "num_kv_shared_layers must be 0 to 5, got 100"),
+        ("gemma4_text", {"num_kv_shared_layers": -1}, "num_kv_shared_layers must be 0 to 5, got -1"),
     ],
 )
 def test_impossible_numbers_are_one_line(family, changes, message):
@@ -256,7 +264,7 @@ def test_an_encoder_keeps_no_cache():
     [
         (
             lambda: AutoConfig.for_model("vit"),
-            "the config of vit has no vocab_size: it tells of no language model with attention",
+            "the config of vit has no vocab_size, so it does not describe a language model with attention",
         ),
         (lambda: AutoConfig.for_model("t5"), "t5 is an encoder-decoder"),
         (lambda: AutoConfig.for_model("mamba"), "mamba has no num_attention_heads"),
@@ -274,7 +282,7 @@ def test_what_cannot_be_read_is_one_line(config, message):
 
 
 def test_bad_options():
-    with pytest.raises(ValueError, match="length is 0; the cache holds at least 1 token"):
+    with pytest.raises(ValueError, match="length must be at least 1 token, got 0"):
         crosslayer.plan(config_of("llama"), length=0)
     with pytest.raises(ValueError, match="dtype 'float31' is not known"):
         crosslayer.plan(config_of("llama"), dtype="float31")

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from crosslayer.core.decoder.cuts import find_cuts
 from crosslayer.core.decoder.layer import CrossLayerDecoderLayer
-from crosslayer.core.decoder.pipeline import stage_modules, pipeline_stages
+from crosslayer.core.decoder.pipeline import pipeline_stages, stage_modules
 from crosslayer.testing import tiny as contract
 from tests.core.decoder.test_sharded import free_port
 from tests.helpers.cases import CASES, each
@@ -64,7 +64,7 @@ OTHERS = [case for case in CASES if other_families(case)]
 def test_other_families_are_refused(case):
     methods, shape = CASES[case]
     model = contract.build(contract.config_of(methods, **shape))
-    with pytest.raises(ValueError, match="stages are built for decoders of Llama's kind"):
+    with pytest.raises(ValueError, match="pipeline: only families like Llama are supported"):
         stage_modules(model, ranks=2)
 
 
@@ -116,11 +116,11 @@ def test_parts_hold_each_weight_once_under_its_name():
 @pytest.mark.parametrize(
     "message, shape, options",
     [
-        ("must rise from 0 to at most 7; they are [0, 0, 1", {}, {"ranks": 4, "rounds": 3}),
-        ("they are [0, 5, 4]", {}, {"ranks": 3, "starts": [0, 5, 4]}),
-        ("they are [1, 4]", {}, {"ranks": 2, "starts": [1, 4]}),
+        ("4 ranks × 3 rounds = 12 stages, rising from 0 to at most 7, got [0, 0, 1", {}, {"ranks": 4, "rounds": 3}),
+        ("got [0, 5, 4]", {}, {"ranks": 3, "starts": [0, 5, 4]}),
+        ("got [1, 4]", {}, {"ranks": 2, "starts": [1, 4]}),
         ("set tie_word_embeddings=False", {"tie_word_embeddings": True}, {"ranks": 2}),
-        ("keep is 'some'; it must be one of 'nothing', 'received', 'all'", {}, {"ranks": 2, "keep": "some"}),
+        ("keep must be one of 'nothing', 'received', 'all', got 'some'", {}, {"ranks": 2, "keep": "some"}),
     ],
 )
 def test_refusals(message, shape, options):
@@ -138,7 +138,7 @@ def test_a_carry_that_cannot_be_sent_is_refused(monkeypatch):
         return stream, {**carry, "count": 1}
 
     monkeypatch.setattr(CrossLayerDecoderLayer, "forward", with_a_count)
-    with pytest.raises(ValueError, match="before layer 4 holds a int; stages hand on tensors"):
+    with pytest.raises(ValueError, match="before layer 4 holds a int; stages can pass on only tensors"):
         stage_modules(model, ranks=2)
 
 

@@ -252,9 +252,9 @@ def test_hidden_states_are_what_each_layer_reads(name):
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
-        ([{"name": "hyper_connections", "streams": 1}], "streams is 1; it must be at least 2"),
-        ([{"name": "hyper_connections", "iterations": 0}], "iterations is 0; it must be at least 1"),
-        ([{"name": "mudd", "ways": "keys"}], "ways is 'keys'; it must be one of 'all', 'residual'"),
+        ([{"name": "hyper_connections", "streams": 1}], "streams must be at least 2, got 1"),
+        ([{"name": "hyper_connections", "iterations": 0}], "iterations must be at least 1, got 0"),
+        ([{"name": "mudd", "ways": "keys"}], "ways must be one of 'all', 'residual', got 'keys'"),
         (["mudd", "hyper_connections"], "mudd and hyper_connections both replace the residual stream"),
         (["attnres", "cla", "mudd"], "attnres and mudd both replace the residual stream; only one method may"),
     ],

@@ -165,9 +165,9 @@ def test_retrofits_by_both_choices(source):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "cla", "select": "distance"}, "select is 'distance'; it must be one of 'similarity'"),
-        ({"method": "kvsharer", "select": "correlation"}, "it must be one of 'distance', 'similarity'"),
-        ({"method": "drop", "select": "distance"}, "it must be one of 'similarity', 'greedy', 'correlation'"),
+        ({"method": "cla", "select": "distance"}, "select must be one of 'similarity'"),
+        ({"method": "kvsharer", "select": "correlation"}, "must be one of 'distance', 'similarity'"),
+        ({"method": "drop", "select": "distance"}, "must be one of 'similarity', 'greedy', 'correlation'"),
         ({"method": "drop", "select": "nearest"}, "'greedy', 'correlation', 'distance', None"),
         ({"method": "drop", "part": "layer", "select": "correlation"}, "`select` correlation ranks attention; use sim"),
         ({"method": "drop", "threshold": 0.8}, "`threshold` 0.8 does nothing"),

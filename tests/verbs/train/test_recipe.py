@@ -151,7 +151,7 @@ def test_an_error_names_the_file_that_wrote_the_value(tmp_path, recipe):
     child.write_text("extends: plain.yaml\ndata: {length: long}\n")
     assert refusal(child) == "child.yaml: data.length: Input should be a valid integer; it is 'long'"
     child.write_text("extends: plain.yaml\nmodel: {method: {name: drop, attention: [7]}}\n")
-    assert refusal(child) == "child.yaml: model: method: drop: attention holds 7; layers go from 0 to 3"
+    assert refusal(child) == "child.yaml: model: method: drop: attention must hold layers from 0 to 3, got 7"
 
 
 def test_files_that_are_missing_or_go_in_a_circle(tmp_path, recipe):

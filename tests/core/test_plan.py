@@ -307,7 +307,7 @@ BAD = [
         "layer 5: yoco reads keys of layer 3 and cla of layer 4; only one",
     ),
     ({"name": "value_embeddings", "layers": (6,)}, "layers must hold layers from 0 to 5, got 6"),
-    ({"name": "value_embeddings", "layers": ()}, r"value_embeddings: layers must be some .*, got \[\]"),
+    ({"name": "value_embeddings", "layers": ()}, r"value_embeddings: set layers to some .*, got \[\]"),
     ({"name": "value_embeddings", "channels": 33}, "channels must be 1 to hidden_size = 32, got 33"),
     (
         [{"name": "value_embeddings", "layers": (1,)}, "cla"],

@@ -47,8 +47,10 @@ class ValueEmbeddings(Method):
             check_layers("value_embeddings", "layers", self.layers, count)
             chosen = list(self.layers)
         if not chosen or not set(chosen) <= set(own_layers):
+            by_default = " by default" if self.layers is None else ""
             raise ValueError(
-                f"value_embeddings: layers must be some of those with values of their own, {own_layers}, got {chosen}"
+                f"value_embeddings: set layers to some of those with values of their own, {own_layers}, got "
+                f"{chosen}{by_default}"
             )
         return chosen
 

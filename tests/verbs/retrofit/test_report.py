@@ -220,8 +220,8 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
         Request(RetrofitOptions(method="halves", compensation="ridge"))
     monkeypatch.setattr(Halves, "targets", ("heads",))
     for wrong, message in (
-        ({"merge": "mean"}, "merge is 'mean'; it must be one of 'first', 'sum'"),
-        ({"part": "middle"}, "part is 'middle'; it must be one of 'left', 'right'"),
+        ({"merge": "mean"}, "merge must be one of 'first', 'sum', got 'mean'"),
+        ({"part": "middle"}, "part must be one of 'left', 'right', got 'middle'"),
         ({"target": "heads"}, "`target` heads does nothing"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -296,7 +296,7 @@ def test_bad_calls_are_one_line(source):
         ({"kl_budget": 1.0}, "give `method`, or `kv_budget` or `kl_budget`"),
         ({"dtype": "float32"}, "dtype and device are for a model that is named"),
         ({"calibration_text": ids(9, 1)}, "`calibration_text` does nothing here"),
-        ({"merge": "sum"}, "merge is 'sum'; it must be one of 'first', 'mean', 'svd'"),
+        ({"merge": "sum"}, "merge must be one of 'first', 'mean', 'svd', got 'sum'"),
         ({"part": "mlp"}, "`part` mlp does nothing"),
     ]
     for changes, message in cases:

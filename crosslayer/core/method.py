@@ -341,7 +341,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Compensated(Method):
-    """A method whose layers read other layers' states or drop attention, with an optional linear compensation (W_c)."""
+    """A method whose layers read other layers' states or lose attention, with an optional linear compensation (W_c)."""
 
     targets = TARGETS
 

@@ -240,7 +240,7 @@ def test_partial_backward_passes_leave_nothing_behind():
         nodes.append(node)
         node = node.next_functions[-1][0] if node.next_functions else None
     sources = [node for node in nodes if isinstance(node, depth_attention._Source._backward_cls)]
-    assert sources and not any(source.parts for source in sources)
+    assert sources and not any(source.terms for source in sources)
 
 
 def test_the_bank_goes_with_the_backward_pass():

@@ -9,7 +9,7 @@ from crosslayer._start import EndedTooSoon
 
 ENDED, MEND, FAULT = 1, 2, 70  # 0 stands for done, 1 also for checks that failed, 130 for an interrupt
 # how errors of the library name an option of a call
-OPTION = re.compile(r"`([a-z_]+)`|^([a-z_]+)(?:(?:\.\d+)?(?=: Input)|(?= is ))")
+OPTION = re.compile(r"`([a-z_]+)`|^([a-z_]+)(?:(?:\.\d+)?(?=: Input)|(?= is | must be ))")
 MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # how torch words it in a RuntimeError
 
 

@@ -97,7 +97,7 @@ def predicted(config: CrossLayerConfig, batch: int, length: int, windowed: int |
     """
     assert config.num_key_value_heads is not None and config.head_dim is not None and config.layer_types is not None
     states = 0.0  # of a single token
-    for layer, kind in enumerate(config.layer_types):
-        held = min(length, length if windowed is None else windowed) if kind == "sliding_attention" else length
+    for layer, layer_type in enumerate(config.layer_types):
+        held = min(length, length if windowed is None else windowed) if layer_type == "sliding_attention" else length
         states += held * sum(config.plan.stored_share(state, layer) for state in CACHED)
     return round(states * batch * config.num_key_value_heads * config.head_dim)

@@ -113,10 +113,11 @@ def int_field(config: PreTrainedConfig, layer: int, *names: str, least: int = 1,
 
 def layer_types_of(config: PreTrainedConfig) -> list[str]:
     """Return the type of each layer, by the rule of transformers' caches if the config has no layer types."""
-    named = [kinds for name in ("layers_block_type", "layer_types") if (kinds := field(config, name)) is not None]
-    if named:
-        kinds = next((kinds for kinds in named if set(kinds) <= set(KNOWN)), named[0])  # Jamba's blocks are "mamba"
-        return list(kinds[: config.num_hidden_layers])
+    candidates = [field(config, name) for name in ("layers_block_type", "layer_types")]
+    candidates = [types for types in candidates if types is not None]
+    if candidates:  # Jamba's blocks are "mamba", so its layer_types are used
+        layer_types = next((types for types in candidates if set(types) <= set(KNOWN)), candidates[0])
+        return list(layer_types[: config.num_hidden_layers])
     windows = [field(layer, "sliding_window") for layer in config.per_layer_config]
     chunks = [field(layer, "attention_chunk_size") for layer in config.per_layer_config]
     return [
@@ -125,42 +126,42 @@ def layer_types_of(config: PreTrainedConfig) -> list[str]:
     ]
 
 
-def layer_states(config: PreTrainedConfig, kind: str, layer: int) -> LayerStates:
+def layer_states(config: PreTrainedConfig, layer_type: str, layer: int) -> LayerStates:
     """Return the states of a layer by its type; `config` is that of the layer (`per_layer_config`).
 
     Raises:
         ValueError: the layer's type is not known here.
 
     """
-    if kind in NO_KV_CACHE:
-        return LayerStates(NO_KV_CACHE[kind])
-    if kind not in KNOWN:
-        raise ValueError(f"layer {layer} is of type {kind!r}; the types that can be read are {', '.join(KNOWN)}")
-    keys, values = _sizes(config, kind, layer)
+    if layer_type in NO_KV_CACHE:
+        return LayerStates(NO_KV_CACHE[layer_type])
+    if layer_type not in KNOWN:
+        raise ValueError(f"layer {layer} is of type {layer_type!r}; the types that can be read are {', '.join(KNOWN)}")
+    keys, values = _sizes(config, layer_type, layer)
     window, every, selected, index = None, None, None, 0
-    if kind in SLIDING or kind in COMPRESSED:
+    if layer_type in SLIDING or layer_type in COMPRESSED:
         window = int_field(config, layer, "sliding_window")
-    elif kind == "chunked_attention":
+    elif layer_type == "chunked_attention":
         window = int_field(config, layer, "attention_chunk_size")
-    if kind in COMPRESSED:
-        every = config.compress_rates[kind]
-    if kind in ("indexed_attention", "compressed_sparse_attention"):
+    if layer_type in COMPRESSED:
+        every = config.compress_rates[layer_type]
+    if layer_type in ("indexed_attention", "compressed_sparse_attention"):
         selected, index = int_field(config, layer, *SELECTED), _index_size(config, layer)
-    mask = _mask(kind, window, every, selected) + _shared_indexer(config, layer)
+    mask = _mask(layer_type, window, every, selected) + _shared_indexer(config, layer)
     mask += "" if _rotates(config, layer) else ", no rope"
     prompt = int_field(config, layer, "prompt_length", least=0, default=0)
     return LayerStates(mask, keys, values, index, window, every, selected, prompt)
 
 
-def _mask(kind: str, window: int | None, every: int | None, selected: int | None) -> str:
+def _mask(layer_type: str, window: int | None, every: int | None, selected: int | None) -> str:
     """Describe the mask of a layer."""
-    limit = "chunk" if kind == "chunked_attention" else "window"
+    limit = "chunk" if layer_type == "chunked_attention" else "window"
     seen = "full" if window is None else f"{limit} {window}"
     top = "" if selected is None else f"top {selected}"
     if every is not None:
         entries = f"{top} of entries" if top else "entries"
         return f"{seen} + {entries} of {every}"
-    beside = " + recurrent state" if kind.startswith("hybrid") else ""
+    beside = " + recurrent state" if layer_type.startswith("hybrid") else ""
     return f"{seen}{f', {top}' if top else ''}{beside}"
 
 
@@ -171,40 +172,40 @@ def _rotates(config: PreTrainedConfig, layer: int) -> bool:
 
 def _shared_indexer(config: PreTrainedConfig, layer: int) -> str:
     """Return " as layer N" if a layer reuses the tokens that the indexer of layer N selected, otherwise ""."""
-    kinds = field(config, "indexer_types")
-    if kinds is None or kinds[layer] != "shared":
+    layer_types = field(config, "indexer_types")
+    if layer_types is None or layer_types[layer] != "shared":
         return ""
-    return f" as layer {max(earlier for earlier in range(layer) if kinds[earlier] == 'full')}"
+    return f" as layer {max(earlier for earlier in range(layer) if layer_types[earlier] == 'full')}"
 
 
-def _sizes(config: PreTrainedConfig, kind: str, layer: int) -> tuple[int, int]:
+def _sizes(config: PreTrainedConfig, layer_type: str, layer: int) -> tuple[int, int]:
     """Return the elements of a token's keys and values in a layer's cache."""
     latent = int_field(config, layer, "kv_lora_rank")
     if latent is not None:
         rope = int_field(config, layer, "qk_rope_head_dim", least=0, default=0)
         return latent, rope if _rotates(config, layer) else 0
-    prefix = "swa_" if kind in SLIDING and field(config, "swa_head_dim") is not None else ""
+    prefix = "swa_" if layer_type in SLIDING and field(config, "swa_head_dim") is not None else ""
     heads = int_field(config, layer, *(f"{prefix}{name}" for name in KV_HEADS))
     if field(config, "multi_query") and not field(config, "new_decoder_architecture"):
         heads = 1
-    if kind in SLIDING and not prefix:
+    if layer_type in SLIDING and not prefix:
         heads *= SLIDING_HEADS.get(config.model_type, 1)
     whole = config.hidden_size // config.num_attention_heads
     size = int_field(config, layer, *(f"{prefix}{name}" for name in HEAD_SIZE), default=whole)
-    if kind in COMPRESSED:  # keys are the values
+    if layer_type in COMPRESSED:  # keys are the values
         return heads * size, 0
     return heads * size, heads * int_field(config, layer, f"{prefix}v_head_dim", default=size)
 
 
 def _index_size(config: PreTrainedConfig, layer: int) -> int:
     """Return the elements of a token that an indexer caches: 0 if a layer reuses an earlier layer's selection."""
-    kinds, size = field(config, "indexer_types"), int_field(config, layer, *INDEX_SIZE, default=0)
-    if kinds is not None and kinds[layer] == "shared":
+    layer_types, size = field(config, "indexer_types"), int_field(config, layer, *INDEX_SIZE, default=0)
+    if layer_types is not None and layer_types[layer] == "shared":
         return 0
     return size if field(config, "index_kpool") is None else 2 * size + 1  # key, gate, and whether it counts
 
 
-def depth_plan(config: PreTrainedConfig, kinds: list[str]) -> DepthPlan:
+def depth_plan(config: PreTrainedConfig, layer_types: list[str]) -> DepthPlan:
     """Return which layer reads which states.
 
     Raises:
@@ -214,38 +215,38 @@ def depth_plan(config: PreTrainedConfig, kinds: list[str]) -> DepthPlan:
     own = field(config, "plan")
     if own is not None:
         return own
-    layers = range(len(kinds))
-    sources: list[int | None] = [None if kinds[layer] in NO_KV_CACHE else layer for layer in layers]
+    layers = range(len(layer_types))
+    sources: list[int | None] = [None if layer_types[layer] in NO_KV_CACHE else layer for layer in layers]
     if all(source is None for source in sources):
         raise ValueError(f"no layer of {config.model_type} has softmax attention, so there is no KV cache")
-    readers = _readers(config, kinds)
+    readers = _readers(config, layer_types)
     for layer, source in readers.items():
         sources[layer] = source
     reusing = layers_without_cache(config)
     if reusing != set(readers):
         raise ValueError(
-            f"layers {sorted(reusing)} of {config.model_type} reuse a cache, but no known field says which layer's"
+            f"layers {sorted(reusing)} of {config.model_type} reuse a cache, but no known field says whose"
         )
     queries = tuple(None if source is None else layer for layer, source in enumerate(sources))
     return DepthPlan(queries, tuple(sources), tuple(sources), tuple(layers))
 
 
-def _readers(config: PreTrainedConfig, kinds: list[str]) -> dict[int, int]:
+def _readers(config: PreTrainedConfig, layer_types: list[str]) -> dict[int, int]:
     """Return the source of each layer that reads another's keys and values."""
     named = field(config, "kv_source_layers")
     if named is not None:
         return {layer: source for layer, source in enumerate(named) if source != layer}
     shared = field(config, "num_kv_shared_layers", default=0)
-    if not 0 <= shared <= len(kinds):
-        raise ValueError(f"num_kv_shared_layers must be 0 to {len(kinds) - 1}, got {shared}")
-    first = len(kinds) - shared
+    if not 0 <= shared <= len(layer_types):
+        raise ValueError(f"num_kv_shared_layers must be 0 to {len(layer_types) - 1}, got {shared}")
+    first = len(layer_types) - shared
     readers = {}
-    for layer in range(first, len(kinds)):
-        sources = [source for source in range(first) if kinds[source] == kinds[layer]]
+    for layer in range(first, len(layer_types)):
+        sources = [source for source in range(first) if layer_types[source] == layer_types[layer]]
         if not sources:
             raise ValueError(
-                f"layer {layer} of {config.model_type} ({kinds[layer]}) has no keys and values of its own, and no "
-                "earlier layer of its type has any: it reads those of another model"
+                f"layer {layer} of {config.model_type} ({layer_types[layer]}) has no keys and values of its own, and "
+                "no earlier layer of its type has any: it reads those of another model"
             )
         readers[layer] = sources[-1]
     return readers

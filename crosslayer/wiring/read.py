@@ -38,12 +38,14 @@ def read_plan(
     config = config if isinstance(config, PreTrainedConfig) else load_config(str(config))
     text = config.get_text_config(decoder=True)
     _check(config, text)
-    kinds = layer_types_of(text)
-    plan, methods = depth_plan(text, kinds), field(text, "methods", default=[])
+    layer_types = layer_types_of(text)
+    plan, methods = depth_plan(text, layer_types), field(text, "methods", default=[])
     residual, streams = residual_form(text, methods)
     cache_dtype = resolve_dtype(dtype or text.dtype or config.dtype or torch.bfloat16, torch.device("cpu"))
     assert isinstance(cache_dtype, torch.dtype)
-    layers = [layer_states(text.per_layer_config[layer], kind, layer) for layer, kind in enumerate(kinds)]
+    layers = [
+        layer_states(text.per_layer_config[layer], layer_type, layer) for layer, layer_type in enumerate(layer_types)
+    ]
     return ModelPlan(
         model=config.model_type if isinstance(model, PreTrainedConfig) else public_name(model),
         type=config.model_type,

@@ -77,7 +77,9 @@ def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) ->
     if cache.layer_class_to_replicate is not None and not cache.layers:
         layer_types, new = config.layer_types or [], cache.layer_class_to_replicate
         linear = DynamicCache(config=config).layers if config.linear_layers else []
-        cache.layers = [linear[i] if kind == "linear_attention" else new() for i, kind in enumerate(layer_types)]
+        cache.layers = [
+            linear[i] if layer_type == "linear_attention" else new() for i, layer_type in enumerate(layer_types)
+        ]
     for layer in empty:
         if not getattr(cache.layers[layer], "is_initialized", True):
             cache.layers[layer] = EMPTY_LAYER()

@@ -121,7 +121,9 @@ class CrossLayerConfig(LlamaConfig):
     @property
     def linear_layers(self) -> tuple[int, ...]:
         """The layers with linear attention."""
-        return tuple(layer for layer, kind in enumerate(self.layer_types or ()) if kind == "linear_attention")
+        return tuple(
+            layer for layer, layer_type in enumerate(self.layer_types or ()) if layer_type == "linear_attention"
+        )
 
     @property
     def plan(self) -> DepthPlan:

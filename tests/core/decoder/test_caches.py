@@ -89,8 +89,8 @@ def test_quantised_caches_hold_whole_layers(case):
     model, ids = contract.build(contract.config_of(*CASES[case][:1])).float(), tokens(batch=1, length=8)
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
-    found, _ = contract.steps(model, ids, [7, 1], QuantizedCache("fp8", model.config))
-    assert (full - found).abs().max() < 0.2 * full.abs().max()  # float8 has 4 bits
+    result, _ = contract.steps(model, ids, [7, 1], QuantizedCache("fp8", model.config))
+    assert (full - result).abs().max() < 0.2 * full.abs().max()  # float8 has 4 bits
     config = {"backend": "fp8"}
     options = {"cache_implementation": "quantized", "cache_config": config, "do_sample": False, "pad_token_id": 0}
     assert model.generate(ids, max_new_tokens=3, **options).shape == (1, 11)
@@ -108,6 +108,6 @@ def test_continuous_batching_equals_generate(case):
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     expected = [model.generate(prompt, **options)[0, prompt.shape[1] :].tolist() for prompt in prompts]
     config = GenerationConfig(**options, eos_token_id=-1)
-    room = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # by default nearly all memory that is free
-    outputs = model.generate_batch([prompt[0].tolist() for prompt in prompts], config, room)
+    memory = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # by default nearly all memory that is free
+    outputs = model.generate_batch([prompt[0].tolist() for prompt in prompts], config, memory)
     assert [output.generated_tokens for output in outputs.values()] == expected

@@ -89,8 +89,8 @@ def through_the_cache(monkeypatch):
 
     def forward(self, hidden_states, carry, **kwargs):
         if kwargs["past_key_values"] is None:
-            borrowed = [name for names in self.sources.values() for name in names]
-            carry = {**carry, **{name: torch.zeros_like(carry[name]) for name in borrowed}}
+            shared = [name for names in self.sources.values() for name in names]
+            carry = {**carry, **{name: torch.zeros_like(carry[name]) for name in shared}}
         return plain(self, hidden_states, carry, **kwargs)
 
     monkeypatch.setattr(attention.CrossLayerAttention, "forward", forward)

@@ -60,9 +60,9 @@ def test_flex_attention_equals_sdpa(case):
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, use_cache=False).logits
         model.set_attn_implementation("flex_attention")
-        found = model(ids, attention_mask=mask, use_cache=False).logits
+        result = model(ids, attention_mask=mask, use_cache=False).logits
     # float32 sums of 12 terms in another order, on logits up to about 10
-    assert (expected - found)[mask.bool()].abs().max() < 1e-4
+    assert (expected - result)[mask.bool()].abs().max() < 1e-4
 
 
 OWN = '''

@@ -27,19 +27,19 @@ def of_gpt2(source, width):
         if name in names:
             weights[f"model.{names[name]}"] = weight
         elif name.startswith("h."):
-            _, layer, place = name.split(".", 2)
-            module, part = place.rsplit(".", 1)
+            _, layer, name_in_layer = name.split(".", 2)
+            module, parameter = name_in_layer.rsplit(".", 1)
             prefix = f"model.layers.{layer}"
-            weight = weight.T if part == "weight" and "ln_" not in module else weight
+            weight = weight.T if parameter == "weight" and "ln_" not in module else weight
             if module == "attn.c_attn":
                 for state, piece in zip("qkv", weight.split(width), strict=True):
-                    weights[f"{prefix}.self_attn.{state}_proj.{part}"] = piece
+                    weights[f"{prefix}.self_attn.{state}_proj.{parameter}"] = piece
             else:
                 ours = {
                     "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj",
                     "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj",
                 }  # fmt: skip
-                weights[f"{prefix}.{ours[module]}.{part}"] = weight
+                weights[f"{prefix}.{ours[module]}.{parameter}"] = weight
     return weights
 
 

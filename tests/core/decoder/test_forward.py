@@ -1,4 +1,4 @@
-"""What `forward` takes and hands on, compared with LlamaForCausalLM: keywords, positions, the loss, autocast."""
+"""The arguments of `forward`, compared with LlamaForCausalLM: keywords, positions, the loss, autocast."""
 
 import inspect
 
@@ -122,8 +122,8 @@ def test_positions_do_not_compile_anew():
     with torch.no_grad():
         for first in (0, 3, 7):
             positions = torch.arange(first, first + 8)[None]
-            found = compiled(ids, position_ids=positions, use_cache=False).logits
-            contract.close(model(ids, position_ids=positions, use_cache=False).logits, found, "compiled")
+            result = compiled(ids, position_ids=positions, use_cache=False).logits
+            contract.close(model(ids, position_ids=positions, use_cache=False).logits, result, "compiled")
     assert len(graphs) == 1
 
 
@@ -188,13 +188,13 @@ def test_the_loss_is_llamas(case):
     AttentionMaskInterface.register("see", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     try:
         ours.set_attn_implementation("see")
-        expected, found = (model(tokens(length=8), **options).loss for model in (stock, ours))
+        expected, result = (model(tokens(length=8), **options).loss for model in (stock, ours))
     finally:
         del AttentionInterface._global_mapping["see"], AttentionMaskInterface._global_mapping["see"]
     if "labels" not in options:  # stock Llama then gives no loss, and says nothing
         assert expected is None
         expected = stock(tokens(length=8), labels=options["shift_labels"], **options).loss
-    assert expected.item() == found.item()
+    assert expected.item() == result.item()
     assert not handed[0] & set(options), "options of the loss reach the layers"
 
 
@@ -254,8 +254,8 @@ def test_autocast_and_blocks_of_attention_residuals(block):
     model, ids = contract.build(contract.config_of([{"name": "attnres", "block": block}])).float(), tokens(length=8)
     with torch.autocast("cpu", torch.bfloat16):
         full = model(ids, use_cache=False).logits
-        found, _ = contract.steps(model, ids, [5, 1, 2])
-    assert (full - found).abs().max() < 0.1 * full.abs().max()
+        result, _ = contract.steps(model, ids, [5, 1, 2])
+    assert (full - result).abs().max() < 0.1 * full.abs().max()
 
 
 def test_compensation_is_zero_when_built():

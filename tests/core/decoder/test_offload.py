@@ -38,11 +38,11 @@ def test_layers_that_lie_on_a_disk(model, tmp_path):
     ids = tokens(length=8)
     expected = run(model, ids)
     model.save_pretrained(tmp_path)
-    places = {f"model.layers.{layer}": "disk" for layer in range(6)}
-    places |= {f"model.{name}": "cpu" for name, _ in model.model.named_children() if name != "layers"}
+    device_map = {f"model.layers.{layer}": "disk" for layer in range(6)}
+    device_map |= {f"model.{name}": "cpu" for name, _ in model.model.named_children() if name != "layers"}
     options = {"dtype": torch.float64, "experts_implementation": model.config._experts_implementation}
     again = CrossLayerForCausalLM.from_pretrained(
-        tmp_path, device_map={**places, "lm_head": "cpu"}, offload_folder=tmp_path / "offload", **options
+        tmp_path, device_map={**device_map, "lm_head": "cpu"}, offload_folder=tmp_path / "offload", **options
     )
     assert all(parameter.is_meta for parameter in again.model.layers.parameters())
     contract.close(run(again.eval(), ids), expected, "on a disk", contract.tolerance(model.config))
@@ -53,7 +53,7 @@ def test_weights_over_depth_are_recorded_of_an_offloaded_model():
     with depth_reads(model) as expected, torch.no_grad():
         model(ids)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    with depth_reads(model) as found, torch.no_grad():
+    with depth_reads(model) as result, torch.no_grad():
         model(ids)
-    assert found.readers == expected.readers and len(found.readers) == 13
-    np.testing.assert_array_equal(found.table(), expected.table())
+    assert result.readers == expected.readers and len(result.readers) == 13
+    np.testing.assert_array_equal(result.table(), expected.table())

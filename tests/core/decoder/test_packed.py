@@ -46,8 +46,8 @@ def test_loss_and_gradients_are_those_of_a_dense_mask(case, monkeypatch):
     model, ids = contract.build(contract.config_of(methods, **changes)).train(), tokens(batch=3, length=12)
     loss, gradients = loss_and_gradients(model, ids)
     model.set_attn_implementation(WITHIN_DOCUMENTS)
-    found, others = loss_and_gradients(model, ids)
-    contract.close(found, loss, "loss", 1e-10)
+    result, others = loss_and_gradients(model, ids)
+    contract.close(result, loss, "loss", 1e-10)
     for name, gradient in gradients.items():
         contract.close(others[name], gradient, f"gradient of {name}", 1e-10)
 
@@ -78,9 +78,9 @@ def test_stock_models_attend_within_documents_too():
     ids = tokens(batch=3, length=12)
     loss, gradients = loss_and_gradients(model, ids)
     model.set_attn_implementation(WITHIN_DOCUMENTS)
-    found, others = loss_and_gradients(model, ids)
+    result, others = loss_and_gradients(model, ids)
     assert all(isinstance(mask, Documents) for mask in masks_of(model, ids))
-    contract.close(found, loss, "loss", 1e-10)
+    contract.close(result, loss, "loss", 1e-10)
     for name, gradient in gradients.items():
         contract.close(others[name], gradient, f"gradient of {name}", 1e-10)
 
@@ -99,8 +99,8 @@ def test_padded_rows_and_caches_are_those_of_sdpa(shape):
             model(ids, use_cache=False).logits,
             contract.steps(model, ids, [7, 1, 4])[0],
         ]
-    for found, expected in zip(ways[WITHIN_DOCUMENTS], ways["sdpa"], strict=True):
-        contract.close(found, expected, "logits", 1e-10)
+    for result, expected in zip(ways[WITHIN_DOCUMENTS], ways["sdpa"], strict=True):
+        contract.close(result, expected, "logits", 1e-10)
 
 
 @pytest.mark.parametrize("case", ["linear attention", "attnres, linear attention"])

@@ -191,7 +191,7 @@ def test_layers_that_wrap_what_enters_them_begin_no_bank():
 
 
 def test_no_bank_under_hooks_on_saved_tensors_and_dispatch_modes():
-    """Who offloads or checkpoints means to let go of sources; who looks at operators means to see sources."""
+    """Offloading and checkpointing must be able to free sources; dispatch modes must see them."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         sources = kept(leaves(5))
     assert lengths([*sources, keep(leaves(1)[0], sources, 6)]) == [1] * 6  # nor does one begin late

@@ -88,7 +88,7 @@ def test_a_bias_without_w_c(options, message):
 
 @pytest.mark.parametrize("target", ["attention", "heads"])
 def test_a_bias_of_w_c(target):
-    """Drop with W_c and bias in the place of attention, and CLA with W_c before W_o: token by token."""
+    """Drop with W_c and bias instead of attention, and CLA with W_c before W_o: token by token."""
     drop = {"name": "drop", "attention": (1, 4), "compensation": "attention"}
     cla = {"name": "cla", "groups": ((2, 3),), "compensation": "heads"}
     entry = {**(drop if target == "attention" else cla), "compensation_bias": True}
@@ -293,7 +293,7 @@ def test_denseformer(dilation, period, dropped):
                 if i % period == 0:
                     weights = (layer.attn_residual if layer.mlp is None else layer.mlp_residual).weights
                     terms = [j for j in range(i + 1) if (i - j) % dilation == 0]
-                    y = sum(weights[place] * outputs[j] for place, j in enumerate(terms))
+                    y = sum(weights[index] * outputs[j] for index, j in enumerate(terms))
             return self.model.lm_head(self.model.model.norm(y))
 
     methods = [{"name": "denseformer", "dilation": dilation, "period": period}, {"name": "drop", **dropped}]

@@ -43,11 +43,11 @@ def test_fusedkv(start, lite):
             k, v = torch.zeros_like(self.used["k"][0]), torch.zeros_like(self.used["v"][0])
             for head in range(len(k)):
                 for channel in range(k.shape[-1]):
-                    for place, source in enumerate((0, last)):
+                    for index, source in enumerate((0, last)):
                         pair = channel % (k.shape[-1] // 2)
-                        weight = reader.key_weights[head, place, pair]
+                        weight = reader.key_weights[head, index, pair]
                         k[head, :, channel] += weight * self.used["k"][source][head, :, channel]
-                        weight = reader.value_weights[head, place, channel]
+                        weight = reader.value_weights[head, index, channel]
                         v[head, :, channel] += weight * self.used["v"][source][head, :, channel]
             return q, k, v
 

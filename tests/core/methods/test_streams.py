@@ -74,7 +74,7 @@ def test_hyper_connections_are_those_of_deepseek_v4(streams, iterations, kind, m
 
 
 def attention(naive, number, inputs):
-    """Return a layer's update from what its queries, keys and values are made of; a borrowed state is the last used."""
+    """Return a layer's update from the inputs of its queries, keys and values; a shared state is the last one used."""
     block, states = naive.layers[number], []
     for name, linear in zip(
         "qkv", (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj), strict=True
@@ -211,7 +211,7 @@ MUDDS = {
     "all": [],
     "residual": [{"name": "mudd", "ways": "residual"}],
     "drops": ["mudd", {"name": "drop", "attention": (2, 5), "mlp": (0, 3), "layers": (1,)}],
-    "last layer gone": ["mudd", {"name": "drop", "layers": (0, 5)}],
+    "last layer dropped": ["mudd", {"name": "drop", "layers": (0, 5)}],
     "lost queries and keys": ["mudd", {"name": "uniattn", "superblocks": ((1, 2, 3),), "compensation": None}],
 }
 

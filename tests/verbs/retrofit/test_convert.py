@@ -57,7 +57,7 @@ def test_what_if_on_a_family_that_cannot_be_converted():
         zeroed.transformer.h[1].attn.c_proj.bias.zero_()
         with what_if(source, plan):
             assert (source(ids).logits - zeroed(ids).logits).abs().max() < 1e-10
-    with pytest.raises(ValueError, match="'gpt2' cannot be converted; .*llama.*diagnose"):
+    with pytest.raises(ValueError, match="'gpt2' cannot be converted.*llama.*diagnose"):
         convert_weights(source, [load_method("cla")])
 
 
@@ -226,7 +226,7 @@ def test_bad_conversions():
     source = tiny("llama")
     with pytest.raises(ValueError, match="merge 'svd' is not known to these methods; use first"):
         convert_weights(source, [load_method({"name": "uniattn", "superblocks": ((1, 2),)})], "svd")
-    with pytest.raises(ValueError, match="which a qk-norm would undo"):
+    with pytest.raises(ValueError, match="which qk_norm would undo"):
         convert_weights(tiny("qwen3"), [load_method("cla")], "svd")
     with pytest.raises(ValueError, match="uniattn as it stands changes nothing; name layers"):
         convert(source, "uniattn")
@@ -242,7 +242,7 @@ def test_bad_conversions():
     ):
         with pytest.raises(ValueError, match=words):
             parse_layers(text, 30)
-    with pytest.raises(ValueError, match=r"svformer: groups holds \[0, 2\]; a layer borrows of the nearest anchor"):
+    with pytest.raises(ValueError, match=r"svformer: groups must be consecutive layers, .* got \[0, 2\]"):
         method_class("svformer").from_groups([[0, 2]], 3)
     with pytest.raises(ValueError, match=r"groups \[\[1\], \[2\]\] have no second layer"):
         method_class("cla").from_groups([[1], [2]], 3)
@@ -270,8 +270,8 @@ def test_a_plain_model_of_ours_is_converted_as_it_is(name):
 
 def test_a_model_of_ours_that_is_not_plain_is_not_retrofitted():
     source = build(config_of(["resformer", "cla"]))
-    message = r"the model has resformer, cla already, .* train both together .*model.method: \[resformer, cla, …\]"
+    message = r"the model already has resformer, cla, .* train both together .*model.method: \[resformer, cla, …\]"
     with pytest.raises(ValueError, match=message):
         convert(source, {"name": "uniattn", "superblocks": ((1, 2),)})
-    with pytest.raises(ValueError, match=r"linear attention, of layers \[0, 2\], has no keys and values"):
+    with pytest.raises(ValueError, match=r"layers \[0, 2\] have linear attention, which a retrofit cannot share"):
         convert(build(config_of([], **SHAPES["linear attention"][1])), {"name": "cla", "groups": ((3, 5),)})

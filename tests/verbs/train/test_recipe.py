@@ -247,7 +247,7 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("model.shape.cross_layer=cla", "model.shape: cross_layer is not set here: write model.method"),
         ("model.method=3", "model.method: 3 is no method's name, no keys and values with a name, and no list of these"),
         ("model.method={name: cla, grop: 2}", "model.method: method 'cla' has no option 'grop'; did you mean 'group'?"),
-        ("model.method=[cla, svformer]", "model: method: layer 3: cla takes values from layer 2 and svformer from layer 0; only one of them may change an entry"),
+        ("model.method=[cla, svformer]", "model: method: layer 3: cla reads values of layer 2 and svformer of layer 0; only one method may change them"),
         ("model.start=smollm2", "model: start trains a model as it is; leave size, shape and method out"),
         ("model.shape.max_position_embeddings=64", "plain.yaml: data: length is 128, more than model.shape.max_position_embeddings = 64"),
         ("tokenizer=bpe:258", "tokenizer: tokenizer 'bpe:258': give bpe:N with a number of tokens from 259 on, such as bpe:8192"),

@@ -29,4 +29,4 @@ def load_family(name: str) -> Family:
 def model_types() -> dict[str, tuple[str, ModelType]]:
     """Return the Hugging Face model types that can be converted, each with its family's name."""
     families = {name: load_family(name).model_types for name in family_names()}
-    return {kind: (name, model_type) for name, types in families.items() for kind, model_type in types.items()}
+    return {key: (name, model_type) for name, types in families.items() for key, model_type in types.items()}

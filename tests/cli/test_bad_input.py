@@ -95,7 +95,7 @@ CASES = [
     ("plan {kit}/no_config", "no config.json"),
     ("plan {kit}/config_no_json", "is not a valid JSON file"),
     ("plan {kit}/unknown_method", "method 'telepathy' is not known"),
-    ("plan {kit}/vit", "has no vocab_size, so it does not describe a language modelion"),
+    ("plan {kit}/vit", "has no vocab_size, so it does not describe a language model"),
     ("plan {kit}/t5", "is an encoder-decoder"),
     ("plan {kit}/model --length 0", "--length must be at least 1 token, got 0"),
     ("plan {kit}/model --dtype int3", "'int3' is not known; use float32"),

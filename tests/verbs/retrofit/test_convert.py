@@ -244,7 +244,7 @@ def test_bad_conversions():
             parse_layers(text, 30)
     with pytest.raises(ValueError, match=r"svformer: groups must be consecutive layers, .* got \[0, 2\]"):
         method_class("svformer").from_groups([[0, 2]], 3)
-    with pytest.raises(ValueError, match=r"groups \[\[1\], \[2\]\] have no second layer"):
+    with pytest.raises(ValueError, match=r"at least two layers, got \[\[1\], \[2\]\]"):
         method_class("cla").from_groups([[1], [2]], 3)
 
 

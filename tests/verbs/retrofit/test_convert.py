@@ -95,9 +95,9 @@ def test_merging_equal_layers_changes_nothing_and_the_svd_beats_the_first():
     norms = [source.model.layers[i].input_layernorm for i in (1, 2)]
     with torch.no_grad():
         for state in "kv":
-            source, reader = (getattr(source.model.layers[i].self_attn, f"{state}_proj") for i in (1, 2))
-            reader.weight.copy_(source.weight * norms[0].weight / norms[1].weight)  # one map of the normed stream
-            reader.bias.copy_(source.bias)
+            kept, reader = (getattr(source.model.layers[i].self_attn, f"{state}_proj") for i in (1, 2))
+            reader.weight.copy_(kept.weight * norms[0].weight / norms[1].weight)  # one map of the normed stream
+            reader.bias.copy_(kept.bias)
         expected = convert_weights(source, [cla]).model(ids).logits
         for merge in ("mean", "svd"):
             made = convert_weights(source, [cla], merge)

@@ -72,21 +72,21 @@ def test_pairs_are_ranked_by_the_distance_of_averaged_caches(source):
 def test_the_farthest_pairs_are_taken_while_the_cosine_stays_above(source, count):
     """Against a naive walk over the pairs that converts the model for each; some pair fails at this threshold."""
     ids = text()
-    threshold, source, refused = 0.7, {}, 0
+    threshold, chosen, refused = 0.7, {}, 0
     for upper, lower in naive_order(source, ids):
-        if len(source) == count or upper in source:
+        if len(chosen) == count or upper in chosen:
             continue
-        tried = {**source, upper: lower}
+        tried = {**chosen, upper: lower}
         while any(end in tried for end in tried.values()):  # whoever reads a reader reads what that reads
             tried = {layer: tried.get(end, end) for layer, end in tried.items()}
         if naive_cosine(source, ids, tuple(tried.items())) > threshold:
-            source = tried
+            chosen = tried
         else:
             refused += 1
     groups = dissimilar_groups(source, ids, plan_of, count, threshold, lambda done, total: None)
-    assert {layer: group[0] for group in groups for layer in group[1:]} == source
-    assert len(source) == count and refused
-    assert naive_cosine(source, ids, tuple(source.items())) > threshold
+    assert {layer: group[0] for group in groups for layer in group[1:]} == chosen
+    assert len(chosen) == count and refused
+    assert naive_cosine(source, ids, tuple(chosen.items())) > threshold
 
 
 def test_too_high_a_threshold_says_how_far_it_came(source):

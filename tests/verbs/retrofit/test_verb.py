@@ -228,7 +228,7 @@ BAD = [
     (("--method", "cla", "--compensation", "none", "--layers", "6-7", "--calibration-text", "TEXT"),
      "--calibration-text does nothing here"),
     (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
-    (("--method", "drop", "--part", "mlp", "--layers", "1", "--compensation", "ridge"), "compensation needs at least one layer in attention"),
+    (("--method", "drop", "--part", "mlp", "--layers", "1", "--compensation", "ridge"), "needs at least one layer"),
     (("--method", "cla", "--layers", "4-5", "--select", "greedy"), "--select greedy does nothing with these options"),
     (("--method", "cla", "--layers", "auto", "--select", "distance"), "must be one of 'similarity'"),
     (("--method", "kvsharer", "--layers", "auto", "--threshold", 1), "0 layers can follow another with a cosine above"),

@@ -1,13 +1,13 @@
-"""What only a shell does for `intervene`: interventions are typed, kind by kind."""
+"""The command-line options of `intervene` that name interventions, one option for each."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-FILE_LIMIT = 16_000_000  # bytes of a file of interventions; a record has some 300 kB
+FILE_LIMIT = 16_000_000  # bytes of a file of interventions; a record has about 300 kB
 
-FORMS = {  # what is written for each kind, with colons between; in the order of the options below
+FORMS = {  # the fields of each intervention, separated by colons; in the order of the options below
     "waiver": ("positions",),
     "forbid": ("positions",),
     "scale_values": ("positions", "factor"),
@@ -28,17 +28,17 @@ def interventions(
     file: str | None = None,
     layers: str | None = None,
 ) -> list[Any]:
-    """Return the interventions of a command line; the report is about the first position that is named.
+    """Return the interventions of a command line; the report describes the first position given.
 
     Args:
-        waiver: positions that attend only to themselves, as 255 or 255,300.
-        forbid: positions that no other token may attend to.
-        scale_values: POSITIONS:FACTOR: scale value states.
-        position_swap: POSITION:ROW of a learned position table.
-        token_swap: POSITION:TOKEN: an id, bos or random.
-        ablate: LAYER:POSITION[:zero|mean]: hidden states.
-        file: more interventions, as JSON or YAML; they come last.
-        layers: where waiver, forbid and scale-values act, as 0-11.
+        waiver: POSITIONS: let these tokens attend only to themselves, such as 255 or 255,300.
+        forbid: POSITIONS: let no other token attend to these.
+        scale_values: POSITIONS:FACTOR: multiply the values of these tokens by a factor.
+        position_swap: POSITION:ROW: use another row of a learned position table.
+        token_swap: POSITION:TOKEN: replace a token by an id, bos or random.
+        ablate: LAYER:POSITION[:zero|mean]: replace the output of a layer by zero or the mean of other tokens.
+        file: a JSON or YAML file with more interventions, applied last.
+        layers: layers in which waiver, forbid and scale-values act, such as 0-11; default all.
 
     """
     from crosslayer.core.plan import parse_layers
@@ -49,20 +49,22 @@ def interventions(
     typed = waiver, forbid, scale_values, position_swap, token_swap, ablate
     entries = [_entry(kind, text, chosen) for kind, texts in zip(FORMS, typed, strict=True) for text in texts]
     if chosen is not None and not any("positions" in entry for entry in entries):
-        raise ValueError("--layers does nothing without --waiver, --forbid or --scale-values; leave it out")
+        raise ValueError("--layers needs --waiver, --forbid or --scale-values")
     entries += [] if file is None else _read(Path(file))
     if not entries:
-        raise ValueError("there is nothing to do; give an intervention, such as --waiver 255")
+        raise ValueError("give at least one intervention, such as --waiver 255")
     return [load_intervention(entry) for entry in entries]
 
 
 def _entry(kind: str, text: str, layers: Sequence[int] | None) -> dict[str, Any]:
-    """Read an intervention in the form that `FORMS` lists, "255,300" or "0:0.5" for example, as plain data."""
-    words, names = text.split(":"), FORMS[kind]
+    """Parse an intervention in the form of `FORMS`, such as "255,300" or "0:0.5", into plain data."""
+    values, names = text.split(":"), FORMS[kind]
     optional = 1 if kind == "ablate" else 0  # its value
-    if not len(names) - optional <= len(words) <= len(names):
-        raise ValueError(f"{kind} {text!r}: write {':'.join(names)}, with commas between positions")
-    entry: dict[str, Any] = {"kind": kind, **dict(zip(names, words, strict=False))}
+    if not len(names) - optional <= len(values) <= len(names):
+        raise ValueError(
+            f"--{kind.replace('_', '-')} must be {':'.join(names).upper()}, with commas between positions, got {text!r}"
+        )
+    entry: dict[str, Any] = {"kind": kind, **dict(zip(names, values, strict=False))}
     if "positions" in entry:
         entry["positions"] = entry["positions"].split(",")
         if layers is not None:
@@ -71,7 +73,7 @@ def _entry(kind: str, text: str, layers: Sequence[int] | None) -> dict[str, Any]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Read a list of interventions as plain data from JSON or YAML; a record of `intervene` holds such a list too.
+    """Read a list of interventions as plain data from JSON or YAML, for example from a record of `intervene`.
 
     Raises:
         ValueError: the file is missing, larger than `FILE_LIMIT` bytes, or holds no such list.
@@ -80,22 +82,20 @@ def _read(path: Path) -> list[dict[str, Any]]:
     import yaml
 
     if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
-        raise ValueError(f"interventions {path.name!r}: needed is a .json, .yaml or .yml file that exists")
+        raise ValueError(f"--file must be a .json, .yaml or .yml file that exists, got {path.name!r}")
     if path.stat().st_size > FILE_LIMIT:
-        raise ValueError(f"interventions {path.name!r}: the file has over {FILE_LIMIT} bytes")
+        raise ValueError(f"--file must be at most {FILE_LIMIT:,} bytes, and {path.name!r} is larger")
     try:
         read = json.loads if path.suffix == ".json" else yaml.safe_load
         entries = read(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"interventions {path.name!r}, line {error.lineno}: {error.msg}") from None
+        raise ValueError(f"--file {path.name!r}, line {error.lineno}: {error.msg}") from None
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise ValueError(f"interventions {path.name!r}{line}: {error.problem}") from None
+        raise ValueError(f"--file {path.name!r}{line}: {error.problem}") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"interventions {path.name!r}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"--file {path.name!r}: {str(error).splitlines()[0]}") from None
     entries = entries.get("interventions") if isinstance(entries, dict) else entries
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(
-            f'interventions {path.name!r}: write a list such as [{{"kind": "waiver", "positions": [255]}}]'
-        )
+        raise ValueError(f'--file {path.name!r} must hold a list such as [{{"kind": "waiver", "positions": [255]}}]')
     return entries

@@ -1,4 +1,4 @@
-"""Changes what attention sees, and measures what follows."""
+"""Changes attention inside a running model, and measures the effect."""
 
 GROUP = "Inspect"
 OUT = "intervention"

@@ -1,11 +1,11 @@
-"""The kinds of interventions: each is plain data that knows how to change a running model, and how to undo that.
+"""The interventions: each is plain data that knows how to change a running model and how to undo the change.
 
     with intervening(model, waiver(255), PositionSwap(0, 100)): …
 
     waiver: row k of the mask holds only k, −∞ elsewhere before the softmax (Eq. 11)
 
 Token k is then not mixed with others and may become a sink. Masks are edited inside the attention calls, layer by
-layer, so that sliding windows stay and generate() can grow its cache. Positions count tokens: left padding is not.
+layer, so that sliding windows stay and generate() can grow its cache. Positions count tokens, without left padding.
 
 Source: "Unveiling and Controlling Anomalous Attention Distribution in Transformers" (arXiv 2407.01601).
 Shapes: B batch, H heads, T new tokens, S keys, C hidden.
@@ -30,9 +30,9 @@ from crosslayer.verbs.intervene.running import Running, added_mask, as_taken
 
 
 def _no_boolean(value: Any) -> Any:
-    """Refuse what Python takes for 0 and 1: `true` in a file is no position."""
+    """Reject booleans, which Python treats as 0 and 1: `true` in a file is not a position."""
     if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()} is no number")
+        raise ValueError(f"must be a number, got {str(value).lower()}")
     return value
 
 
@@ -44,27 +44,27 @@ STRICT = ConfigDict(extra="forbid")
 
 
 class Intervention:
-    """A change of a running model; `intervening` enters it."""
+    """A change to a running model; `intervening` applies it."""
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
-        """Make the change; `stack` undoes it."""
+        """Apply the change; `stack` undoes it."""
         raise NotImplementedError
 
 
 class InAttention(Intervention):
-    """Changes the attention calls of some layers at some positions."""
+    """A change to the attention calls of some layers at some positions."""
 
     positions: tuple[int, ...]
     layers: tuple[int, ...] | Literal["all"]
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
-        """Change the calls of the layers, all of which must have attention."""
+        """Intercept the calls of the layers, all of which must have attention."""
         attending = attention_layers(model.config)
         chosen = attending if self.layers == "all" else self.layers
         check_layers(model, tuple(chosen))
         for layer in chosen:
             if layer not in attending:
-                raise ValueError(f"layer {layer} has no softmax attention; layers {attending} have")
+                raise ValueError(f"layer {layer} has no softmax attention, only layers {attending} do")
 
         def handler(call: AttentionCall) -> AttentionCall:
             return self.changed(call, running) if call.layer in chosen else call
@@ -72,7 +72,7 @@ class InAttention(Intervention):
         stack.enter_context(intercepted(model, handler))
 
     def changed(self, call: AttentionCall, running: Running) -> AttentionCall:
-        """Return a call with the change."""
+        """Return a call with the change applied."""
         raise NotImplementedError
 
 
@@ -86,53 +86,53 @@ class Waiver(InAttention):
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
         """Edit the rows of the mask."""
-        planned = plan_of(model.config) is not None  # its layers mix by attention alone
+        planned = plan_of(model.config) is not None  # in our own models only attention mixes tokens
         others = sorted(set(range(len(layer_stack(model)))) - set(attention_layers(model.config)))
         if self.layers == "all" and others and not planned:
             raise ValueError(
-                f"layers {others} mix tokens without softmax attention, so no waiver isolates a token there; name the "
-                "layers"
+                f"layers {others} mix tokens without softmax attention, where a waiver cannot isolate a token; choose "
+                "other layers"
             )
         super().enter(model, running, stack)
 
     def changed(self, call: AttentionCall, running: Running) -> AttentionCall:
-        """Let the rows of the positions see nothing but their own keys."""
+        """Mask everything but their own keys in the rows of the positions."""
         batch, _, new, _ = call.query.shape
-        places = [place for p in self.positions for place in running.new_tokens(self, p, batch, new)]
-        if not places:
+        rows = [pair for p in self.positions for pair in running.new_tokens(self, p, batch, new)]
+        if not rows:
             return call
         mask = added_mask(call, running)  # (B, 1 or H, T, S)
-        least, own = torch.finfo(mask.dtype).min, running.cached - running.gone(call)  # keys stand `own` behind tokens
+        least, offset = torch.finfo(mask.dtype).min, running.offset(call)
         for row, index in running.new_tokens(self, 0, batch, new) if 0 in self.positions else []:
             if int((mask[row, 0, index] > least / 2).sum()) <= 1:
                 raise ValueError(
-                    "a waiver of position 0 changes nothing: behind a causal mask the first token attends only to "
-                    "itself anyway; name a later position"
+                    "a waiver of position 0 changes nothing: under a causal mask the first token attends only to "
+                    "itself anyway; choose a later position"
                 )
-        for row, index in places:
+        for row, index in rows:
             mask[row, :, index] = least
-            mask[row, :, index, index + own] = 0
+            mask[row, :, index, index + offset] = 0
         return dataclasses.replace(call, mask=as_taken(call, mask))
 
 
 @dataclass(frozen=True, config=STRICT)
 class Forbid(InAttention):
-    """No other token may attend to these positions, in `layers`: what stands there can be no sink."""
+    """No other token may attend to these positions, in `layers`: they cannot be sinks."""
 
     positions: Positions
     layers: Layers = "all"
     kind: Literal["forbid"] = "forbid"
 
     def changed(self, call: AttentionCall, running: Running) -> AttentionCall:
-        """Hide the keys of the positions from all tokens but themselves."""
-        places = [place for position in self.positions for place in running.keys(self, position, call)]
-        if not places:
+        """Mask the keys of the positions for all other tokens."""
+        columns = [pair for position in self.positions for pair in running.keys(self, position, call)]
+        if not columns:
             return call
-        mask, own = added_mask(call, running), running.cached - running.gone(call)  # (B, 1 or H, T, S)
-        for row, column in places:
+        mask, offset = added_mask(call, running), running.offset(call)  # (B, 1 or H, T, S)
+        for row, column in columns:
             mask[row, :, :, column] = torch.finfo(mask.dtype).min
-            if 0 <= column - own < call.query.shape[2]:
-                mask[row, :, column - own, column] = 0
+            if 0 <= column - offset < call.query.shape[2]:
+                mask[row, :, column - offset, column] = 0
         return dataclasses.replace(call, mask=as_taken(call, mask))
 
 
@@ -146,64 +146,64 @@ class ScaleValues(InAttention):
     kind: Literal["scale_values"] = "scale_values"
 
     def changed(self, call: AttentionCall, running: Running) -> AttentionCall:
-        """Change what attention reads, never what the cache holds."""
-        places = [place for position in self.positions for place in running.keys(self, position, call)]
-        if not places:
+        """Scale a copy of the values that attention reads; the cache keeps the original."""
+        columns = [pair for position in self.positions for pair in running.keys(self, position, call)]
+        if not columns:
             return call
         value = call.value.clone()  # (B, H, S, D)
-        for row, index in places:
-            value[row, :, index] *= self.factor
+        for row, column in columns:
+            value[row, :, column] *= self.factor
         return dataclasses.replace(call, value=value)
 
 
 @dataclass(frozen=True, config=STRICT)
 class PositionSwap(Intervention):
-    """Position `position` gets row `source` of a learned position table (BERT, GPT-2), or the vector `source` (C,)."""
+    """`position` gets row `source` of a learned position table (BERT, GPT-2), or `source` as a vector (C,)."""
 
     position: Position
     source: Whole | tuple[float, ...]
     kind: Literal["position_swap"] = "position_swap"
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
-        """Overwrite a row of the table; the old row comes back bit for bit."""
+        """Overwrite a row of the table; the original is restored bit for bit."""
         embedding = position_embedding(model)
         if embedding is None:
-            raise ValueError(f"{type(model).__name__} has no learned position table, so positions cannot be swapped")
+            raise ValueError(f"position_swap needs a learned position table, and {type(model).__name__} has none")
         if self.source == self.position:
-            raise ValueError(f"position {self.position} has its own row already; name another")
+            raise ValueError(f"position {self.position} has its own row already; choose another row")
         _, table = embedding
         weight, limit = table.weight, position_limit(model)
         assert limit is not None
         for position in (self.position, self.source) if isinstance(self.source, int) else (self.position,):
             if not 0 <= position < limit:
-                raise ValueError(f"position {position} is not in the table; it has rows 0 to {limit - 1}")
-        # rows before that of position 0 stand for padding
+                raise ValueError(f"position {position} is not in the position table, which has rows 0 to {limit - 1}")
+        # rows before that of position 0 are padding
         first = table.num_embeddings - limit if table.padding_idx is None else table.padding_idx + 1
         index = self.position + first
         before = weight.detach()[index].clone()  # (C,)
         running.rows.setdefault(index, before)
-        if isinstance(self.source, int):  # as the row was before any swap
+        if isinstance(self.source, int):  # the row before any swap
             row = running.rows.get(self.source + first, weight.detach()[self.source + first]).clone()
         else:
             row = torch.tensor(self.source, dtype=weight.dtype, device=weight.device)
             if row.shape != before.shape:
-                raise ValueError(f"the vector has {len(row)} entries; a row of the table has {weight.shape[1]}")
+                raise ValueError(f"position_swap: the vector must have {weight.shape[1]} entries, got {len(row)}")
 
         def write(state: Tensor) -> None:
             with torch.no_grad():
                 weight[index] = state
 
-        def watch(module: Any, args: tuple) -> None:
+        def mark_reached(module: Any, args: tuple) -> None:
             running.new_tokens(self, self.position, *args[0].shape[:2])
 
         stack.callback(write, before)
         write(row)
-        stack.callback(layer_stack(model)[0].register_forward_pre_hook(watch).remove)
+        stack.callback(layer_stack(model)[0].register_forward_pre_hook(mark_reached).remove)
 
 
 @dataclass(frozen=True, config=STRICT)
 class TokenSwap(Intervention):
-    """The token at `position` becomes another: an id, "bos", or a random token drawn with `seed`."""
+    """The token at `position` is replaced by an id, "bos", or a random token drawn with `seed`."""
 
     position: Position
     token: Whole | Literal["bos", "random"]
@@ -211,7 +211,7 @@ class TokenSwap(Intervention):
     kind: Literal["token_swap"] = "token_swap"
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
-        """Change what the embedding is asked for."""
+        """Replace the id before the embedding."""
         config = model.config.get_text_config()
         token: Any = self.token
         if token == "random":
@@ -219,7 +219,7 @@ class TokenSwap(Intervention):
         elif token == "bos":
             token = config.bos_token_id
         if token is None or not 0 <= token < config.vocab_size:
-            raise ValueError(f"token {self.token!r} is not in the vocabulary of {config.vocab_size}; give another id")
+            raise ValueError(f"token_swap: token {self.token!r} is not in the vocabulary of {config.vocab_size} ids")
 
         def swap(module: Any, args: tuple) -> tuple:
             ids = args[0].clone()  # (B, T)
@@ -232,9 +232,9 @@ class TokenSwap(Intervention):
 
 @dataclass(frozen=True, config=STRICT)
 class Ablate(Intervention):
-    """The hidden state that leaves `layer` at `position` becomes zero, or the mean of the other new tokens.
+    """The output of `layer` at `position` becomes zero, or the mean of the other new tokens.
 
-    The mean sees tokens behind the position too: it is for comparing full forward passes, not for decoding.
+    The mean includes later tokens: use it to compare full forward passes, not in decoding.
     """
 
     layer: Whole
@@ -252,24 +252,24 @@ class Ablate(Intervention):
                 others = running.real(row, hidden.shape[1])  # (T,)
                 others[index] = False
                 if self.value == "mean" and not others.any():
-                    raise ValueError("the mean of other tokens needs other new tokens; use zero when decoding")
+                    raise ValueError("ablate with mean needs other new tokens; use zero when decoding")
                 hidden[row, index] = 0 if self.value == "zero" else hidden[row, others].mean(0)
             return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-        # first of all hooks, so that whoever collects hidden states sees it
+        # the first of all hooks, so that collected hidden states include the change
         stack.callback(layer_stack(model)[self.layer].register_forward_hook(replace, prepend=True).remove)
 
 
 Kind = Waiver | Forbid | ScaleValues | PositionSwap | TokenSwap | Ablate
-Entry = Annotated[Kind, Field(discriminator="kind")]  # as records and files hold it
+Entry = Annotated[Kind, Field(discriminator="kind")]  # an intervention as plain data, in records and files
 
 
 def load_intervention(entry: Mapping[str, Any]) -> Kind:
-    """Build an intervention from plain data such as {"kind": "waiver", "positions": [255]}; `to_entry` undoes it."""
+    """Build an intervention from plain data such as {"kind": "waiver", "positions": [255]}; inverse of `to_entry`."""
     kinds = {cls.__dataclass_fields__["kind"].default: cls for cls in Kind.__args__}
     kind = entry.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"intervention {kind!r} is not known; use one of {', '.join(kinds)}")
+        raise ValueError(f"the kind of an intervention must be one of {', '.join(kinds)}, got {kind!r}")
     try:
         return TypeAdapter(kinds[kind]).validate_python({str(name): option for name, option in entry.items()})
     except ValidationError as error:
@@ -277,15 +277,15 @@ def load_intervention(entry: Mapping[str, Any]) -> Kind:
 
 
 def to_entry(intervention: Kind) -> dict[str, Any]:
-    """Return plain data for JSON or YAML."""
+    """Return an intervention as plain data for JSON or YAML."""
     return dataclasses.asdict(intervention)
 
 
 def waiver(*positions: int, layers: Sequence[int] | None = None) -> Waiver:
-    """Return the waiver of these positions, in all layers or in some.
+    """Return a waiver of these positions, in all layers or in some.
 
     Raises:
-        ValueError: there is no position, or a position is negative.
+        ValueError: no position is given, or one is negative.
 
     """
     chosen = "all" if layers is None else tuple(layers)
@@ -295,41 +295,43 @@ def waiver(*positions: int, layers: Sequence[int] | None = None) -> Waiver:
 
 
 def positions_of(intervention: Kind) -> tuple[int, ...]:
-    """Return the positions that an intervention is about."""
+    """Return the positions that an intervention changes."""
     return intervention.positions if isinstance(intervention, InAttention) else (intervention.position,)
 
 
 def acting_layers(model: PreTrainedModel, intervention: Kind) -> tuple[int, ...]:
-    """Return the layers in which an intervention acts, none if it does not act by layer."""
+    """Return the layers in which an intervention acts; empty if it does not act by layer."""
     if not isinstance(intervention, InAttention):
         return ()
     return tuple(attention_layers(model.config)) if intervention.layers == "all" else intervention.layers
 
 
 def check_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
-    """Refuse layers that the model does not have."""
+    """Raise if the model does not have these layers."""
     count = len(layer_stack(model))
     for layer in layers:
         if not 0 <= layer < count:
-            raise ValueError(f"layer {layer} does not exist; layers go from 0 to {count - 1}")
+            raise ValueError(f"layer {layer} does not exist: the model has layers 0 to {count - 1}")
 
 
 @contextmanager
 def intervening(model: PreTrainedModel, *interventions: Kind) -> Iterator[None]:
-    """Run `model` with all `interventions`, the first outermost; it is bit-equal again on exit, whatever happened.
+    """Run `model` under all `interventions`, the first outermost; on exit the model is restored bit for bit.
 
     Args:
         model: any causal or bidirectional Hugging Face model whose attention goes through the attention interface.
-        interventions: what to change; positions count tokens from 0, without padding on the left.
+        interventions: what to change; positions count tokens from 0, without left padding.
 
     Raises:
-        ValueError: the model would ignore an edited mask (FlashAttention), a layer, position or table does not exist,
-            or, on a clean exit, a position was outside of every sequence that was run.
+        ValueError: the model's attention ignores edited masks (FlashAttention), a layer, position or table does not
+            exist, or, on exit without another error, no sequence had a token at one of the positions.
 
     """
     attention = model.config.get_text_config()._attn_implementation or "eager"
     if "flash" in attention:
-        raise ValueError(f"{attention} takes no edited mask; load the model with sdpa, eager or flex attention")
+        raise ValueError(
+            f"{attention} does not support edited masks; load the model with sdpa, eager or flex attention"
+        )
     check_flex(attention, model.device)
     running = Running()
     with ExitStack() as stack:
@@ -343,6 +345,4 @@ def intervening(model: PreTrainedModel, *interventions: Kind) -> Iterator[None]:
     for intervention in interventions:
         for position in positions_of(intervention):
             if running.passes and (id(intervention), position) not in running.reached:
-                raise ValueError(
-                    f"{intervention.kind} did nothing: position {position} was outside of every sequence that was run"
-                )
+                raise ValueError(f"{intervention.kind} did nothing: no sequence had a token at position {position}")

@@ -1,4 +1,4 @@
-"""The page of an intervention, its sentences and its few figures, from its record alone."""
+"""The page, sentences and headline of an intervention, built from its record alone."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ import numpy as np
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
 from crosslayer.output.record import Measure
-from crosslayer.output.words import listed, measured_on, ranges, signed, signed_interval
+from crosslayer.output.words import counted, listed, measured_on, ranges, signed, signed_interval
 from crosslayer.verbs.diagnose.curves import (
     LAYER,
     NORM,
@@ -25,12 +25,12 @@ from crosslayer.verbs.intervene.kinds import Kind, to_entry
 from crosslayer.verbs.intervene.result import Change, Effect, PositionChange
 
 RECEIVED = "attention received"
-LINES = 4  # of a figure
+LINES = 4  # per figure
 
 
 def describe(interventions: Sequence[Kind]) -> str:
     """Return interventions in words: waiver (position 255) + token_swap (position 0, token bos)."""
-    named = []
+    descriptions = []
     for intervention in interventions:
         options = []
         for name, option in to_entry(intervention).items():
@@ -41,79 +41,86 @@ def describe(interventions: Sequence[Kind]) -> str:
                 whole = all(isinstance(number, int) for number in option)
                 option = ranges(option) if whole else f"a vector of {len(option)}"
             options.append(f"{name.replace('_', ' ')} {option}")
-        named.append(f"{intervention.kind} ({', '.join(options)})")
-    return " + ".join(named)
+        descriptions.append(f"{intervention.kind} ({', '.join(options)})")
+    return " + ".join(descriptions)
 
 
 def sentences(record: Effect) -> list[str]:
-    """Return what was measured, in sentences."""
+    """Return the effect in sentences: the main position, then other positions, the scan and the controls."""
     main, *others = record.positions
     rows = "later tokens'" if record.model.causal else "the other tokens'"
     lines = [_received(f"Position {main.position}", main, rows), _norms(main)]
     if main.loss_behind is not None:
         loss, change = main.loss_behind, main.loss_behind.difference
+        interval = "" if change.ci95 is None else f" (95% CI {signed_interval(change.ci95)})"
         lines.append(
-            f"The loss behind it goes from {loss.before.mean:.4f} to {loss.after.mean:.4f} nats a token: "
-            f"{signed(change.mean)} ({signed_interval(change.ci95)})."
+            f"The loss on later tokens changes by {signed(change.mean)} nats per token{interval}: "
+            f"{loss.before.mean:.4f} → {loss.after.mean:.4f}."
         )
     for other in others:
         if other.role != "left alone":
             name = "The first token" if other.role == "first token" else f"Position {other.position}"
             lines.append(_received(name, other, rows))
-    alone = [other for other in others if other.role == "left alone"]
-    if alone:
-        named = listed([str(place.position) for place in alone])
-        most = max(highest(place.attention_received.after)[1] for place in alone)
-        lines.append(f"Of the positions left alone ({named}) none receives more than {most:.1%} in any layer.")
+    untouched = [other for other in others if other.role == "left alone"]
+    if untouched:
+        names = listed([str(position.position) for position in untouched])
+        most = max(highest(position.attention_received.after)[1] for position in untouched)
+        subject = f"positions {names} receive" if len(untouched) > 1 else f"position {names} receives"
+        lines.append(f"Control {subject} at most {most:.1%} of attention in any layer after the intervention.")
     if record.scan:
         means = [(ranges(trial.layers) or "none", mean_over_layers(trial.attention_received)) for trial in record.scan]
-        tried = "; ".join(f"{layers} {mean:.1%}" for layers, mean in means)
+        trials = "; ".join(f"{layers} {mean:.1%}" for layers, mean in means)
         lines.append(
-            f"Attention received on average over layers, by the layers in which the intervention acts{probes(record)}: "
-            f"{tried}."
+            f"Attention on position {main.position} if the intervention acts in some layers only (mean over "
+            f"layers{_probes(record)}): {trials}."
         )
     for control in record.controls:
-        before, after = (mean_over_layers(side.attention_received) for side in (control.before, control.after))
+        before, after = (mean_over_layers(reading.attention_received) for reading in (control.before, control.after))
         lines.append(
-            f"Control, {describe(control.interventions)}{probes(record)}: position {control.position} goes from "
-            f"{before:.2%} to {after:.2%} on average."
+            f"Control, {describe(control.interventions)}: position {control.position} receives {before:.2%} of "
+            f"attention before and {after:.2%} after (mean over layers{_probes(record)})."
         )
     return lines
 
 
-def probes(record: Effect) -> str:
-    """Return in brackets how many sequences scan and controls ran on, nothing where it is all of them."""
+def _probes(record: Effect) -> str:
+    """Return the number of sequences on which scan and controls ran, empty if it is all of them."""
     count = record.settings.probes
-    return f" ({count} sequence{'s' if count > 1 else ''})" if count < record.settings.sequences else ""
+    return f", {counted(count, 'sequence')}" if count < record.settings.sequences else ""
 
 
-def _received(name: str, place: PositionChange, rows: str) -> str:
-    before, after = place.attention_received.before, place.attention_received.after
+def _received(name: str, change: PositionChange, rows: str) -> str:
+    before, after = change.attention_received.before, change.attention_received.after
     (start, most), (end, most_after) = highest(before), highest(after)
     top = start if most > most_after else end
     return (
-        f"{name} receives {mean_over_layers(before):.2%} of {rows} attention before and {mean_over_layers(after):.2%} "
-        f"after, on average over layers; in layer {top} {before.array[top]:.1%} and {after.array[top]:.1%}."
+        f"{name} receives {mean_over_layers(before):.2%} of {rows} attention before the intervention and "
+        f"{mean_over_layers(after):.2%} after (mean over layers; layer {top}: {before.array[top]:.1%} → "
+        f"{after.array[top]:.1%})."
     )
 
 
-def _norms(place: PositionChange) -> str:
-    hidden, values = place.hidden_norm_ratio, place.value_norm_ratio
+def _norms(change: PositionChange) -> str:
+    hidden, values = change.hidden_norm_ratio, change.value_norm_ratio
     (top, peak), (low, drain) = highest(hidden.after), lowest(values.after)
+    sentence = (
+        f"Its hidden-state norm is at most {peak:.3g}× the median of the other tokens (at the input of layer {top}; "
+        f"before: {hidden.before.array[top]:.3g}×)"
+    )
+    if math.isnan(drain):
+        return f"{sentence}; its value norm cannot be compared, since the median of the other tokens is zero."
     return (
-        f"Its hidden norm is at most {peak:.3g} times the median of the others (entering layer {top}; "
-        f"{hidden.before.array[top]:.3g} before), its value norm as low as {drain:.2f} times (layer {low}; "
-        f"{values.before.array[low]:.2f} before)."
+        f"{sentence}, and its value norm at least {drain:.2f}× (layer {low}; before: {values.before.array[low]:.2f}×)."
     )
 
 
 def headline(record: Effect) -> dict[str, Any]:
-    """Return the figures that the last line of the output holds."""
+    """Return the few numbers that the command line prints last."""
     main, loss = record.positions[0], record.positions[0].loss_behind
-    sides = None if loss is None else {name: round(side.mean, 4) for name, side in loss}
+    losses = None if loss is None else {name: round(scalar.mean, 4) for name, scalar in loss}
 
     def both(change: Change, digits: int, figure: Any) -> dict[str, float | None]:
-        """Return a figure of the layers before and after; None where no layer has the measure."""
+        """Return a number before and after; None if no layer has the measure."""
 
         def rounded(measure: Measure) -> float | None:
             value = figure(measure)
@@ -128,7 +135,7 @@ def headline(record: Effect) -> dict[str, Any]:
         "attention_received": both(main.attention_received, 5, mean_over_layers),
         "hidden_norm_ratio_max": both(main.hidden_norm_ratio, 2, lambda ratio: highest(ratio)[1]),
         "value_norm_ratio_min": both(main.value_norm_ratio, 3, lambda ratio: lowest(ratio)[1]),
-        "loss_behind": sides,
+        "loss_behind": losses,
         "seconds": round(record.seconds, 2),
     }
 
@@ -151,67 +158,71 @@ def layout(record: Effect) -> Page:
 
 def _cards(record: Effect) -> list[tuple[str, str, str]]:
     main, first = record.positions[0], _first_token(record)
-    peaks = [highest(side)[1] for side in (main.hidden_norm_ratio.before, main.hidden_norm_ratio.after)]
-    note = "the median of the others, in its highest layer"
+    peaks = [highest(ratio)[1] for ratio in (main.hidden_norm_ratio.before, main.hidden_norm_ratio.after)]
+    note = "the median of the other tokens, largest over layers"
     cards = [
-        (f"Attention on {main.position}", _shares(main), "received from other tokens, mean over layers"),
-        (f"Hidden norm of {main.position}", f"{peaks[0]:.3g} → {peaks[1]:.3g}×", note),
+        (f"Attention on position {main.position}", _shares(main), "from other tokens, mean over layers"),
+        (f"Hidden-state norm of position {main.position}", f"{peaks[0]:.3g} → {peaks[1]:.3g}×", note),
     ]
     if first is not None:
         cards.append(("Attention on the first token", _shares(first), "mean over layers"))
     if main.loss_behind is not None:
         loss = main.loss_behind.difference
-        cards.append(("Loss behind it", signed(loss.mean, 3), f"nats a token; 95 %: {signed_interval(loss.ci95, 3)}"))
+        cards.append(
+            ("Loss on later tokens", signed(loss.mean, 3), f"nats per token; 95% CI: {signed_interval(loss.ci95, 3)}")
+        )
     return cards
 
 
 def _first_token(record: Effect) -> PositionChange | None:
-    """Return what was measured at the first token, None where it is itself intervened on."""
-    return next((place for place in record.positions if place.role == "first token"), None)
+    """Return the change at the first token, None if the interventions change it themselves."""
+    return next((position for position in record.positions if position.role == "first token"), None)
 
 
-def _shares(place: PositionChange) -> str:
-    received = place.attention_received
+def _shares(change: PositionChange) -> str:
+    received = change.attention_received
     return f"{mean_over_layers(received.before):.1%} → {mean_over_layers(received.after):.1%}"
 
 
 def _panels(record: Effect) -> list[Panel]:
     """Return all figures of the page, in order."""
-    sides, main, first = record.attention_by_position, record.positions[0], _first_token(record)
+    by_position, main, first = record.attention_by_position, record.positions[0], _first_token(record)
     at, rows = f"position {main.position}", "later tokens" if record.model.causal else "the other tokens"
     sentence = (
-        "Mean attention that a position receives from the tokens that may see it, positions on a logarithmic axis. "
-        "Bright columns are sinks."
+        "Mean attention that a position receives from the tokens that may see it, on a logarithmic axis. Bright "
+        "columns are sinks."
     )
     heats = []
-    for side, bins in (("before", sides.before), ("after", sides.after)):
-        title, label, scale = f"Attention received by position, {side}", "log₁₀ of the share", (-4.0, 0.0)
-        heats.append(position_panel(f"attention_{side}", title, sentence, bins, 1.0, label, scale, main.position))
+    for when, bins in (("before", by_position.before), ("after", by_position.after)):
+        title, label, scale = f"Attention received by position, {when}", "log₁₀ of the share", (-4.0, 0.0)
+        heats.append(position_panel(f"attention_{when}", title, sentence, bins, 1.0, label, scale, main.position))
     title, sentence = f"Attention on {at}", f"Mean attention that {at} receives from {rows}."
     received = [_change("attention_received", title, sentence, RECEIVED, main.attention_received, SHARE)]
     if first is not None:
         title, sentence = (
             "Attention on the first token",
-            f"The same for the first token: what it loses where {at} gains.",
+            f"The same for the first token: the attention that it loses if {at} gains some.",
         )
         received.append(_change("first_token", title, sentence, RECEIVED, first.attention_received, SHARE))
     ratio = "norm ÷ median of the others"
-    peak = f"Hidden state of {at}, entering each layer. A jump marks the layer before it as the maker of a peak."
-    drain = f"Value states of {at}. Low where attention is high: attention parked where it does little."
+    peak = f"Hidden state of {at} at the input of each layer. The layer before a jump writes a massive activation."
+    drain = f"Values of {at}. Where they are small and attention is high, that attention adds little."
     states = [
-        _change("hidden_norm_ratio", "Hidden-state peak", peak, ratio, main.hidden_norm_ratio, NORM),
-        _change("value_norm_ratio", "Value drain", drain, ratio, main.value_norm_ratio, NORM),
+        _change("hidden_norm_ratio", "Norm of the hidden state", peak, ratio, main.hidden_norm_ratio, NORM),
+        _change("value_norm_ratio", "Norm of the values", drain, ratio, main.value_norm_ratio, NORM),
     ]
     if main.mlp_l1_l2 is not None:
-        sentence = f"‖u‖₁ / ‖u‖₂ of what the MLP adds at {at}: near 1 for a single peak, high for a flat vector."
-        title, bounds = "Shape of the MLP's output", (1.0, math.sqrt(record.model.hidden_size))
+        sentence = (
+            f"L1 over L2 norm of the MLP's output at {at}: near 1 for a few huge channels, high for a flat vector."
+        )
+        title, bounds = "Flatness of the MLP's output", (1.0, math.sqrt(record.model.hidden_size))
         states.append(_change("mlp_l1_l2", title, sentence, "L1 / L2", main.mlp_l1_l2, bounds))
     shares = same_scale([*received, *_trial_panels(record)])
     return [*heats, *shares[: len(received)], *states, *shares[len(received) :]]
 
 
 def _change(key: str, title: str, sentence: str, axis: str, change: Change, bounds: tuple[float, float]) -> Panel:
-    """Return a figure of a measure by layer, before and after, with bands."""
+    """Return a figure of a measure by layer, before and after, with intervals as bands."""
     lines = [curve(change.before, "before", QUIET), curve(change.after, "after", COLORS[0])]
     return Panel(key, title, sentence, LAYER, axis, lines, log_y=bounds == NORM, bounds=bounds)
 
@@ -228,16 +239,16 @@ def _trial_panels(record: Effect) -> list[Panel]:
         controls.append(curve(after, f"control {number}, after", color, band=False))
         names.append(f"{number}: {describe(control.interventions)}")
     at = f"position {record.positions[0].position}"
-    where = f"The intervention in some layers only: attention on {at}{probes(record)}."
-    what = f"Attention on the position of each control{probes(record)}. {'; '.join(names)}."
+    within = f"Attention on {at} if the intervention acts in some layers only{_probes(record)}."
+    elsewhere = f"Attention on the position of each control{_probes(record)}. {'; '.join(names)}."
     return [
-        *_divided("scan", "In which layers it matters", where, scan),
-        *_divided("controls", "Controls", what, controls),
+        *_divided("scan", "Which layers matter", within, scan),
+        *_divided("controls", "Controls", elsewhere, controls),
     ]
 
 
 def _divided(key: str, title: str, sentence: str, lines: list[Line]) -> list[Panel]:
-    """Return figures of at most `LINES` lines each, evenly filled."""
+    """Return figures of at most `LINES` lines each, evenly divided."""
     figures = math.ceil(len(lines) / LINES)
     step = math.ceil(len(lines) / max(figures, 1))
     panels = []

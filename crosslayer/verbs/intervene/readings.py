@@ -1,11 +1,11 @@
-"""What is read off a forward pass, at the positions that an intervention is about, as samples and as parts of a record.
+"""Measures of a forward pass at the positions of an intervention, as samples and summarised for the record.
 
     attention received by k, in a layer:  mean over heads and over the rows i ≠ k that may see k of A_ik
 
-For a causal model these rows are the tokens behind k. They are those of the model's own mask, whatever is done to it.
+In a causal model these rows are the tokens after k. They are those of the model's own mask, before any intervention.
 
 Source: "Unveiling and Controlling Anomalous Attention Distribution in Transformers" (arXiv 2407.01601), 3 and 4.
-Shapes: N sequences, T tokens, L layers, P positions.
+Shapes: N sequences, T tokens, L layers, P measured positions.
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,10 @@ from crosslayer.verbs.intervene.result import Change, LossChange, PositionChange
 class Sample:
     """The readings of N sequences in float64; NaN where a layer has no such sublayer.
 
-    `measures` are those of a `Reading` by name, (N, L, P), `mlp_l1_l2` where some layer has an MLP of its own.
-    `received` (N, L, T) is the attention received by every token. `loss_behind` (N, P) is mean cross-entropy in nats of
-    what the tokens behind a position predict: None where it was not asked for or the model predicts no next tokens,
-    NaN for positions before the first that was asked for.
+    `measures` are those of a `Reading` by name, (N, L, P), with `mlp_l1_l2` if some layer has a separate MLP.
+    `received` (N, L, T) is the attention that every token receives. `loss_behind` (N, P) is the mean cross-entropy in
+    nats of the predictions of the tokens after a position: None if it was not requested or the model does not predict
+    next tokens, NaN for positions before the first one requested.
     """
 
     causal: bool
@@ -47,12 +47,12 @@ class Sample:
     loss_behind: np.ndarray | None
 
     def reading(self, index: int, count: int | None = None) -> Reading:
-        """Summarise the readings of a watched position, by its index among them, over the first `count` sequences."""
+        """Summarise the readings of measured position number `index` over the first `count` sequences."""
         return Reading(**{name: measure(sample[:count, :, index]) for name, sample in self.measures.items()})
 
 
 class Passes:
-    """Runs sequences through a model, each by itself, and shows how many forward passes of `total` are done."""
+    """Runs sequences through a model one at a time, and reports progress out of `total` forward passes."""
 
     def __init__(self, model: PreTrainedModel, total: int, steps: Steps):
         self.model, self.total, self.steps, self.done = model, total, steps, 0
@@ -63,7 +63,7 @@ class Passes:
     ) -> Sample:
         """Return the readings of token ids (N, T) at P positions under interventions; the model is left unchanged.
 
-        The loss is computed from the tokens after `loss_from` on, not at all by default.
+        The loss is computed for the tokens after `loss_from`, by default not at all.
         """
         layers, observers, losses = len(layer_stack(self.model)), [], []
         for sequence in ids:
@@ -86,7 +86,7 @@ class Passes:
 
 
 class _Observer:
-    """Sees a forward pass of a single sequence; keeps measures by layer, (P,), and attention received, (T,)."""
+    """Measures a forward pass of one sequence: by layer, the measures (P,) and the attention received (T,)."""
 
     def __init__(self, model: PreTrainedModel, positions: Sequence[int]):
         self.model, self.positions = model, list(positions)
@@ -96,22 +96,22 @@ class _Observer:
         self.measures: dict[str, ByLayer] = {name: {} for name in Reading.model_fields}
 
     def run(self, sequence: Tensor, interventions: Sequence[Kind], loss_from: int | None) -> np.ndarray | None:
-        """Run the sequence, (T,); return the loss behind each position, (P,), where it is asked for."""
+        """Run the sequence, (T,); return the loss after each position, (P,), if it is requested."""
         ids = sequence[None].to(self.model.device)  # (1, T)
         with ExitStack() as stack:
-            stack.enter_context(visited(self.model, self._see_rows))  # outermost: the masks as they are
+            stack.enter_context(visited(self.model, self._count_rows))  # outermost: the unedited masks
             stack.enter_context(intervening(self.model, *interventions))
-            stack.enter_context(visited(self.model, self._see_attention))
-            stack.enter_context(streams(self.model, self._see_stream))
+            stack.enter_context(visited(self.model, self._measure_attention))
+            stack.enter_context(streams(self.model, self._measure_stream))
             if loss_from is not None and self.model.can_generate():
                 return self._loss(ids, loss_from)
             self.model.base_model(input_ids=ids, **no_cache(self.model))
         return None
 
     def _loss(self, ids: Tensor, loss_from: int) -> np.ndarray:
-        """Return the mean cross-entropy of what the tokens behind each position predict, in nats, (P,).
+        """Return the mean cross-entropy of the predictions of the tokens after each position, in nats, (P,).
 
-        Logits are computed behind `loss_from` only, where the model can; positions before it get NaN.
+        Logits are computed only after `loss_from`, if the model can do so; positions before it get NaN.
         """
         rows = ids.shape[1] - 1 - loss_from
         keep = {"logits_to_keep": rows} if "logits_to_keep" in signature(self.model.forward).parameters else {}
@@ -124,23 +124,23 @@ class _Observer:
                 losses[i] = nll[position - loss_from :].mean().item()
         return losses
 
-    def _see_rows(self, call: AttentionCall) -> None:
+    def _count_rows(self, call: AttentionCall) -> None:
         if has_entries(call):
             raise ValueError(
                 f"layer {call.layer} also attends to keys that are not its tokens' own (compressed entries, or another "
-                "layer's), which no intervention on a token reaches; such a model can only be diagnosed"
+                "layer's keys), which interventions do not change; only diagnose supports this model"
             )
         self.rows[call.layer] = rows_that_see(call)  # (T,)
         self.causal = self.causal and is_causal(call)
 
-    def _see_attention(self, call: AttentionCall) -> None:
+    def _measure_attention(self, call: AttentionCall) -> None:
         sums = map_sums([call])
         received = (sums.columns[0] - sums.diagonal[0]) / self.rows[call.layer].clamp(min=1)  # (T,)
         self.received[call.layer] = received
         self.measures["attention_received"][call.layer] = received[self.positions]
         self.measures["value_norm_ratio"][call.layer] = self._ratios(m.value_norms(call.value[0]))  # (H, T, D) → (P,)
 
-    def _see_stream(self, stream: LayerStream) -> None:
+    def _measure_stream(self, stream: LayerStream) -> None:
         self.measures["hidden_norm_ratio"][stream.layer] = self._ratios(m.hidden_norms(stream.before))  # (T, C) → (P,)
         if stream.mlp_update is not None:
             self.measures["mlp_l1_l2"][stream.layer] = m.l1_over_l2(stream.mlp_update)[self.positions]
@@ -151,7 +151,7 @@ class _Observer:
 
 
 def change_at(position: int, role: Role, index: int, before: Sample, after: Sample) -> PositionChange:
-    """Return what was measured at a watched position, by its index among them."""
+    """Return the change at measured position number `index`."""
     changes = {}
     for name, sample in before.measures.items():
         changes[name] = change(sample[..., index], after.measures[name][..., index])
@@ -165,11 +165,11 @@ def change(before: np.ndarray, after: np.ndarray) -> Change:
 
 
 def loss_change(before: np.ndarray | None, after: np.ndarray | None, index: int) -> LossChange | None:
-    """Summarise the losses behind a position, of (N, P) each, and their paired difference."""
+    """Summarise the losses after a position, of (N, P) each, and their paired difference."""
     if before is None or after is None or np.isnan(before[:, index]).all():
         return None
     start, end = before[:, index], after[:, index]
     if not np.isfinite([start, end]).all():
-        raise ValueError("the loss is not finite; try another dtype, such as float32")
-    sides = {"before": start, "after": end, "difference": end - start}
-    return LossChange(**{side: Scalar.model_validate(summarise(losses)) for side, losses in sides.items()})
+        raise ValueError("the loss is not finite; try another dtype such as float32")
+    samples = {"before": start, "after": end, "difference": end - start}
+    return LossChange(**{name: Scalar.model_validate(summarise(losses)) for name, losses in samples.items()})

@@ -1,6 +1,6 @@
-"""The result of an intervention: what `record.json` holds.
+"""The result of an intervention: the content of `record.json`.
 
-Shapes: L layers. A measure by layer holds None where a layer has no such sublayer.
+Shapes: L layers. A measure by layer is None where a layer has no such sublayer.
 """
 
 from typing import Any, Literal, Self
@@ -17,7 +17,7 @@ Role = Literal["intervened", "first token", "left alone"]
 
 
 class Scalar(Frozen):
-    """A measure that has no layers: mean over n sequences and 95 % Student-t interval."""
+    """A measure without layers: mean over n sequences and 95% Student-t interval."""
 
     mean: float
     ci95: list[float] | None = Field(description="None for a single sequence")
@@ -25,7 +25,7 @@ class Scalar(Frozen):
 
 
 class Change(Frozen):
-    """A measure by layer before and under an intervention, with the paired difference over sequences."""
+    """A measure by layer before and after an intervention, with the paired difference over sequences."""
 
     before: Measure
     after: Measure
@@ -33,12 +33,12 @@ class Change(Frozen):
 
     @property
     def means(self) -> np.ndarray:
-        """The means before and after as float64, (2, L), NaN where a layer has no such sublayer."""
+        """The means before and after, (2, L), float64; NaN where a layer has no such sublayer."""
         return np.stack([self.before.array, self.after.array])
 
 
 class LossChange(Frozen):
-    """Cross-entropy of what the tokens behind a position predict, in nats a token, before and after."""
+    """Cross-entropy of the predictions of the tokens after a position, in nats per token, before and after."""
 
     before: Scalar
     after: Scalar
@@ -46,34 +46,36 @@ class LossChange(Frozen):
 
 
 class Reading(Frozen):
-    """The measures of a position by layer, over the probes, in a single state of the model."""
+    """The measures of a position by layer, over the probe sequences, before or after an intervention."""
 
     attention_received: Measure
     hidden_norm_ratio: Measure
     value_norm_ratio: Measure
-    mlp_l1_l2: Measure | None = Field(default=None, description="None where no layer has an MLP of its own")
+    mlp_l1_l2: Measure | None = Field(default=None, description="None if no layer has a separate MLP")
 
 
 class PositionChange(Frozen):
-    """What was measured at a position, and what the position is to the record."""
+    """The change at a position, and the role of the position: changed, first token, or control."""
 
     position: int = Field(ge=0)
     role: Role
     attention_received: Change
     hidden_norm_ratio: Change
     value_norm_ratio: Change
-    mlp_l1_l2: Change | None = Field(default=None, description="None where no layer has an MLP of its own")
-    loss_behind: LossChange | None = Field(description="None for encoders, and for positions before all that changes")
+    mlp_l1_l2: Change | None = Field(default=None, description="None if no layer has a separate MLP")
+    loss_behind: LossChange | None = Field(
+        description="None for encoders, and for positions before the first one intervened on"
+    )
 
 
 class Trial(Reading):
-    """A reading of the main position while the interventions act in some layers only."""
+    """A reading of the main position with the interventions in some layers only."""
 
     layers: list[int]
 
 
 class Control(Frozen):
-    """The interventions elsewhere, or with random content, and what they do to their own first position."""
+    """The same interventions at other positions or with random content, and their effect at their first position."""
 
     interventions: list[Entry] = Field(min_length=1)
     position: int = Field(ge=0)
@@ -82,31 +84,31 @@ class Control(Frozen):
 
 
 class AttentionByPosition(Frozen):
-    """Attention received by all positions, by layer and bin of positions, before and after."""
+    """Attention that all positions receive, by layer and bin of positions, before and after."""
 
     before: PositionBins
     after: PositionBins
 
 
 class IntervenedModel(ProbedModel):
-    """A model that was intervened on."""
+    """The model under intervention."""
 
     causal: bool
 
 
 class Settings(TextSettings):
-    """What was run; `seed` is that of all that is drawn, also for token ids."""
+    """The settings of the run; `seed` is used for everything random, also with token ids."""
 
-    probes: int = Field(ge=1, description="sequences of scan and controls, the first of all")
+    probes: int = Field(ge=1, description="number of sequences, the first ones, on which scan and controls run")
 
 
 class Effect(Result):
-    """What `crosslayer.intervene` returns: everything that was measured before and under interventions, with its page.
+    """What `crosslayer.intervene` returns: all measures before and after the interventions, with a page.
 
-    Arrays are means over sequences in float64, at the main position: the first position of the first intervention. What
-    was measured at other positions is in `positions`, with intervals; each `Change` there has its `means` as an array.
+    Arrays are means over sequences in float64 at the main position, the first position of the first intervention.
+    `positions` has the other positions, with intervals; each `Change` there has its `means` as an array.
 
-    Shapes: L layers; 2 stands for before and under the interventions.
+    Shapes: L layers; 2 stands for before and after.
     """
 
     schema_: Literal["crosslayer/intervene/4"] = Field(default="crosslayer/intervene/4", alias="schema")
@@ -121,51 +123,51 @@ class Effect(Result):
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
-        """Refuse measures that do not have an entry for each layer."""
-        parts: list[Any] = [*self.positions, *self.scan]
-        parts += [side for control in self.controls for side in (control.before, control.after)]
-        parts += [value for place in self.positions for _, value in place if isinstance(value, Change)]
-        for name, measure in (named for part in parts for named in part):
+        """Raise if a measure does not have one entry for each layer."""
+        models: list[Any] = [*self.positions, *self.scan]
+        models += [reading for control in self.controls for reading in (control.before, control.after)]
+        models += [value for position in self.positions for _, value in position if isinstance(value, Change)]
+        for name, measure in (field for model in models for field in model):
             if isinstance(measure, Measure):
                 measure.check(name, (self.model.layers,))
         return self
 
     @property
     def main(self) -> PositionChange:
-        """What was measured at the first position of the first intervention, with intervals."""
+        """The change at the main position, the first of the first intervention, with intervals."""
         return self.positions[0]
 
     @property
     def attention_received(self) -> np.ndarray:
-        """Share of the attention of the rows that may see the position, (2, L), 0 to 1; NaN without attention."""
+        """Mean attention from the rows that may see the position, (2, L), 0 to 1; NaN without attention."""
         return self.main.attention_received.means
 
     @property
     def hidden_norm_ratio(self) -> np.ndarray:
-        """Norm of the hidden state that enters a layer over the median of the other tokens, (2, L), without unit."""
+        """Norm of the hidden state at the input of a layer over the median of the other tokens, (2, L), no unit."""
         return self.main.hidden_norm_ratio.means
 
     @property
     def value_norm_ratio(self) -> np.ndarray:
-        """Norm of the value states over the median of the other tokens, (2, L), without unit; NaN without attention."""
+        """Norm of the values over the median of the other tokens, (2, L), no unit; NaN without attention."""
         return self.main.value_norm_ratio.means
 
     @property
     def mlp_l1_l2(self) -> np.ndarray | None:
-        """L1 over L2 norm of what the MLP adds, (2, L), 1 to √C; None where no layer has an MLP of its own."""
+        """L1 over L2 norm of the MLP's output, (2, L), 1 to √C; None if no layer has a separate MLP."""
         return None if self.main.mlp_l1_l2 is None else self.main.mlp_l1_l2.means
 
     @property
     def loss_behind(self) -> np.ndarray | None:
-        """Mean cross-entropy of what the tokens behind the position predict, (2,), nats a token; None for encoders."""
+        """Mean cross-entropy of the predictions of later tokens, (2,), nats per token; None for encoders."""
         loss = self.main.loss_behind
         return None if loss is None else np.array([loss.before.mean, loss.after.mean])
 
     @property
     def attention_by_bin(self) -> np.ndarray:
-        """Attention received by a position, a mean in each bin, (2, L, bins), 0 to 1; `edges` begin the bins."""
-        sides = self.attention_by_position
-        return np.array([sides.before.mean, sides.after.mean], dtype=float)
+        """Mean attention that a position receives, by bin, (2, L, bins), 0 to 1; bins start at `edges`."""
+        bins = self.attention_by_position
+        return np.array([bins.before.mean, bins.after.mean], dtype=float)
 
     @property
     def edges(self) -> np.ndarray:
@@ -174,17 +176,17 @@ class Effect(Result):
 
     @property
     def scan_attention(self) -> np.ndarray:
-        """Attention received while the interventions act in the layers of each `scan` only, (groups, L), 0 to 1."""
+        """Attention received with the interventions in the layers of each `scan` only, (groups, L), 0 to 1."""
         layers = self.model.layers
         return np.array([trial.attention_received.mean for trial in self.scan], dtype=float).reshape(-1, layers)
 
     @property
     def control_attention(self) -> np.ndarray:
-        """Attention received by the position of each of `controls`, (controls, 2, L), 0 to 1."""
-        readings = [side for control in self.controls for side in (control.before, control.after)]
+        """Attention received by the position of each control, (controls, 2, L), 0 to 1."""
+        readings = [reading for control in self.controls for reading in (control.before, control.after)]
         means = [reading.attention_received.mean for reading in readings]
         return np.array(means, dtype=float).reshape(-1, 2, self.model.layers)
 
     def headline(self) -> dict[str, Any]:
-        """Return the figures of the main position: over all layers, before and after, and the loss behind it."""
+        """Return the few numbers that the command line prints last: the change at the main position."""
         return self.sibling("page").headline(self)

@@ -1,9 +1,9 @@
-"""What interventions do: the same sequences before and under them, measured at the positions that they are about.
+"""Measure the effect of interventions: the same sequences before and after, at the positions that they change.
 
-Beside the change itself stand the first token, tokens left alone, controls (the same change elsewhere, or with random
-content) and a scan: the change in a range of layers only.
+The first token and untouched tokens are measured too, with controls (the same change at other positions, or with
+random content) and a scan (the change in some layers only).
 
-Shapes: N sequences, T tokens, L layers, P watched positions.
+Shapes: N sequences, T tokens, L layers, P measured positions.
 """
 
 import time
@@ -51,72 +51,74 @@ def intervene(
     device: str | torch.device | None = None,
     progress: Meter = Silent,
 ) -> Effect:
-    """Move, make or remove an attention sink, and show what follows, layer by layer.
+    """Move, create or remove an attention sink, and measure the effect layer by layer.
 
     The model is left unchanged.
 
     Args:
         model: hub name, local folder, or smollm2 or minilm (embedded). In Python also a loaded model.
-        text: .txt, .md, .jsonl or .parquet (or a folder of such), or a datasets name; default the embedded corpus. In
-            Python also token ids (B, T), T ≥ 2, without padding, a `TextSource` or texts.
-        tokenizer: in Python, of a loaded model.
-        interventions: in Python, entered together, as objects or as the plain data that a record holds; the result is
-            about the first position of the first.
-        scan: ranges of layers in each of which the interventions are tried alone, as 0-2,3-29; auto (below a tenth, a
-            quarter and half of the depth, above a tenth and a quarter) or none. In Python also groups of layers.
-        controls: how often the same is tried elsewhere, all positions shifted alike (a swap: random row or token).
-        probes: sequences of scan and controls; default 2.
-        sequences: sequences to measure; intervals need two.
-        length: tokens of a sequence.
-        seed: seed of the order in which pieces of text are taken, and of random positions and contents.
-        bos: first token: auto (as the tokenizer has it), yes or no.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python for models that are named.
-        device: cpu, cuda, …; default the GPU, or the CPU where there is none. In Python for models that are named.
-        progress: in Python, shows what is being done.
+        text: a .txt, .md, .jsonl or .parquet file, a folder of them, or a Hugging Face dataset; default the embedded
+            corpus. In Python also token ids (B, T), T ≥ 2, without padding, a `TextSource` or texts.
+        tokenizer: in Python, the tokenizer of a loaded model.
+        interventions: in Python, what to change, as objects or as plain data from a record, applied together; the
+            result describes the first position of the first.
+        scan: repeat the interventions in these ranges of layers only, such as 0-2,3-29; none; or auto: the first 10%,
+            25% and 50% of layers, and all but the first 10% and 25%. In Python also groups of layers.
+        controls: control runs with all positions shifted by a random distance (swaps: with a random row or token).
+        probes: sequences on which scan and controls run; default 2.
+        sequences: sequences to measure; confidence intervals need at least two.
+        length: tokens per sequence.
+        seed: random seed for the order of the text and for the controls.
+        bos: whether sequences start with the BOS token: auto (as the tokenizer does), yes or no.
+        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
+        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
+        progress: in Python, shows progress.
 
     Raises:
-        ValueError: an option, a position or a layer does not fit (a causal model needs two tokens behind a position),
-            the text cannot be read, the model cannot be loaded or probed, or `intervene` refuses.
+        ValueError: an option, position or layer is invalid (a causal model needs two tokens after every position), the
+            text cannot be read, or the model cannot be loaded or does not support the interventions.
 
     """
     if isinstance(text, Tensor) and text.dim() == 2:
         sequences, length = text.shape
     cut: dict[str, Any] = {"sequences": sequences, "length": length, "seed": seed}
-    asked: dict[str, Any] = {"interventions": interventions, "scan": scan, "controls": controls, "probes": probes}
-    request = Request(**asked, **cut)
+    options: dict[str, Any] = {"interventions": interventions, "scan": scan, "controls": controls, "probes": probes}
+    request = Request(**options, **cut)
     inputs = read_inputs(model, text, tokenizer, bos=bos, dtype=dtype, device=device, meter=progress, **cut)
     return _measure(inputs, request, progress)
 
 
 def _measure(inputs: Inputs, request: Request, progress: Meter) -> Effect:
-    """Run all sequences, (N, T), before and under the interventions, and the probes, the first of them, in trials."""
+    """Run all sequences, (N, T), before and after the interventions, and the first `probes` in scan and controls."""
     started, interventions, probes = time.perf_counter(), request.interventions, request.probe_count
     model, ids, probed = inputs.model, inputs.ids, inputs.ids[:probes]
     last = max(request.positions)
     if model.can_generate() and last > request.length - 3:
-        raise ValueError(f"position {last} needs two tokens behind it; sequences have {request.length} tokens")
-    with intervening(model, *interventions):  # refuses what the model cannot do before anything is measured
+        raise ValueError(f"position {last} needs two tokens after it, and sequences have {request.length} tokens")
+    with intervening(model, *interventions):  # raises early if the model does not support them
         pass
     controls, groups = shifted(model, request), scanned(model, request)
     roles: dict[int, Role] = dict.fromkeys(request.positions, "intervened")
     roles.setdefault(0, "first token")
-    for alone, _ in controls:
-        roles.setdefault(alone, "left alone")
-    watched, first = [*roles], min(request.positions)  # the main position comes first
+    for untouched, _ in controls:
+        roles.setdefault(untouched, "left alone")
+    measured, first = [*roles], min(request.positions)  # the main position comes first
     total = 2 * len(ids) + probes * (len(groups) + len(controls))
     with progress("running", total) as steps, evaluating(model):
         passes = Passes(model, total, steps)
-        after = passes.sample(ids, watched, interventions, first)  # before all else: it may refuse
-        before = passes.sample(ids, watched, (), first)
+        after = passes.sample(ids, measured, interventions, first)  # before all else: it may raise
+        before = passes.sample(ids, measured, (), first)
         scan = []
         for layers, within in groups.items():
-            scan.append(Trial(layers=list(layers), **dict(passes.sample(probed, watched[:1], within).reading(0))))
-        tried = []
+            scan.append(Trial(layers=list(layers), **dict(passes.sample(probed, measured[:1], within).reading(0))))
+        control_runs = []
         for _, moved in controls:
-            position = positions_of(moved[0])[0]  # swaps stay where they are
-            start, end = before.reading(watched.index(position), probes), passes.sample(probed, [position], moved)
-            tried.append(Control(interventions=list(moved), position=position, before=start, after=end.reading(0)))
-    if scan:  # between no layers, and all layers in which the interventions act
+            position = positions_of(moved[0])[0]  # swaps keep their position
+            start, end = before.reading(measured.index(position), probes), passes.sample(probed, [position], moved)
+            control_runs.append(
+                Control(interventions=list(moved), position=position, before=start, after=end.reading(0))
+            )
+    if scan:  # between no layers and all layers in which the interventions act
         everywhere = sorted({layer for intervention in interventions for layer in acting_layers(model, intervention)})
         nowhere = Trial(layers=[], **dict(before.reading(0, probes)))
         scan = [nowhere, *scan, Trial(layers=everywhere, **dict(after.reading(0, probes)))]
@@ -129,6 +131,6 @@ def _measure(inputs: Inputs, request: Request, progress: Meter) -> Effect:
             before=by_position(before.received, roles), after=by_position(after.received, roles)
         ),
         scan=scan,
-        controls=tried,
+        controls=control_runs,
         seconds=time.perf_counter() - started,
     )

@@ -1,6 +1,6 @@
-"""Where the tokens of the running forward pass stand, and what its masks are while they are edited.
+"""Token positions and editable masks in a running forward pass.
 
-Positions count tokens from 0: padding on the left is not counted, and tokens in the cache are.
+Positions count tokens from 0, including tokens in the cache, without left padding.
 Shapes: B rows of the batch, H heads, T new tokens, S cached and new tokens, the keys.
 """
 
@@ -14,81 +14,85 @@ from transformers import Cache
 
 from crosslayer.probe.intercept import AttentionCall
 
-FLEX_BLOCK = 128  # rows and keys that flex attention's kernels take at once
+FLEX_BLOCK = 128  # rows and keys in a block of flex attention's kernels
 
 
 class Running:
-    """The forward pass that is running, and which interventions have met their positions.
+    """The running forward pass, and which interventions have reached their positions.
 
-    A place is a pair (row of the batch, index). Interventions are told apart by their `id`.
+    A position in a batch is a list of pairs (row of the batch, index). Interventions are identified by their `id`.
     """
 
     def __init__(self):
         self.cached, self.passes = 0, 0  # tokens in the cache; forward passes so far
-        self.has_room = False  # whether the cache holds room for later tokens
-        self.mask: Tensor | None = None  # (B, S), False where a token is padding
-        self.padding: list[int] = [0]  # tokens of padding on the left, for each row, or a single number for all
+        self.preallocated = False  # whether the cache also has keys for later tokens
+        self.mask: Tensor | None = None  # (B, S), False for padding
+        self.padding: list[int] = [0]  # tokens of left padding, by row, or a single number for all
         self.reached: set[tuple[int, int]] = set()  # id of an intervention, position
-        self.rows: dict[int, Tensor] = {}  # of the position table, as they were
+        self.rows: dict[int, Tensor] = {}  # original rows of the position table
 
     def begin(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Read from the body's arguments how many tokens are cached and how far each row is padded on the left."""
-        named = signature(module.forward).bind_partial(*args, **kwargs).arguments
-        named = {**named, **named.get("kwargs", {})}
-        cache, mask, positions = (named.get(k) for k in ("past_key_values", "attention_mask", "position_ids"))
+        """Read from the arguments of the model how many tokens are cached and how far each row is left-padded."""
+        arguments = signature(module.forward).bind_partial(*args, **kwargs).arguments
+        arguments = {**arguments, **arguments.get("kwargs", {})}
+        cache, mask, positions = (arguments.get(k) for k in ("past_key_values", "attention_mask", "position_ids"))
         self.passes += 1
         self.cached = 0 if cache is None else int(cache.get_seq_length())
-        self.has_room = isinstance(cache, Cache) and cache.is_compileable
+        self.preallocated = isinstance(cache, Cache) and cache.is_compileable
         self.mask, self.padding = None, [0]
         if isinstance(mask, Tensor) and mask.dim() == 2:
             self.mask = mask != 0  # (B, S)
             self.padding = (mask.cumsum(-1) == 0).sum(-1).tolist()
-        elif isinstance(positions, Tensor) and positions.dim() == 2:  # padding clamps the first ones
+        elif isinstance(positions, Tensor) and positions.dim() == 2:  # those of padding are clamped
             self.padding = (self.cached + positions.shape[1] - 1 - positions[:, -1]).tolist()
 
     def new_tokens(self, intervention: object, position: int, batch: int, new: int) -> list[tuple[int, int]]:
-        """Return (row, index among the `new` tokens) of each row that is running this position now."""
-        return self._places(intervention, position, batch, self.cached, self.cached + new)
+        """Return (row, index among the `new` tokens) for each row that has this position among its new tokens."""
+        return self._indices(intervention, position, batch, self.cached, self.cached + new)
 
     def keys(self, intervention: object, position: int, call: AttentionCall) -> list[tuple[int, int]]:
-        """Return (row, index among the call's keys) of a position."""
+        """Return (row, index among the keys of the call) for each row that has this position."""
         batch, _, new, _ = call.query.shape
-        return self._places(intervention, position, batch, self.gone(call), self.cached + new)
+        return self._indices(intervention, position, batch, self._evicted(call), self.cached + new)
 
-    def gone(self, call: AttentionCall) -> int:
-        """Return how many of the oldest keys a sliding cache no longer holds."""
+    def offset(self, call: AttentionCall) -> int:
+        """Return the index of the first new token among the keys of a call."""
+        return self.cached - self._evicted(call)
+
+    def _evicted(self, call: AttentionCall) -> int:
+        """Return how many of the oldest keys a sliding cache has evicted."""
         tokens, keys = self.cached + call.query.shape[2], call.key.shape[2]
-        if keys > tokens and not self.has_room:
+        if keys > tokens and not self.preallocated:
             raise ValueError(
-                f"layer {call.layer} attends to {keys} keys of {tokens} tokens: an intervention on a token's own key "
-                "would not reach all that stands for it"
+                f"layer {call.layer} attends to {keys} keys of {tokens} tokens: an intervention would change only one "
+                "of the keys of a token"
             )
         return max(0, tokens - keys)
 
     def real(self, row: int, new: int) -> Tensor:
-        """Return which of a row's new tokens are no padding, (T,)."""
+        """Return which new tokens of a row are not padding, (T,)."""
         if self.mask is None:
             return torch.ones(new, dtype=torch.bool)
         return self.mask[row % len(self.mask), self.cached : self.cached + new].cpu()
 
-    def _places(self, intervention: object, position: int, batch: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return (row, index − start) of a position wherever it is a real token from `start` to `stop`."""
+    def _indices(self, intervention: object, position: int, batch: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return (row, index − start) of a position for each row that has a token there, from `start` to `stop`."""
         if not self.passes:
-            raise ValueError("this model runs its layers without its body, so positions are not known; use the body")
+            raise ValueError("the layers run outside of their base model, so positions are unknown; run the base model")
         padding = self.padding * batch if len(self.padding) == 1 else self.padding
-        places = []
+        indices = []
         for row, before in enumerate(padding):
             index = position + before  # among cached and new tokens
-            seen = self.mask is None or (index < self.mask.shape[1] and self.mask[row % len(self.mask), index])
-            if seen and start <= index < stop:
-                places.append((row, index - start))
-        if places:
+            real = self.mask is None or (index < self.mask.shape[1] and self.mask[row % len(self.mask), index])
+            if real and start <= index < stop:
+                indices.append((row, index - start))
+        if indices:
             self.reached.add((id(intervention), position))
-        return places
+        return indices
 
 
 def added_mask(call: AttentionCall, running: Running) -> Tensor:
-    """Return a copy of the call's mask that may be edited, as what is added to the scores: (B, 1 or H, T, S)."""
+    """Return an editable copy of the mask of a call, to be added to the scores: (B, 1 or H, T, S)."""
     batch, _, new, _ = call.query.shape
     size, device = call.key.shape[2], call.query.device
     mask: Any = call.mask
@@ -105,11 +109,11 @@ def added_mask(call: AttentionCall, running: Running) -> Tensor:
 
 
 def as_taken(call: AttentionCall, mask: Tensor) -> Any:
-    """Return an edited mask as the call's attention takes it: SDPA and eager add it, flex has a kind of its own."""
+    """Return an edited mask in the form that the attention of the call takes: a tensor, or a `BlockMask` for flex."""
     if "flex" not in call.implementation:
         return mask
     batch, _, new, size = mask.shape
-    # flex attention's kernels look at whole blocks, also beyond the last row and key
+    # flex attention's kernels read whole blocks, also beyond the last row and key
     allowed = torch.nn.functional.pad(mask[:, 0] == 0, (0, -size % FLEX_BLOCK, 0, -new % FLEX_BLOCK))  # (B, T', S')
 
     def may_see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

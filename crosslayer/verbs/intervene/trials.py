@@ -1,4 +1,4 @@
-"""What is asked of an effect, and what is tried beside it: the same in some layers (a scan), elsewhere (controls)."""
+"""The options of `intervene`, its scan (the change in some layers only) and its controls (at other positions)."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -24,14 +24,14 @@ from crosslayer.verbs.intervene.kinds import (
     positions_of,
 )
 
-DEEPEST = 10_000  # layers that no model has: what a layer's number may be before the model is known
-BELOW, ABOVE = (0.1, 0.25, 0.5), (0.1, 0.25)  # of the depth: where the groups of a scan end and begin
+DEEPEST = 10_000  # more layers than any model has: the limit of layer indices before the model is loaded
+BELOW, ABOVE = (0.1, 0.25, 0.5), (0.1, 0.25)  # shares of the depth where groups of a scan end and begin
 
 Kinds = tuple[Kind, ...]
 
 
 class Request(Options):
-    """The options of `crosslayer.intervene`; see there. They are checked as a whole before a model is loaded."""
+    """The options of `crosslayer.intervene`, checked before a model is loaded."""
 
     interventions: Kinds
     scan: str | tuple[tuple[int, ...], ...] = "auto"
@@ -44,76 +44,74 @@ class Request(Options):
     @field_validator("interventions", mode="before")
     @classmethod
     def _load_entries(cls, interventions: Any) -> Any:
-        """Build interventions from plain data, as a record holds it."""
+        """Build interventions from plain data."""
         if isinstance(interventions, Intervention | Mapping):
-            raise ValueError("interventions is a single intervention; give a list, such as [waiver(255)]")
+            raise ValueError("interventions must be a list such as [waiver(255)], got a single intervention")
         if not isinstance(interventions, Iterable):
-            raise ValueError(f"interventions is {interventions!r}; give a list, such as [waiver(255)]")
+            raise ValueError(f"interventions must be a list such as [waiver(255)], got {interventions!r}")
         return tuple(load_intervention(each) if isinstance(each, Mapping) else each for each in interventions)
 
     @field_validator("scan", mode="before")
     @classmethod
     def _read_groups(cls, scan: Any) -> Any:
-        """Take groups of any kind, ranges for example; refuse text that is no list of ranges."""
+        """Turn groups of any type, such as ranges, into tuples; check text for being a list of ranges."""
         if isinstance(scan, str):
             _groups(scan, DEEPEST)
             return scan
         if not isinstance(scan, Iterable):
-            raise ValueError(f"scan is {scan!r}; give auto, none, ranges such as '0-2,3-29', or groups of layers")
+            raise ValueError(f"`scan` must be auto, none, ranges such as '0-2,3-29' or groups of layers, got {scan!r}")
         groups = tuple(scan)
         for group in groups:
             if isinstance(group, str) or not isinstance(group, Iterable):
-                raise ValueError(f"scan holds {group!r}; give groups of layers, such as [[0, 1, 2], [3, 4]]")
+                raise ValueError(f"`scan` must hold groups of layers such as [[0, 1, 2], [3, 4]], got {group!r}")
         return tuple(tuple(group) for group in groups)
 
     @model_validator(mode="after")
     def _check_positions(self) -> "Request":
-        """Refuse what does not fit into the sequences."""
+        """Raise if there are no positions, or if positions or probes exceed the sequences."""
         if not self.positions:
-            raise ValueError("there is nothing to do; give an intervention, such as waiver(255)")
+            raise ValueError("give at least one intervention, such as waiver(255)")
         last = max(self.positions)
         if last >= self.length:
-            raise ValueError(f"position {last} is outside of the sequences of {self.length} tokens")
+            raise ValueError(f"position {last} is outside the sequences, which have {self.length} tokens")
         if self.probes is not None and self.probes > self.sequences:
-            raise ValueError(
-                f"`probes` {self.probes} are more than the {self.sequences} sequences; use at most that many"
-            )
+            raise ValueError(f"`probes` must be at most the number of sequences, {self.sequences}, got {self.probes}")
         return self
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """All positions intervened on, in the order in which they are named."""
+        """All positions that are changed, in the order of the interventions."""
         return tuple(position for intervention in self.interventions for position in positions_of(intervention))
 
     @property
     def probe_count(self) -> int:
-        """How many sequences scan and controls run on: two by default, if there are so many."""
+        """The number of sequences on which scan and controls run: by default two, or one if there is only one."""
         return min(2, self.sequences) if self.probes is None else self.probes
 
 
 def _groups(scan: str, depth: int) -> list[list[int]]:
-    """Read the groups of a scan: "auto", "none" (empty), or ranges such as "0-11,12-29", which may overlap."""
+    """Return the groups of a scan: "auto", "none" (empty), or ranges such as "0-11,12-29", which may overlap."""
     if scan != "auto":
-        return [] if scan == "none" else [parse_layers(part, depth)[0] for part in scan.split(",")]
+        return [] if scan == "none" else [parse_layers(text, depth)[0] for text in scan.split(",")]
     below, above = (sorted({max(1, round(depth * share)) for share in shares}) for shares in (BELOW, ABOVE))
     return [[*range(end)] for end in below] + [[*range(start, depth)] for start in above]
 
 
 def scanned(model: PreTrainedModel, request: Request) -> dict[tuple[int, ...], Kinds]:
-    """Return the interventions in each group of layers, without the groups in which nothing acts or everything does."""
+    """Return the interventions by group of layers, without groups where none or all of their layers are included."""
     depth, scan = len(layer_stack(model)), request.scan
     groups = _groups(scan, depth) if isinstance(scan, str) else scan
     own = {layer for intervention in request.interventions for layer in acting_layers(model, intervention)}
     for layer in (layer for group in groups for layer in group):
         if not 0 <= layer < depth:
-            raise ValueError(f"scan: layer {layer} does not exist; layers go from 0 to {depth - 1}")
+            raise ValueError(f"`scan`: layer {layer} does not exist: the model has layers 0 to {depth - 1}")
     if groups and not own and scan != "auto":
-        raise ValueError("scan: none of the interventions acts by layer, so there is nothing to scan; leave it out")
+        raise ValueError("`scan` needs an intervention that acts by layer: waiver, forbid or scale_values")
     trials = {}
     for group in groups:
         acting = tuple(layer for layer in group if layer in own)
         if acting and set(acting) != own:
-            changes: list[Kind] = []  # those that act in no layer of the group are left out
+            changes: list[Kind] = []  # without those that act in no layer of the group
             for intervention in request.interventions:
                 layers = tuple(layer for layer in acting if layer in acting_layers(model, intervention))
                 if not isinstance(intervention, InAttention):
@@ -125,10 +123,10 @@ def scanned(model: PreTrainedModel, request: Request) -> dict[tuple[int, ...], K
 
 
 def shifted(model: PreTrainedModel, request: Request) -> list[tuple[int, Kinds]]:
-    """Return controls: where the main position comes to lie, a token left alone so far, and the interventions there.
+    """Return the controls: the shifted main position, which no intervention changes, and the interventions there.
 
-    All positions are shifted alike, swaps get random content. The new positions are neither the first token of the
-    sequences nor the last ones.
+    All positions are shifted by the same distance; swaps get random content instead. The new positions are neither the
+    first token of a sequence nor the last ones.
     """
     draw, length, positions = np.random.default_rng(request.seed), request.length, request.positions
     free = []
@@ -144,7 +142,7 @@ def shifted(model: PreTrainedModel, request: Request) -> list[tuple[int, Kinds]]
 
 
 def elsewhere(model: PreTrainedModel, intervention: Kind, shift: int, length: int, draw: np.random.Generator) -> Kind:
-    """Return an intervention at other positions; a swap at its own, with a random row or token."""
+    """Return an intervention at shifted positions; a swap keeps its position and gets a random row or token."""
     if isinstance(intervention, PositionSwap):
         own = (intervention.position, intervention.source)
         rows = [row for row in range(position_limit(model) or 0) if row not in own]

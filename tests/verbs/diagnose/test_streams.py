@@ -209,6 +209,6 @@ def test_compressed_entries_are_said():
 
 def test_interventions_refuse_compressed_entries():
     with pytest.raises(
-        ValueError, match="layer 0 also attends to keys that are not its tokens.* can only be diagnosed"
+        ValueError, match="layer 0 also attends to keys that are not its tokens.* only diagnose supports"
     ):
         crosslayer.intervene(shipped("deepseek_v4"), tokens(), interventions=[crosslayer.waiver(5)])

@@ -235,12 +235,12 @@ CASES = [
     ("export {kit}/gpt2 --to deci", "'gpt2' cannot be converted.*llama, "),
     ("export {kit}/bert --to hf", "export needs a causal LM; bert is none"),
     ("export {kit}/nothing --to hf", "does not exist"),
-    ("push {kit}/model 'my model'", "'my model' is no name of a repository: it is NAME or OWNER/NAME"),
-    ("push {kit}/model me/model", "'model' is no model's folder of crosslayer: it has no manifest.json"),
-    ("push {kit}/nothing me/model", "'nothing' is no model's folder of crosslayer"),
+    ("push {kit}/model 'my model'", "REPO must be NAME or OWNER/NAME, .*got 'my model'"),
+    ("push {kit}/model me/model", "push needs a model folder .*'model' has no manifest.json"),
+    ("push {kit}/nothing me/model", "push needs a model folder .*'nothing' has no manifest.json"),
     # methods
-    ("methods --layers 1", "--layers is 1; it must be 2 to 10,000"),
-    ("methods --layers 1000000000000", "--layers is .*; it must be 2 to 10,000"),
+    ("methods --layers 1", "--layers must be 2 to 10,000, got 1"),
+    ("methods --layers 1000000000000", "--layers must be 2 to 10,000, got "),
 ]  # fmt: skip
 
 

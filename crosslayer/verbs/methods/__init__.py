@@ -1,3 +1,3 @@
-"""The cross-layer methods in words: the table of all, one of them, and which combine."""
+"""Lists and describes the cross-layer methods, and which of them combine."""
 
 GROUP = "Inspect"

@@ -1,6 +1,6 @@
-"""Methods in words, out of their own files: the table of all, and what a single method is, takes and costs.
+"""The methods as their own files document them: a table of all, and a description of each with options and cost.
 
-`python -m crosslayer.verbs.methods.catalogue docs/methods/overview.md` writes the table into a page.
+`python -m crosslayer.verbs.methods.catalogue docs/methods/overview.md` updates the table of that page.
 """
 
 import ast
@@ -16,20 +16,20 @@ from crosslayer.core.methods import method_class, method_names
 
 
 def method_table(layers: int = 32) -> list[dict[str, str]]:
-    """Return a row for each method: name, a line, what flows, cache share at `layers` layers, source."""
+    """Return a row for each method: name, one-line description, what flows, cache kept at `layers` layers, source."""
     rows = []
     for name in method_names():
         cls = method_class(name)
         text = description(cls)
         share = cls.example(layers).plan(layers).cached_fraction()
-        what = text.splitlines()[0].rstrip(".")
-        row = {"method": name, "what": what, "flows": _part(text, "Flows"), "cache": f"{share:.2%}"}
-        rows.append({**row, "source": _part(text, "Source")})
+        summary = text.splitlines()[0].rstrip(".")
+        row = {"method": name, "what": summary, "flows": _entry(text, "Flows"), "cache": f"{share:.2%}"}
+        rows.append({**row, "source": _entry(text, "Source")})
     return rows
 
 
 def markdown(layers: int = 32) -> str:
-    """Return the table for the documents."""
+    """Return the table in Markdown."""
     head = f"| method | what | what flows | KV cache at {layers} layers | source |\n|---|---|---|---|---|"
     lines = [f"| `{name}` | {' | '.join(cells)} |" for name, *cells in (row.values() for row in method_table(layers))]
     return "\n".join([head, *lines])
@@ -41,7 +41,7 @@ def description(cls: type[Method]) -> str:
 
 
 def options(cls: type[Method]) -> list[str]:
-    """Return the options of a method in the order of its fields: as they are written, and the string below each."""
+    """Return the options of a method in the order of its fields, each as written in the source with its docstring."""
     documented = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
@@ -50,7 +50,7 @@ def options(cls: type[Method]) -> list[str]:
 
 
 def _written(cls: type) -> dict[str, str]:
-    """Return the fields that stand in a class's own source, by name."""
+    """Return the fields in the source of a class, by name."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(node, ast.ClassDef)
     rows = {}
@@ -62,8 +62,10 @@ def _written(cls: type) -> dict[str, str]:
 
 
 def describe(cls: type[Method], layers: int = 8) -> str:
-    """Return a method's description, its options, and of an example at `layers` layers the diagram and the cache."""
-    from crosslayer.core.decoder.configuration import CrossLayerConfig  # seconds, which the table does without
+    """Return the description of a method, its options, and the diagram and cache of an example with `layers` layers."""
+    from crosslayer.core.decoder.configuration import (
+        CrossLayerConfig,
+    )  # imported late: it takes seconds, and the table does not need it
 
     method = cls.example(layers)
     config = CrossLayerConfig(num_hidden_layers=layers, cross_layer=[method])
@@ -72,17 +74,17 @@ def describe(cls: type[Method], layers: int = 8) -> str:
     stored, read = config.plan.bytes_per_token(2 * config.num_key_value_heads * config.head_dim)
     shown = ", ".join(f"{option.name}={getattr(method, option.name)!r}" for option in options_of(cls))
     heads = f"{config.num_key_value_heads} heads of {config.head_dim}"
-    parts = [
+    paragraphs = [
         description(cls),
         (cls.__doc__ or "").strip(),
-        "\n".join(["Options:", *rows]) if rows else "It has no options.",
+        "\n".join(["Options:", *rows]) if rows else "No options.",
         f"{cls.__name__}({shown})",
         f"{config.plan.diagram()}\nKV bytes per token in bf16 ({heads}): {stored} stored, {read} read",
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(paragraphs)
 
 
-def _part(text: str, name: str) -> str:
+def _entry(text: str, name: str) -> str:
     match = re.search(rf"{name}: (.+?)(?:\.\s+[A-Z][a-z]+:|\.?\s*\Z|\n\n)", text, re.S)
     return _line(match.group(1)).rstrip(".") if match else ""
 
@@ -93,5 +95,5 @@ def _line(text: str) -> str:
 
 if __name__ == "__main__":
     page = Path(sys.argv[1])
-    found = re.compile(r"(?m)^\| method \|.*\n(?:\|.*\n)*")
-    page.write_text(found.sub(lambda _: markdown() + "\n", page.read_text(encoding="utf-8"), count=1), encoding="utf-8")
+    table = re.compile(r"(?m)^\| method \|.*\n(?:\|.*\n)*")
+    page.write_text(table.sub(lambda _: markdown() + "\n", page.read_text(encoding="utf-8"), count=1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The cross-layer methods as a terminal shows them."""
+"""The list of methods as the command line prints it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,14 +8,14 @@ from crosslayer.output.shown import Shown, Table
 
 @dataclass(frozen=True)
 class Catalogue(Shown):
-    """A row for each method, as texts by column, at a number of layers; of a single method its description too."""
+    """A row of texts by column for each method, at a number of layers; for a single method its description too."""
 
     rows: list[dict[str, str]]
     layers: int
     description: str | None = None
 
     def tables(self) -> list[Table]:
-        """Return the table of all methods, a line each on a terminal of usual width."""
+        """Return the table of all methods, narrow enough for a line each in a terminal."""
         if self.description is not None:
             return []
         rows = [[row["method"], row["cache"], row["flows"]] for row in self.rows]
@@ -23,11 +23,11 @@ class Catalogue(Shown):
 
     def sentences(self) -> list[str]:
         """Return the description of a single method, or how to get one."""
-        more = f"KV cache: what an example of {self.layers} layers keeps. `crosslayer methods NAME` describes a method."
-        return [self.description or more]
+        hint = f"KV cache: share kept with {self.layers} layers. `crosslayer methods NAME` describes a method."
+        return [self.description or hint]
 
     def headline(self) -> dict[str, Any]:
-        """Return the share of the cache that each method keeps."""
+        """Return the share of the KV cache that each method keeps."""
         if self.description is not None:
             return dict(self.rows[0])
         return {row["method"]: row["cache"] for row in self.rows}

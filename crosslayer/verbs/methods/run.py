@@ -1,4 +1,4 @@
-"""The cross-layer methods, all or one of them."""
+"""List the cross-layer methods, or describe one of them."""
 
 from crosslayer.core.methods import method_class
 from crosslayer.verbs.methods.catalogue import describe, method_table
@@ -6,18 +6,18 @@ from crosslayer.verbs.methods.result import Catalogue
 
 
 def methods(name: str | None = None, *, layers: int | None = None) -> Catalogue:
-    """List the cross-layer methods, or describe a method: what flows between layers and what the KV cache keeps.
+    """List the cross-layer methods, or describe one: what flows between layers and how much KV cache is kept.
 
     Args:
-        name: a method, to see its options, diagram and cache; default all.
-        layers: layers for which the cache is counted, 2 to 10,000; default 32, of a diagram 8.
+        name: a method whose options, diagram and cache to show; default a table of all.
+        layers: number of layers of the example, 2 to 10,000; default 32 for the table, 8 for one method.
 
     Raises:
-        ValueError: there is no such method, or too few or many layers.
+        ValueError: the method does not exist, or `layers` is out of range.
 
     """
     if layers is not None and not 2 <= layers <= 10_000:
-        raise ValueError(f"`layers` is {layers}; it must be 2 to 10,000")
+        raise ValueError(f"`layers` must be 2 to 10,000, got {layers}")
     if name is None:
         return Catalogue(method_table(layers or 32), layers or 32)
     cls = method_class(name)

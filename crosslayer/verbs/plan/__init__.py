@@ -1,3 +1,3 @@
-"""The wiring of a model, from its config alone."""
+"""Shows which layers share keys, values or attention, from the config alone."""
 
 GROUP = "Inspect"

@@ -1,4 +1,4 @@
-"""The wiring of a model, from its config alone."""
+"""Which layers of a model share keys, values or attention, from its config alone."""
 
 from pathlib import Path
 
@@ -15,17 +15,16 @@ def plan(
     length: int = 4096,
     dtype: str | torch.dtype | None = None,
 ) -> ModelPlan:
-    """Show the wiring of a model from its config alone: who reads whom, masks, residual, and bytes of the cache.
+    """Show from the config alone which layers read others' keys and values, masks, residual stream, and KV cache size.
 
     Args:
-        model: hub name (its config.json alone is fetched), local folder (which needs no weights), smollm2 or minilm. In
-            Python also a model or a config.
-        length: tokens in the cache.
-        dtype: of the cache; default the checkpoint's own, bfloat16 where the config names none.
+        model: hub name (only its config.json is downloaded), local folder (weights are not needed), smollm2 or minilm.
+            In Python also a model or a config.
+        length: tokens in the KV cache.
+        dtype: dtype of the KV cache; default that of the config, else bfloat16.
 
     Raises:
-        ValueError: there is no such model, its config says nothing of layers with attention, or something that is not
-            known here.
+        ValueError: the model does not exist, or its config describes no attention layers or something unsupported.
 
     """
     return read_plan(model, length, dtype)

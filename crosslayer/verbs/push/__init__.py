@@ -1,4 +1,4 @@
-"""A model's folder on the Hugging Face hub."""
+"""Uploads a model folder to the Hugging Face hub."""
 
 GROUP = "Ship"
 ARGUMENTS = 2  # folder, repository

@@ -7,7 +7,7 @@ from crosslayer.output.shown import Shown
 
 
 class Pushed(Shown, Frozen):
-    """What was uploaded, or would be: files by name with their bytes, and the card; `url` is None of a dry run."""
+    """What was uploaded, or would be: the size of each file in bytes, and the card; `url` is None for a dry run."""
 
     repo: str
     url: str | None
@@ -16,9 +16,9 @@ class Pushed(Shown, Frozen):
     eval_results: str | None
 
     def sentences(self) -> list[str]:
-        """Return where it was uploaded to, or the card of a dry run."""
+        """Return the address of the upload, or the card for a dry run."""
         return [self.card if self.url is None else f"uploaded: {self.url}"]
 
     def headline(self) -> dict[str, Any]:
-        """Return the few figures that the last line of the command line holds."""
+        """Return the few numbers that the command line prints last."""
         return {"repo": self.repo, "url": self.url, "files": len(self.files), "bytes": sum(self.files.values())}

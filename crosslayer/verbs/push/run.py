@@ -1,4 +1,4 @@
-"""Upload a model's folder to the Hugging Face hub, in a single commit."""
+"""Upload a model folder to the Hugging Face hub in a single commit."""
 
 from pathlib import Path
 
@@ -11,43 +11,41 @@ from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.push.result import Pushed
 from crosslayer.verbs.push.texts import CARD, RESULTS, own_texts
 
-# what its HTTP library raises; which library that is depends on its version
+# the base error of the HTTP library, which depends on the version of huggingface_hub
 UNREACHABLE: type[Exception] = HfHubHTTPError.__bases__[0]  # type: ignore[assignment]
-SHOWN = 200  # characters of what a server says
+SHOWN = 200  # characters shown of a server's message
 
 
 def push(
     source: str | Path, repo: str, *, private: bool = False, dry_run: bool = False, progress: Meter = Silent
 ) -> Pushed:
-    """Upload a model's folder with its card, report and manifest to the Hugging Face hub.
+    """Upload a model folder with its card, report and manifest to the Hugging Face hub.
 
-    The card gets the repository's name, and the manifest goes up with the digest of that card. The token is the one of
-    `hf auth login`, or HF_TOKEN; HF_ENDPOINT names another server.
+    The repository's name is filled into the card, and the uploaded manifest has the hash of that card. The token is
+    that of `hf auth login` or HF_TOKEN; HF_ENDPOINT selects another server.
 
     Args:
         source: the folder of a retrofit, of a healed model or of an export.
-        repo: NAME or OWNER/NAME on the Hugging Face hub; made where it is not there.
-        private: make the repository private; one that exists must be private already.
-        dry_run: print the card; upload nothing and ask nobody.
-        progress: in Python, shows what is being done.
+        repo: NAME or OWNER/NAME on the Hugging Face hub; created if it does not exist.
+        private: create the repository as private; an existing one must be private already.
+        dry_run: print the card without uploading or contacting the hub.
+        progress: in Python, shows progress.
 
     Raises:
-        ValueError: the folder is no model's folder of ours or is not as it was written, `repo` is no name, there is no
-            token, or the server refuses or cannot be reached.
+        ValueError: the folder was not written by crosslayer or was changed since, `repo` is not a valid name, there is
+            no token, or the server rejects the upload or cannot be reached.
 
     """
     folder = Path(source).expanduser()
     if not is_hub_name(repo):
-        raise ValueError(
-            f"{repo!r} is no name of a repository: it is NAME or OWNER/NAME, of letters, digits, -, _ and ."
-        )
+        raise ValueError(f"REPO must be NAME or OWNER/NAME, of letters, digits, -, _ and ., got {repo!r}")
     texts = own_texts(folder, repo)
-    listed = [name for name in read_manifest(folder).files if name not in texts]
-    sizes = {name: (folder / name).stat().st_size for name in listed}
+    names = [name for name in read_manifest(folder).files if name not in texts]
+    sizes = {name: (folder / name).stat().st_size for name in names}
     sizes |= {name: len(text.encode()) for name, text in texts.items()}
     url = None
     if not dry_run:
-        operations = [CommitOperationAdd(name, folder / name) for name in listed]
+        operations = [CommitOperationAdd(name, folder / name) for name in names]
         operations += [CommitOperationAdd(name, text.encode()) for name, text in texts.items()]
         with progress(f"uploading {sum(sizes.values()):,} bytes", 0):
             repo, url = _upload(repo, operations, private)
@@ -55,21 +53,21 @@ def push(
 
 
 def _upload(repo: str, operations: list[CommitOperationAdd], private: bool) -> tuple[str, str]:
-    """Return the repository's full name, and its address."""
+    """Create the repository if needed and commit; return its full name and its address."""
     token = get_token()
     if token is None:
-        raise ValueError("there is no token for the Hugging Face hub; run `hf auth login`, or set HF_TOKEN")
+        raise ValueError("push needs a token for the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
     api = HfApi(token=token)
     try:
-        made = api.create_repo(repo, private=private or None, exist_ok=True)
-        if private and not api.model_info(made.repo_id).private:
-            raise ValueError(f"{made.repo_id!r} exists and is public; make it private first, or leave --private out")
-        api.create_commit(made.repo_id, operations, commit_message="Upload by crosslayer push")
+        created = api.create_repo(repo, private=private or None, exist_ok=True)
+        if private and not api.model_info(created.repo_id).private:
+            raise ValueError(f"{created.repo_id!r} exists and is public; make it private first, or omit --private")
+        api.create_commit(created.repo_id, operations, commit_message="Upload by crosslayer push")
     except HfHubHTTPError as error:
-        words = " ".join((error.server_message or "").split()) or str(error.response.reason_phrase)
-        answer = f"{error.response.status_code}, {words.rstrip(' .')[:SHOWN]}"
-        raise ValueError(f"the Hugging Face hub refused {repo!r}: {answer}") from error
+        message = " ".join((error.server_message or "").split()) or str(error.response.reason_phrase)
+        answer = f"{error.response.status_code}, {message.rstrip(' .')[:SHOWN]}"
+        raise ValueError(f"the Hugging Face hub rejected {repo!r}: {answer}") from error
     except (UNREACHABLE, OfflineModeIsEnabled) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"the Hugging Face hub cannot be reached: {reason[:SHOWN]}") from error
-    return made.repo_id, str(made)
+    return created.repo_id, str(created)

@@ -1,6 +1,6 @@
-"""What a push writes itself: the card under the repository's name, evaluation results, and a manifest that fits both.
+"""The files that `push` generates: the card with the repository's name, evaluation results, and a matching manifest.
 
-All else goes up as it lies in the folder.
+All other files are uploaded unchanged.
 """
 
 import hashlib
@@ -21,21 +21,21 @@ RESULTS = ".eval_results/crosslayer.yaml"
 
 
 def own_texts(folder: Path, repo: str) -> dict[str, str]:
-    """Return the files that a push writes, by name; the manifest is the last.
+    """Return the generated files by name, the manifest last.
 
-    The card is written anew from the report, or, where there is none, the folder's with the repository's name put in;
-    a card that was edited since the folder was written goes up as it is.
+    The card is generated from the report, or, without a report, the folder's card with the repository's name filled in;
+    a card that was edited after the folder was written is uploaded unchanged.
     """
     if not folder.is_dir() or not (folder / NAME).is_file():
-        raise ValueError(f"{folder.name!r} is no model's folder of crosslayer: it has no {NAME}, as a retrofit has")
-    wrong = [fault for fault in check_files(folder) if not fault.startswith(f"{CARD} is ")]
-    if wrong:
-        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ValueError(f"{folder.name!r} is not as it was written: {wrong[0]}{more}; push a whole folder")
+        raise ValueError(f"push needs a model folder written by crosslayer, and {folder.name!r} has no {NAME}")
+    changes = [change for change in check_files(folder) if not change.startswith(f"{CARD} is ")]
+    if changes:
+        more = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
+        raise ValueError(f"{folder.name!r} was changed since crosslayer wrote it: {changes[0]}{more}")
     manifest = read_manifest(folder)
     try:
         report = load_as((RetrofitReport,), folder)
-    except ValueError:  # the folder of no retrofit
+    except ValueError:  # not the folder of a retrofit
         report = None
     texts = {CARD: _card(folder, repo, report, manifest.files.get(CARD))}
     entries = [] if report is None else eval_entries(report)
@@ -47,20 +47,20 @@ def own_texts(folder: Path, repo: str) -> dict[str, str]:
 
 
 def eval_entries(record: RetrofitReport) -> list[EvalResultEntry]:
-    """Return an evaluation result for each domain that is a dataset of the hub; no other text has a name there."""
+    """Return an evaluation result for each domain that is a dataset of the hub; other texts have no name there."""
     entries = []
     for domain in record.damage.domains:
-        named = domain.name.split("/")  # OWNER, NAME, often a configuration, and the split
-        if len(named) not in (3, 4):
+        names = domain.name.split("/")  # OWNER, NAME, often a configuration, and the split
+        if len(names) not in (3, 4):
             continue
         note = f"perplexity of {domain.windows} windows of {record.settings.length} tokens"
         before = f"{domain.perplexity_before:.4f} before the retrofit"
         entries.append(
             EvalResultEntry(
-                dataset_id="/".join(named[:2]),
-                task_id=named[2] if len(named) == 4 else "default",
+                dataset_id="/".join(names[:2]),
+                task_id=names[2] if len(names) == 4 else "default",
                 value=round(domain.perplexity_after, 4),
-                notes=f"{note} of the split {named[-1]}; {before}",
+                notes=f"{note} of the split {names[-1]}; {before}",
             )
         )
     return entries

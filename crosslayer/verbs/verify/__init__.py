@@ -1,3 +1,3 @@
-"""Proves that every way to run a model gives the same numbers."""
+"""Checks that every way to run a model gives the same numbers."""
 
 GROUP = "Convert"

@@ -1,4 +1,4 @@
-"""The checks of `verify`: each runs a causal LM in another way and measures how far its logits are from the plain pass.
+"""The checks of `verify`: each runs a causal LM in another way and compares its logits with those of the plain pass.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -20,21 +20,21 @@ from crosslayer.probe.intercept import AttentionCall, stored_shares, visited
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check
 from crosslayer.verbs.verify.subject import FEW, NEW, Subject, widened
 
-# Measured over 33 tokens of SmolLM2, of five retrofits of it and of tiny models of 25 families: at most 3e-5 in
-# float32. More layers and other kernels need room; the mildest fault planted, positions off by 1 behind the cache,
-# makes 0.85.
+# Measured on 33 tokens of SmolLM2, of five retrofits of it and of tiny models of 25 families: at most 3e-5 in
+# float32. More layers and other kernels need a margin; the mildest planted error, positions off by 1 after the cache,
+# gives 0.85.
 EXACT = {"float64": 1e-8, "float32": 1e-3}
-# Lower precisions have no single number: the root mean square of what bfloat16's rounding does to the plain pass is
-# 0.045 in SmolLM2, 0.01 to 0.04 in tiny models, 0.26 in SmolLM2 where all layers but the first borrow their values
-# (arXiv 2410.17897). Two roundings were at most 1.4 times that from each other, √2 as if independent. Positions off
-# by 1 make 0.094, unrelated logits 1.4.
+# Lower precisions have no single tolerance: the root mean square change of the plain pass by rounding to bfloat16 is
+# 0.045 in SmolLM2, 0.01 to 0.04 in tiny models, 0.26 in SmolLM2 if all layers read the first layer's values
+# (arXiv 2410.17897). Two roundings differed by at most 1.4 times that, √2 as if independent. Positions off by 1 give
+# 0.094, unrelated logits 1.4.
 ROUNDINGS, FLOOR, WEAK = 2, 0.005, 0.5
-SENTENCE = 200  # characters of an error that are shown
+SENTENCE = 200  # characters shown of an error
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a check measured; `tolerance` None stands for that of the dtype."""
+    """The result of a check; `tolerance` None means that of the dtype."""
 
     difference: float
     reason: str = ""
@@ -42,17 +42,17 @@ class Measurement:
 
 
 class NotApplicable(Exception):
-    """What a check asks for cannot be had from this model or on this machine; the text says why."""
+    """Raised by a check that this model or machine does not support; the message gives the reason."""
 
 
 def tolerance_of(dtype: str, rounding: float) -> tuple[float, str]:
-    """Return what a dtype tolerates whose rounding moves the plain pass so far, and a note where that tells little."""
+    """Return the tolerance of a dtype whose rounding changes the plain pass by `rounding`, and a note if it is weak."""
     tolerance = EXACT.get(dtype) or max(FLOOR, ROUNDINGS * rounding)
-    return tolerance, f"weak: rounding alone moves logits by {rounding:.1f}" if tolerance > WEAK else ""
+    return tolerance, f"weak check: rounding alone changes logits by {rounding:.1f}" if tolerance > WEAK else ""
 
 
 def judged(name: str, dtype: str | None, tolerance: float, check: Callable[[], Measurement], note: str = "") -> Check:
-    """Run a check; whatever it raises is a row too. `note` is said where `tolerance` is used."""
+    """Run a check and return its row, also if it raises. `note` is added where `tolerance` is used."""
     try:
         measured = check()
     except NotApplicable as reason:
@@ -63,7 +63,7 @@ def judged(name: str, dtype: str | None, tolerance: float, check: Callable[[], M
     if measured.tolerance is not None:
         limit, reasons = measured.tolerance, [measured.reason]
     if not math.isfinite(measured.difference) or not math.isfinite(limit):
-        reason = f"the difference is {measured.difference}, the tolerance {limit}"
+        reason = f"difference {measured.difference}, tolerance {limit}"
         return Check(name=name, dtype=dtype, status=FAIL, reason=reason)
     return Check(
         name=name,
@@ -76,13 +76,13 @@ def judged(name: str, dtype: str | None, tolerance: float, check: Callable[[], M
 
 
 def in_brief(error: Exception) -> str:
-    """Return an error's text as a short line."""
+    """Return the message of an error as one short line."""
     text = " ".join(str(error).split())
     return text if len(text) <= SENTENCE else f"{text[:SENTENCE]} …"
 
 
-SMALLEST = 1e-6  # of the largest gradient: a parameter with less has a gradient of rounding alone
-TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 0.05  # in float32 and float64, in lower precisions
+SMALLEST = 1e-6  # of the largest gradient: below this a gradient is rounding error
+TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 0.05  # of gradients in float32 and float64, in lower precisions
 
 
 @torch.no_grad()
@@ -107,11 +107,11 @@ def _static(subject: Subject) -> Measurement:
 
 @torch.no_grad()
 def _left_padded(subject: Subject) -> Measurement:
-    """A batch of the ids and of their beginning, padded on the left: prefill and four steps through a cache."""
+    """Run the ids and a left-padded prefix of them as a batch: prefill and four steps with a cache."""
     model, ids, count = subject.model, subject.ids, subject.ids.shape[1]
     pad = count // 3
     short = ids[:, : count - pad]
-    batch = torch.cat([ids, torch.cat([ids[:, :pad], short], 1)])  # any id will do for padding, the mask hides it
+    batch = torch.cat([ids, torch.cat([ids[:, :pad], short], 1)])  # padding may be any id, since the mask hides it
     mask = torch.ones_like(batch)
     mask[1, :pad] = 0
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -129,9 +129,9 @@ def _left_padded(subject: Subject) -> Measurement:
 
 @torch.no_grad()
 def _beam_search(subject: Subject) -> Measurement:
-    """Beam search through the cache: its scores are those of a plain pass and, in float32, its tokens those without.
+    """Compare the scores of beam search with a cache to a plain pass and, in float32, its tokens to those without.
 
-    Lower precisions may take another of two tokens that are as likely, so that there only the scores are compared.
+    In lower precisions rounding may decide between two equally likely tokens, so only the scores are compared.
     """
     model: Any = subject.model
     start = subject.ids[:, :FEW]
@@ -140,12 +140,12 @@ def _beam_search(subject: Subject) -> Measurement:
     logits = widened(model(cached.sequences, use_cache=False).logits)[:, start.shape[1] - 1 : -1]  # (beams, NEW, V)
     chosen = cached.sequences[:, start.shape[1] :, None]  # (beams, NEW, 1)
     scores = logits.log_softmax(-1).gather(-1, chosen)[..., 0].sum(-1)  # (beams, NEW, 1) -> (beams,)
-    reason = "of the scores, for each token"
+    reason = "scores per token"
     if subject.exact:
         plain = model.generate(start, use_cache=False, **options)
         if not torch.equal(plain.sequences, cached.sequences):
-            raise ValueError("beam search gives other tokens with a cache than without")
-        reason = "of the scores, for each token; the tokens are equal"
+            raise ValueError("beam search gives different tokens with and without a cache")
+        reason = "scores per token; same tokens with and without a cache"
     gap = (widened(cached.sequences_scores) - scores).abs().max() / NEW / subject.full.std()
     return Measurement(gap.item(), reason)
 
@@ -159,11 +159,11 @@ def _compiled(subject: Subject) -> Measurement:
         from torch.utils._triton import has_triton
 
         if subject.ids.device.type == "cuda" and not has_triton():
-            raise NotApplicable("Triton is not installed, with which inductor compiles")
+            raise NotApplicable("inductor needs Triton, which is not installed")
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler:
-            raise NotApplicable("there is no C++ compiler, with which inductor compiles") from None
+            raise NotApplicable("inductor needs a C++ compiler, which is not installed") from None
     torch._dynamo.reset()
     try:
         compiled = torch.compile(subject.model, backend=subject.backend, fullgraph=True)
@@ -175,7 +175,7 @@ def _compiled(subject: Subject) -> Measurement:
 def _checkpointed_gradients(subject: Subject) -> Measurement:
     """Compare gradients of every parameter with and without non-reentrant activation checkpointing.
 
-    The same operations run again, so that on a CPU they are equal; kernels that add in any order need the tolerance.
+    The same operations run twice, so on a CPU the gradients are equal; kernels that add in any order need a tolerance.
     """
     if not subject.model.supports_gradient_checkpointing:
         raise NotApplicable(f"{type(subject.model).__name__} has no activation checkpointing")
@@ -190,13 +190,13 @@ def _checkpointed_gradients(subject: Subject) -> Measurement:
     scale = SMALLEST * max(gradient.abs().max().item() for gradient in plain.values() if gradient is not None)
     gaps = {name: _gap(name, plain[name], checkpointed[name], scale) for name in plain}
     worst = max(gaps, key=lambda name: (math.isnan(gaps[name]), gaps[name]))
-    reason = f"of the largest gradient of {worst}; {len(gaps)} parameters"
+    reason = f"relative to the largest gradient of {worst}; {len(gaps)} parameters"
     return Measurement(gaps[worst], reason, TOLERANCE if subject.exact else ROUNDED_TOLERANCE)
 
 
 @torch.no_grad()
 def _save_and_load(subject: Subject) -> Measurement:
-    """Save as safetensors and load: weights and logits are the same bits."""
+    """Save as safetensors and load again: weights and logits must be bit-identical."""
     with tempfile.TemporaryDirectory() as folder:
         subject.model.save_pretrained(folder)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -206,16 +206,18 @@ def _save_and_load(subject: Subject) -> Measurement:
             use_safetensors=True,
             output_loading_info=True,
         )
-        again, info = loaded
-        again = again.to(subject.ids.device).eval()
-        odd = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-        if any(odd.values()):
-            raise ValueError("; ".join(f"{key}: {names[0]}" for key, names in odd.items() if names))
-        before, after = subject.model.state_dict(), again.state_dict()
+        reloaded, info = loaded
+        reloaded = reloaded.to(subject.ids.device).eval()
+        problems = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        if any(problems.values()):
+            raise ValueError("; ".join(f"{key}: {names[0]}" for key, names in problems.items() if names))
+        before, after = subject.model.state_dict(), reloaded.state_dict()
         changed = [name for name in before if name not in after or not torch.equal(before[name], after[name])]
         if changed:
-            raise ValueError(f"{len(changed)} weights differ after loading, such as {changed[0]}")
-        return Measurement(subject.difference(again(subject.ids, use_cache=False).logits), "must be the same bits", 0.0)
+            raise ValueError(f"weights that differ after loading: {len(changed)}, such as {changed[0]}")
+        return Measurement(
+            subject.difference(reloaded(subject.ids, use_cache=False).logits), "must be bit-identical", 0.0
+        )
 
 
 @torch.no_grad()
@@ -225,11 +227,11 @@ def _eager_and_sdpa(subject: Subject) -> Measurement:
         raise NotApplicable(f"{type(model).__name__} has no SDPA attention")
     before, logits = model.config._attn_implementation or "eager", {}
     try:
-        for kind in ("eager", "sdpa"):
-            model.set_attn_implementation(kind)
-            if model.config._attn_implementation != kind:
-                raise NotApplicable(f"{type(model).__name__} cannot change its attention")
-            logits[kind] = widened(model(subject.ids, use_cache=False).logits)[0]
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            if model.config._attn_implementation != implementation:
+                raise NotApplicable(f"{type(model).__name__} cannot switch its attention implementation")
+            logits[implementation] = widened(model(subject.ids, use_cache=False).logits)[0]
     finally:
         model.set_attn_implementation(before)
     return Measurement(subject.difference(logits["eager"], logits["sdpa"]))
@@ -237,16 +239,16 @@ def _eager_and_sdpa(subject: Subject) -> Measurement:
 
 @torch.no_grad()
 def _cache_bytes(subject: Subject) -> Measurement:
-    """Allocated bytes after a prefill and a step, against the plan.
+    """Compare the bytes that the cache allocates after a prefill and one step with the plan.
 
-    The step is there for sliding windows: after a prefill alone a window is a view of all tokens' states.
+    Sliding windows need the step: after a prefill alone, a window is a view of the states of all tokens.
     """
     model, count = subject.model, subject.ids.shape[1]
     predicted = _predicted_bytes(model, count)
     cache = DynamicCache(config=model.config)
     subject.run_in_chunks([count - 1, 1], cache)
     allocated = cache_bytes(cache)
-    return Measurement(abs(allocated - predicted), f"bytes; allocated {allocated:,}, by the plan {predicted:,}", 0.0)
+    return Measurement(abs(allocated - predicted), f"bytes: {allocated:,} allocated, {predicted:,} predicted", 0.0)
 
 
 CHECKS: dict[str, Callable[[Subject], Measurement]] = {
@@ -265,11 +267,11 @@ CHECKS: dict[str, Callable[[Subject], Measurement]] = {
 
 def _needs_fullgraph(model: PreTrainedModel) -> None:
     if not model._can_compile_fullgraph:
-        raise NotApplicable(f"transformers says that {type(model).__name__} cannot be compiled as one graph")
+        raise NotApplicable(f"transformers does not support compiling {type(model).__name__} as one graph")
 
 
 def _gradients(subject: Subject) -> dict[str, Tensor | None]:
-    """Return the gradient of the mean loss for every parameter; None where it has no part in it."""
+    """Return the gradient of the mean loss by parameter; None for a parameter that does not affect the loss."""
     named, ids = dict(subject.model.named_parameters()), subject.ids[:, :FEW]
     with torch.random.fork_rng():  # the same dropout each time
         torch.manual_seed(0)
@@ -279,9 +281,9 @@ def _gradients(subject: Subject) -> dict[str, Tensor | None]:
 
 
 def _gap(name: str, plain: Tensor | None, checkpointed: Tensor | None, scale: float) -> float:
-    """Return the largest difference of two gradients, relative to the largest entry, or to `scale` if that is more.
+    """Return the largest difference of two gradients, relative to the largest entry, or to `scale` if that is larger.
 
-    Where a gradient is zero but for rounding, as a key's bias, only `scale` makes the difference comparable.
+    `scale` is needed for gradients that are zero up to rounding, such as that of a key's bias.
     """
     if plain is None and checkpointed is None:
         return 0.0
@@ -292,14 +294,14 @@ def _gap(name: str, plain: Tensor | None, checkpointed: Tensor | None, scale: fl
 
 
 def _predicted_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Return the bytes of the states that the plan stores for a sequence: every layer that attends, in a stock model.
+    """Return the bytes of the keys and values that the plan stores for a sequence; in a stock model, of all layers.
 
-    What a key and a value are like is seen in the calls of attention.
+    The sizes of keys and values are read from the attention calls.
     """
     config = model.config.get_text_config(decoder=True)
     options = config.to_dict()
     if "linear_attention" in (options.get("layer_types") or ()) or "kv_lora_rank" in options:
-        raise NotApplicable("the cache keeps states of another kind than keys and values")
+        raise NotApplicable("the cache does not hold plain keys and values (linear or latent attention)")
     calls: dict[int, AttentionCall] = {}
     with visited(model, lambda call: calls.update({call.layer: call})):
         model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)

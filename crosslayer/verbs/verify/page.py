@@ -1,9 +1,13 @@
-"""The page of a verification, from its record alone: what was checked, how far off it was, and what was skipped."""
+"""The page of a verification, built from its record alone: checks, differences, and what was skipped."""
 
 from crosslayer.output.page import Mark, Page, Table
+from crosslayer.output.words import counted
 from crosslayer.verbs.verify.result import Check, Verification
 
-UNITS = "Differences are in standard deviations of the logits: the largest; below float32 the root mean square."
+UNITS = (
+    "Differences are in standard deviations of the logits: the largest in float32, the root mean square in lower "
+    "precision."
+)
 KINDS = {"PASS": "pass", "FAIL": "fail", "NOT APPLICABLE": "skip"}
 
 
@@ -21,40 +25,43 @@ def layout(record: Verification) -> Page:
 
 def sentences(record: Verification) -> list[str]:
     """Return the outcome, the failures first."""
-    said = []
+    lines = []
     for check in record.failed:
         difference, tolerance = _numbers(check)
-        reason = check.reason or f"a difference of {difference}, the tolerance is {tolerance}"
-        said.append(f"{_title(check)} failed: {reason}.")
-    if record.applicable and record.passed:
-        said.append(f"All {len(record.applicable)} checks that apply passed.")
-    skipped = len(record.skipped)
+        measured = f"difference {difference}, tolerance {tolerance}" if difference else ""
+        reason = "; ".join(text for text in (measured, check.reason) if text)
+        lines.append(f"{_title(check)} failed: {reason}.")
+    applicable, skipped = len(record.applicable), len(record.skipped)
+    if applicable and record.passed:
+        subject = f"All {applicable} applicable checks" if applicable > 1 else "The only applicable check"
+        lines.append(f"{subject} passed.")
     if skipped:
-        subject = f"{skipped} checks do" if skipped > 1 else "One check does"
-        said.append(f"{subject} not apply, and nothing was verified by them; the second table says why.")
-    return [*said, UNITS]
+        lines.append(
+            f"{counted(skipped, 'check').capitalize()} skipped as not applicable; see the reasons in the table."
+        )
+    return [*lines, UNITS]
 
 
 def _cards(record: Verification) -> list[tuple[str, str, str]]:
-    """Return the counts, and the check that came closest to its tolerance."""
+    """Return the counts, and the check that is closest to its tolerance, or furthest above it."""
     applicable, failed = len(record.applicable), len(record.failed)
     shown = [
-        ("Passed", f"{applicable - failed} of {applicable}", "checks that apply"),
+        ("Passed", f"{applicable - failed} of {applicable}", "applicable checks"),
         ("Failed", str(failed), "checks"),
-        ("Skipped", str(len(record.skipped)), "checks that do not apply"),
+        ("Skipped", str(len(record.skipped)), "checks that are not applicable"),
     ]
-    shares = {}  # of its tolerance
+    shares = {}  # of the tolerance
     for check in record.applicable:
         if check.difference is not None and check.tolerance:
             shares[_title(check)] = check.difference / check.tolerance
     if shares:
-        farthest = max(shares, key=lambda title: shares[title])
-        shown.append(("Farthest", f"{shares[farthest]:.2g}×", f"its tolerance: {farthest}"))
+        largest = max(shares, key=lambda title: shares[title])
+        shown.append(("Largest difference", f"{shares[largest]:.2g}×", f"the tolerance: {largest}"))
     return shown
 
 
 def tables(record: Verification) -> list[Table]:
-    """Return the checks that ran, and what was skipped and why."""
+    """Return the table of checks that ran, and the table of skipped checks with reasons."""
     shown: list[Table] = []
     if record.applicable:
         head = ["check", "dtype", "result", "difference", "tolerance", "reason"]
@@ -65,12 +72,12 @@ def tables(record: Verification) -> list[Table]:
         shown.append(("Checks", head, rows))
     if record.skipped:
         rows = [[check.name, check.dtype or "", check.reason] for check in record.skipped]
-        shown.append(("Not applicable: what was skipped, and why", ["check", "dtype", "reason"], rows))
+        shown.append(("Skipped checks", ["check", "dtype", "reason"], rows))
     return shown
 
 
 def _numbers(check: Check) -> list[str]:
-    """Return difference and tolerance with two digits, empty where there is none."""
+    """Return difference and tolerance with two digits; empty if there is none."""
     return ["" if number is None else f"{number:.2g}" for number in (check.difference, check.tolerance)]
 
 

@@ -1,4 +1,4 @@
-"""The result of a verification: what `record.json` holds."""
+"""The result of a verification: the content of `record.json`."""
 
 from typing import Any, Literal
 
@@ -14,10 +14,10 @@ NOT_APPLICABLE: Status = "NOT APPLICABLE"
 
 
 class Check(Frozen):
-    """A row: `difference` and `tolerance` are in standard deviations of the logits unless `reason` says otherwise.
+    """A check: `difference` and `tolerance` are in standard deviations of the logits unless `reason` says otherwise.
 
-    The difference is the largest in float32 and float64, and the root mean square in lower precisions; it is None where
-    nothing was measured. `dtype` is None for checks of files.
+    The difference is the largest in float32 and float64, the root mean square in lower precisions, and None if nothing
+    was measured. `dtype` is None for checks of files.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Check(Frozen):
 
 
 class Verification(Result):
-    """What `crosslayer.verify` returns: a row for each check, typed, with its page."""
+    """What `crosslayer.verify` returns: all checks, with a page."""
 
     schema_: Literal["crosslayer/verify/3"] = Field(default="crosslayer/verify/3", alias="schema")
-    model: str = Field(description="name of the model without folders above it, or its class")
+    model: str = Field(description="name of the model without parent folders, or its class")
     checks: tuple[Check, ...]
     seconds: float
 
@@ -53,16 +53,16 @@ class Verification(Result):
 
     @property
     def skipped(self) -> tuple[Check, ...]:
-        """The checks that do not apply; each says why."""
+        """The checks that are not applicable; `reason` says why."""
         return tuple(check for check in self.checks if check.status == NOT_APPLICABLE)
 
     @property
     def exit_status(self) -> int:  # type: ignore[override]
-        """1 where a check failed, of the command line."""
+        """Exit status of the command line: 1 if a check failed, else 0."""
         return 0 if self.passed else 1
 
     def headline(self) -> dict[str, Any]:
-        """Return the model's name, how many checks passed, failed or do not apply, and the seconds."""
+        """Return the name of the model, the numbers of checks by status, and the seconds."""
         return {
             "model": self.model,
             "passed": len(self.applicable) - len(self.failed),

@@ -1,4 +1,4 @@
-"""Proof that a causal LM is right: its files are its manifest's, and every way to run it gives the same logits."""
+"""Check a causal LM: its files match its manifest, and every way to run it gives the same logits."""
 
 import inspect
 import time
@@ -19,7 +19,7 @@ from crosslayer.verbs.verify.checks import CHECKS, EXACT, WEAK, Measurement, in_
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check, Verification
 from crosslayer.verbs.verify.subject import random_ids, subject_of
 
-SHOWN = 3  # files that are named
+SHOWN = 3  # files that a message names
 
 
 def verify(
@@ -32,55 +32,57 @@ def verify(
     compile_backend: str = "inductor",
     progress: Meter = Silent,
 ) -> Verification:
-    """Prove that a causal language model is right: its files, and every way to run it.
+    """Check that a causal language model is intact and gives the same logits in every way to run it.
 
-    Checks run on copies; the model stays as it is.
+    The checks run on copies; the model is left unchanged.
 
-    The files of a folder are checked before anything is loaded. Where they are damaged, or a folder cannot be loaded, a
-    row says so, and the checks of the model are not run.
+    The files of a folder are checked first. If they are damaged or cannot be loaded, that is a failed check, and the
+    other checks are not run.
 
     Args:
         model: hub name, local folder, or smollm2 (embedded), loaded in float32. In Python also a loaded model.
-        tokenizer: in Python, of a loaded model; it keeps its special tokens out of the random ids.
-        dtypes: dtypes to check; each is compared with itself.
-        device: cpu, cuda, …; default the GPU, or the CPU where there is none. In Python for models that are named.
-        folder: in Python, where a loaded model was loaded from; its `manifest.json` is checked too.
+        tokenizer: in Python, the tokenizer of a loaded model; its special tokens are not used as test ids.
+        dtypes: dtypes to check; each is compared with a plain pass in the same dtype.
+        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
+        folder: in Python, the folder of a loaded model; its `manifest.json` is checked too.
         compile_backend: in Python, the backend of `torch.compile`.
-        progress: in Python, shows what is being done.
+        progress: in Python, shows progress.
 
     Raises:
-        ValueError: there is no such model, it is no causal LM with a key-value cache or has too few positions, the
-            device or a dtype is unknown, or an option would do nothing.
+        ValueError: the model does not exist, is not a causal LM with a key-value cache, or has too few positions; the
+            device or a dtype is unknown; or an option does not apply.
 
     """
     check_dtypes(dtypes)
     started = time.monotonic()
     if isinstance(model, PreTrainedModel):
         if device is not None:
-            raise ValueError("device is for a model that is named; this model is loaded already")
-        place = None if folder is None else Path(folder).expanduser()
-        checks = _check_loaded(model, tokenizer, place, dtypes, compile_backend, progress)
+            raise ValueError(
+                "device applies only if the model is a name or path, got a loaded model; use model.to(device)"
+            )
+        path = None if folder is None else Path(folder).expanduser()
+        checks = _check_loaded(model, tokenizer, path, dtypes, compile_backend, progress)
     else:
         if tokenizer is not None or folder is not None:
-            raise ValueError(
-                "a model that is named brings its own tokenizer and folder; leave tokenizer and folder out"
-            )
+            raise ValueError("tokenizer and folder apply only to a loaded model, got a name or path")
         checks = _check_named(str(model), device, dtypes, compile_backend, progress)
     seconds = round(time.monotonic() - started, 1)
     return Verification(model=public_name(model), checks=tuple(checks), seconds=seconds)
 
 
 def check_dtypes(dtypes: Sequence[str]) -> None:
-    """Refuse dtypes that are unknown, repeated or missing."""
+    """Raise if dtypes are unknown, repeated or missing."""
     if isinstance(dtypes, str) or not all(isinstance(dtype, str) for dtype in dtypes):
-        raise ValueError(f"dtypes is {dtypes!r}; give a list of names, such as ['float32', 'bfloat16']")
+        raise ValueError(f"`dtypes` must be a list of names such as ['float32', 'bfloat16'], got {dtypes!r}")
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
     if unknown or not dtypes or len(set(dtypes)) != len(dtypes):
-        raise ValueError(f"dtypes {', '.join(dtypes) or '(none)'}: name each once, of {', '.join(DTYPES)}")
+        raise ValueError(
+            f"`dtypes` must be one or more of {', '.join(DTYPES)}, each once, got {', '.join(dtypes) or 'none'}"
+        )
 
 
 def _check_named(name: str, device: str | None, dtypes: Sequence[str], backend: str, progress: Meter) -> list[Check]:
-    """Check the files of a model, load it in float32, check it."""
+    """Check the files of a model, load it in float32 and check it."""
     target, path = resolve_device(device), Path(name).expanduser()
     local = name not in EMBEDDED and ((path / "config.json").is_file() or (path / manifest.NAME).exists())
     folder = path if local else None
@@ -105,12 +107,12 @@ def _check_loaded(
     backend: str,
     progress: Meter,
 ) -> list[Check]:
-    """Run every check on copies of a model; a row each."""
+    """Run every check on copies of a loaded model."""
     name = type(model).__name__
     causal_config("verify", model)
-    forwards = (inspect.signature(part.forward).parameters for part in (model, model.base_model))
+    forwards = (inspect.signature(module.forward).parameters for module in (model, model.base_model))
     if not any("past_key_values" in parameters for parameters in forwards):
-        raise ValueError(f"verify needs a model with a key-value cache; {name} keeps states of another kind")
+        raise ValueError(f"verify needs a model with a key-value cache, and {name} has none")
     ids, done, total = random_ids(model, tokenizer), 0, len(CHECKS) * len(dtypes)
     with quiet_transformers(), progress("verifying", total) as meter:
         meter.step(0, total, "manifest and plain pass")
@@ -133,7 +135,7 @@ def check_files(folder: Path | None) -> Check:
         return Check(name="manifest", dtype=None, status=NOT_APPLICABLE, reason="the model is not a local folder")
     if not (folder / manifest.NAME).exists():
         if _is_retrofit(folder):
-            reason = f"its record.json says that this is a retrofit, and the {manifest.NAME} of a retrofit is missing"
+            reason = f"{manifest.NAME} is missing, although record.json shows that this is a retrofit"
             return Check(name="manifest: files", dtype=None, status=FAIL, reason=reason)
         return Check(name="manifest", dtype=None, status=NOT_APPLICABLE, reason=f"the folder has no {manifest.NAME}")
     try:
@@ -151,20 +153,20 @@ def check_manifest(model: PreTrainedModel, folder: Path | None) -> list[Check]:
     if folder is None or files.status != PASS:
         return [files]
     written = manifest.read_manifest(folder)
-    wrong = []
+    differences = []
     if manifest.plan_of(model) != written.plan:
-        wrong.append("plan")
+        differences.append("plan")
     if manifest.methods_of(model) != written.methods:
-        wrong.append("methods")
-    reason = f"{' and '.join(wrong)} in config.json are not the manifest's" if wrong else ""
-    plan = Check(name="manifest: plan", dtype=None, status=FAIL if wrong else PASS, reason=reason)
+        differences.append("methods")
+    reason = f"config.json and manifest.json differ in {' and '.join(differences)}" if differences else ""
+    plan = Check(name="manifest: plan", dtype=None, status=FAIL if differences else PASS, reason=reason)
 
     def compare() -> Measurement:
         now = manifest.fingerprint(model, written.fingerprint.ids)
         pair = torch.tensor([now.logits, written.fingerprint.logits], dtype=torch.float64)  # (2, entries)
         return Measurement((pair[0] - pair[1]).abs().max().item() / written.fingerprint.std)
 
-    # a model that was loaded in a lower precision than it was saved in is that far off
+    # loading in a lower precision than that of the files changes the logits by rounding
     tolerance = EXACT["float32"] if model.dtype in (torch.float32, torch.float64) else WEAK
     return [files, plan, judged("manifest: fingerprint", "float32", tolerance, compare)]
 
@@ -172,7 +174,7 @@ def check_manifest(model: PreTrainedModel, folder: Path | None) -> list[Check]:
 def _is_retrofit(folder: Path) -> bool:
     """Return whether a folder holds the record of a retrofit, which is never written without a manifest.
 
-    A config cannot say so: `save_pretrained` of a model trained further would repeat it in a folder that has none.
+    The config does not show it: `save_pretrained` writes it to folders without a manifest too.
     """
     try:
         return str(read_record(folder).get("schema")).startswith("crosslayer/retrofit/")

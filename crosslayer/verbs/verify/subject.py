@@ -1,8 +1,8 @@
-"""What is checked: a copy of the model in a dtype, and the plain pass that every other way to run it is compared with.
+"""A copy of the model in a dtype, and the plain pass with which every other way to run it is compared.
 
     |logits − logits of the plain pass| / std(logits of the plain pass), both in the same dtype
 
-The largest difference counts in float32, the root mean square in lower precisions.
+This is the largest difference in float32 and the root mean square in lower precisions.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -19,7 +19,7 @@ from crosslayer.probe.tokens import positions
 
 TOKENS, FEWEST, SEED = 33, 16, 0
 BEAMS, NEW = 3, 6  # beam search: beams, new tokens
-FEW = 12  # tokens where all of them would take long: gradients, the prompt of beam search
+FEW = 12  # tokens of the slow checks: gradients, the prompt of beam search
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Subject:
 
     @property
     def exact(self) -> bool:
-        """Whether rounding is too small to change what a model says."""
+        """Whether rounding is too small to change the generated tokens."""
         return self.dtype in ("float32", "float64")
 
     def difference(self, logits: Tensor, full: Tensor | None = None) -> float:
-        """Return how far logits (…, T, V) are from the plain pass's, in standard deviations of those.
+        """Return the difference of logits (…, T, V) from those of the plain pass, in standard deviations of the latter.
 
-        That is the largest difference; where rounding is large the root mean square, since the largest of a million
-        roundings says little: it varies by a factor of three between ways of computing.
+        In lower precisions it is the root mean square, because the largest of a million rounding errors varies by a
+        factor of three between ways of computing.
         """
         full = self.full if full is None else full
         gaps = widened(logits).reshape(full.shape) - full  # (…, T, V) -> (T, V)
@@ -57,7 +57,7 @@ class Subject:
 
 
 def subject_of(model: PreTrainedModel, ids: Tensor, dtype: str, backend: str) -> Subject:
-    """Copy a model into a dtype and run the plain pass; buffers such as RoPE's stay as loading leaves them."""
+    """Copy a model into a dtype and run the plain pass; buffers such as RoPE's keep their dtype."""
     used = copy.deepcopy(model).eval().requires_grad_(True)
     for parameter in used.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
@@ -76,11 +76,11 @@ def subject_of(model: PreTrainedModel, ids: Tensor, dtype: str, backend: str) ->
 
 
 def random_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
-    """Return random ids (1, T) that are not special."""
+    """Return random ids (1, T) without special tokens."""
     config = model.config.get_text_config(decoder=True)
     count = min(TOKENS, positions(model) - NEW)
     if count < FEWEST:
-        raise ValueError(f"the model has {positions(model)} positions; verify needs {FEWEST + NEW}")
+        raise ValueError(f"verify needs {FEWEST + NEW} positions, and the model has {positions(model)}")
     special = {config.bos_token_id, config.pad_token_id}
     if tokenizer is not None:
         special.update(tokenizer.all_special_ids)
@@ -92,5 +92,5 @@ def random_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32 at least."""
+    """Return a tensor in float32, or in float64 if it is in float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()

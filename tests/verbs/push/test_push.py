@@ -152,18 +152,18 @@ def test_what_cannot_be_pushed_is_one_line(hub, small, monkeypatch, capsys):
         return capsys.readouterr().err.strip().splitlines()[-1]
 
     answer = refused("others/tiny-cla")
-    assert answer.startswith("crosslayer: error: the Hugging Face hub refused 'others/tiny-cla': 403, You don't have")
+    assert answer.startswith("crosslayer: error: the Hugging Face hub rejected 'others/tiny-cla': 403, You don't have")
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
-    assert "the Hugging Face hub refused 'me/tiny-cla': 401, Invalid username or password" in refused()
+    assert "the Hugging Face hub rejected 'me/tiny-cla': 401, Invalid username or password" in refused()
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(small / "no_token"))
-    assert "there is no token for the Hugging Face hub; run `hf auth login`, or set HF_TOKEN" in refused()
+    assert "push needs a token for the Hugging Face hub: run `hf auth login`, or set HF_TOKEN" in refused()
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     (small / "notes.txt").write_text("private")
-    assert "'small' is not as it was written: notes.txt is not listed" in refused()
+    assert "'small' was changed since crosslayer wrote it: notes.txt is not listed" in refused()
     (small / "notes.txt").unlink()
     (small / "config.json").write_text((small / "config.json").read_text() + " ")
-    assert "'small' is not as it was written: config.json is changed" in refused()
+    assert "'small' was changed since crosslayer wrote it: config.json is changed" in refused()
     assert not hub.repos.get("me/tiny-cla")
 
 

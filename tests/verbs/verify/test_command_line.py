@@ -28,7 +28,7 @@ def test_a_saved_folder_passes_and_its_record_is_written(monkeypatch, saved, tmp
     record = Verification.from_record(json.loads(text))
     assert len(record.checks) == headline["passed"] and str(tmp_path) not in text
     assert record.headline() == headline and record.command.startswith("crosslayer verify model --out out")
-    assert f"All {headline['passed']} checks that apply passed." in (tmp_path / "out" / "report.html").read_text()
+    assert f"All {headline['passed']} applicable checks passed." in (tmp_path / "out" / "report.html").read_text()
     assert run(monkeypatch, "verify", saved, "--out", tmp_path / "out") == 2
 
 

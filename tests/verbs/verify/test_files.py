@@ -87,7 +87,7 @@ def test_plan_and_fingerprint_are_the_manifests(monkeypatch, saved):
     assert {row.status for row in verify(model, folder=saved).checks} == {"PASS"}
     edit_manifest(saved, other_plan)
     rows = by_name(verify(model, folder=saved))
-    assert rows["manifest: plan"].status == "FAIL" and "plan in config.json" in rows["manifest: plan"].reason
+    assert rows["manifest: plan"].status == "FAIL" and "differ in plan" in rows["manifest: plan"].reason
     assert rows["manifest: fingerprint"].status == "PASS"
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight.mul_(1.1)
@@ -117,7 +117,7 @@ def test_a_retrofit_without_its_manifest_fails_and_a_model_that_was_trained_on_d
     assert run(monkeypatch, "verify", saved) == 1
     verification = verify(saved)
     assert statuses(verification) == [("manifest: files", "FAIL")]
-    assert "the manifest.json of a retrofit is missing" in verification.failed[0].reason
+    assert "manifest.json is missing" in verification.failed[0].reason
     model, words = load_model(str(saved))
     model.save_pretrained(tmp_path / "further")
     words.save_pretrained(tmp_path / "further")

@@ -23,7 +23,7 @@ def test_what_a_model_or_machine_lacks_is_not_applicable(monkeypatch):
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     rows = by_name(verify(to_model(tiny("gemma2", dtype=torch.float32)), dtypes=("float32",)))
     assert {rows[name].status for name in ("compiled", "eager and SDPA")} == {"NOT APPLICABLE"}
-    assert "no C++ compiler" in rows["compiled"].reason and "no SDPA" in rows["eager and SDPA"].reason
+    assert "needs a C++ compiler" in rows["compiled"].reason and "no SDPA" in rows["eager and SDPA"].reason
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "_can_compile_fullgraph", False)
     rows = by_name(verify(tiny("llama", dtype=torch.float32), dtypes=("float32",)))
     assert rows["static cache"].status == "NOT APPLICABLE" and "one graph" in rows["static cache"].reason
@@ -31,14 +31,14 @@ def test_what_a_model_or_machine_lacks_is_not_applicable(monkeypatch):
 
 def test_bad_input(monkeypatch, capsys):
     for dtypes in ((), ("float33",), ("float32", "float32")):
-        with pytest.raises(ValueError, match="name each once"):
+        with pytest.raises(ValueError, match="`dtypes` must be one or more of float32"):
             verify(tiny("llama"), dtypes=dtypes)
     with pytest.raises(ValueError, match="verify needs a causal LM; BertModel"):
         verify(tiny("bert"))
     mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
-    with pytest.raises(ValueError, match="verify needs a model with a key-value cache; MambaForCausalLM keeps states"):
+    with pytest.raises(ValueError, match="verify needs a model with a key-value cache, and MambaForCausalLM has none"):
         verify(mamba)
-    with pytest.raises(ValueError, match="12 positions; verify needs 22"):
+    with pytest.raises(ValueError, match="verify needs 22 positions, and the model has 12"):
         verify(tiny("llama", max_position_embeddings=12))
     for words, message in ((["minilm"], "needs a causal LM"), (["./nowhere"], "does not exist")):
         assert run(monkeypatch, "verify", *words) == 2

@@ -184,7 +184,7 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
     drain = _by_layer("value_norm_ratio", "Value drain", sentence, ratio, lines, **scale)
     sentence = (
         f"L1 over L2 norm of the MLP's output: √C = {flat:.0f} for a flat vector, near 1 for a few huge channels. A "
-        "drop for the first token marks the MLP that writes (or erases) its massive activation."
+        "fall for the first token marks the MLP that writes (or erases) its massive activation."
     )
     lines = [
         curve(measures.mlp_l1_l2, "first token", FIRST),

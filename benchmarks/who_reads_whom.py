@@ -32,7 +32,8 @@ text { font: 10px system-ui, sans-serif; fill: var(--text); }
 .title { font-size: 12px; font-weight: 700; } .quiet { fill: var(--quiet); }
 .box { text-anchor: middle; font-weight: 600; } .full { fill: var(--page); }
 .keys { --color: var(--keys); } .values { --color: var(--values); }
-rect.keys, rect.values { stroke: var(--color); fill: var(--color); } rect.hollow, rect.part { fill: none; } rect.hollow { stroke-dasharray: 3 2; }
+rect.keys, rect.values { stroke: var(--color); fill: var(--color); }
+rect.hollow, rect.part { fill: none; } rect.hollow { stroke-dasharray: 3 2; }
 text.hollow, text.part { fill: var(--color); } path { stroke: var(--color); fill: none; stroke-width: 1.3; }
 .head, circle { fill: var(--color); stroke: none; }
 """
@@ -78,7 +79,7 @@ def _layer(plan: DepthPlan, layer: int, windowed: bool) -> list[str]:
 
 
 def _arrows(plan: DepthPlan, state: str, source: int, x: float, side: int) -> str:
-    """Return a line from a source past its readers, with an arrow into each; `side` is −1 to the left, 1 to the right."""
+    """Return a line from a source to its readers, with an arrow into each; `side` is −1 on the left, 1 on the right."""
     readers = [layer for layer in range(source + 1, LAYERS) if source in plan.reads(state, layer)]
     if not readers:
         return ""

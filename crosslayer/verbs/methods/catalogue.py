@@ -1,6 +1,6 @@
-"""The methods as their own files document them: a table of all, and a description of each with options and cost.
+"""Descriptions of the methods, read from their own files: the table of all, and the details of one.
 
-`python -m crosslayer.verbs.methods.catalogue docs/methods/overview.md` updates the table of that page.
+`python -m crosslayer.verbs.methods.catalogue docs/methods/overview.md` writes the table into a page.
 """
 
 import ast
@@ -16,20 +16,20 @@ from crosslayer.core.methods import method_class, method_names
 
 
 def method_table(layers: int = 32) -> list[dict[str, str]]:
-    """Return a row for each method: name, one-line description, what flows, cache kept at `layers` layers, source."""
+    """Return a row for each method: name, a line, what flows, cache share at `layers` layers, source."""
     rows = []
     for name in method_names():
         cls = method_class(name)
         text = description(cls)
         share = cls.example(layers).plan(layers).cached_fraction()
-        summary = text.splitlines()[0].rstrip(".")
-        row = {"method": name, "what": summary, "flows": _entry(text, "Flows"), "cache": f"{share:.2%}"}
-        rows.append({**row, "source": _entry(text, "Source")})
+        what = text.splitlines()[0].rstrip(".")
+        row = {"method": name, "what": what, "flows": _field(text, "Flows"), "cache": f"{share:.2%}"}
+        rows.append({**row, "source": _field(text, "Source")})
     return rows
 
 
 def markdown(layers: int = 32) -> str:
-    """Return the table in Markdown."""
+    """Return the table for the documents."""
     head = f"| method | what | what flows | KV cache at {layers} layers | source |\n|---|---|---|---|---|"
     lines = [f"| `{name}` | {' | '.join(cells)} |" for name, *cells in (row.values() for row in method_table(layers))]
     return "\n".join([head, *lines])
@@ -41,7 +41,7 @@ def description(cls: type[Method]) -> str:
 
 
 def options(cls: type[Method]) -> list[str]:
-    """Return the options of a method in the order of its fields, each as written in the source with its docstring."""
+    """Return the options of a method in the order of its fields: each as written in its source, with its docstring."""
     documented = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
@@ -50,7 +50,7 @@ def options(cls: type[Method]) -> list[str]:
 
 
 def _written(cls: type) -> dict[str, str]:
-    """Return the fields in the source of a class, by name."""
+    """Return the fields in a class's own source, by name."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(node, ast.ClassDef)
     rows = {}
@@ -62,10 +62,8 @@ def _written(cls: type) -> dict[str, str]:
 
 
 def describe(cls: type[Method], layers: int = 8) -> str:
-    """Return the description of a method, its options, and the diagram and cache of an example with `layers` layers."""
-    from crosslayer.core.decoder.configuration import (
-        CrossLayerConfig,
-    )  # imported late: it takes seconds, and the table does not need it
+    """Return a method's description and options, and the diagram and cache of an example at `layers` layers."""
+    from crosslayer.core.decoder.configuration import CrossLayerConfig  # takes seconds; the table does not need it
 
     method = cls.example(layers)
     config = CrossLayerConfig(num_hidden_layers=layers, cross_layer=[method])
@@ -74,17 +72,17 @@ def describe(cls: type[Method], layers: int = 8) -> str:
     stored, read = config.plan.bytes_per_token(2 * config.num_key_value_heads * config.head_dim)
     shown = ", ".join(f"{option.name}={getattr(method, option.name)!r}" for option in options_of(cls))
     heads = f"{config.num_key_value_heads} heads of {config.head_dim}"
-    paragraphs = [
+    sections = [
         description(cls),
         (cls.__doc__ or "").strip(),
-        "\n".join(["Options:", *rows]) if rows else "No options.",
+        "\n".join(["Options:", *rows]) if rows else "It has no options.",
         f"{cls.__name__}({shown})",
         f"{config.plan.diagram()}\nKV bytes per token in bf16 ({heads}): {stored} stored, {read} read",
     ]
-    return "\n\n".join(paragraphs)
+    return "\n\n".join(sections)
 
 
-def _entry(text: str, name: str) -> str:
+def _field(text: str, name: str) -> str:
     match = re.search(rf"{name}: (.+?)(?:\.\s+[A-Z][a-z]+:|\.?\s*\Z|\n\n)", text, re.S)
     return _line(match.group(1)).rstrip(".") if match else ""
 

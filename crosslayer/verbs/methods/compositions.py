@@ -17,9 +17,10 @@ HEAD = f"""# Which methods combine
 
 Every pair of methods, built with the options of each method's example at {LAYERS} layers. ✓ means that the model builds
 and that its logits with a KV cache equal those without. A letter is the reason why the pair is refused; with other
-options, such as groups that do not overlap, a pair may still work. Methods that mix states are applied in list order, so
-the order of two of them matters. `python -m crosslayer.verbs.methods.compositions` writes this page, and a test compares
-it with the code.
+options, such as groups that do not overlap, a pair may still work. Methods that mix states are applied in list order,
+so the order of two of them matters.
+
+`python -m crosslayer.verbs.methods.compositions` writes this page, and a test compares it with the code.
 """
 REASONS = {
     "A": ("Both replace the residual stream.", "A model has one way to add up the outputs of its layers."),

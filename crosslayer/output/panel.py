@@ -15,6 +15,7 @@ COLORS = ("#2457c5", "#c4472f", "#23865f", "#8a5fbf", "#b8860b", "#1391a8", "#c2
 QUIET = "#697082"  # what a figure is not about: the other tokens, the baseline
 VERSION = "6.4"  # of Vega-Lite, in the page and in vl-convert
 MARKED = 100  # points of a line, above which they are not marked
+BESIDE = 0.015  # share of the horizontal axis between error bars of the same x
 LONGEST = 18  # characters of a line of a name
 PADDING = 8  # pixels between what is drawn and the ends of an axis
 CONFIG = {
@@ -91,7 +92,8 @@ class Panel:
 
     `bounds` are the least and the greatest value that is possible: bands end there. `y_range` are the ends of the axis,
     by default those of what is drawn. `x_ticks` and `y_ticks` map values of an axis to labels. An axis whose values are
-    all whole numbers has ticks at whole numbers only.
+    all whole numbers has ticks at whole numbers only. `bars` draws intervals as error bars instead of bands, those of
+    different lines beside each other.
     """
 
     key: str
@@ -105,6 +107,7 @@ class Panel:
     log_x: bool = False
     log_y: bool = False
     wide: bool = False
+    bars: bool = False
     bounds: tuple[float, float] = (-math.inf, math.inf)
     y_range: tuple[float, float] | None = None
     x_ticks: dict[float, str] = field(default_factory=dict)
@@ -209,12 +212,13 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
     color["scale"] = {"domain": names, "range": [line.color for line in lines]}
     dash = {"field": "line", "type": "nominal", "legend": None}
     dash["scale"] = {"domain": names, "range": [[2, 3] if line.dashed else [1, 0] for line in lines]}
-    encoding = {"x": {"field": "x", **x}, "y": {"field": "y", **y}, "color": color}
+    encoding = {"x": {"field": "at" if panel.bars else "x", **x}, "y": {"field": "y", **y}, "color": color}
     band = {**encoding, "y": {"field": "low", **y}, "y2": {"field": "high"}, "stroke": color}
     points = max((len(line.x) for line in lines), default=0)
+    # the band of a single point is its stroke
+    area = {"type": "area", "clip": True, "fillOpacity": 0.18, "strokeOpacity": 0.4, "strokeWidth": 1.5}
     marks: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        # the band of a single point is its stroke
-        ({"type": "area", "clip": True, "fillOpacity": 0.18, "strokeOpacity": 0.4, "strokeWidth": 1.5}, band),
+        ({"type": "rule", "strokeWidth": 2, "opacity": 0.6} if panel.bars else area, band),
         ({"type": "line", "strokeWidth": 2, "point": False}, {**encoding, "strokeDash": dash}),
     ]
     if points <= MARKED:
@@ -226,12 +230,18 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
 
 
 def _rows(panel: Panel) -> list[dict[str, Any]]:
-    """Return a row for each point of each line."""
-    rows = []
-    for line in drawn(panel):
+    """Return a row for each point of each line; error bars are drawn at `at`, side by side around `x`."""
+    rows, lines = [], drawn(panel)
+    low_x, high_x = _ends([x for line in lines for x in line.x], panel.log_x)
+    barred = [line.name for line in lines if line.low is not None]
+    for line in lines:
         empty = [None] * len(line.x)
+        shift = BESIDE * (barred.index(line.name) - (len(barred) - 1) / 2) if line.name in barred else 0.0
         for x, y, low, high in zip(line.x, line.y, line.low or empty, line.high or empty, strict=True):
-            rows.append({"line": line.name, "x": x, "y": _short(y), "low": _short(low), "high": _short(high)})
+            row = {"line": line.name, "x": x, "y": _short(y), "low": _short(low), "high": _short(high)}
+            if panel.bars:
+                row["at"] = _short(x * (high_x / low_x) ** shift if panel.log_x else x + (high_x - low_x) * shift)
+            rows.append(row)
     return rows
 
 

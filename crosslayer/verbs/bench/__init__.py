@@ -1,3 +1,3 @@
-"""Measures two models in turns: cache, times, memory."""
+"""Compares the KV cache, latency and memory of two models."""
 
 GROUP = "Measure"

@@ -1,10 +1,10 @@
-"""What a causal language model computes, reads and stores, and how long it should take, from the machine's own rates.
+"""What a causal language model computes, reads and stores, and the time that follows from the machine's rates.
 
 prefill       = FLOPs of the matrices / their rate + FLOPs of attention / its rate + head / read rate + operators
 another token = weights / read rate + states read / their rate + states copied / copy rate + operators
 
-Storing less is not reading less: a layer that borrows keys or values reads its source's again, so what is read counts
-every layer that attends, and what is stored (and copied by a dynamic cache) only what the plan stores.
+Storing less is not reading less: a reader layer reads its source's keys or values again, so what is read counts every
+layer with attention, and what is stored (and copied by a dynamic cache) counts only what the plan stores.
 
 Shapes: B batch, T tokens of the prompt, S tokens in the cache, H heads, H_kv key-value heads, D head size.
 """
@@ -22,10 +22,10 @@ from crosslayer.probe.intercept import AttentionCall, read_counts, stored_shares
 
 @dataclass(frozen=True)
 class Attention:
-    """A layer that attends: H, H_kv, the sizes of a key and a value, its window (None: all), what it stores.
+    """The attention of a layer: H, H_kv, the sizes of a key and a value, its window (None: all), what it stores.
 
-    `stored` is the share of its keys and of its values; `sources` of how many layers it reads keys and values, `row`
-    how many of them attention goes over, in a row.
+    `stored` is the fraction of its keys and of its values that is stored; `sources` is from how many layers it reads
+    keys and values; `row` is over how many of them attention runs, concatenated.
     """
 
     heads: int
@@ -38,11 +38,11 @@ class Attention:
     row: int = 1
 
     def read(self, length: int) -> int:
-        """Return elements of keys and values that a new token reads of `length` cached ones, for a batch of 1."""
+        """Return how many elements of keys and values a new token reads from `length` cached ones, for a batch of 1."""
         return self._elements(length, self.sources)
 
     def kept(self, length: int) -> int:
-        """Return elements that the cache holds for `length` tokens, for a batch of 1."""
+        """Return how many elements the cache holds for `length` tokens, for a batch of 1."""
         return self._elements(length, self.stored)
 
     def _elements(self, length: int, counts: tuple[float, float]) -> int:
@@ -50,9 +50,9 @@ class Attention:
         return round(seen * self.kv_heads * (counts[0] * self.key_size + counts[1] * self.value_size))
 
     def flops(self, tokens: int) -> int:
-        """Return FLOPs of a causal prompt: 2 for each product of a pair, QKᵀ and AV.
+        """Return FLOPs of a causal prompt: a multiplication and an addition per pair of tokens in QKᵀ and in AV.
 
-        Where the window cuts, the mask is explicit, with which SDPA computes every pair.
+        If the window is shorter than the prompt, the mask is explicit, and SDPA computes every pair.
         """
         cut = self.window is not None and self.window < tokens
         pairs = tokens * tokens if cut else tokens * (tokens + 1) // 2
@@ -61,11 +61,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class Structure:
-    """What the costs depend on.
+    """The properties of a model on which its costs depend.
 
-    `matrices` and `head` are elements: of all weight matrices that every token passes (embeddings aside), and of the
-    language model's head, which only the tokens pass whose logits are wanted. `shape` is (outputs, inputs) of the
-    largest matrix; `itemsize` bytes an element.
+    `matrices` and `head` count elements: of all weight matrices that every token passes through (without embeddings),
+    and of the language model's head, which runs only for tokens whose logits are needed. `shape` is (outputs, inputs)
+    of the largest matrix; `itemsize` is bytes per element.
     """
 
     matrices: int
@@ -79,11 +79,11 @@ class Structure:
         return 2 * self.matrices * batch * tokens, batch * sum(layer.flops(tokens) for layer in self.attention)
 
     def weight_bytes(self) -> int:
-        """Return bytes of weights that a decoding step reads, whatever the batch."""
+        """Return bytes of weights that a decoding step reads, for any batch size."""
         return (self.matrices + self.head) * self.itemsize
 
     def state_bytes(self, batch: int, length: int) -> int:
-        """Return bytes of keys and values that a decoding step reads: every layer that attends, its own or not."""
+        """Return bytes of keys and values that a decoding step reads, in every layer with attention."""
         return batch * self.itemsize * sum(layer.read(length) for layer in self.attention)
 
     def cache_bytes(self, batch: int, length: int) -> int:
@@ -91,13 +91,13 @@ class Structure:
         return batch * self.itemsize * sum(layer.kept(length) for layer in self.attention)
 
     def copied_bytes(self, batch: int, length: int) -> int:
-        """Return bytes that `torch.cat` moves in a step of a dynamic cache: what is stored is read and written."""
+        """Return bytes that `torch.cat` reads and writes in a step of a dynamic cache."""
         return 2 * self.cache_bytes(batch, length)
 
 
 @torch.no_grad()
 def attentions(model: PreTrainedModel) -> tuple[Attention, ...]:
-    """Return the layers that attend; the model runs once over two tokens."""
+    """Return the attention of each layer that has one; runs the model once over two tokens."""
     calls: dict[int, AttentionCall] = {}
     with visited(model, lambda call: calls.update({call.layer: call})):
         model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
@@ -114,17 +114,17 @@ def attentions(model: PreTrainedModel) -> tuple[Attention, ...]:
                 window=call.window,
                 stored=(shares["keys"], shares["values"]),
                 sources=(sources["keys"], sources["values"]),
-                row=call.key.shape[2] // call.query.shape[2],  # more than 1 where keys of several layers stand in a row
+                row=call.key.shape[2] // call.query.shape[2],  # above 1 if keys of several layers are concatenated
             )
         )
     return tuple(attention)
 
 
 def structure(model: PreTrainedModel) -> Structure:
-    """Return what the costs of a causal language model depend on; it runs once over two tokens.
+    """Return the properties of a causal language model on which its costs depend; runs it once over two tokens.
 
-    Its matrices are what every token passes: neither embeddings nor head, nor what methods keep by head (tables, of
-    which a token reads a row, and weights of channels).
+    Its matrices are those that every token passes through: neither embeddings nor head, nor a method's parameters per
+    attention head (tables, of which a token reads one row, and weights per channel).
     """
     attention, matrices, head = attentions(model), [], model.get_output_embeddings()
     for module in model.modules():
@@ -133,7 +133,10 @@ def structure(model: PreTrainedModel) -> Structure:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim > 2:
-                raise ValueError(f"{type(module).__name__}.{name} has {parameter.ndim} dimensions: experts, say")
+                raise ValueError(
+                    f"{type(module).__name__}.{name} has {parameter.ndim} dimensions (experts?), and only matrices and "
+                    "vectors are modelled"
+                )
             matrices += [parameter] if parameter.ndim == 2 else []
     largest = max(matrices, key=lambda weight: weight.numel())
     return Structure(
@@ -146,9 +149,9 @@ def structure(model: PreTrainedModel) -> Structure:
 
 
 class Rates(Frozen):
-    """What a machine does: FLOP/s of matrices and attention, bytes/s of weights, states, copies; seconds an operator.
+    """Rates of a machine: FLOP/s of matrices and attention, bytes/s of weights, states, copies; seconds per operator.
 
-    On an asynchronous device the operators are launched while it computes, so that the longer of the two counts.
+    An asynchronous device computes while operators are launched, so the longer of the two times counts.
     """
 
     matrices: float
@@ -160,24 +163,24 @@ class Rates(Frozen):
     asynchronous: bool = False
 
     def seconds(self, work: float, operators: int) -> float:
-        """Return the time of `work` seconds of the device beside the fixed cost of `operators`."""
+        """Return the total time of `work` seconds on the device and the fixed cost of `operators` launches."""
         fixed = operators * self.operator
         return max(work, fixed) if self.asynchronous else work + fixed
 
     def by_name(self) -> dict[str, float]:
-        """Return the numbers by their names."""
+        """Return the rates by name."""
         return self.model_dump(exclude={"asynchronous"})
 
 
 class Operators(Frozen):
-    """How many operators a decoding step runs with each cache, whatever the length."""
+    """How many operators a decoding step runs with each cache, for any length."""
 
     dynamic: int
     static: int
 
 
 class Prediction(Frozen):
-    """Seconds that a measure should take, and its terms in seconds: the device's work, and the cost of operators."""
+    """A predicted time in seconds, and its terms in seconds: the device's work, and the fixed cost of operators."""
 
     seconds: float
     work: dict[str, float]
@@ -185,13 +188,13 @@ class Prediction(Frozen):
 
     @property
     def operator_share(self) -> float:
-        """The share of operators, a rough term, in the whole."""
+        """The fraction of the time that is the fixed cost of operators, a rough estimate."""
         return self.operators / self.seconds
 
 
 @dataclass(frozen=True)
 class Load:
-    """A setting: B sequences of `context` tokens, then `new_tokens` decoded step by step."""
+    """A configuration: B sequences of `context` tokens, then `new_tokens` decoded step by step."""
 
     context: int
     batch: int
@@ -204,10 +207,9 @@ class Load:
 
 
 def predict(model: Structure, rates: Rates, load: Load, operators: Operators) -> dict[str, Prediction]:
-    """Return what the first token and each further token should take, with a dynamic and a static cache, by measure.
+    """Return predicted times, by measure: the first token, and each further one with a dynamic and a static cache.
 
-    With a dynamic cache the states are as many as halfway through decoding; a static cache is read whole from the
-    beginning.
+    A dynamic cache is taken at its size halfway through decoding; a static cache is read in full from the beginning.
     """
     matrices, attention = model.prefill_flops(load.batch, load.context)
     weights = model.weight_bytes() / rates.weights

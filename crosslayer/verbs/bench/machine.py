@@ -1,7 +1,7 @@
-"""What the machine does in this run: rates of the kernels that a model calls, and how calls are timed and counted.
+"""The rates that the machine reaches in this run, in the kernels that a model calls; timing and counting of calls.
 
-Every rate is of the sizes and the dtype that are about to be measured, since a rate depends on them: products of few
-rows read memory far below the speed of a plain copy, and short prompts waste half of causal attention's blocks.
+Rates are measured at the sizes and the dtype of the benchmark, since they depend on both: products of few rows read
+memory far more slowly than a plain copy, and short prompts waste half of causal attention's blocks.
 """
 
 import statistics
@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from crosslayer.verbs.bench.costs import Load, Rates, Structure
 
 BUFFER = 256 * 2**20  # bytes to stream over: well above a last-level cache
-LONGEST = 4096  # tokens of the prompt at which rates are measured: longer ones run at the same rate
+LONGEST = 4096  # prompt tokens at which rates are measured at most: longer prompts run at the same rate
 SMALL = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 64) | {
     "num_hidden_layers": 4,
     "num_attention_heads": 1,
@@ -30,7 +30,7 @@ SMALL = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_po
 
 
 def seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Return how long a call takes, its work on the device included."""
+    """Return how long a call takes in seconds, including its work on the device."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     started = time.perf_counter()
@@ -60,9 +60,9 @@ def operators(work: Callable[[], Any]) -> int:
 
 @torch.no_grad()
 def measure_rates(model: Structure, load: Load, target: PreTrainedModel, attention: str) -> Rates:
-    """Measure the rates for a setting with buffers of a model's shapes; takes a second or a few on a CPU.
+    """Measure the rates for a configuration with buffers of a model's shapes; takes a few seconds on a CPU.
 
-    `target` gives device and dtype. Attention is that of the implementation named, called alone.
+    `target` gives device and dtype. The named attention implementation is called by itself.
     """
     device, dtype = target.device, target.dtype
 
@@ -87,7 +87,7 @@ def _median(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def _matrices(model: Structure, load: Load, filled: Callable[..., Tensor]) -> tuple[float, float]:
-    """Return FLOP/s of the largest matrix on the prompt's rows, and bytes/s of weights with a row for each sequence."""
+    """Return FLOP/s of the largest matrix on the prompt's rows, and bytes/s of weights with one row per sequence."""
     rows, (outputs, inputs) = min(load.batch * load.context, LONGEST), model.shape
     x, row, weight = filled(rows, inputs), filled(load.batch, 1, inputs), filled(outputs, inputs)
     prompt = _median(lambda: functional.linear(x, weight), x.device)
@@ -104,14 +104,14 @@ def _interface(name: str, heads: int, kv_heads: int) -> Callable[..., Any]:
 
 
 def _attention(model: Structure, load: Load, filled: Callable[..., Tensor], name: str) -> float:
-    """Return FLOP/s of causal attention over the prompt, those of pairs that may attend."""
+    """Return FLOP/s of causal attention over the prompt, counting only pairs below the diagonal."""
     layer, tokens = model.attention[0], min(load.context, LONGEST)
     attend = _interface(name, layer.heads, layer.kv_heads)
     q, k = filled(1, layer.heads, tokens, layer.key_size), filled(1, layer.kv_heads, tokens, layer.key_size)
     v = filled(1, layer.kv_heads, tokens, layer.value_size)
     work = 2 * (tokens * (tokens + 1) // 2) * layer.heads * (layer.key_size + layer.value_size)
     mask = None
-    if name == "eager":  # it knows no causality of its own
+    if name == "eager":  # it is not causal without a mask
         mask = q.new_full((1, 1, tokens, tokens), torch.finfo(q.dtype).min).triu(1)
     return work / _median(lambda: attend(q, k, v, mask, scaling=layer.key_size**-0.5, dropout=0.0), q.device)
 
@@ -143,7 +143,7 @@ def _copies(model: Structure, load: Load, filled: Callable[..., Tensor]) -> floa
 
 
 def _operator(device: torch.device, dtype: torch.dtype) -> float:
-    """Return seconds an operator costs beside its work: a decoding step of a Llama too small to compute anything."""
+    """Return the fixed seconds per operator: from a decoding step of a Llama so small that its work takes no time."""
     with torch.random.fork_rng():
         small = LlamaForCausalLM(LlamaConfig(**SMALL)).to(device, dtype).eval()  # type: ignore[call-overload]
     token, cache = torch.ones(1, 1, dtype=torch.long, device=device), DynamicCache(config=small.config)

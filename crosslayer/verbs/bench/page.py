@@ -1,30 +1,40 @@
-"""The page of a bench, from its record alone: a short table, ratios and times by context, and all figures."""
+"""The page of a benchmark, from its record alone: a short table, ratios and times by context, all measurements."""
 
 import itertools
 
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
 from crosslayer.output.words import UNKNOWN, percent
-from crosslayer.verbs.bench.record import MEASURES, SIDES, Comparison, Row
+from crosslayer.verbs.bench.record import MEASURES, ROLES, Comparison, Row
 from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.words import TITLES, duration, durations, far_off, judged, ratio, sentences, setting, size
+from crosslayer.verbs.bench.words import (
+    TITLES,
+    configuration,
+    duration,
+    durations,
+    far_off,
+    judged,
+    ratio,
+    sentences,
+    size,
+)
 
 
 def layout(record: Benchmark) -> Page:
-    """Return the parts of the page."""
+    """Return the page."""
     settings, baseline, threads = record.settings, record.models.baseline, record.environment.machine.threads
     last = record.rows[-1]
-    cards = [("KV cache", f"{last.cache.dynamic.ratio:.1%}", f"of the baseline's bytes, {setting(last)}")]
+    cards = [("KV cache", f"{last.cache.dynamic.ratio:.1%}", f"of the baseline's size; {configuration(last)}")]
     for measure, time in last.times().items():
         low, high = time.interval or (None, None)
-        interval = "no interval" if low is None else f"{_covered(record)}: {low:.2f}-{high:.2f}"
-        note = f"{interval}, {time.verdict}, {setting(last)}"
+        interval = "no interval" if low is None else f"{_covered(record)} interval {low:.2f}-{high:.2f}"
+        note = f"{interval}: {time.verdict}; {configuration(last)}"
         cards.append((TITLES[measure].capitalize(), f"{time.ratio:.2f}x", note))
     return Page(
-        title=f"Bench of {record.models.candidate.name} beside {baseline.name}",
+        title=f"Benchmark of {record.models.candidate.name} against {baseline.name}",
         subtitle=(
-            f"random tokens, {settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of runs, in "
-            f"turns · {baseline.dtype} on {baseline.device}, {threads} thread{'s' if threads > 1 else ''} · "
+            f"random tokens, {settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of alternating "
+            f"runs · {baseline.dtype} on {baseline.device}, {threads} thread{'s' if threads > 1 else ''} · "
             f"{settings.attention} attention"
         ),
         cards=cards,
@@ -38,8 +48,8 @@ def layout(record: Benchmark) -> Page:
 def overview(record: Benchmark) -> Table:
     """Return the short table: a row for each context and batch size."""
     covered = f"{_covered(record)} interval" if record.interval_coverage else "no interval"
-    heads = [f"{title}\n({covered})".replace(", ", ",\n") for title in TITLES.values()]
-    title = f"Candidate ÷ baseline, and below it their own figures (median of {record.settings.repeats} pairs of runs)"
+    heads = [f"{title}\n(ratio, {covered})".replace(", ", ",\n", title.count(", ")) for title in TITLES.values()]
+    title = f"Candidate ÷ baseline; below it candidate / baseline (median of {record.settings.repeats} pairs of runs)"
     rows = []
     for row in record.rows:
         cache, peak = row.cache.dynamic, row.peak_memory
@@ -47,7 +57,7 @@ def overview(record: Benchmark) -> Table:
         cells += [
             f"{ratio(time.ratio, time.interval)}\n{time.verdict}\n{durations(time)}" for time in row.times().values()
         ]
-        sizes = " / ".join(size(side) for side in peak.sides() if side is not None)
+        sizes = " / ".join(size(count) for count in peak.both() if count is not None)
         cells.append(UNKNOWN if peak.ratio is None else f"{peak.ratio:.2f}x\n{sizes}")
         rows.append([str(row.context), str(row.batch), *cells])
     return title, ["context", "batch", "KV cache", *heads, "peak memory"], rows
@@ -58,54 +68,56 @@ def _covered(record: Benchmark) -> str:
 
 
 def _details(record: Benchmark) -> list[Table]:
-    head = ["setting", "measure", *SIDES, f"candidate ÷ baseline ({_covered(record)})", "predicted"]
-    tables: list[Table] = [("All figures (times with quartiles)", head, figures(record))]
-    off = [[setting(row), TITLES[measure], note.words] for row, measure, note in far_off(record)]
+    covered = f"median, {_covered(record)} interval" if record.interval_coverage else "median"
+    heads = [f"{role}\n(median, quartiles)" for role in ROLES]
+    head = ["configuration", "measure", *heads, f"candidate ÷ baseline\n({covered})", "predicted"]
+    tables: list[Table] = [("All measurements", head, measurements(record))]
+    off = [[configuration(row), TITLES[measure], note.words] for row, measure, note in far_off(record)]
     if off:
-        tables.append(("Predictions more than 20% off", ["setting", "measure", "how far, and why"], off))
+        tables.append(("Predictions more than 20% off", ["configuration", "measure", "how far, and why"], off))
     return tables
 
 
-def figures(record: Benchmark) -> list[list[str]]:
-    """Return a row of text for each setting and measure."""
+def measurements(record: Benchmark) -> list[list[str]]:
+    """Return a row of text for each configuration and measure."""
     rows = []
     for row in record.rows:
         lines = []
         for kind, cache in row.cache:
             predicted = "" if cache.predicted_ratio is None else f"{cache.predicted_ratio:.3f}x"
-            sizes = map(size, cache.sides())
+            sizes = map(size, cache.both())
             lines.append([f"KV cache, {kind}, allocated", *sizes, f"{cache.ratio:.3f}x", predicted])
         lines += [_time_row(TITLES[measure], time) for measure, time in row.times().items()]
         for kind, time in (("dynamic", row.tpot_dynamic), ("static", row.tpot_static)):
-            speeds = [f"{row.batch / side.median:.1f}" for side in time.sides()]
+            speeds = [f"{row.batch / timing.median:.1f}" for timing in time.both()]
             lines.append([f"tokens/s, {kind} cache", *speeds, f"{1 / time.ratio:.3f}x", ""])
         peak, title = row.peak_memory, "time to first token, both eager"
-        sizes = [UNKNOWN if side is None else size(side) for side in peak.sides()]
-        words = peak.reason or ("" if peak.ratio is None else f"{peak.ratio:.2f}x")
-        lines.append(["peak memory above the weights", *sizes, words, ""])
+        sizes = [UNKNOWN if count is None else size(count) for count in peak.both()]
+        compared = peak.reason or ("" if peak.ratio is None else f"{peak.ratio:.2f}x")
+        lines.append(["peak memory above the weights", *sizes, compared, ""])
         no_eager = [title, UNKNOWN, UNKNOWN, row.no_eager or "", ""]
         lines.append(no_eager if row.eager is None else _time_row(title, row.eager))
-        rows += [[setting(row), *cells] for cells in lines]
+        rows += [[configuration(row), *cells] for cells in lines]
     return rows
 
 
 def _time_row(title: str, time: Comparison) -> list[str]:
-    sides = [f"{duration(side.median)} ({' - '.join(map(duration, side.quartiles))})" for side in time.sides()]
+    timings = [f"{duration(one.median)} ({' - '.join(map(duration, one.quartiles))})" for one in time.both()]
     predicted = ""
     if time.predicted_ratio is not None:
-        seconds = [duration(side.predicted.seconds) for side in time.sides() if side.predicted is not None]
+        seconds = [duration(timing.predicted.seconds) for timing in time.both() if timing.predicted is not None]
         far = " (more than 20% off)" if time.notes else ""
         predicted = f"{time.predicted_ratio:.3f}x; {' and '.join(seconds)}{far}"
-    return [title, *sides, judged(time), predicted]
+    return [title, *timings, judged(time), predicted]
 
 
 def _panels(record: Benchmark) -> list[Panel]:
-    """Return both figures of each batch size; the second is missing where nothing is predicted."""
+    """Return the figures of each batch size: ratios, and time per token where it is predicted."""
     ratios, predictions = [], []
     for batch in dict.fromkeys(row.batch for row in record.rows):
         group = sorted((row for row in record.rows if row.batch == batch), key=lambda row: row.context)
         ratios.append(_ratios(group, _covered(record) if record.interval_coverage else None))
-        if all(side.predicted is not None for row in group for side in row.tpot_dynamic.sides()):
+        if all(timing.predicted is not None for row in group for timing in row.tpot_dynamic.both()):
             predictions.append(_prediction(group))
     pairs = itertools.zip_longest(same_scale(ratios), same_scale(predictions))
     return [panel for pair in pairs for panel in pair if panel is not None]
@@ -117,25 +129,31 @@ def _ratios(group: list[Row], covered: str | None) -> Panel:
         times = [row.times()[measure] for row in group]
         intervals = [time.interval for time in times if time.interval is not None]
         low, high = zip(*intervals, strict=True) if len(intervals) == len(times) else (None, None)
-        lines.append(Line(TITLES[measure], x, [time.ratio for time in times], low, high))
+        name = TITLES[measure] + ("" if low is None else f" ({covered} interval)")
+        lines.append(Line(name, x, [time.ratio for time in times], low, high))
     lines.append(Line("KV cache", x, [row.cache.dynamic.ratio for row in group]))
-    bands = "" if covered is None else f" Bands: {covered} intervals of the median."
-    words = f"Below 1 the candidate needs less.{bands}"
-    return _panel("ratios", "Ratios by context", words, "candidate ÷ baseline", group, lines)
+    bars = "" if covered is None else f" Error bars, drawn side by side: {covered} intervals of the median ratio."
+    caption = f"Below 1 the candidate needs less time or memory.{bars}"
+    return _panel("ratios", "Ratios by context", caption, "candidate ÷ baseline", group, lines)
 
 
 def _prediction(group: list[Row]) -> Panel:
     x, lines = [float(row.context) for row in group], []
-    for number, (side, color) in enumerate(zip(SIDES, (COLORS[0], QUIET), strict=True)):
-        timings = [row.tpot_dynamic.sides()[number] for row in group]
+    for number, (role, color) in enumerate(zip(ROLES, (COLORS[0], QUIET), strict=True)):
+        timings = [row.tpot_dynamic.both()[number] for row in group]
         predicted = [1e3 * timing.predicted.seconds for timing in timings if timing.predicted is not None]
-        lines.append(Line(f"{side}, measured", x, [1e3 * timing.median for timing in timings], color=color))
-        lines.append(Line(f"{side}, predicted", x, predicted, color=color, dashed=True))
-    words = "Dynamic cache. Predicted from bytes read and copied and the machine's own rates in this run."
-    return _panel("prediction", "Time per token", words, "milliseconds a token", group, lines)
+        low, high = zip(*([1e3 * end for end in timing.quartiles] for timing in timings), strict=True)
+        medians = [1e3 * timing.median for timing in timings]
+        lines.append(Line(f"{role}, measured (quartiles)", x, medians, low, high, color=color))
+        lines.append(Line(f"{role}, predicted", x, predicted, color=color, dashed=True))
+    caption = (
+        "Dynamic cache; error bars, drawn side by side: quartiles over runs. Predicted from the bytes read and copied, "
+        "and the rates that the machine reached in this run."
+    )
+    return _panel("prediction", "Time per token", caption, "milliseconds per token", group, lines)
 
 
-def _panel(key: str, title: str, words: str, axis: str, group: list[Row], lines: list[Line]) -> Panel:
+def _panel(key: str, title: str, caption: str, axis: str, group: list[Row], lines: list[Line]) -> Panel:
     batch, ticks = group[0].batch, {float(row.context): str(row.context) for row in group}
-    heading, titles = f"{title}, batch {batch}", ("context (tokens)", axis)
-    return Panel(f"{key}_batch_{batch}", heading, words, *titles, lines, log_x=len(group) > 1, x_ticks=ticks)
+    heading, titles, log_x = f"{title}, batch {batch}", ("context (tokens)", axis), len(group) > 1
+    return Panel(f"{key}_batch_{batch}", heading, caption, *titles, lines, log_x=log_x, bars=True, x_ticks=ticks)

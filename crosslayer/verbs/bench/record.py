@@ -1,4 +1,4 @@
-"""What `record.json` of a bench holds: times in seconds, sizes in bytes, a row for each context and batch size."""
+"""The contents of a benchmark's `record.json`: times in seconds, sizes in bytes, a row per context and batch size."""
 
 from typing import Annotated, Generic, Literal, TypeVar
 
@@ -9,14 +9,14 @@ from crosslayer.output.record import SEVERAL, Frozen, ModelFacts, Options, Seed
 from crosslayer.stats.ratios import Verdict
 from crosslayer.verbs.bench.costs import Operators, Prediction, Rates
 
-Side = Literal["candidate", "baseline"]
-SIDES: tuple[Side, Side] = ("candidate", "baseline")
+Role = Literal["candidate", "baseline"]
+ROLES: tuple[Role, Role] = ("candidate", "baseline")
 MEASURES = ("ttft", "tpot_dynamic", "tpot_static")
-Part = TypeVar("Part")
+Value = TypeVar("Value")
 
 
 class BenchSettings(Options):
-    """What is measured: every context (tokens of the prompt) with every batch size."""
+    """The options of a benchmark: every context (prompt length in tokens) is measured with every batch size."""
 
     contexts: Annotated[tuple[PositiveInt, ...], SEVERAL]
     batches: Annotated[tuple[PositiveInt, ...], SEVERAL] = (1,)
@@ -24,28 +24,28 @@ class BenchSettings(Options):
     repeats: PositiveInt
     attention: Literal["sdpa", "eager"] = "sdpa"
     seed: Seed = 0
-    evict: Evict | None = Field(default=None, description="what the candidate's cache evicts")
+    evict: Evict | None = Field(default=None, description="eviction policy of the candidate's cache")
 
 
-class Both(Frozen, Generic[Part]):
-    """The same of both sides."""
+class Both(Frozen, Generic[Value]):
+    """A value for the candidate and one for the baseline."""
 
-    candidate: Part
-    baseline: Part
+    candidate: Value
+    baseline: Value
 
-    def sides(self) -> tuple[Part, Part]:
-        """Return the candidate's and the baseline's."""
+    def both(self) -> tuple[Value, Value]:
+        """Return the candidate's value and the baseline's."""
         return self.candidate, self.baseline
 
 
 class MeasuredModel(ModelFacts):
     """A model that runs in transformers."""
 
-    bytes: int = Field(description="of its parameters")
+    bytes: int = Field(description="size of its parameters")
 
 
 class Timing(Frozen):
-    """Seconds of a side: over repeats, and as predicted."""
+    """Seconds that a model takes: measured over repeats, and predicted."""
 
     median: PositiveFloat
     quartiles: tuple[PositiveFloat, PositiveFloat]
@@ -53,19 +53,19 @@ class Timing(Frozen):
 
     @property
     def spread(self) -> float:
-        """How far apart the quartiles are: 0.2 is by 20 %."""
+        """How far apart the quartiles are, as a fraction: 0.2 means 20%."""
         return self.quartiles[1] / self.quartiles[0] - 1
 
 
 class Note(Frozen):
-    """A prediction that is far off: by how much (0.3: the measured time is 30 % more), and why."""
+    """A prediction that is far off: by how much (0.3: the measured value is 30% higher), and why."""
 
     off: float
     words: str
 
 
 class Comparison(Both[Timing]):
-    """A time of both sides: the median over pairs of candidate / baseline, with an interval whose ends are pairs."""
+    """A time of both models: the median ratio candidate / baseline over pairs of runs, with its interval."""
 
     ratio: PositiveFloat
     interval: tuple[PositiveFloat, PositiveFloat] | None = Field(description="None with fewer than three pairs")
@@ -75,55 +75,55 @@ class Comparison(Both[Timing]):
 
 
 class Bytes(Both[int]):
-    """Bytes of both sides; `predicted_ratio` is the plan's."""
+    """Bytes of both models; `predicted_ratio` is what their plans predict."""
 
     ratio: float
     predicted_ratio: float | None = None
 
 
 class CacheBytes(Frozen):
-    """Bytes that each kind of cache allocates."""
+    """Bytes that a dynamic and a static cache allocate."""
 
     dynamic: Bytes
     static: Bytes
 
 
 class PeakMemory(Both[int | None]):
-    """Bytes above what was in use before; `reason` says why they are unknown."""
+    """Peak bytes above what was in use before; `reason` says why they are unknown."""
 
     reason: str | None
 
     @property
     def ratio(self) -> float | None:
-        """Candidate / baseline, None where it is unknown."""
+        """Candidate / baseline; None if unknown."""
         if self.candidate is None or not self.baseline or self.reason is not None:
             return None
         return self.candidate / self.baseline
 
 
 class UnsteadyRate(Frozen):
-    """The rate that varied most over repeats, and how far apart its quartiles are (0.2: by 20 %)."""
+    """The machine rate that varied most over repeats, and how far apart its quartiles are (0.2: 20%)."""
 
     rate: str
     spread: float
 
 
 class Row(Frozen):
-    """What was measured with a context (tokens of the prompt) and a batch size."""
+    """The measurements at one context (prompt length in tokens) and batch size."""
 
     context: PositiveInt
     batch: PositiveInt
     cache: CacheBytes
-    reads: Bytes | None = Field(description="keys and values that the last step reads; None where nothing is predicted")
+    reads: Bytes | None = Field(description="keys and values that the last step reads; None without a prediction")
     ttft: Comparison = Field(description="time to first token")
     tpot_dynamic: Comparison = Field(description="time per further token with a dynamic cache")
     tpot_static: Comparison = Field(description="time per further token with a static cache")
     peak_memory: PeakMemory
-    rates: Rates | None = Field(description="the machine's own; None where nothing is predicted")
+    rates: Rates | None = Field(description="measured machine rates; None without a prediction")
     unsteadiest_rate: UnsteadyRate | None
     operators: Both[Operators]
     eager: Comparison | None = Field(description="time to first token, both with eager attention")
-    no_eager: str | None = Field(description="why that was not measured")
+    no_eager: str | None = Field(description="why eager attention was not measured")
 
     def times(self) -> dict[str, Comparison]:
         """Return the times by measure, in the order of `MEASURES`."""
@@ -131,7 +131,7 @@ class Row(Frozen):
 
 
 class Skip(Frozen):
-    """A setting that did not fit into memory."""
+    """A context and batch size that did not fit into memory."""
 
     context: int
     batch: int
@@ -139,30 +139,30 @@ class Skip(Frozen):
 
 
 class ServedModel(Frozen):
-    """A model as vLLM holds it; `kv_tokens` fit into the memory for the cache."""
+    """A model in vLLM; `kv_tokens` is how many tokens fit into the memory of its KV cache."""
 
     name: str
     class_: str = Field(alias="class")
     layers: int
     kv_blocks: PositiveInt
     kv_tokens: PositiveInt
-    not_saved: str | None = Field(description="what its plan saves, and vLLM does not, in words")
+    not_saved: str | None = Field(description="a sentence on cache memory that its plan saves and vLLM does not")
 
 
 class ServingSettings(Options):
-    """What is measured in vLLM: every context with every number of requests at once."""
+    """The options of a benchmark in vLLM: every context is measured with every number of concurrent requests."""
 
     contexts: Annotated[tuple[PositiveInt, ...], SEVERAL]
     requests: Annotated[tuple[PositiveInt, ...], SEVERAL]
     new_tokens: PositiveInt
     repeats: PositiveInt
-    kv_bytes: PositiveInt = Field(description="memory for the cache of each side")
-    dtype: str | None = Field(description="None: as vLLM has it")
+    kv_bytes: PositiveInt = Field(description="memory for the KV cache of each model")
+    dtype: str | None = Field(description="None: vLLM's default")
     seed: Seed
 
 
 class ServingRow(Frozen):
-    """Requests of `context` random tokens, all sent at once; `time` until the last new token of the last."""
+    """Requests of `context` random tokens, all sent at once; `time` runs until the last request is complete."""
 
     context: PositiveInt
     requests: PositiveInt
@@ -170,6 +170,6 @@ class ServingRow(Frozen):
     tokens_per_second: Both[PositiveFloat] = Field(description="new tokens of all requests")
 
     def throughput(self) -> tuple[float, tuple[float, float] | None]:
-        """Return the throughput, candidate / baseline, and its interval: the ratio of the times turned over."""
+        """Return the throughput ratio candidate / baseline and its interval: the inverse of the ratio of times."""
         ends = self.time.interval
         return 1 / self.time.ratio, None if ends is None else (1 / ends[1], 1 / ends[0])

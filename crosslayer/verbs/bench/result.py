@@ -1,4 +1,4 @@
-"""The result of a bench."""
+"""The result of a benchmark."""
 
 from typing import Any, Literal
 
@@ -11,10 +11,10 @@ from crosslayer.verbs.bench.record import BenchSettings, Both, MeasuredModel, Ro
 
 
 class Benchmark(Result):
-    """What `crosslayer.bench` returns: a row for each of N settings, typed, as arrays, and as a page.
+    """What `crosslayer.bench` returns: a row for each of N configurations (context, batch size), arrays and a page.
 
     The axis of measures is `record.MEASURES`: time to first token, time per further token with a dynamic and with a
-    static cache. The axis of sides is candidate, baseline.
+    static cache. The axis of models is candidate, baseline.
     """
 
     schema_: Literal["crosslayer/bench/3"] = Field(default="crosslayer/bench/3", alias="schema")
@@ -23,12 +23,12 @@ class Benchmark(Result):
     rows: tuple[Row, ...] = Field(min_length=1)
     skipped: tuple[Skip, ...]
     no_prediction: str | None = Field(description="why nothing is predicted")
-    interval_coverage: float = Field(ge=0, le=1, description="how often an interval of so many pairs holds the median")
+    interval_coverage: float = Field(ge=0, le=1, description="coverage of the intervals of the median ratio")
     seconds: float
 
     @property
     def contexts(self) -> np.ndarray:
-        """Lengths of the prompt in tokens, (N,)."""
+        """Prompt lengths in tokens, (N,)."""
         return np.array([row.context for row in self.rows])
 
     @property
@@ -38,43 +38,43 @@ class Benchmark(Result):
 
     @property
     def cache_bytes(self) -> np.ndarray:
-        """Bytes that a dynamic cache of each side allocates, (N, 2)."""
-        return np.array([row.cache.dynamic.sides() for row in self.rows])
+        """Bytes that a dynamic cache of each model allocates, (N, 2)."""
+        return np.array([row.cache.dynamic.both() for row in self.rows])
 
     @property
     def cache_ratios(self) -> np.ndarray:
-        """Bytes of a dynamic cache, candidate / baseline, (N,)."""
+        """Ratios candidate / baseline of the bytes of a dynamic cache, (N,)."""
         return np.array([row.cache.dynamic.ratio for row in self.rows])
 
     @property
     def medians(self) -> np.ndarray:
-        """Seconds, the median over repeats by measure and side, (N, 3, 2)."""
-        times = [[[side.median for side in time.sides()] for time in row.times().values()] for row in self.rows]
+        """Median seconds over repeats by measure and model, (N, 3, 2)."""
+        times = [[[timing.median for timing in time.both()] for time in row.times().values()] for row in self.rows]
         return np.array(times)
 
     @property
     def ratios(self) -> np.ndarray:
-        """Times, candidate / baseline, the median over pairs by measure, (N, 3)."""
+        """Median ratios candidate / baseline of times over pairs of runs, by measure, (N, 3)."""
         return np.array([[time.ratio for time in row.times().values()] for row in self.rows])
 
     @property
     def intervals(self) -> np.ndarray:
-        """Lower and upper ends of those ratios, (N, 3, 2); NaN where there is none."""
+        """Lower and upper ends of the intervals of `ratios`, (N, 3, 2); NaN without an interval."""
         none = (np.nan, np.nan)
         return np.array([[time.interval or none for time in row.times().values()] for row in self.rows])
 
     @property
     def predicted_ratios(self) -> np.ndarray:
-        """Those ratios as predicted, (N, 3); NaN where nothing is predicted."""
+        """Predicted `ratios`, (N, 3); NaN without a prediction."""
         ratios = [[time.predicted_ratio for time in row.times().values()] for row in self.rows]
         return np.array(ratios, dtype=float)
 
     def tables(self) -> list[Table]:
-        """Return the short table: a row for each setting."""
+        """Return the short table: a row for each context and batch size."""
         return [self.sibling("page").overview(self)]
 
     def headline(self) -> dict[str, Any]:
-        """Return both names, what an interval covers, and the ratios of every setting."""
+        """Return both names, the coverage of the intervals, and the ratios of every configuration."""
         return {
             "candidate": self.models.candidate.name,
             "baseline": self.models.baseline.name,

@@ -1,4 +1,4 @@
-"""What repeats of a setting add up to: medians, paired ratios, and how far a prediction is off, and why."""
+"""Summaries over repeats: medians, paired ratios, and how far a prediction is off and why."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,26 +10,26 @@ from crosslayer.stats.ratios import paired_ratio, verdict
 from crosslayer.verbs.bench.costs import Load, Operators, Prediction, Rates, Structure, predict
 from crosslayer.verbs.bench.record import (
     MEASURES,
-    SIDES,
+    ROLES,
     Both,
     Bytes,
     CacheBytes,
     Comparison,
     Note,
     PeakMemory,
+    Role,
     Row,
-    Side,
     Timing,
     UnsteadyRate,
 )
 
 FAR = 0.2  # a prediction that is further off is explained
-Seconds = Mapping[Side, Sequence[float]]  # of each repeat
+Seconds = Mapping[Role, Sequence[float]]  # of each repeat
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What the first run of a side tells: bytes of peak memory and of both caches, operators of a decoding step."""
+    """Counts from a model's first run: bytes of peak memory and of both caches, operators of a decoding step."""
 
     peak: int | None
     peak_reason: str | None
@@ -57,29 +57,29 @@ def unsteadiest(rates: Sequence[Rates]) -> UnsteadyRate:
 def row(
     load: Load,
     times: Mapping[str, Seconds],
-    warm_ups: Mapping[Side, WarmUp],
-    structures: Mapping[Side, Structure],
+    warm_ups: Mapping[Role, WarmUp],
+    structures: Mapping[Role, Structure],
     rates: Sequence[Rates],
     no_eager: str | None,
 ) -> Row:
-    """Return the row of a setting from the times of both sides, their warm-up and the rates of every repeat.
+    """Return the row of a configuration from the times of both models, their warm-up and the rates of every repeat.
 
-    Structures and rates are missing where there is no prediction, times of eager attention where `no_eager` says why.
+    `structures` and `rates` are empty without a prediction; with `no_eager`, the reason, no eager times are needed.
     """
-    predictions: dict[Side, dict[str, Prediction]] = {}
+    predictions: dict[Role, dict[str, Prediction]] = {}
     usual, unsteady = (middle(rates), unsteadiest(rates)) if rates else (None, None)
     cached, reads = None, None
     if usual is not None:
-        for side in SIDES:
-            predictions[side] = predict(structures[side], usual, load, warm_ups[side].operators)
+        for role in ROLES:
+            predictions[role] = predict(structures[role], usual, load, warm_ups[role].operators)
     if structures:
-        stored = [structures[side].cache_bytes(load.batch, load.total) for side in SIDES]
-        reads = _bytes([structures[side].state_bytes(load.batch, load.total) for side in SIDES])
+        stored = [structures[role].cache_bytes(load.batch, load.total) for role in ROLES]
+        reads = _bytes([structures[role].state_bytes(load.batch, load.total) for role in ROLES])
         cached = stored[0] / stored[1]
     measured = {}
     for name in MEASURES:
-        measured[name] = compared(times[name], {side: predictions[side][name] for side in predictions}, unsteady)
-    candidate, baseline = (warm_ups[side] for side in SIDES)
+        measured[name] = compared(times[name], {role: predictions[role][name] for role in predictions}, unsteady)
+    candidate, baseline = (warm_ups[role] for role in ROLES)
     return Row(
         context=load.context,
         batch=load.batch,
@@ -100,46 +100,47 @@ def row(
     )
 
 
-def _bytes(sides: Sequence[int], predicted: float | None = None) -> Bytes:
-    return Bytes(candidate=sides[0], baseline=sides[1], ratio=sides[0] / sides[1], predicted_ratio=predicted)
+def _bytes(counts: Sequence[int], predicted: float | None = None) -> Bytes:
+    return Bytes(candidate=counts[0], baseline=counts[1], ratio=counts[0] / counts[1], predicted_ratio=predicted)
 
 
 def compared(
-    times: Seconds, predicted: Mapping[Side, Prediction] | None = None, unsteady: UnsteadyRate | None = None
+    times: Seconds, predicted: Mapping[Role, Prediction] | None = None, unsteady: UnsteadyRate | None = None
 ) -> Comparison:
-    """Return medians and quartiles of both sides and their ratio; beside predictions, with notes on what is far off."""
+    """Return medians, quartiles and ratio of both models, with notes on predictions that are far off."""
     ratio, interval = paired_ratio(times["candidate"], times["baseline"])
     timings = {}
-    for side in SIDES:
-        low, median, high = (float(value) for value in np.quantile(times[side], [0.25, 0.5, 0.75]))
-        timings[side] = Timing(median=median, quartiles=(low, high), predicted=(predicted or {}).get(side))
-    verdict_seen = verdict(interval, len(times["candidate"]))
-    comparison = Comparison(**timings, ratio=ratio, interval=interval, verdict=verdict_seen)
+    for role in ROLES:
+        low, median, high = (float(value) for value in np.quantile(times[role], [0.25, 0.5, 0.75]))
+        timings[role] = Timing(median=median, quartiles=(low, high), predicted=(predicted or {}).get(role))
+    judgement = verdict(interval, len(times["candidate"]))
+    comparison = Comparison(**timings, ratio=ratio, interval=interval, verdict=judgement)
     if not predicted or unsteady is None:
         return comparison
     expected = predicted["candidate"].seconds / predicted["baseline"].seconds
     pairs = [("the ratio", ratio, expected)]
-    pairs += [(f"the {side}'s time", timings[side].median, predicted[side].seconds) for side in SIDES]
+    pairs += [(f"the {role}'s time", timings[role].median, predicted[role].seconds) for role in ROLES]
     notes = [explain(*pair, comparison, unsteady) for pair in pairs]
-    seen = tuple(note for note in notes if note is not None)
-    return comparison.model_copy(update={"predicted_ratio": expected, "notes": seen})
+    far = tuple(note for note in notes if note is not None)
+    return comparison.model_copy(update={"predicted_ratio": expected, "notes": far})
 
 
 def explain(
     what: str, measured: float, predicted: float, comparison: Comparison, unsteady: UnsteadyRate
 ) -> Note | None:
-    """Return by how much a prediction is off and what was seen beside it, or None where it is within 20 %."""
+    """Return by how much a prediction is off and a likely cause, or None if it is within 20%."""
     off = measured / predicted - 1
     if abs(off) <= FAR:
         return None
     reasons = []
     if unsteady.spread > FAR:
-        reasons.append(f"the machine's rate of {unsteady.rate} varied by {unsteady.spread:.0%}: other work ran on it")
-    for side, timing in zip(SIDES, comparison.sides(), strict=True):
+        reasons.append(f"the machine's {unsteady.rate} rate varied by {unsteady.spread:.0%}, so it was busy otherwise")
+    for role, timing in zip(ROLES, comparison.both(), strict=True):
         if timing.spread > FAR:
-            reasons.append(f"repeats of the {side} spread by {timing.spread:.0%}")
+            reasons.append(f"the {role}'s repeats vary by {timing.spread:.0%}")
         share = 0.0 if timing.predicted is None else timing.predicted.operator_share
         if share > 0.5:
-            reasons.append(f"{share:.0%} of the {side}'s prediction is the fixed cost of operators, a rough term")
-    why = "; ".join(reasons) or "no cause was seen in this run"
-    return Note(off=off, words=f"{what} is {off:+.0%} off the prediction: {why}")
+            reasons.append(f"{share:.0%} of the {role}'s prediction is the fixed cost per operator, a rough estimate")
+    why = "; ".join(reasons) or "this run shows no cause"
+    direction = "above" if off > 0 else "below"
+    return Note(off=off, words=f"{what} is {abs(off):.0%} {direction} the prediction: {why}")

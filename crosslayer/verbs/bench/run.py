@@ -1,7 +1,7 @@
-"""What a candidate costs beside a baseline: cache, time to first token, time per token, memory; measured and predicted.
+"""Compares the KV cache, latency and memory of a candidate with those of a baseline; measured and predicted.
 
-Both sides run in turns, in an order that alternates, so that a pair meets the same moments of the machine. A ratio is
-the median over pairs of candidate / baseline, with an interval whose ends are pairs too.
+Candidate and baseline run alternately, so that a pair of runs sees the same machine load. A ratio is the median of
+candidate / baseline over pairs, with an interval whose ends are pairs too.
 """
 
 import itertools
@@ -22,14 +22,14 @@ from crosslayer.probe.intercept import evaluating
 from crosslayer.stats.ratios import coverage
 from crosslayer.verbs.bench.costs import Load, Structure, structure
 from crosslayer.verbs.bench.memory import Models, too_large
-from crosslayer.verbs.bench.record import SIDES, BenchSettings, Both, MeasuredModel, Row, ServingSettings, Side, Skip
+from crosslayer.verbs.bench.record import ROLES, BenchSettings, Both, MeasuredModel, Role, Row, ServingSettings, Skip
 from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.rounds import SideBySide, attention_of
+from crosslayer.verbs.bench.rounds import Rounds, attention_of
 from crosslayer.verbs.bench.serving import bench_vllm
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
 from crosslayer.verbs.serve.engine import memory_bytes
 
-LEARNED = 8  # a table of learned positions has up to so many rows more than positions
+LEARNED = 8  # a table of learned positions may have up to this many rows more than positions
 
 
 def bench(
@@ -49,46 +49,46 @@ def bench(
     device: str | torch.device | None = None,
     progress: Meter = Silent,
 ) -> Benchmark | ServingBenchmark:
-    """Measure cache, time to first token, time per token and memory of a model beside a baseline, in turns.
+    """Compare KV cache size, time to first token, time per token and peak memory of a model with a baseline.
 
     Args:
         model: the candidate: hub name, local folder, or smollm2 (embedded). In Python also a loaded model.
-        baseline: what it is compared with, named in the same way.
-        contexts: lengths of the prompt in tokens.
-        batches: batch sizes; in vLLM requests at once.
+        baseline: the model to compare with, given like `model`.
+        contexts: prompt lengths in tokens.
+        batches: batch sizes; with vLLM, numbers of concurrent requests.
         new_tokens: tokens to decode after the prompt.
-        repeats: pairs of runs; an interval needs three, and five to decide.
-        attention: attention of both: sdpa (flash on a GPU) or eager.
-        evict: what the candidate's cache evicts, as h2o:0.4; the baseline's keeps all.
-        engine: what runs them: transformers or vllm.
-        kv_memory: GiB for the KV cache of each in vLLM; default 1.
+        repeats: pairs of runs; an interval needs at least 3, a verdict at least 5.
+        attention: attention implementation of both models: sdpa (flash on a GPU) or eager.
+        evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
+        engine: engine that runs both models: transformers or vllm.
+        kv_memory: GiB for each model's KV cache in vLLM; default 1.
         seed: seed of the random tokens.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python for models that are named; default that of the
+        dtype: float32, bfloat16, …; default float32 on a CPU. In Python for models given by name; default that of the
             other if it is loaded.
-        device: cpu, cuda, …; default the GPU, or the CPU where there is none. In Python for models that are named.
-        progress: in Python, shows what is being done.
+        device: cpu, cuda, …; default the GPU if there is one, else the CPU. In Python for models given by name.
+        progress: in Python, shows progress.
 
     Raises:
-        ValueError: an option is wrong, a model cannot be loaded, is no causal language model or has fewer positions
+        ValueError: an option is wrong, a model cannot be loaded, is not a causal language model or has fewer positions
             than a context, or nothing fits in memory.
 
     """
-    asked: dict[str, Any] = {"contexts": contexts, "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
+    options: dict[str, Any] = {"contexts": contexts, "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
     if engine == "vllm":
         if device is not None or attention != "sdpa" or evict is not None:
-            raise ValueError("`device`, `attention` and `evict` are for `engine` transformers; vLLM has its own")
-        asked |= {"requests": batches, "dtype": dtype}
-        asked |= {"kv_bytes": memory_bytes(1.0 if kv_memory is None else kv_memory)}
-        return bench_vllm(model, baseline, ServingSettings(**asked), progress)
+            raise ValueError("`device`, `attention` and `evict` need `engine` transformers; leave them out with vllm")
+        options |= {"requests": batches, "dtype": dtype}
+        options |= {"kv_bytes": memory_bytes(1.0 if kv_memory is None else kv_memory)}
+        return bench_vllm(model, baseline, ServingSettings(**options), progress)
     if engine != "transformers":
-        raise ValueError(f"`engine` is {engine!r}; it must be transformers or vllm")
+        raise ValueError(f"`engine` must be transformers or vllm, got {engine!r}")
     if kv_memory is not None:
-        raise ValueError("`kv_memory` is for `engine` vllm; transformers allocates what is needed")
-    asked |= {"batches": batches, "attention": attention, "evict": evict}
-    return in_turns(model, baseline, BenchSettings(**asked), dtype, device, progress)
+        raise ValueError("`kv_memory` needs `engine` vllm; transformers allocates the cache as it grows")
+    options |= {"batches": batches, "attention": attention, "evict": evict}
+    return bench_transformers(model, baseline, BenchSettings(**options), dtype, device, progress)
 
 
-def in_turns(
+def bench_transformers(
     model: Named,
     baseline: Named,
     settings: BenchSettings,
@@ -96,23 +96,23 @@ def in_turns(
     device: str | torch.device | None = None,
     progress: Meter = Silent,
 ) -> Benchmark:
-    """Measure two models here, in this process, in turns."""
+    """Compare two models with transformers, in this process; for options and errors see `bench`."""
     if settings.evict is not None and model is baseline and isinstance(model, PreTrainedModel):
-        raise ValueError("with an eviction candidate and baseline run in turns; load the baseline by itself")
-    sides = pair("bench", model, baseline, dtype=dtype, device=device, needs_tokenizer=False)
-    models: dict[Side, PreTrainedModel] = {}
-    for name, side in zip(SIDES, sides, strict=True):
-        models[name] = side.load(progress)
+        raise ValueError("`evict` changes the candidate while it runs; load the baseline separately")
+    sources = pair("bench", model, baseline, dtype=dtype, device=device, needs_tokenizer=False)
+    models: dict[Role, PreTrainedModel] = {}
+    for role, source in zip(ROLES, sources, strict=True):
+        models[role] = source.load(progress)
     _check(models, settings)
     started = time.perf_counter()
-    structures: dict[Side, Structure] = {}
+    structures: dict[Role, Structure] = {}
     reason = None if settings.evict is None else "no prediction: tokens are evicted"
     with torch.no_grad(), quiet_transformers(), ExitStack() as stack:
         for one in models.values():
             stack.enter_context(evaluating(one))
         stack.enter_context(attention_of(models, settings.attention))
         try:
-            structures |= {side: structure(models[side]) for side in SIDES}
+            structures |= {role: structure(models[role]) for role in ROLES}
         except ValueError as error:
             reason = reason or f"no prediction: {error}"
         with evicting_if(models["candidate"], settings.evict) as new_cache:
@@ -120,9 +120,9 @@ def in_turns(
     if not rows:
         raise ValueError(f"nothing was measured: {skipped[0].reason}")
     facts = {}
-    for side, (name, one) in zip(sides, models.items(), strict=True):
+    for source, (role, one) in zip(sources, models.items(), strict=True):
         size = sum(parameter.numel() * parameter.element_size() for parameter in one.parameters())
-        facts[name] = MeasuredModel(**side.facts(one), bytes=size)
+        facts[role] = MeasuredModel(**source.facts(one), bytes=size)
     return Benchmark(
         models=Both(**facts),
         settings=settings,
@@ -135,16 +135,16 @@ def in_turns(
 
 
 def _check(models: Models, settings: BenchSettings) -> None:
-    """Refuse what cannot be measured, before anything runs; see `bench`."""
+    """Refuse contexts beyond the models' positions, and models on different devices."""
     for model in models.values():
         limit, longest = model.config.get_text_config().max_position_embeddings, max(settings.contexts)
-        tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         tables = [table for table in tables if table is not model.get_input_embeddings()]
         learned = any(limit <= table.num_embeddings < limit + LEARNED for table in tables)
-        needed = longest + settings.new_tokens if learned else longest  # rotary positions go on, learned ones end
+        needed = longest + settings.new_tokens if learned else longest  # rotary positions extend, learned ones do not
         if needed > limit:
             extra = f" + {settings.new_tokens} new tokens" if learned else ""
-            raise ValueError(f"context {longest}{extra} is above the {limit} positions of {type(model).__name__}")
+            raise ValueError(f"context {longest}{extra} exceeds the {limit} positions of {type(model).__name__}")
     devices = {model.device for model in models.values()}
     if len(devices) > 1:
         raise ValueError(f"the models are on {' and '.join(map(str, devices))}; both must be on one device")
@@ -153,11 +153,11 @@ def _check(models: Models, settings: BenchSettings) -> None:
 def _measured(
     models: Models,
     new_cache: NewCache | None,
-    structures: dict[Side, Structure],
+    structures: dict[Role, Structure],
     settings: BenchSettings,
     progress: Meter,
 ) -> tuple[list[Row], list[Skip]]:
-    """Measure every setting that fits into memory; `new_cache` makes the candidate's caches, if tokens go."""
+    """Measure every configuration that fits into memory; `new_cache` makes the candidate's caches if it evicts."""
     loads = [Load(context, batch, settings.new_tokens) for batch in settings.batches for context in settings.contexts]
     rounds = settings.repeats + 1
     total, done = len(loads) * rounds, itertools.count(1)
@@ -171,7 +171,7 @@ def _measured(
             reason = too_large(models, structures, load, evicts=new_cache is not None)
             if reason is None:
                 predicted = structures if new_cache is None else {}
-                rows.append(SideBySide(models, predicted, load, settings, new_cache).run(tick))
+                rows.append(Rounds(models, predicted, load, settings, new_cache).run(tick))
                 continue
             skipped.append(Skip(context=load.context, batch=load.batch, reason=reason))
             for _ in range(rounds):

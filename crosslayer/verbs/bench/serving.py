@@ -1,4 +1,4 @@
-"""Tokens held and throughput of two models in vLLM, beside each other in one run."""
+"""KV-cache capacity and throughput of two models in vLLM, compared in one run."""
 
 import itertools
 import os
@@ -14,20 +14,20 @@ from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.methods import allowed_modules
 from crosslayer.output.progress import Meter
 from crosslayer.stats.ratios import coverage
-from crosslayer.verbs.bench.record import SIDES, Both, ServedModel, ServingRow, ServingSettings, Side
+from crosslayer.verbs.bench.record import ROLES, Both, Role, ServedModel, ServingRow, ServingSettings
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
 from crosslayer.verbs.bench.summary import compared
 from crosslayer.verbs.serve.caches import not_saved
 from crosslayer.verbs.serve.engine import GIB, Served, check_engine, servable
 from crosslayer.verbs.serve.plugin import ALLOWED
 
-# of vLLM, where the user has not set them: what it logs would hide the result
+# environment variables of vLLM, unless the user has set them: its log would hide the result
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
-GPU_SHARE = 0.45  # of its memory, for each of two engines
+GPU_SHARE = 0.45  # fraction of GPU memory for each of the two engines
 
 
 def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings, progress: Meter) -> ServingBenchmark:
-    """Measure how many tokens the cache holds and the throughput, of two models in two engines that run in turns."""
+    """Measure cache capacity in tokens and throughput of two models, in two engines that run alternately."""
     longest = max(settings.contexts) + settings.new_tokens
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -35,15 +35,15 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings, progres
         check_engine()
         import vllm  # type: ignore[import-not-found]
 
-        served: dict[Side, Served] = {}
+        served: dict[Role, Served] = {}
         memory = settings.kv_bytes / GIB
-        for side, model in zip(SIDES, (candidate, baseline), strict=True):
-            served[side] = servable(str(model), kv_memory=memory, length=longest, dtype=settings.dtype)
-        engines: dict[Side, Any] = {}
-        for side in SIDES:
-            engines[side] = _started(served[side], settings, longest, progress, stack)
+        for role, model in zip(ROLES, (candidate, baseline), strict=True):
+            served[role] = servable(str(model), kv_memory=memory, length=longest, dtype=settings.dtype)
+        engines: dict[Role, Any] = {}
+        for role in ROLES:
+            engines[role] = _started(served[role], settings, longest, progress, stack)
         rows = _measured(engines, served, settings, progress)
-        models = {side: _facts(served[side], engines[side]) for side in SIDES}
+        models = {role: _facts(served[role], engines[role]) for role in ROLES}
     return ServingBenchmark(
         models=Both(**models),
         settings=settings,
@@ -56,14 +56,14 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings, progres
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """Let vLLM be quiet, and its processes allow the methods that are allowed here; all is as before afterwards."""
+    """Silence vLLM and let its processes use the methods that are allowed here; restores the environment."""
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ}
     with patch.dict(os.environ, quiet | {ALLOWED: ",".join(allowed_modules())}):
         yield
 
 
 def _started(served: Served, settings: ServingSettings, longest: int, progress: Meter, stack: ExitStack) -> Any:
-    """Return an engine with a model in it; it ends with the stack."""
+    """Start an engine with a model; it shuts down when the stack closes."""
     from vllm import LLM  # type: ignore[import-not-found]
 
     with progress(f"starting vLLM with {served.name}", 0):
@@ -82,16 +82,16 @@ def _started(served: Served, settings: ServingSettings, longest: int, progress: 
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
-                f"vLLM could not start with {served.name}: {reason} (VLLM_LOGGING_LEVEL=INFO shows more)"
+                f"vLLM could not start with {served.name}: {reason} (set VLLM_LOGGING_LEVEL=INFO to see its log)"
             ) from error
     stack.callback(engine.llm_engine.engine_core.shutdown)
     return engine
 
 
 def _measured(
-    engines: dict[Side, Any], served: dict[Side, Served], settings: ServingSettings, progress: Meter
+    engines: dict[Role, Any], served: dict[Role, Served], settings: ServingSettings, progress: Meter
 ) -> list[ServingRow]:
-    """Return a row for each setting; sides run in turns, in an order that alternates, after a warm-up."""
+    """Return a row for each configuration; after a warm-up, candidate and baseline run alternately."""
     from vllm import SamplingParams  # type: ignore[import-not-found]
 
     vocabulary = min(model.config.get_text_config().vocab_size for model in served.values())
@@ -102,15 +102,15 @@ def _measured(
     rows = []
     with progress("benchmarking", total) as meter:
         for context, requests in loads:
-            times: dict[Side, list[float]] = {side: [] for side in SIDES}
+            times: dict[Role, list[float]] = {role: [] for role in ROLES}
             for repeat in range(-1, settings.repeats):  # the first warms up
                 ids = torch.randint(0, vocabulary, (requests, context), generator=generator)  # (R, T)
                 prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
-                for side in SIDES if repeat % 2 else SIDES[::-1]:
+                for role in ROLES if repeat % 2 else ROLES[::-1]:
                     started = time.perf_counter()
-                    engines[side].generate(prompts, sampling, use_tqdm=False)
+                    engines[role].generate(prompts, sampling, use_tqdm=False)
                     if repeat >= 0:
-                        times[side].append(time.perf_counter() - started)
+                        times[role].append(time.perf_counter() - started)
                 meter.step(next(done), total)
             compare = compared(times)
             tokens = requests * settings.new_tokens

@@ -1,4 +1,4 @@
-"""The result of a bench in vLLM, and its page."""
+"""The result of a benchmark in vLLM, and its page."""
 
 from typing import Any, Literal
 
@@ -12,33 +12,33 @@ from crosslayer.verbs.bench.words import NO_INTERVAL, durations, ratio, size
 
 
 class ServingBenchmark(Result):
-    """What `crosslayer.bench` returns for engine vllm: the tokens that the cache holds, and a row for each setting."""
+    """What `crosslayer.bench` returns for engine vllm: how many tokens the caches hold, and a row per configuration."""
 
     schema_: Literal["crosslayer/bench-serving/2"] = Field(default="crosslayer/bench-serving/2", alias="schema")
     models: Both[ServedModel]
     settings: ServingSettings
     engine: str = Field(description="vLLM and its version")
     rows: tuple[ServingRow, ...] = Field(min_length=1)
-    interval_coverage: float = Field(ge=0, le=1, description="how often an interval of so many pairs holds the median")
+    interval_coverage: float = Field(ge=0, le=1, description="coverage of the intervals of the median ratio")
     seconds: float
 
     @property
     def kv_tokens_ratio(self) -> float:
-        """Tokens that the cache holds, candidate / baseline."""
+        """How many tokens the cache holds, candidate / baseline."""
         return self.models.candidate.kv_tokens / self.models.baseline.kv_tokens
 
     def layout(self) -> Page:
-        """Return the parts of the page."""
+        """Return the page."""
         models, settings = self.models, self.settings
-        cards = [("KV tokens", f"{self.kv_tokens_ratio:.2f}x", "held in the same memory, against the baseline")]
+        cards = [("KV tokens", f"{self.kv_tokens_ratio:.2f}x", "the baseline's, in the same memory")]
         for row in self.rows:
-            note = f"{row.requests} requests of {row.context} tokens, {row.time.verdict}"
+            note = f"{row.requests} requests of {row.context} tokens: {row.time.verdict}"
             cards.append(("Throughput", ratio(*row.throughput()), note))
         return Page(
-            title=f"{models.candidate.name} beside {models.baseline.name} in vLLM",
+            title=f"Benchmark of {models.candidate.name} against {models.baseline.name} in vLLM",
             subtitle=(
                 f"{self.engine} · {size(settings.kv_bytes)} of KV cache each · random tokens, {settings.new_tokens} "
-                f"decoded after each prompt · {settings.repeats} pairs of runs, in turns"
+                f"decoded after each prompt · {settings.repeats} pairs of alternating runs"
             ),
             cards=cards,
             words=self.sentences(),
@@ -48,33 +48,34 @@ class ServingBenchmark(Result):
         )
 
     def tables(self) -> list[Table]:
-        """Return the table: a row for each setting."""
-        head = ["context", "requests", "tokens/s, candidate", "tokens/s, baseline", "time, both", "throughput ratio"]
+        """Return the table: a row for each context and number of requests."""
+        covered = f", {percent(self.interval_coverage, 1)} interval" if self.interval_coverage else ""
+        head = ["context", "requests", "tokens/s\ncandidate", "tokens/s\nbaseline", "time\ncandidate / baseline"]
         rows = []
         for row in self.rows:
-            speeds = [f"{speed:.1f}" for speed in row.tokens_per_second.sides()]
+            speeds = [f"{speed:.1f}" for speed in row.tokens_per_second.both()]
             times = durations(row.time)
             verdict = f"{ratio(*row.throughput())} {row.time.verdict}"
             rows.append([str(row.context), str(row.requests), *speeds, times, verdict])
-        covered = f", {percent(self.interval_coverage, 1)} interval" if self.interval_coverage else ""
-        return [(f"Throughput (ratio: candidate / baseline{covered})", head, rows)]
+        return [("Throughput", [*head, f"throughput ratio\n(candidate ÷ baseline{covered})"], rows)]
 
     def sentences(self) -> list[str]:
         """Return what was measured."""
         candidate, baseline = self.models.candidate, self.models.baseline
-        words = [
-            f"{size(self.settings.kv_bytes)} of KV cache hold {candidate.kv_tokens:,} tokens of {candidate.name} and "
-            f"{baseline.kv_tokens:,} of {baseline.name}: {self.kv_tokens_ratio:.2f}x."
+        models = candidate, baseline
+        written = [
+            f"KV cache capacity: {self.kv_tokens_ratio:.2f}x the baseline's: {size(self.settings.kv_bytes)} hold "
+            f"{candidate.kv_tokens:,} tokens of {candidate.name} and {baseline.kv_tokens:,} of {baseline.name}."
         ]
-        words += [f"{model.name}: {model.not_saved}" for model in (candidate, baseline) if model.not_saved is not None]
+        written += [f"{model.name}: {model.not_saved}" for model in models if model.not_saved is not None]
         if self.settings.repeats < 3:
-            words.append(NO_INTERVAL)
+            written.append(NO_INTERVAL)
         longest = max(self.settings.contexts) + self.settings.new_tokens
         needed = longest * max(self.settings.requests)
-        waiting = [model.name for model in (candidate, baseline) if model.kv_tokens < needed]
-        if waiting:
-            words.append(f"The cache of {listed(waiting)} is too small for all requests at once: some wait.")
-        return words
+        full = [model.name for model in models if model.kv_tokens < needed]
+        if full:
+            written.append(f"The KV cache of {listed(full)} is too small for all requests at once, so some wait.")
+        return written
 
     def headline(self) -> dict[str, Any]:
         """Return both names and the ratios."""
@@ -82,8 +83,8 @@ class ServingBenchmark(Result):
         for row in self.rows:
             middle, interval = row.throughput()
             ends = interval and [round(end, 3) for end in interval]
-            setting = {"context": row.context, "requests": row.requests}
-            throughput.append({**setting, "ratio": round(middle, 3), "interval": ends})
+            figures = {"context": row.context, "requests": row.requests, "ratio": round(middle, 3), "interval": ends}
+            throughput.append(figures)
         return {
             "candidate": self.models.candidate.name,
             "baseline": self.models.baseline.name,

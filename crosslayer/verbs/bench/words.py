@@ -86,7 +86,8 @@ def _time_sentence(rows: Sequence[Row], measure: str) -> str:
         group = [row for row in rows if row.times()[measure].verdict == verdict]
         if group:
             listed = ", ".join(f"{row.context} × {row.batch}" for row in group)
-            where = "everywhere" if len(group) == len(rows) > 1 else f"at context × batch = {listed}"
+            everywhere = len(group) == len(rows) > 1
+            where = "at every context and batch size" if everywhere else f"at context × batch = {listed}"
             ratios = span([row.times()[measure].ratio for row in group], 3)
             clauses.append(f"{verdict} {where} ({ratios} the baseline's)")
     return f"{TITLES[measure].capitalize()}: {'; '.join(clauses)}."

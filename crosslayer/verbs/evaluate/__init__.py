@@ -1,3 +1,3 @@
-"""Scores models on tasks of lm-eval, and says item by item whether two differ."""
+"""Scores models on lm-eval tasks, and compares two of them item by item."""
 
 GROUP = "Measure"

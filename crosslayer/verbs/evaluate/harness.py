@@ -1,4 +1,4 @@
-"""lm-eval, quiet: its tasks by name, its evaluator, and its errors in one line."""
+"""Runs lm-eval quietly: loads its tasks by name, calls its evaluator, and turns its errors into one line."""
 
 import contextlib
 import difflib
@@ -23,12 +23,12 @@ from crosslayer.hub import reading_dataset
 from crosslayer.verbs.evaluate.record import EvaluateSettings
 
 SCRIPT = "python -m crosslayer.verbs.evaluate.local_tasks"
-LOCAL = "_local"  # what the name of a task that reads local files ends in
-LM_EVAL_SEED = 1234  # lm-eval's own of numpy, torch and few-shot examples; ours counts on from it
-SENTENCE = 160  # characters of a library's error that are shown
-REFUSALS = (AssertionError, AttributeError, LookupError, StopIteration, SyntaxError, TypeError)  # of a task, by lm-eval
-AWAY = ("OfflineModeIsEnabled", "Couldn't reach", "offline", "ConnectionError", "Max retries", "LocalEntryNotFound")
-# the tasks on which a paper reports a mean; each is a list of names, the last of which is lm-eval's own task
+LOCAL = "_local"  # ending of the names of tasks that read local files
+LM_EVAL_SEED = 1234  # lm-eval's default for numpy, torch and few-shot examples; our seed is added to it
+SHOWN = 160  # characters of a library's error that are shown
+REFUSALS = (AssertionError, AttributeError, LookupError, StopIteration, SyntaxError, TypeError)  # lm-eval's, of tasks
+OFFLINE = ("OfflineModeIsEnabled", "Couldn't reach", "offline", "ConnectionError", "Max retries", "LocalEntryNotFound")
+# the tasks over which a paper reports a mean; each is a list of names, the last of which is lm-eval's own task
 GROUPS: dict[str, list[list[str]]] = {
     name: group["tasks"]
     for name, group in json.loads(Path(__file__).with_name("groups.json").read_text(encoding="utf-8")).items()
@@ -39,13 +39,13 @@ def check_installed() -> str:
     """Return lm-eval's version."""
     missing = [name for name in ("lm_eval", "accelerate", "datasets") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"eval needs {', '.join(missing)}, not installed: pip install 'crosslayer[eval]'")
+        raise ValueError(f"evaluate needs {', '.join(missing)}: run pip install 'crosslayer[eval]'")
     return importlib.metadata.version("lm_eval")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Run lm-eval without its log, bars and prints; random numbers stay as they were."""
+    """Run lm-eval without its log, progress bars and prints; restores the state of all random generators."""
     from lm_eval import evaluator
     from tqdm.std import tqdm
 
@@ -59,12 +59,12 @@ def quiet() -> Iterator[None]:
     try:
         with (
             patch.object(tqdm, "__init__", hide),
-            patch.object(evaluator, "get_git_commit_hash", return_value=None),  # git complains where there is none
+            patch.object(evaluator, "get_git_commit_hash", return_value=None),  # git prints an error outside a repository
             torch.random.fork_rng(devices),
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),
         ):
-            # lm-eval draws its bootstrap in processes that it forks, of which Python 3.12 warns beside torch's threads
+            # lm-eval forks processes for its bootstrap; Python 3.12 warns of that when torch has threads
             warnings.filterwarnings("ignore", message=".*use of fork\\(\\)", category=DeprecationWarning)
             yield
     finally:
@@ -74,9 +74,9 @@ def quiet() -> Iterator[None]:
 
 
 def select(names: Sequence[str], local: Collection[str] = ()) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """Return the tasks that names stand for, each once, and those of each group in `GROUPS` that is named.
+    """Return the tasks that names stand for, without duplicates, and the tasks of each named group in `GROUPS`.
 
-    A group takes the local form of a task wherever `local`, the tasks of the user's folder, has it.
+    A group uses the local version of a task if it is in `local`, the tasks of the user's folder.
     """
     groups = {}
     for name in (name for name in names if name in GROUPS):
@@ -88,11 +88,11 @@ def select(names: Sequence[str], local: Collection[str] = ()) -> tuple[list[str]
 
 
 class Tasks:
-    """Tasks of lm-eval, and of a folder of the user's own, by name.
+    """Tasks of lm-eval and of a user's folder, by name.
 
     Attributes:
-        allow_code: whether code that task files name may run.
-        groups: tasks of each group in `GROUPS` that was named.
+        allow_code: whether Python code in task files may run.
+        groups: tasks of each named group in `GROUPS`.
         loaded: tasks and groups of lm-eval, with their data.
 
     """
@@ -107,42 +107,42 @@ class Tasks:
             self.manager = TaskManager(include_path=str(include_path), include_defaults=False)
             own = set(self.manager.all_tasks)
             if not own:
-                raise ValueError(f"{include_path.name!r} holds no tasks of lm-eval: YAML files with task: NAME")
+                raise ValueError(f"{include_path.name!r} has no lm-eval tasks (YAML files with task: NAME)")
         tasks, self.groups = select(names, own)
-        if not own >= set(tasks):  # to read lm-eval's own thousands takes seconds
+        if not own >= set(tasks):  # reading lm-eval's own thousands of tasks takes seconds
             self.manager = TaskManager(include_path=None if include_path is None else str(include_path))
         for name in tasks:
             if name not in self.manager.all_tasks:
                 known = sorted({*self.manager.all_tasks, *own, *GROUPS})
                 near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-                advice = f"the nearest are {', '.join(near)}" if near else f"groups are {', '.join(GROUPS)}"
-                raise ValueError(f"there is no task {name!r}; {advice}")
-        self.loaded = [part for name in tasks for part in self._load(name)]
+                advice = f"did you mean {', '.join(near)}?" if near else f"groups are {', '.join(GROUPS)}"
+                raise ValueError(f"unknown task {name!r}; {advice}")
+        self.loaded = [task for name in tasks for task in self._load(name)]
 
     def _load(self, name: str) -> list[Any]:
-        """Return a task, or a group with its tasks in it."""
+        """Return a task, or a group that contains its tasks."""
         import datasets
 
-        load, formats = datasets.load_dataset, Path(datasets.__file__).parent / "packaged_modules"  # json, say
+        load, formats = datasets.load_dataset, Path(datasets.__file__).parent / "packaged_modules"  # such as json
 
         def load_dataset(path: str, *rest: Any, **options: Any) -> Any:
-            """Ask whether the hub answers before a data set is loaded from it."""
-            here = (formats / path).is_dir() or Path(path).exists()
-            with contextlib.nullcontext() if here else reading_dataset(path):
+            """Check that the hub answers before a data set is loaded from it."""
+            local = (formats / path).is_dir() or Path(path).exists()
+            with contextlib.nullcontext() if local else reading_dataset(path):
                 return load(path, *rest, **options)
 
         try:
             with patch.object(datasets, "load_dataset", load_dataset):
-                found = self.manager.load([name])
+                content = self.manager.load([name])
         except Exception as error:
             raise ValueError(f"task {name!r} cannot be loaded: {_reason(error)}") from error
-        inside = {child for children in found.get("group_map", {}).values() for child in children}
-        groups = [group for label, group in found.get("groups", {}).items() if label not in inside]
-        return groups or list(found["tasks"].values())
+        inner = {child for children in content.get("group_map", {}).values() for child in children}
+        groups = [group for label, group in content.get("groups", {}).items() if label not in inner]
+        return groups or list(content["tasks"].values())
 
 
 def score(lm: Any, tasks: Tasks, settings: EvaluateSettings) -> dict[str, Any]:
-    """Return what lm-eval's simple_evaluate returns; run inside of `quiet`, since it sets all seeds."""
+    """Return what lm-eval's simple_evaluate returns; call inside `quiet`, since it sets all seeds."""
     from lm_eval.evaluator import simple_evaluate
 
     seed = settings.seed + LM_EVAL_SEED
@@ -162,28 +162,28 @@ def score(lm: Any, tasks: Tasks, settings: EvaluateSettings) -> dict[str, Any]:
             fewshot_random_seed=seed,
             confirm_run_unsafe_code=tasks.allow_code,
         )
-    except ValueError as error:  # with a sentence of its own
+    except ValueError as error:  # its message can be shown as it is
         raise ValueError(f"lm-eval stopped: {error}") from error
     except REFUSALS as error:
         raise ValueError(f"lm-eval stopped: {_reason(error)}") from error
-    assert results is not None  # only the other processes of several get none
+    assert results is not None  # it is None only in further processes of a distributed run
     return dict(results)
 
 
 def _check_folder(folder: Path, allow_code: bool) -> None:
-    """Refuse what is no folder, and task files in it that name Python code of their own, unless that is allowed."""
+    """Refuse what is not a folder, and task files in it that refer to Python code, unless that is allowed."""
     if not folder.is_dir():
-        raise ValueError(f"`include_path` {str(folder)!r} is no folder; it holds YAML files of tasks")
+        raise ValueError(f"`include_path` must be a folder with YAML files of tasks, got {str(folder)!r}")
     for path in sorted(folder.rglob("*.yaml")):
         if not allow_code and _names_code(path, set()):
             raise ValueError(
-                f"{path.name!r} in {folder.name!r} names Python code (!function, class: or a metric that is none of "
-                "lm-eval's), which runs when the task does; read it, and set `allow_code` if it may"
+                f"{path.name!r} in {folder.name!r} refers to Python code (!function, class: or a metric that lm-eval "
+                "does not have), which would run with the task; read it, and set `allow_code` to allow it"
             )
 
 
 def _names_code(path: Path, seen: set[Path]) -> bool:
-    """Return whether a task file, or one that it includes and that is not in `seen`, names code of its own."""
+    """Return whether a task file, or one that it includes and that is not in `seen`, refers to code of its own."""
     path = path.resolve()
     if path in seen or path.is_relative_to(stock_folder()):
         return False
@@ -191,11 +191,11 @@ def _names_code(path: Path, seen: set[Path]) -> bool:
     try:
         root = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)  # bytes in any encoding, as lm-eval reads it
     except OSError:
-        return False  # lm-eval cannot open it, either
+        return False  # lm-eval cannot open it either
     except (RecursionError, ValueError, yaml.YAMLError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
-        raise ValueError(f"{path.name!r} in {path.parent.name!r} is no YAML file: {reason}") from error
-    nodes: dict[int, yaml.Node] = {}  # each once, however often others refer to it
+        raise ValueError(f"{path.name!r} in {path.parent.name!r} is not valid YAML: {reason}") from error
+    nodes: dict[int, yaml.Node] = {}  # visited nodes, which may be referred to several times
     waiting, included = [root], []
     while waiting:
         node = waiting.pop()
@@ -203,13 +203,13 @@ def _names_code(path: Path, seen: set[Path]) -> bool:
             continue
         nodes[id(node)] = node
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        waiting += node.value if isinstance(node, yaml.SequenceNode) else [part for pair in pairs for part in pair]
+        waiting += node.value if isinstance(node, yaml.SequenceNode) else [child for pair in pairs for child in pair]
         plain = node.tag.startswith("tag:yaml.org,2002:") and not node.tag.startswith("tag:yaml.org,2002:python")
         if not plain or any(_runs(key.value, value) for key, value in pairs):
             return True
         for value in (value for key, value in pairs if key.value == "include"):
-            parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            included += [path.parent / str(part.value) for part in parts]
+            names = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            included += [path.parent / str(name.value) for name in names]
     return any(_names_code(file, seen) for file in included)
 
 
@@ -217,7 +217,7 @@ def _runs(name: Any, value: yaml.Node) -> bool:
     """Return whether an entry of a task file has lm-eval run code that is not its own."""
     if not isinstance(value, yaml.ScalarNode):
         return name == "class"
-    if name == "metric":  # lm-eval hands a name that it does not know to `evaluate`, which runs a script
+    if name == "metric":  # lm-eval passes a name that it does not know to `evaluate`, which runs a script
         from lm_eval.api import metrics, registry
 
         assert metrics is not None  # which registers them
@@ -234,11 +234,11 @@ def stock_folder() -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a task cannot be loaded; without the network, what helps."""
+    """Return why a task cannot be loaded and, without a network connection, what to do."""
     text = " ".join(str(error).split())
-    if any(word in text or word in type(error).__name__ for word in AWAY):
+    if any(word in text or word in type(error).__name__ for word in OFFLINE):
         return (
-            f"its data is on the Hugging Face hub, which cannot be reached; `{SCRIPT} DATA OUT` writes tasks that read "
-            "local files, for --include-path OUT"
+            f"its data is on the Hugging Face hub, which cannot be reached; run `{SCRIPT} DATA OUT` to write tasks that "
+            "read local files, and pass --include-path OUT"
         )
-    return f"{type(error).__name__}: {text[:SENTENCE]}"
+    return f"{type(error).__name__}: {text[:SHOWN]}"

@@ -1,10 +1,10 @@
-"""The model as lm-eval sees it: its class for Hugging Face models, with our progress, a batch that fits, evictions.
+"""lm-eval's class for Hugging Face models, with progress, a batch size that fits in CPU memory, and eviction.
 
-To be imported where lm-eval is needed, not before. On a GPU lm-eval finds its batch by trying until memory runs out; on
-a CPU the process would be killed, so that the batch is counted (`cpu_batch`).
+Import it only where lm-eval is needed. On a GPU lm-eval finds its batch size by trying until memory runs out; on a CPU
+that would kill the process, so the batch size is computed (`cpu_batch`).
 
-What an eviction policy keeps as a text goes on follows from the text, so that context and continuation in a single call
-score as they would token by token. A policy that looks at where the prompt ends needs the context by itself.
+What most eviction policies keep depends only on the text so far, so scoring context and continuation in a single call
+gives the same result as token by token. A policy that evicts at the end of the prompt needs the context by itself.
 
 Shapes: N continuations of a context, T tokens of the longest, V vocabulary.
 """
@@ -25,10 +25,10 @@ from crosslayer.eviction.running import NewCache
 from crosslayer.output.progress import Meter, Silent, Steps
 from crosslayer.verbs.bench.memory import free_memory
 
-CPU_TOKENS = 1024  # of a batch
-LARGEST_BATCH = 64  # as lm-eval has it
-LOGIT_BYTES = 12  # of a logit: as the model gives it, its log softmax, and what softmax needs on the way
-AT_ONCE = 16  # continuations of a context
+CPU_TOKENS = 1024  # tokens in a batch
+LARGEST_BATCH = 64  # lm-eval's default
+LOGIT_BYTES = 12  # per logit: the logit, its log softmax, and a temporary of softmax
+CONTINUATIONS = 16  # of the same context, scored at once
 Request = tuple[Any, list[int], list[int]]  # texts, and the ids of context and continuation
 
 
@@ -40,8 +40,8 @@ def language_model(
     evict: str | None = None,
     new_cache: NewCache | None = None,
 ) -> "MeteredLM":
-    """Return lm-eval's model of a causal LM; with `evict` it runs with that eviction already, and has `new_cache`."""
-    tokenizer = copy.deepcopy(tokenizer)  # lm-eval gives one that lacks it a token for padding
+    """Wrap a causal LM for lm-eval; with `evict`, the model already runs with that policy and `new_cache` is needed."""
+    tokenizer = copy.deepcopy(tokenizer)  # lm-eval adds a padding token if there is none
     options = {"pretrained": model, "tokenizer": tokenizer, "batch_size": batch, "backend": "causal"}
     if evict is None or new_cache is None:
         lm = MeteredLM(**options)
@@ -53,23 +53,23 @@ def language_model(
 
 
 def cpu_batch(length: int, vocabulary: int, free: int) -> int:
-    """Return how many requests of a length in tokens make a batch on a CPU with `free` bytes of memory."""
+    """Return the batch size for requests of `length` tokens on a CPU with `free` bytes of memory."""
     tokens = min(CPU_TOKENS, free // 4 // (LOGIT_BYTES * vocabulary))
     return max(1, min(LARGEST_BATCH, tokens // max(1, length)))
 
 
 class _Counter:
-    """Stands where lm-eval would cache answers, and counts them; of a text that is scored whole, its windows."""
+    """Takes the place of lm-eval's cache of answers to count them; for texts scored as a whole, counts windows."""
 
     def __init__(self, meter: Steps, total: int):
         self.meter, self.total, self.done = meter, total, 0
 
-    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
+    def add_partial(self, request_type: str, request: Any, answer: Any) -> None:
         """Count an answer."""
-        self.count(kind != "loglikelihood_rolling")
+        self.count(request_type != "loglikelihood_rolling")
 
     def count(self, answers: int) -> None:
-        """Count so many answers; of equal requests a few are counted twice."""
+        """Count some answers; a few equal requests are counted twice."""
         self.done = min(self.total, self.done + answers)
         self.meter.step(self.done, self.total)
 
@@ -78,13 +78,13 @@ _HFLM: Any = HFLM  # its decorator hides its type
 
 
 class MeteredLM(_HFLM):
-    """lm-eval's model, whose answers are those of lm-eval."""
+    """lm-eval's model, with progress and counts; its answers are unchanged."""
 
     progress: Meter = Silent
     counter: _Counter
     requests = 0  # texts that were scored or continued
-    shortened = 0  # of them without their beginning, for which positions were too few
-    reduced = 0  # of them with tokens evicted before the last of them was read
+    shortened = 0  # requests truncated on the left, because they exceed the model's positions
+    reduced = 0  # requests with tokens evicted before their last token was read
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Answer requests, and count them."""
@@ -118,14 +118,14 @@ class MeteredLM(_HFLM):
     ) -> list[tuple[float, bool]]:
         self.count(requests)
         answers = super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
-        self.counter.count(sum(texts is None for texts, _, _ in requests))  # windows, which are not cached
+        self.counter.count(sum(texts is None for texts, _, _ in requests))  # windows, which lm-eval does not cache
         return answers
 
     def count(self, requests: list[Any]) -> None:
         """Count requests that are scored, (texts, context, continuation) each."""
         longest = max((len(answer) for _, _, answer in requests), default=0)
         if longest > self.max_length:
-            raise ValueError(f"an answer of {longest} tokens exceeds the {self.max_length} positions of the model")
+            raise ValueError(f"a task has an answer of {longest} tokens, and the model has {self.max_length} positions")
         self.requests += len(requests)
         self.shortened += sum(len(context) + len(answer) > self.max_length + 1 for _, context, answer in requests)
 
@@ -158,13 +158,13 @@ class EvictedLM(MeteredLM):
     def _model_generate(self, context: Tensor, *arguments: Any, **options: Any) -> Tensor:
         cache = self.new_cache()
         answers = super()._model_generate(context, *arguments, past_key_values=cache, **options)
-        self.reduced += min(cache.reduced_texts(), len(context))  # beams are rows, too
+        self.reduced += min(cache.reduced_texts(), len(context))  # beams are rows too
         return answers
 
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = True, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Return log likelihood, and whether it is the greedy one, of each continuation."""
+        """Return the log likelihood of each continuation, and whether it is the greedy one."""
         for _, context, answer in requests:
             read = len(context) if self.eviction.rule.window else min(len(context) + len(answer) - 1, self.max_length)
             self.reduced += self.eviction.takes_from(read)
@@ -172,22 +172,22 @@ class EvictedLM(MeteredLM):
             return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
         self.count(requests)
         by_context: dict[tuple[int, ...], list[int]] = {}
-        for place, (_, context, _) in enumerate(requests):
-            by_context.setdefault(tuple(context), []).append(place)
+        for index, (_, context, _) in enumerate(requests):
+            by_context.setdefault(tuple(context), []).append(index)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        for context, places in by_context.items():
-            for first in range(0, len(places), AT_ONCE):
-                some = places[first : first + AT_ONCE]
-                scores = self._after(context, [requests[place][2] for place in some])
-                for place, score in zip(some, scores, strict=True):
-                    answers[place] = score
-                    self.cache_hook.add_partial("loglikelihood", requests[place][0], score)
+        for context, indices in by_context.items():
+            for first in range(0, len(indices), CONTINUATIONS):
+                chunk = indices[first : first + CONTINUATIONS]
+                scores = self._after(context, [requests[index][2] for index in chunk])
+                for index, score in zip(chunk, scores, strict=True):
+                    answers[index] = score
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], score)
         return answers
 
     def _after(self, context: tuple[int, ...], continuations: list[list[int]]) -> list[tuple[float, bool]]:
-        """Read a context, let its tokens go, and score N continuations of it."""
-        room = max(1, self.max_length + 1 - max(map(len, continuations)))
-        prompt = torch.tensor([context[-room:]], device=self.device)
+        """Read a context, evict its tokens, and score N continuations of it."""
+        longest = max(1, self.max_length + 1 - max(map(len, continuations)))
+        prompt = torch.tensor([context[-longest:]], device=self.device)
         targets = [torch.tensor(ids, device=self.device) for ids in continuations]
         padded = pad_sequence(targets, batch_first=True)  # (N, T)
         cache = self.new_cache()
@@ -198,9 +198,9 @@ class EvictedLM(MeteredLM):
                 cache.batch_repeat_interleave(len(targets))
                 more = self.model(padded[:, :-1], past_key_values=cache).logits
                 logits = torch.cat([logits, more], dim=1)  # (N, T, V)
-        chances = logits.log_softmax(-1, dtype=torch.float32)
+        log_probabilities = logits.log_softmax(-1, dtype=torch.float32)
         scores = []
-        for row, ids in zip(chances, targets, strict=True):
+        for row, ids in zip(log_probabilities, targets, strict=True):
             row = row[: len(ids)]
             likelihood = row.gather(-1, ids[:, None]).sum()
             scores.append((float(likelihood), bool((row.argmax(-1) == ids).all())))

@@ -10,20 +10,20 @@ from crosslayer.verbs.evaluate.result import Evaluation
 from crosslayer.verbs.evaluate.words import difference, score, sentences
 
 KINDS = {"better": "pass", "worse": "fail", "no difference seen": "skip"}
-HEAD = ["task", "metric", "baseline", "candidate", "difference (95 %)", "items", "verdict", "items for 1 point"]
+HEAD = ["task", "metric", "baseline", "candidate", "difference\n(95% interval)", "items", "verdict", "items for 1 point"]
 
 
 def layout(record: Evaluation) -> Page:
-    """Return the parts of the page."""
+    """Return the page."""
     baseline, shots, limit = record.models.baseline, record.settings.num_fewshot, record.settings.limit
     candidate, first = record.models.candidate, (record.groups or record.rows)[:4]
-    beside = "" if baseline is None else f" beside {baseline.name}"
+    against = "" if baseline is None else f" against {baseline.name}"
     notes = ["" if row.paired is None else f"{difference(row)}: {row.paired.verdict}" for row in first]
     return Page(
-        title=f"Evaluation of {candidate.name}{beside}",
+        title=f"Evaluation of {candidate.name}{against}",
         subtitle=(
             f"lm-eval {record.lm_eval}, {'all' if limit is None else f'the first {limit}'} items of each task · "
-            f"examples: {'as tasks have them' if shots is None else shots} · {candidate.dtype} on {candidate.device}"
+            f"few-shot examples: {'task default' if shots is None else shots} · {candidate.dtype} on {candidate.device}"
         ),
         cards=[(row.title, score(row, row.candidate), note) for row, note in zip(first, notes, strict=True)],
         words=sentences(record),
@@ -34,7 +34,7 @@ def layout(record: Evaluation) -> Page:
 
 
 def tables(record: Evaluation) -> list[Table]:
-    """Return the table of groups, if there are any, and that of tasks."""
+    """Return the table of groups, if there are any, and the table of tasks."""
     if record.models.baseline is None:
         head = ["task", "metric", "score ± standard error", "items", "examples"]
         rows = [
@@ -42,15 +42,15 @@ def tables(record: Evaluation) -> list[Table]:
             for row in (*record.groups, *record.rows)
         ]
         return [("Scores", head, [[str(cell) for cell in row] for row in rows])]
-    found: list[Table] = [_together(record)] if record.cost is not None else []
+    first: list[Table] = [_cost(record)] if record.cost is not None else []
     if record.groups:
         head = ["group", *HEAD[1:-1]]
-        found.append(("Groups: means over tasks, in points", head, [_cells(row)[:-1] for row in record.groups]))
+        first.append(("Groups: means over tasks, in points", head, [_cells(row)[:-1] for row in record.groups]))
     unit = "candidate − baseline in points, or candidate ÷ baseline for perplexities"
-    return [*found, (f"Tasks: {unit}", HEAD, [_cells(row) for row in record.rows])]
+    return [*first, (f"Tasks: {unit}", HEAD, [_cells(row) for row in record.rows])]
 
 
-def _together(record: Evaluation) -> Table:
+def _cost(record: Evaluation) -> Table:
     cost, rows = record.cost, (record.groups or record.rows)[:4]
     assert cost is not None
     cache = cost.cache.dynamic
@@ -59,16 +59,16 @@ def _together(record: Evaluation) -> Table:
         ["baseline", size(cache.baseline), "100%", "1x", "1x", *(score(row, row.baseline) for row in rows)],
         ["candidate", *ours, *(score(row, row.candidate) for row in rows)],
     ]
-    head = ["", "KV cache", "share", "first token", "further tokens", *(row.title for row in rows)]
-    return f"Cache and times at {cost.context} tokens, and scores", head, table
+    head = ["", "KV cache", "of baseline", "time to first token", "time per token", *(row.title for row in rows)]
+    return f"KV cache and latency at {cost.context} tokens, and scores", head, table
 
 
 def _cells(row: ScoreRow) -> list:
     paired, items, needed = row.paired, f"{row.items:,}", UNKNOWN
-    if paired is not None and paired.discordant is not None:  # items that only one of both has right, McNemar's p
+    if paired is not None and paired.discordant is not None:  # items that only one model gets right, McNemar's p
         items += f"\n+{paired.discordant.candidate} −{paired.discordant.baseline}\np = {paired.p:.2g}"
     if paired is not None and paired.items_for_a_point is not None:
-        needed = f"{paired.items_for_a_point:,}" + ("\n(1 %)" if row.kind == "perplexity" else "")
+        needed = f"{paired.items_for_a_point:,}" + ("\n(1%)" if row.kind == "perplexity" else "")
     return [
         row.name,
         _metric(row),
@@ -89,34 +89,34 @@ def _panels(record: Evaluation) -> list[Panel]:
     """Return a figure of differences in points, and one of ratios of perplexities."""
     rows = [row for row in (*record.groups, *record.rows) if row.paired is not None]
     shares, ratios = [row for row in rows if row.kind == "share"], [row for row in rows if row.kind == "perplexity"]
-    bars = "Bars: 95 % intervals, paired by item."
+    bars = "Error bars: 95% intervals, paired by item."
     panels = []
     if shares:
-        words = f"Candidate − baseline: right of 0 the candidate has more items right. {bars}"
-        panels.append(Panel("differences", "Differences", words, "points", "", dots=_dots(shares, 0.0)))
+        caption = f"Candidate − baseline: to the right of 0 the candidate answers more items correctly. {bars}"
+        panels.append(Panel("differences", "Differences", caption, "points", "", dots=_dots(shares, 0.0)))
     if ratios:
-        words = f"Candidate's above the baseline's: left of 0 it is lower. {bars}"
-        panels.append(Panel("perplexities", "Perplexities", words, "% above", "", dots=_dots(ratios, 1.0)))
+        caption = f"How far the candidate's perplexity is above the baseline's; to the left of 0 it is lower. {bars}"
+        panels.append(Panel("perplexities", "Perplexities", caption, "% above", "", dots=_dots(ratios, 1.0)))
     return panels
 
 
-def _dots(rows: list[ScoreRow], nothing: float) -> Dots:
-    """Return differences in per cent; `nothing` is the value of no difference."""
+def _dots(rows: list[ScoreRow], equal: float) -> Dots:
+    """Return differences in percent; `equal` is the estimate between equal models."""
     names, values = [], []
     for row in rows:
         assert row.paired is not None
         names.append(f"{row.name.removesuffix(LOCAL)} ({_metric(row)})")
         ends = row.paired.interval or (None, None)
-        values.append([None if end is None else 100 * (end - nothing) for end in (row.paired.estimate, *ends)])
+        values.append([None if end is None else 100 * (end - equal) for end in (row.paired.estimate, *ends)])
     x, low, high = (list(column) for column in zip(*values, strict=True))
     return Dots(names=names, x=x, low=low, high=high, single=[[] for _ in rows])  # type: ignore[arg-type]
 
 
 def _models(record: Evaluation) -> Table:
     rows = []
-    for side, facts in (("candidate", record.models.candidate), ("baseline", record.models.baseline)):
+    for role, facts in (("candidate", record.models.candidate), ("baseline", record.models.baseline)):
         if facts is not None:
-            kind = f"{facts.class_}, {facts.parameters / 1e6:.1f} M parameters, {facts.dtype}"
-            rows.append([side, f"{facts.name} ({kind}), evaluated in {facts.seconds:.0f} s"])
+            about = f"{facts.class_}, {facts.parameters / 1e6:.1f} M parameters, {facts.dtype}"
+            rows.append([role, f"{facts.name} ({about}), evaluated in {facts.seconds:.0f} s"])
     rows += [[row.name, ", ".join(row.tasks)] for row in record.groups]
-    return "Models and groups", ["what", "it is"], rows
+    return "Models and groups", ["model or group", "details"], rows

@@ -14,7 +14,7 @@ from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.bench.record import BenchSettings, Row
-from crosslayer.verbs.bench.run import in_turns
+from crosslayer.verbs.bench.run import bench_transformers
 from crosslayer.verbs.evaluate import harness, summary
 from crosslayer.verbs.evaluate.record import EvaluatedModel, EvaluatedModels, EvaluateSettings
 from crosslayer.verbs.evaluate.result import Evaluation
@@ -123,7 +123,7 @@ def measure_cost(candidate: PreTrainedModel, baseline: PreTrainedModel, evict: s
     """Return what the candidate's cache and time are beside the baseline's, so that they stand beside its scores."""
     context = cost_context(map(positions, (candidate, baseline)))
     settings = BenchSettings(contexts=(context,), new_tokens=COST_TOKENS, repeats=COST_PAIRS, evict=evict)
-    return in_turns(candidate, baseline, settings, progress=progress).rows[0]
+    return bench_transformers(candidate, baseline, settings, progress=progress).rows[0]
 
 
 def cost_context(limits: Iterable[int]) -> int:

@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from crosslayer.testing.tiny import build, config_of
-from crosslayer.verbs.bench.page import figures
+from crosslayer.verbs.bench.page import measurements
 from crosslayer.verbs.bench.record import MEASURES
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.run import bench
@@ -38,13 +38,13 @@ def test_allocated_bytes_are_the_plans(benchmark):
 def test_times_are_within_their_intervals(benchmark):
     row = benchmark.rows[0]
     for time in row.times().values():
-        for side in time.sides():
+        for side in time.both():
             low, high = side.quartiles
             assert 0 < low <= side.median <= high and side.predicted.seconds > 0
         assert time.interval[0] <= time.ratio <= time.interval[1]
         assert time.verdict == "no difference seen"  # three pairs
     speed = f"{2 / row.tpot_static.baseline.median:.1f}"
-    assert speed in next(cells for cells in figures(benchmark) if cells[1] == "tokens/s, static cache")
+    assert speed in next(cells for cells in measurements(benchmark) if cells[1] == "tokens/s, static cache")
     assert row.eager.interval is None and row.eager.baseline.median > 0
 
 
@@ -94,8 +94,8 @@ def test_windows_are_known():
 def test_a_model_by_name_is_loaded_as_the_other_one_is(tmp_path):
     folder, meter = save(ours("cla"), tmp_path / "model"), Recorder()
     benchmark = short(folder, tiny("llama", dtype=torch.float32).bfloat16(), 4, progress=meter)
-    assert [side.dtype for side in benchmark.models.sides()] == ["bfloat16"] * 2
-    assert [side.name for side in benchmark.models.sides()] == ["model", "LlamaForCausalLM"]
+    assert [side.dtype for side in benchmark.models.both()] == ["bfloat16"] * 2
+    assert [side.name for side in benchmark.models.both()] == ["model", "LlamaForCausalLM"]
     assert meter.works == [(f"loading {folder}", 0), ("benchmarking", 2)]
     assert short(folder, folder, 4, dtype="float64").models.baseline.dtype == "float64"
     with pytest.raises(ValueError, match="dtype and device are for a model that is named"):

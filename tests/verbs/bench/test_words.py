@@ -8,7 +8,7 @@ import pytest
 from crosslayer.cli.printing import print_table
 from crosslayer.stats.ratios import coverage
 from crosslayer.testing.tiny import build, config_of
-from crosslayer.verbs.bench.page import figures
+from crosslayer.verbs.bench.page import measurements
 from crosslayer.verbs.bench.record import MEASURES
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.words import sentences
@@ -46,7 +46,7 @@ def test_losses_are_said_as_plainly_as_gains_and_briefly(six):
     )
     off = "2 of 54 predictions are more than 20% off; the farthest, time to first token at 512 × 4: the ratio is -0.7"
     assert f"{off} off." in words and len(words) <= 8
-    table = next(row for row in figures(six) if row[1] == "time to first token" and row[5].endswith("off)"))
+    table = next(row for row in measurements(six) if row[1] == "time to first token" and row[5].endswith("off)"))
     assert table[0] == "context 512, batch 4"
     ranges = [panel.y_range for panel in six.layout().panels]
     assert ranges[::2] == [ranges[0]] * 2 and ranges[1::2] == [ranges[1]] * 2

@@ -11,15 +11,15 @@ from crosslayer.core.methods import method_names
 from crosslayer.verbs.methods.catalogue import markdown
 
 PACKAGE = Path(__file__).parent.parent / "crosslayer"
-HOUSE = (PACKAGE.parent / "docs" / "ARCHITECTURE.md").read_text()
+ARCHITECTURE = (PACKAGE.parent / "docs" / "ARCHITECTURE.md").read_text()
 ORDER = (
-    *re.findall(r"^\| `([\w/]+)` \|", HOUSE, re.M),
+    *re.findall(r"^\| `([\w/]+)` \|", ARCHITECTURE, re.M),
     "__main__",
-)  # each room imports only rooms that stand before it
+)  # each package imports only packages that stand before it
 
 
 def part(path: Path) -> str:
-    """The room of a file, which for `core` and `verbs` is one of the rooms in it."""
+    """The package of a file, which for `core` and `verbs` is one of the packages in it."""
     first, *rest = path.relative_to(PACKAGE).parts
     if first in ("core", "verbs") and rest[0] != "__init__.py":
         return f"{first}/{rest[0].removesuffix('.py')}"
@@ -46,19 +46,19 @@ def imported(path: Path) -> set[str]:
     return names & set(files())
 
 
-def test_the_picture_of_the_house_has_all_rooms():
-    rooms = {part(path) for path in PACKAGE.rglob("*.py")} - {"core", "verbs"}  # which themselves hold a line or two
-    assert set(ORDER) == rooms
+def test_the_table_of_the_architecture_has_all_packages():
+    packages = {part(path) for path in PACKAGE.rglob("*.py")} - {"core", "verbs"}  # which themselves hold a line or two
+    assert set(ORDER) == packages
 
 
 def test_imports_go_one_way():
     for path in PACKAGE.rglob("*.py"):
-        room = part(path)
-        if room in ("core", "verbs"):
+        package = part(path)
+        if package in ("core", "verbs"):
             assert not imported(path)
             continue
-        assert room in ORDER, f"{path.relative_to(PACKAGE)} stands in no room"
-        before = {*ORDER[: ORDER.index(room) + 1], "crosslayer", "core", "verbs"}
+        assert package in ORDER, f"{path.relative_to(PACKAGE)} is in no package of the table"
+        before = {*ORDER[: ORDER.index(package) + 1], "crosslayer", "core", "verbs"}
         names = files()
         extra = {name for name in imported(path) if name != "crosslayer" and part(names[name]) not in before}
         assert not extra, f"{path.relative_to(PACKAGE)} imports {extra}"

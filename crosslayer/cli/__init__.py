@@ -23,7 +23,7 @@ from crosslayer.verbs import GROUPS, verb_names
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Find attention layers that repeat one another, share or drop them, and measure what that costs.",
+    help="Find redundant attention layers, convert models to a smaller KV cache, and measure what that costs.",
 )
 VERBS = sorted(map(read_verb, verb_names()), key=lambda verb: (GROUPS.index(verb.group), verb.name))
 for verb in VERBS:

@@ -59,7 +59,9 @@ def quiet() -> Iterator[None]:
     try:
         with (
             patch.object(tqdm, "__init__", hide),
-            patch.object(evaluator, "get_git_commit_hash", return_value=None),  # git prints an error outside a repository
+            patch.object(
+                evaluator, "get_git_commit_hash", return_value=None
+            ),  # git prints an error outside a repository
             torch.random.fork_rng(devices),
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),

@@ -10,7 +10,16 @@ from crosslayer.verbs.evaluate.result import Evaluation
 from crosslayer.verbs.evaluate.words import difference, score, sentences
 
 KINDS = {"better": "pass", "worse": "fail", "no difference seen": "skip"}
-HEAD = ["task", "metric", "baseline", "candidate", "difference\n(95% interval)", "items", "verdict", "items for 1 point"]
+HEAD = [
+    "task",
+    "metric",
+    "baseline",
+    "candidate",
+    "difference\n(95% interval)",
+    "items",
+    "verdict",
+    "items for 1 point",
+]
 
 
 def layout(record: Evaluation) -> Page:

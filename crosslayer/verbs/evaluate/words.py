@@ -103,7 +103,9 @@ def _caveats(record: Evaluation) -> list[str]:
     written = [] if limit is None else [f"Only the first {limit} items of each task were evaluated."]
     for model in (record.models.candidate, record.models.baseline):
         if model is not None and model.shortened:
-            written.append(f"{model.shortened:,} requests to {model.name} were truncated on the left to fit its positions.")
+            written.append(
+                f"{model.shortened:,} requests to {model.name} were truncated on the left to fit its positions."
+            )
     fixed = {row.name: row.shots for row in record.rows if shots is not None and row.shots != shots}
     if fixed:
         named = ", ".join(f"{task} ({own})" for task, own in fixed.items())

@@ -22,7 +22,10 @@ REPLACED = {  # pattern → what to write
     r"(?:is|are) none|of which|no per ?cents?": "say it directly",
 }
 WORDS = re.compile("|".join(rf"(?<![a-z-])(?:{pattern})(?![a-z-])" for pattern in REPLACED))
-FINE = re.compile(r"in[- ]place|looks? like|(?:repo|repository) owner|prompt look-?up|YAML anchors?")
+FINE = re.compile(
+    r"in[- ]place|looks? like|look-?up|owner/\w+|owner, name|there (?:is|are) none|if (?:it|they) (?:is|are) none"
+    r"|(?:first|last|all|each|one|some|both|plan) of which"
+)
 OWN = {  # words that are somebody else's: a paper's, a format's, data
     "crosslayer/core/methods/svformer.py": {"anchor", "anchors"},
     "crosslayer/verbs/needles/text.py": {"anchor"},

@@ -1,8 +1,9 @@
-"""Tasks of lm-eval that read files on this disk: `python -m crosslayer.verbs.evaluate.local_tasks DATA OUT`.
+"""Writes lm-eval tasks that read local files: `python -m crosslayer.verbs.evaluate.local_tasks DATA OUT`.
 
-Each is lm-eval's own definition (`include:`) with another place of its data, so that prompts and scores are the same.
-DATA holds files TASK.SPLIT.jsonl, .jsonl.gz too, with the columns of the set on the Hugging Face hub; SPLIT is train,
-validation or test. Besides these wikitext2_test.txt and wikitext2_valid.txt (the raw text) and BLiMP.zip (its release).
+Each task is lm-eval's own definition (`include:`) with another path of its data, so prompts and scores are the same.
+DATA holds files TASK.SPLIT.jsonl (or .jsonl.gz) with the columns of the data set on the Hugging Face hub; SPLIT is
+train, validation or test. It may also hold wikitext2_test.txt and wikitext2_valid.txt (raw text) and BLiMP.zip (the
+release).
 """
 
 import argparse
@@ -20,20 +21,20 @@ from crosslayer.output.folder import whole_folder
 from crosslayer.output.progress import print_to
 from crosslayer.verbs.evaluate.harness import LOCAL, check_installed, stock_folder
 
-SPLITS = {"training_split": "train", "validation_split": "validation", "test_split": "test"}  # of a task, of a file
-HEADING = re.compile(r"^(?= = [^=].* = $)", re.M)  # of an article of WikiText; sections have more signs
-LARGEST = 2**28  # bytes of a file inside of BLiMP.zip
+SPLITS = {"training_split": "train", "validation_split": "validation", "test_split": "test"}  # key of a task → of a file
+HEADING = re.compile(r"^(?= = [^=].* = $)", re.M)  # of an article of WikiText; sections have more equals signs
+LARGEST = 2**28  # bytes of a file inside BLiMP.zip
 
 
 class Stock(NamedTuple):
-    """A task of lm-eval: its file, names that its data goes by, and what differs from its set on the hub."""
+    """A task of lm-eval: its file, further names of its data files, and changes to its definition."""
 
     file: str
     stems: tuple[str, ...] = ()
     changes: dict[str, Any] = {}
 
 
-# the set itself has `answer`, true or false, where its copy in SuperGLUE has `label`, 1 or 0
+# the original data set has `answer` (true or false), its copy in SuperGLUE `label` (1 or 0)
 BOOLQ = "{{ 1 if (answer if answer is defined else label) else 0 }}"
 STOCK = {
     "hellaswag": Stock("hellaswag/hellaswag.yaml"),
@@ -51,7 +52,7 @@ STOCK = {
     "medmcqa": Stock("medmcqa/medmcqa.yaml"),
     "medqa_4options": Stock("medqa/medqa.yaml"),
 }
-MEDQA = {  # with five options, which lm-eval has not: columns question, options (A to E), answer_idx of its release
+MEDQA = {  # with five options, which lm-eval lacks: columns question, options (A to E), answer_idx of its release
     "output_type": "multiple_choice",
     "doc_to_text": "Question: {{question}}\n{% for letter in ['A', 'B', 'C', 'D', 'E'] %}{{letter}}. "
     "{{options[letter]}}\n{% endfor %}Answer:",
@@ -62,23 +63,23 @@ MEDQA = {  # with five options, which lm-eval has not: columns question, options
 
 
 def write_local_tasks(data: str | Path, out: str | Path, force: bool = False) -> tuple[str, ...]:
-    """Write tasks for what a folder holds, and return their names.
+    """Write a task for each known data set in a folder, and return their names.
 
-    Paths of data and of lm-eval stand in the files, so that they hold for this machine and environment.
+    The files contain paths of the data and of lm-eval, so they are valid on this machine and environment only.
 
     Args:
-        data: the folder of data; what it lacks has no task.
+        data: the folder of data.
         out: the folder to write, for `include_path`.
         force: replace an existing folder.
 
     Raises:
-        ValueError: lm-eval is missing, the folder holds no data that is known, or `out` exists.
+        ValueError: lm-eval is missing, the folder holds no known data, or `out` exists.
 
     """
     check_installed()
     source, target = Path(data).expanduser().resolve(), Path(out).expanduser().resolve()
     if not source.is_dir():
-        raise ValueError(f"{str(data)!r} is no folder; name one of files TASK.SPLIT.jsonl")
+        raise ValueError(f"DATA must be a folder with files TASK.SPLIT.jsonl, got {str(data)!r}")
     with whole_folder(target, force) as folder:
         names = []
         for name, stock in STOCK.items():
@@ -91,28 +92,28 @@ def write_local_tasks(data: str | Path, out: str | Path, force: bool = False) ->
             names.append(_write(folder, "medqa_5options", MEDQA | _data(files) | splits))
         names += _wikitext(source, folder, target) + _blimp(source, folder, target)
         if not names:
-            raise ValueError(f"{source.name!r} holds no data that is known, such as arc_easy.test.jsonl")
+            raise ValueError(f"{source.name!r} has no known data files, such as arc_easy.test.jsonl")
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-        # what `force` may replace is a folder whose files a manifest lists
+        # `force` only replaces folders whose files are listed in a manifest
         manifest = {"schema": "crosslayer/local-tasks/1", "tasks": names, "files": dict.fromkeys(files, "")}
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     return tuple(names)
 
 
 def _files(source: Path, stems: tuple[str, ...]) -> dict[str, str]:
-    """Return the first file of each split that is there."""
-    found = {}
+    """Return the first existing file of each split."""
+    files = {}
     for stem in stems:
         pattern = re.compile(rf"{re.escape(stem)}\.({'|'.join(SPLITS.values())})\d*\.jsonl(\.gz)?")
         for path in sorted(source.iterdir()):
             match = pattern.fullmatch(path.name)
             if match:
-                found.setdefault(match[1], str(path))
-    return found
+                files.setdefault(match[1], str(path))
+    return files
 
 
 def _including(stock: Path, files: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a task includes, and what it has instead: the place of its data, no split without a file."""
+    """Return a task that includes a stock task and replaces the path of its data and its splits without a file."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     own = load_yaml(stock, resolve_func=False)
@@ -133,7 +134,7 @@ def _write(folder: Path, name: str, config: Mapping[str, Any]) -> str:
 
 
 def _wikitext(source: Path, folder: Path, target: Path) -> list[str]:
-    """Write WikiText-2 article by article, as its set on the hub has it."""
+    """Write WikiText-2 article by article, as in the data set on the hub."""
     files = {}
     for split, short in (("validation", "valid"), ("test", "test")):
         path, name = source / f"wikitext2_{short}.txt", f"wikitext2.{split}.jsonl"
@@ -153,7 +154,7 @@ def articles(text: str) -> list[str]:
 
 
 def _blimp(source: Path, folder: Path, target: Path) -> list[str]:
-    """Write the 67 sets of BLiMP, and their group."""
+    """Write the 67 tasks of BLiMP and their group."""
     archive = source / "BLiMP.zip"
     if not archive.is_file():
         return []
@@ -175,7 +176,7 @@ def _blimp(source: Path, folder: Path, target: Path) -> list[str]:
 
 
 def main() -> None:
-    """Write tasks, as the command line asks; print their names."""
+    """Write tasks for the folder on the command line, and print their names."""
     parser = argparse.ArgumentParser(prog="python -m crosslayer.verbs.evaluate.local_tasks", description=__doc__)
     parser.add_argument("data", help="folder of files TASK.SPLIT.jsonl")
     parser.add_argument("out", help="folder to write, for crosslayer evaluate --include-path")

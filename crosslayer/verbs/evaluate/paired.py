@@ -1,12 +1,12 @@
-"""Differences between two models on the same items, and what may be said of them.
+"""Differences between two models on the same items, with intervals and verdicts.
 
     D = Σ (x_i − y_i) / Σ w_i;   r_i = (x_i − y_i − D w_i) / mean(w);   D ± t(0.975, n − 1) · std(r) / √n
 
-x and y are the items of the candidate and of the baseline; w is 1 but for perplexities over words or bytes. For equal
-weights this is the paired t interval of a mean. It is taken rather than a bootstrap since it is the same at every call,
-needs no draws, and agrees with one for the hundreds of items that tasks have.
+x and y are the items of the candidate and of the baseline; w is 1 except for perplexities over words or bytes. With
+equal weights this is the paired t interval of a mean. It is used instead of a bootstrap because it is deterministic and
+agrees with one for the hundreds of items that tasks have.
 
-Of items that are right or wrong `crosslayer.stats.shares` has it.
+The differences of items that are right or wrong are in `crosslayer.stats.shares`.
 
 Shapes: n items, T tasks. Source of the number of items: Connor (1987).
 """
@@ -25,28 +25,28 @@ from crosslayer.stats.means import t_quantile
 from crosslayer.stats.shares import Verdict, mcnemar, share_difference, share_error, verdict_of
 
 POWER = 0.8
-POINT = 0.01  # the difference for which items are counted: a point of a share, 1 % of a perplexity
-FEWEST = 3  # items that give an interval of a mean
+POINT = 0.01  # the difference for which items are counted: a point of a share, 1% of a perplexity
+FEWEST = 3  # items that an interval of a mean needs
 
 
 class Discordant(Frozen):
-    """Of items that are right or wrong: how many only the candidate has right, and how many only the baseline."""
+    """How many items only the candidate gets right, and how many only the baseline."""
 
     candidate: int = Field(ge=0)
     baseline: int = Field(ge=0)
 
 
 class Paired(Frozen):
-    """Candidate − baseline, or candidate / baseline for perplexities, with its 95 % interval."""
+    """Candidate − baseline, or candidate / baseline for perplexities, with its 95% interval."""
 
     form: Literal["difference", "ratio"]
     estimate: float
-    interval: Interval | None = Field(description="None below three items, unless they are right or wrong")
-    p: float | None = Field(ge=0, le=1, description="two-sided: McNemar's exact test, Student's t, or of groups normal")
+    interval: Interval | None = Field(description="None with fewer than three items, unless they are right or wrong")
+    p: float | None = Field(ge=0, le=1, description="two-sided: McNemar's exact test, Student's t, or normal for groups")
     discordant: Discordant | None = None
     verdict: Verdict
     items_for_a_point: int | None = Field(
-        default=None, description="for 1 point, or 1 % of a perplexity, with a power of 80 %"
+        default=None, description="items needed for 1 point, or 1% of a perplexity, with a power of 80%"
     )
 
 
@@ -75,10 +75,10 @@ def compare_means(
 
 
 def compare_perplexities(candidate: np.ndarray, baseline: np.ndarray, weights: np.ndarray) -> Paired:
-    """Return the ratio of perplexities exp(−Σ x / Σ w) of items (n,), whose log likelihoods are given."""
+    """Return the ratio of perplexities exp(−Σ x / Σ w), from the log likelihoods of items (n,)."""
     estimate, spread, interval, p = _weighted(baseline - candidate, weights)  # of the log perplexity
     needed = None
-    if spread:  # so many items that 1 % is seen in 80 % of cases
+    if spread:  # number of items with which 1% is detected in 80% of cases
         quantiles = NORMAL + stats.norm.ppf(POWER)
         needed = max(FEWEST, math.ceil((quantiles * spread / math.log1p(POINT)) ** 2))
     return Paired(
@@ -106,9 +106,9 @@ def _weighted(
 
 
 def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Paired:
-    """Return the difference of the mean over T tasks, with weights (T,), out of those of their items (n,), −1 to 1.
+    """Return the difference of means over T tasks with weights (T,), from item differences (n,) of −1 to 1 per task.
 
-    Tasks are independent, so their variances, each as above, add up.
+    Tasks are independent, so their variances add up.
     """
     shares = weights / weights.sum()
     errors = np.array([share_error(int((d > 0).sum()), int((d < 0).sum()), len(d)) for d in differences])
@@ -125,9 +125,9 @@ def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Pa
 
 
 def items_for_shares(discordance: float) -> int:
-    """Return with how many items a difference of 1 point is seen in 80 % of cases, by the share that differs.
+    """Return with how many items a difference of 1 point is detected in 80% of cases, from the share that differs.
 
-    Where fewer than 1 % differ, no difference of a point is possible; then so many are taken as it needs.
+    If fewer than 1% differ, a difference of a point is impossible; the share is then taken as 1%.
     """
     share = max(discordance, POINT)
     high = stats.norm.ppf(POWER)

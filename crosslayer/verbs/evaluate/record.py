@@ -1,4 +1,4 @@
-"""What `record.json` of an evaluation holds: a row for each task and metric, and for each group of tasks."""
+"""The contents of an evaluation's `record.json`: a row for each task and metric, and for each group of tasks."""
 
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from crosslayer.verbs.evaluate.paired import Paired
 
 
 class EvaluateSettings(Options):
-    """What is evaluated, and how."""
+    """The options of an evaluation."""
 
     tasks: tuple[str, ...]
     limit: PositiveInt | None
@@ -24,34 +24,34 @@ class EvaluateSettings(Options):
     def _check_batch(cls, batch: Any) -> Any:
         if batch == "auto" or str(batch).isdecimal() and int(batch) > 0:
             return batch
-        raise ValueError(f"batch is {batch!r}; it is auto or a number of requests, at least 1")
+        raise ValueError(f"`batch` must be auto or at least 1, got {batch!r}")
 
     @field_validator("tasks")
     @classmethod
     def _check_tasks(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
         if not tasks or not all(name.strip() for name in tasks):
-            raise ValueError("there is no task; name some, such as arc_easy,piqa")
+            raise ValueError("`tasks` must name at least one task, such as arc_easy,piqa")
         return tasks
 
 
 class EvaluatedModel(ModelFacts):
-    """A model, and what became of its requests."""
+    """A model, and counts of its requests."""
 
-    seconds: float = Field(ge=0, description="of its evaluation, without loading")
+    seconds: float = Field(ge=0, description="evaluation time, without loading")
     requests: int = Field(ge=0, description="texts that were scored or continued")
-    shortened: int = Field(ge=0, description="requests that lost their beginning, since they exceed the positions")
+    shortened: int = Field(ge=0, description="requests truncated on the left to fit the model's positions")
     reduced: int | None = Field(default=None, ge=0, description="requests with tokens evicted before the last was read")
 
 
 class EvaluatedModels(Frozen):
-    """The candidate and, where there is one, the baseline."""
+    """The candidate and, if there is one, the baseline."""
 
     candidate: EvaluatedModel
     baseline: EvaluatedModel | None
 
 
 class Score(Frozen):
-    """What lm-eval reports: a score, and its standard error where it has one."""
+    """A score as lm-eval reports it, with its standard error if it has one."""
 
     value: float
     stderr: float | None = Field(default=None, ge=0)
@@ -60,20 +60,20 @@ class Score(Frozen):
 class ScoreRow(Frozen):
     """A metric of a task, or its mean over the tasks of a group."""
 
-    name: str = Field(description="of the task or the group")
-    metric: str = Field(description="of a group: acc; or acc_norm, and acc of tasks that lack it")
-    filter: str = Field(default="none", description="what lm-eval does with an answer before it is judged")
+    name: str = Field(description="name of the task or the group")
+    metric: str = Field(description="for a group: acc, or acc_norm with acc for tasks that lack it")
+    filter: str = Field(default="none", description="lm-eval's filter of answers before they are scored")
     higher_is_better: bool = True
-    kind: Literal["share", "mean", "perplexity"] | None = Field(description="None: the score is no mean over items")
+    kind: Literal["share", "mean", "perplexity"] | None = Field(description="None: the score is not a mean over items")
     items: PositiveInt
-    shots: NonNegativeInt | None = Field(default=None, description="examples before an item; None of a group")
-    tasks: tuple[str, ...] = Field(default=(), description="of a group")
-    weighting: Literal["tasks", "items"] = Field(default="tasks", description="of a group: what counts the same")
+    shots: NonNegativeInt | None = Field(default=None, description="examples before an item; None for a group")
+    tasks: tuple[str, ...] = Field(default=(), description="tasks of a group")
+    weighting: Literal["tasks", "items"] = Field(default="tasks", description="for a group: what is weighted equally")
     candidate: Score
     baseline: Score | None
-    paired: Paired | None = Field(description="None without a baseline, or where items cannot be paired")
+    paired: Paired | None = Field(description="None without a baseline, or if items cannot be paired")
 
     @property
     def title(self) -> str:
-        """Its name and metric, with the filter where it is not the usual one."""
+        """Its name and metric, with the filter if it is not the default."""
         return f"{self.name} {self.metric}" + ("" if self.filter == "none" else f" ({self.filter})")

@@ -12,14 +12,14 @@ from crosslayer.output.result import Result
 from crosslayer.verbs.bench.record import Row
 from crosslayer.verbs.evaluate.record import EvaluatedModels, EvaluateSettings, ScoreRow
 
-HARNESS = "lm_eval"  # the folder of what lm-eval returned
+HARNESS = "lm_eval"  # the folder of lm-eval's own results
 
 
 class Evaluation(Result):
-    """What `crosslayer.evaluate` returns: a row for each of N metrics of tasks, typed, as arrays, and as a page.
+    """What `crosslayer.evaluate` returns: a row for each of N metrics of tasks, arrays and a page.
 
-    Its fields are what `record.json` holds, and two evaluations compare by them. `save` also writes what lm-eval
-    returned (but for the git commit, which is None), of an evaluation that was not loaded from a folder.
+    Its fields are the contents of `record.json`, and two evaluations are equal if these are. `save` also writes what
+    lm-eval returned (except the git commit, which is None), unless the evaluation was loaded from a folder.
     """
 
     schema_: Literal["crosslayer/evaluate/3"] = Field(default="crosslayer/evaluate/3", alias="schema")
@@ -27,18 +27,18 @@ class Evaluation(Result):
     settings: EvaluateSettings
     rows: tuple[ScoreRow, ...] = Field(min_length=1)
     groups: tuple[ScoreRow, ...]
-    cost: Row | None = Field(default=None, description="of `bench`; None where it was not asked for")
-    lm_eval: str = Field(description="its version")
+    cost: Row | None = Field(default=None, description="measurements of `bench`; None without `cost`")
+    lm_eval: str = Field(description="version of lm-eval")
 
-    _results: dict[str, Mapping[str, Any]] = PrivateAttr(default_factory=dict)  # by side
+    _results: dict[str, Mapping[str, Any]] = PrivateAttr(default_factory=dict)  # by candidate and baseline
 
     @model_validator(mode="after")
-    def _check_sides(self) -> Self:
-        """Refuse rows with another number of sides than there are models."""
+    def _check_baseline(self) -> Self:
+        """Refuse rows with a baseline if there is no such model, and the other way round."""
         alone = self.models.baseline is None
         for row in (*self.rows, *self.groups):
             if (row.baseline is None) != alone or row.paired is not None and alone:
-                raise ValueError(f"{row.title} has a baseline, or lacks it, unlike the record")
+                raise ValueError(f"{row.title} {'has' if alone else 'lacks'} a baseline, unlike the record")
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -46,28 +46,28 @@ class Evaluation(Result):
 
     @property
     def lm_eval_results(self) -> dict[str, Mapping[str, Any]]:
-        """What lm-eval returned, by side, samples included; empty for one that was loaded from a folder."""
+        """What lm-eval returned for candidate and baseline, with samples; empty if loaded from a folder."""
         return self._results
 
     @property
     def scores(self) -> np.ndarray:
-        """Scores of candidate and baseline, (N, 2); NaN without a baseline."""
+        """The scores of candidate and baseline, (N, 2); NaN without a baseline."""
         values = [[row.candidate.value, np.nan if row.baseline is None else row.baseline.value] for row in self.rows]
         return np.array(values)
 
     @property
     def differences(self) -> np.ndarray:
-        """Estimates of candidate − baseline, or of the ratio of perplexities, (N,); NaN where nothing is paired."""
+        """Estimates of candidate − baseline, or of the ratio of perplexities, (N,); NaN if items are not paired."""
         return np.array([np.nan if row.paired is None else row.paired.estimate for row in self.rows])
 
     @property
     def intervals(self) -> np.ndarray:
-        """Lower and upper ends of those, (N, 2); NaN where there is none."""
+        """Lower and upper ends of the intervals of `differences`, (N, 2); NaN without an interval."""
         none = (np.nan, np.nan)
         return np.array([none if row.paired is None else row.paired.interval or none for row in self.rows])
 
     def headline(self) -> dict[str, Any]:
-        """Return the names of the models, and scores with differences, rounded, of rows and groups."""
+        """Return the names of the models, and rounded scores with differences of rows and groups."""
         baseline = self.models.baseline
         return {
             "candidate": self.models.candidate.name,
@@ -78,17 +78,17 @@ class Evaluation(Result):
         }
 
     def _write(self, folder: Path) -> None:
-        """Write lm-eval's results beside the rest, as lm-eval would: samples a line each, everything else as JSON."""
+        """Also write lm-eval's results as lm-eval does: one sample per line, everything else as JSON."""
         super()._write(folder)
-        for side, results in self._results.items():
+        for role, results in self._results.items():
             from lm_eval.utils import handle_non_serializable
 
             options = {"default": handle_non_serializable, "ensure_ascii": False}
             (folder / HARNESS).mkdir(exist_ok=True)
-            rest = {name: part for name, part in results.items() if name != "samples"}
-            (folder / HARNESS / f"{side}.json").write_text(json.dumps(rest, indent=2, **options), encoding="utf-8")
+            rest = {name: value for name, value in results.items() if name != "samples"}
+            (folder / HARNESS / f"{role}.json").write_text(json.dumps(rest, indent=2, **options), encoding="utf-8")
             for task, samples in results["samples"].items():
-                path = folder / HARNESS / f"{side}.samples.{task.replace('/', '_')}.jsonl"
+                path = folder / HARNESS / f"{role}.samples.{task.replace('/', '_')}.jsonl"
                 lines = "".join(json.dumps(sample, **options) + "\n" for sample in samples)
                 path.write_text(lines, encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What lm-eval's results of one or two models add up to: rows of scores with paired differences, and groups."""
+"""Summarises lm-eval's results of one or two models: rows of scores with paired differences, and groups."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from crosslayer.verbs.evaluate.record import Score, ScoreRow
 Results = Mapping[str, Any]  # what lm-eval's simple_evaluate returns
 Sample = Mapping[str, Any]
 GROUP_METRICS = ("acc", "acc_norm")
-CLOSE = 1e-9  # relative, within which items must give the score that is reported
+CLOSE = 1e-9  # relative tolerance between lm-eval's score and the one computed from items
 
 
 @dataclass(frozen=True)
 class Items:
-    """Values and weights (n,) of a metric; of a perplexity the values are log likelihoods.
+    """Values and weights (n,) of a metric; for a perplexity the values are log likelihoods.
 
-    The score is Σ values / Σ weights, or exp(−Σ values / Σ weights); `kind` share says that all values are 0 or 1.
+    The score is Σ values / Σ weights, or exp(−Σ values / Σ weights) for a perplexity; in a share all values are 0 or 1.
     """
 
     kind: Literal["share", "mean", "perplexity"]
@@ -29,16 +29,16 @@ class Items:
 
 
 def samples_of(samples: Sequence[Sample], metric: str, name: str) -> list[Sample]:
-    """Return the samples that hold a metric, under the name of a filter, in the order of their documents."""
-    found = [sample for sample in samples if sample["filter"] == name and metric in sample]
-    return sorted(found, key=lambda sample: sample["doc_id"])
+    """Return the samples of a filter that have a metric, in the order of their documents."""
+    filtered = [sample for sample in samples if sample["filter"] == name and metric in sample]
+    return sorted(filtered, key=lambda sample: sample["doc_id"])
 
 
 def items_of(samples: Sequence[Sample], metric: str, reported: float) -> Items | None:
-    """Return the items of a metric, or None where the score that is reported is neither their mean nor a perplexity.
+    """Return the items of a metric, or None if the reported score is neither their mean nor a perplexity.
 
-    How a task adds its items up is code of its own, which its results do not name: what gives the reported score is
-    right. An item is a number, or a pair of a log likelihood and a weight (words, bytes).
+    lm-eval's results do not say how a task aggregates its items, so the aggregation is taken that gives the reported
+    score. An item is a number, or a pair of a log likelihood and a weight (words, bytes).
     """
     try:
         entries = np.array([sample[metric] for sample in samples], dtype=float)  # (n,) or (n, 2)
@@ -52,7 +52,7 @@ def items_of(samples: Sequence[Sample], metric: str, reported: float) -> Items |
         return Items("share" if set(values.tolist()) <= {0.0, 1.0} else "mean", values, weights)
     if reported > 0 and _is_close(-mean, math.log(reported)):
         return Items("perplexity", values, weights)
-    if _is_close(-mean / math.log(2), reported):  # bits a byte
+    if _is_close(-mean / math.log(2), reported):  # bits per byte
         return Items("mean", -values / math.log(2), weights)
     return None
 
@@ -62,10 +62,10 @@ def _is_close(value: float, reported: float) -> bool:
 
 
 def check_same(candidate: Sequence[Sample], baseline: Sequence[Sample], task: str) -> None:
-    """Refuse to pair samples of other documents, or of other prompts."""
+    """Refuse to pair samples with different documents or prompts."""
     for name in ("doc_id", "doc_hash", "prompt_hash"):
         if [sample[name] for sample in candidate] != [sample[name] for sample in baseline]:
-            raise ValueError(f"{task}: candidate and baseline were asked different things ({name}); nothing is paired")
+            raise ValueError(f"{task}: candidate and baseline have different {name}, so their items cannot be paired")
 
 
 def rows(candidate: Results, baseline: Results | None) -> tuple[ScoreRow, ...]:
@@ -81,13 +81,13 @@ def rows(candidate: Results, baseline: Results | None) -> tuple[ScoreRow, ...]:
 
 
 def _row(candidate: Results, baseline: Results | None, task: str, metric: str, name: str) -> ScoreRow | None:
-    """Return the row of a metric under the name of a filter; None where no sample holds it."""
+    """Return the row of a metric and filter; None if no sample has it."""
     samples = samples_of(candidate["samples"][task], metric, name)
     if not samples:
         return None
     key = f"{metric},{name}"
     items, paired = items_of(samples, metric, candidate["results"][task][key]), None
-    higher_is_better = candidate["higher_is_better"].get(task, {}).get(metric) is not False  # where nothing is said
+    higher_is_better = candidate["higher_is_better"].get(task, {}).get(metric) is not False  # the default is True
     if baseline is not None:
         others = samples_of(baseline["samples"][task], metric, name)
         check_same(samples, others, task)
@@ -128,25 +128,25 @@ def _compared(candidate: Items | None, baseline: Items | None, higher_is_better:
 def group_rows(
     groups: Mapping[str, Sequence[str]], scored: Sequence[ScoreRow], candidate: Results, baseline: Results | None
 ) -> tuple[ScoreRow, ...]:
-    """Return the mean of acc, and that of acc_norm where tasks have it, over the tasks `scored` of each group.
+    """Return the means of acc, and of acc_norm if tasks have it, over the `scored` tasks of each group.
 
-    `groups` are those beside lm-eval's own.
+    `groups` are the groups in addition to lm-eval's own.
     """
     means = []
     for group, tasks in {**_harness_groups(candidate), **groups}.items():
         shown: set[tuple[str, ...]] = set()
         for metric in GROUP_METRICS:
             chosen = [_row_of(scored, task, metric) for task in tasks]
-            parts = [row for row in chosen if row is not None]
-            names = tuple(row.metric for row in parts)
-            if len(parts) == len(tasks) and names not in shown:
+            members = [row for row in chosen if row is not None]
+            names = tuple(row.metric for row in members)
+            if len(members) == len(tasks) and names not in shown:
                 shown.add(names)
-                means.append(_group_row(group, metric, parts, candidate, baseline))
+                means.append(_group_row(group, metric, members, candidate, baseline))
     return tuple(means)
 
 
 def _harness_groups(results: Results) -> dict[str, tuple[str, ...]]:
-    """Return the tasks of lm-eval's own groups, those of groups inside of them too."""
+    """Return the tasks of lm-eval's own groups, including those of nested groups."""
 
     def leaves(name: str) -> list[str]:
         inner = results["group_subtasks"].get(name)
@@ -156,31 +156,31 @@ def _harness_groups(results: Results) -> dict[str, tuple[str, ...]]:
 
 
 def _row_of(scored: Sequence[ScoreRow], task: str, metric: str) -> ScoreRow | None:
-    """Return a task's row of a metric, or else of acc, if its items are right or wrong."""
+    """Return a task's row of a metric, or of acc if it lacks that, provided that its items are right or wrong."""
     shares = {row.metric: row for row in reversed(scored) if row.name == task and row.kind == "share"}
     return shares.get(metric) or shares.get("acc")
 
 
 def _group_row(
-    group: str, metric: str, parts: Sequence[ScoreRow], candidate: Results, baseline: Results | None
+    group: str, metric: str, members: Sequence[ScoreRow], candidate: Results, baseline: Results | None
 ) -> ScoreRow:
-    """Return the mean over tasks; they weigh by their items where only that gives what lm-eval reports of the group."""
-    scores, items = np.array([row.candidate.value for row in parts]), np.array([float(row.items) for row in parts])
+    """Return the mean over tasks, weighted by items if only that gives the score that lm-eval reports of the group."""
+    scores, items = np.array([row.candidate.value for row in members]), np.array([float(row.items) for row in members])
     reported = candidate.get("groups", {}).get(group, {}).get(f"{metric},none")
     reported = reported if isinstance(reported, float) else math.nan
     by_items = not _is_close(scores.mean(), reported) and _is_close(float(np.average(scores, weights=items)), reported)
-    weights = items if by_items else np.ones(len(parts))
+    weights = items if by_items else np.ones(len(members))
     paired, of_baseline = None, None
     if baseline is not None:
-        paired = compare_groups([_values(candidate, row) - _values(baseline, row) for row in parts], weights)
-        others = [row.baseline.value for row in parts if row.baseline is not None]
+        paired = compare_groups([_values(candidate, row) - _values(baseline, row) for row in members], weights)
+        others = [row.baseline.value for row in members if row.baseline is not None]
         of_baseline = Score(value=float(np.average(others, weights=weights)))
     return ScoreRow(
         name=group,
         metric=metric,
         kind="share",
         items=int(items.sum()),
-        tasks=tuple(row.name for row in parts),
+        tasks=tuple(row.name for row in members),
         weighting="items" if by_items else "tasks",
         candidate=Score(value=float(np.average(scores, weights=weights))),
         baseline=of_baseline,

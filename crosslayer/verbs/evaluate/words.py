@@ -20,15 +20,15 @@ def sentences(record: Evaluation) -> list[str]:
     return [*results, *_eviction_sentences(record), *_caveats(record)]
 
 
-def score(row: ScoreRow, score: Score | None) -> str:
-    """Format a row's score: a share in percent, with its standard error if known."""
-    if score is None:
+def score(row: ScoreRow, of: Score | None) -> str:
+    """Format a score of a row: a share in percent, with its standard error if known."""
+    if of is None:
         return UNKNOWN
     share = row.kind == "share"
-    value = f"{score.value:.2%}" if share else f"{score.value:.4g}"
-    if score.stderr is None:
+    value = f"{of.value:.2%}" if share else f"{of.value:.4g}"
+    if of.stderr is None:
         return value
-    return f"{value}\n± {score.stderr:.2%}" if share else f"{value}\n± {score.stderr:.2g}"
+    return f"{value}\n± {of.stderr:.2%}" if share else f"{value}\n± {of.stderr:.2g}"
 
 
 def difference(row: ScoreRow) -> str:

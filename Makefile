@@ -97,11 +97,11 @@ test-transformers: $(TRANSFORMERS)
 	CROSSLAYER_TRANSFORMERS_TESTS=$${CROSSLAYER_TRANSFORMERS_TESTS:-$(TRANSFORMERS)/tests} \
 	  OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow -rs tests/core/decoder/test_transformers.py
 
-# the generated tables of docs/methods/overview.md, docs/methods/combinations.md and docs/verbs
+# the generated tables of docs/methods and docs/reference
 tables: $(STAMP)
 	$(BIN)/python -m crosslayer.verbs.methods.catalogue docs/methods/overview.md
 	mkdir -p out && $(BIN)/python -m crosslayer.verbs.methods.compositions > out/COMPOSITIONS.md && mv out/COMPOSITIONS.md docs/methods/combinations.md
-	$(BIN)/python -m crosslayer.cli.reference docs/verbs
+	$(BIN)/python -m crosslayer.cli.reference docs/reference/commands.md docs/reference/recipes.md
 
 # the site, out/site: links are checked, and every page is opened in Chromium at two widths
 $(VENV)/.docs: $(STAMP)

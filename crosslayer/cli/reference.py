@@ -1,27 +1,107 @@
-"""The options of the verbs as tables for the documents.
+"""The pages of reference that follow from the code: the options of every command, and the keys of recipes.
 
-`python -m crosslayer.cli.reference docs/verbs` writes each into the page of its verb.
+`python -m crosslayer.cli.reference docs/reference/commands.md docs/reference/recipes.md` writes the first as a whole,
+and the tables of keys into any other page: first those of training, then those of healing.
 """
 
+import json
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, get_args
 
-from crosslayer.cli.declared import REQUIRED, Option, Verb, read_verb
-from crosslayer.verbs import verb_names
+from crosslayer.cli.declared import EVERYWHERE, REQUIRED, Option, Verb, read_verb
+from crosslayer.verbs import GROUPS, verb_names
 
 HEAD = "| option | default | what it is |\n|---|---|---|\n"
 BAR = r"\|"  # what stands for | in a cell
-TABLE = re.compile(r"(?m)^\| option \| default \| what it is \|\n(?:\|.*\n)*")
+GUIDES = {"Inspect": "inspect", "Convert": "convert", "Measure": "measure", "Train": "train", "Ship": "serve"}
+INTRODUCTION = """# Commands
+
+Every command with its options, as `crosslayer COMMAND --help` prints them; `make tables` writes this page. In Python
+each is a function with the same names and defaults: `crosslayer.diagnose("smollm2", sequences=8)` (`--set` is
+`settings`). Names in capitals are typed without a flag.
+
+"""
+COMMON = f"""
+Every command also takes
+
+{HEAD}%s
+| exit status | meaning |
+|---|---|
+| 0 | done |
+| 1 | a check of `verify` failed, or a training run stopped early: a full disk, a loss that is not finite |
+| 2 | an input or option must be changed; one line on stderr says which |
+| 70 | an internal error; `--debug` shows where |
+| 130 | interrupted |
+"""
+KEYS = "| key | default | what |\n|---|---|---|\n"
+KEY_TABLE = re.compile(re.escape(KEYS) + r"(?:\|.*\n)*")
+Row = tuple[str, str, str]  # name, default, text
+
+
+def commands_page() -> str:
+    """Return the page of all commands, by group, each with what it does and the table of its options."""
+    verbs = [read_verb(name) for name in verb_names()]
+    groups = {group: [verb for verb in verbs if verb.group == group] for group in GROUPS}
+    index = ""
+    for group, its in groups.items():
+        names = ", ".join(f"[{verb.name}](#{verb.name})" for verb in its)
+        index += f"- **{group}** ([guide](../guides/{GUIDES[group]}.md)): {names}\n"
+    sections = [section(verb) for its in groups.values() for verb in its]
+    return "\n".join([INTRODUCTION + index + COMMON % _rows(EVERYWHERE), *sections])
+
+
+def section(verb: Verb) -> str:
+    """Return the section of a command, which ends with the table of its options."""
+    text = "\n\n".join(filter(None, (verb.call.about, verb.call.text)))
+    return f"## {verb.name}\n\n{text}\n\n{table(verb)}"
 
 
 def table(verb: Verb) -> str:
-    """Return the table of what can be typed for a verb, in the order of `--help`."""
-    rows = [(option.name.upper(), option) for option in verb.arguments]
-    rows += [(option.flag, option) for option in verb.options]
-    return HEAD + "".join(
-        f"| `{name}` | {_default(option)} | {option.text.replace('|', BAR)} |\n" for name, option in rows
-    )
+    """Return the table of what can be typed for a verb alone, in the order of `--help`."""
+    own = [option for option in verb.options if option not in EVERYWHERE]
+    return HEAD + _rows(verb.arguments, named=False) + _rows(own)
+
+
+def recipe_tables() -> list[str]:
+    """Return the tables of the keys of a recipe of training and of healing."""
+    from crosslayer.verbs.heal.recipe import HealRecipe  # here: imports torch, and tables of options need it not
+    from crosslayer.verbs.train.recipe import Recipe
+
+    training, healing = list(_keys(Recipe)), list(_keys(HealRecipe))
+    known = {(key.rpartition(".")[2], *rest) for key, *rest in training}
+    short = [
+        (key, default, "As in training." if (key.rpartition(".")[2], default, text) in known else text)
+        for key, default, text in healing
+    ]
+    return [KEYS + _lines(rows) for rows in (training, short)]
+
+
+def _keys(part: Any, prefix: str = "") -> Iterator[Row]:
+    """Yield the keys of a part of a recipe, those of the parts in it behind a dot, of lists of parts behind "[]."."""
+    for name, field in part.model_fields.items():
+        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if hasattr(kind, "model_fields")]
+        if inner[:1] != [field.annotation]:
+            shown = field.default is None or isinstance(field.default, str | int | float | dict)
+            default = f"`{json.dumps(field.default)}`" if shown else ""
+            yield f"{prefix}{name}", default, " ".join((field.description or "").split())
+        for kind in inner:
+            yield from _keys(kind, f"{prefix}{name}[]." if _is_list(field.annotation) else f"{prefix}{name}.")
+
+
+def _is_list(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) is list
+
+
+def _rows(options: Sequence[Option], *, named: bool = True) -> str:
+    names = [option.flag if named else option.name.upper() for option in options]
+    return _lines((name, _default(option), option.text) for name, option in zip(names, options, strict=True))
+
+
+def _lines(rows: Any) -> str:
+    return "".join(f"| `{name}` | {default} | {text.replace('|', BAR)} |\n" for name, default, text in rows)
 
 
 def _default(option: Option) -> str:
@@ -33,13 +113,13 @@ def _default(option: Option) -> str:
 
 
 def main() -> None:
-    """Write the tables into the pages of a folder."""
-    for name in verb_names():
-        page = Path(sys.argv[1]) / f"{name}.md"
-        text, options = page.read_text(encoding="utf-8"), table(read_verb(name))
-        if not TABLE.search(text):
-            text = f"{text.rstrip()}\n\n## Options\n\n{HEAD}"
-        page.write_text(TABLE.sub(lambda _, options=options: options, text), encoding="utf-8")
+    """Write the pages that are named."""
+    for page in map(Path, sys.argv[1:]):
+        text = commands_page()
+        if page.name != "commands.md":
+            tables = iter(recipe_tables())
+            text = KEY_TABLE.sub(lambda _, tables=tables: next(tables), page.read_text(encoding="utf-8"))
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

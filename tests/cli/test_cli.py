@@ -126,7 +126,7 @@ def test_documents_name_only_options_that_exist():
     root = Path(__file__).parent.parent.parent
     verbs = typer.main.get_command(cli.app).commands.values()
     known = {word for verb in verbs for option in verb.params for word in (*option.opts, *option.secondary_opts)}
-    for name in ("README.md", "docs/start/tour.md", "docs/RETROFIT.md"):
+    for name in ("README.md", "docs/start/tour.md", "docs/guides/convert.md"):
         text = re.sub(r"python\s+benchmarks/[^`]*`", "", (root / name).read_text())  # scripts have options of their own
         named = set(re.findall(r"--[a-z]+[a-z-]*", text)) - {"--no-deps", "--lens"}
         assert len(named) > 5 and named <= known, (name, named - known)

@@ -15,7 +15,7 @@ from tests.cli.test_cli import run
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
 
-PAGE = Path(__file__).parents[2] / "docs" / "EVICTION.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "measure.md"
 
 
 @pytest.fixture

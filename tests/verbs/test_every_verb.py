@@ -15,7 +15,7 @@ import typer
 import crosslayer
 from crosslayer.cli import app
 from crosslayer.cli.declared import REQUIRED, read_verb
-from crosslayer.cli.reference import table
+from crosslayer.cli.reference import commands_page, section
 from crosslayer.verbs import GROUPS, verb_names
 
 ROOT = Path(__file__).parents[2]
@@ -82,8 +82,13 @@ def test_a_verb_says_what_its_options_are(name):
     assert verb.group in GROUPS and verb.call.about
     assert all(option.text.endswith(".") for option in verb.call.parameters), verb.call.parameters
     assert len({option.name for option in (*verb.arguments, *verb.options)}) == len((*verb.arguments, *verb.options))
-    page = (ROOT / "docs" / "verbs" / f"{name}.md").read_text()
-    assert table(verb) in page, "run python -m crosslayer.cli.reference docs/verbs"
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    assert section(verb) in page, "run make tables"
+    assert all(f"`{option.flag}`" in page for option in verb.options)
+
+
+def test_the_page_of_all_commands_is_of_this_package():
+    assert (ROOT / "docs" / "reference" / "commands.md").read_text() == commands_page(), "run make tables"
 
 
 @pytest.mark.parametrize("name", verb_names())

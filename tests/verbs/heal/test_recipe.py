@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import crosslayer
+from crosslayer.cli.reference import recipe_tables
 from crosslayer.verbs.heal.recipe import HealRecipe, load_heal_recipe
 from crosslayer.verbs.heal.retrofits import Retrofit, open_retrofits
 from crosslayer.verbs.train.recipe import Part
@@ -14,7 +15,7 @@ from tests.helpers.recovery import healed, original_in, recipe_in, retrofit_in
 from tests.helpers.tiny import tiny
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-DOCUMENT = (RECIPES.parent / "docs" / "HEAL.md").read_text()
+PAGES = RECIPES.parent / "docs"
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("heal-*.yaml")), ids=lambda path: path.stem)
@@ -99,8 +100,17 @@ def keys(kind, place=""):
 
 
 def test_the_documentation_lists_every_key():
-    table = set(re.findall(r"^\| `([\w.\[\]]+)` \|", DOCUMENT, re.M))
-    assert set(keys(HealRecipe)) - table == set()
+    page = (PAGES / "reference" / "recipes.md").read_text()
+    assert recipe_tables()[1] in page, "run make tables"
+    assert re.findall(r"^\| `([\w.\[\]]+)` \|", page.partition("\n## Heal\n")[2], re.M) == list(keys(HealRecipe))
+
+
+def test_the_example_of_the_guide_is_a_recipe(tmp_path):
+    (example,) = re.findall(r"```yaml\n(.+?)```", (PAGES / "guides" / "convert.md").read_text(), re.S)
+    (tmp_path / "example.yaml").write_text(example)
+    recipe = load_heal_recipe(tmp_path / "example.yaml")
+    assert [stage.parameters for stage in recipe.stages] == ["compensation", "all"]
+    assert recipe.objective.loss == "response" and all(domain.columns for domain in recipe.data.domains)
 
 
 def test_another_original_of_the_same_shape_is_refused(base, tmp_path):

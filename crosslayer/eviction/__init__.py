@@ -1,1 +1,1 @@
-"""Lets cached tokens go: which, when, and how a model runs meanwhile."""
+"""KV cache eviction: which cached tokens are dropped, when, and how a model runs meanwhile."""

@@ -1,6 +1,6 @@
-"""What is asked for: a policy, and how much of the cache goes or how many tokens stay, in all layers or in some.
+"""An eviction: a policy, and how much of the cache it evicts or how many tokens it keeps, in all layers or in some.
 
-In words: `h2o:0.4` evicts 40 % of what is cached, `h2o:512` keeps 512 tokens, `h2o:0.2@0-11,0.6@12-29` evicts by layer.
+As text, `h2o:0.4` evicts 40% of the cache, `h2o:512` keeps 512 tokens, `h2o:0.2@0-11,0.6@12-29` evicts by layer.
 """
 
 import math
@@ -15,41 +15,38 @@ from crosslayer.eviction.policies import Policy, policy
 
 BLOCK = 16  # tokens that are read between two evictions
 AMOUNT = re.compile(r"(?P<amount>\d+\.\d*|\.\d+|\d+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?", re.ASCII)
-EXAMPLE = "as h2o:0.4 (evicts 40 %), h2o:512 (keeps 512 tokens) or h2o:0.2@0-11,0.6@12-29 (by layer)"
+EXAMPLE = "as h2o:0.4 (evicts 40%), h2o:512 (keeps 512 tokens) or h2o:0.2@0-11,0.6@12-29 (by layer)"
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much of the cache a layer gives up at every eviction.
-
-    Either a `share` of the tokens read so far goes (0 to below 1), or as many stay as the cache has room for: `tokens`.
-    """
+    """How much of its cache a layer evicts: a `share` (0 to below 1) of the tokens read so far, or all but `tokens`."""
 
     share: float | None = None
     tokens: int | None = None
 
-    def keep(self, seen: int, room: int = BLOCK) -> int:
-        """Return how many of `seen` tokens an eviction leaves, so that another `room` of them fits beside them."""
+    def keep(self, seen: int, reserve: int = BLOCK) -> int:
+        """Return how many of `seen` tokens an eviction keeps; of `tokens`, `reserve` are left free for new ones."""
         if self.share is not None:
             return math.ceil((1 - self.share) * seen - 1e-9)  # 0.6 · 10 is 6, in floating point as well
         assert self.tokens is not None
-        return self.tokens - room
+        return self.tokens - reserve
 
     def __post_init__(self):
         if (self.share is None) == (self.tokens is None):
-            raise ValueError("an eviction takes either a share or a number of tokens")
+            raise ValueError("an eviction needs either a share or a number of tokens")
         if self.share is not None and not 0 <= self.share < 1:
-            raise ValueError(f"an eviction of {self.share:g} of the cache; give a share from 0 to below 1")
+            raise ValueError(f"the evicted share must be from 0 to below 1, got {self.share:g}")
         if self.tokens is not None and self.tokens < 2 * BLOCK:
-            raise ValueError(f"an eviction that keeps {self.tokens} tokens; at least {2 * BLOCK} must stay")
+            raise ValueError(f"an eviction must keep at least {2 * BLOCK} tokens, got {self.tokens}")
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """A policy, by its name or that of a module of your own, with its amounts; `text` is as it was asked for.
+    """A policy, by its name or the name of your own module, and its amounts; `text` is the eviction as it was written.
 
-    `everywhere` is the amount of all layers; where it is None, `by_layer` has those of the first layers, None for those
-    that keep all, as the layers behind them do.
+    `everywhere` is the amount for all layers. If it is None, `by_layer` has an amount for each of the first layers; a
+    layer with None, and any later layer, keeps all tokens.
     """
 
     policy: str
@@ -58,59 +55,61 @@ class Eviction:
     by_layer: tuple[Amount | None, ...] = ()
 
     def __post_init__(self):
-        policy(self.policy)  # refuses a name that is unknown
+        policy(self.policy)  # refuses an unknown name
 
     @property
     def rule(self) -> Policy:
-        """The policy itself."""
+        """The policy."""
         return policy(self.policy)
 
     def amount(self, layer: int) -> Amount | None:
-        """Return what a layer gives up; None where it keeps all."""
+        """Return how much a layer evicts; None if it keeps all tokens."""
         if self.everywhere is not None:
             return self.everywhere
         return self.by_layer[layer] if layer < len(self.by_layer) else None
 
-    def takes_from(self, tokens: int) -> bool:
-        """Return whether a text has lost tokens when its last one is read; a prompt, of SnapKV, at its end."""
+    def evicts_from(self, tokens: int) -> bool:
+        """Return whether a text of so many tokens has lost some when the last is read (a prompt, with a window)."""
         amounts = [self.everywhere] if self.everywhere is not None else [a for a in self.by_layer if a is not None]
         window = self.rule.window
         if window:
-            return any(max(amount.keep(tokens, room=0), window) < tokens for amount in amounts)
-        last = (tokens - 1) // BLOCK * BLOCK  # the last eviction that a token comes after
+            return any(max(amount.keep(tokens, reserve=0), window) < tokens for amount in amounts)
+        last = (tokens - 1) // BLOCK * BLOCK  # the last eviction that is followed by a token
         return any(amount.keep(last) < last for amount in amounts)
 
     def check_layers(self, layers: int, groups: Sequence[Sequence[int]]) -> None:
-        """Refuse an eviction by layer that a model of so many layers, some of which share, cannot have."""
+        """Refuse an eviction by layer that does not fit a model with so many layers and these groups that share."""
         if self.everywhere is not None:
             return
         if len(self.by_layer) > layers:
-            raise ValueError(f"eviction {self.text!r} names layer {len(self.by_layer) - 1}; the last is {layers - 1}")
+            raise ValueError(
+                f"eviction {self.text!r}: layer {len(self.by_layer) - 1} does not exist; the last is {layers - 1}"
+            )
         for group in groups:
             if any(self.amount(layer) != self.amount(group[0]) for layer in group):
                 names = ", ".join(map(str, group))
-                raise ValueError(f"eviction {self.text!r}: layers {names} share what is cached; give them all the same")
+                raise ValueError(f"eviction {self.text!r}: layers {names} share a cache; give them the same amount")
         attending = {layer for group in groups for layer in group}
         for layer, amount in enumerate(self.by_layer):
             if amount is not None and layer not in attending:
-                raise ValueError(f"eviction {self.text!r} names layer {layer}, which has no attention")
+                raise ValueError(f"eviction {self.text!r}: layer {layer} has no attention")
 
 
 def parse_eviction(text: str) -> Eviction:
-    """Return the eviction that a text asks for.
+    """Return the eviction that a text describes.
 
     Args:
-        text: the policy's name, a colon, and amounts with commas between: a share with a decimal point goes, or a
-            whole number of tokens stays; `@0-11` behind an amount says in which layers, and others keep all.
+        text: the policy's name, a colon, and amounts separated by commas: a share to evict (with a decimal point) or a
+            whole number of tokens to keep. `@0-11` after an amount limits it to these layers; others keep all.
 
     Raises:
-        ValueError: the policy is unknown, or an amount cannot be read or leaves nothing.
+        ValueError: the policy is unknown, or an amount cannot be read or keeps too little.
 
     """
     name, colon, rest = text.strip().partition(":")
-    Eviction(name, text)  # refuses a name that is unknown, before amounts are read
+    Eviction(name, text)  # refuses an unknown name, before amounts are read
     if not colon:
-        raise ValueError(f"eviction {text!r} does not say how much; write it {EXAMPLE}")
+        raise ValueError(f"eviction {text!r} has no amount; write it {EXAMPLE}")
     pieces = rest.split(",")
     amounts: dict[int, Amount] = {}
     for piece in pieces:
@@ -121,11 +120,11 @@ def parse_eviction(text: str) -> Eviction:
         amount = Amount(share=float(digits)) if "." in digits else Amount(tokens=int(digits))
         if match["first"] is None:
             if len(pieces) > 1:
-                raise ValueError(f"eviction {text!r}: with several amounts, each says its layers, {EXAMPLE}")
+                raise ValueError(f"eviction {text!r}: each of several amounts needs layers, {EXAMPLE}")
             return Eviction(name, text.strip(), everywhere=amount)
         first, last = int(match["first"]), int(match["last"] or match["first"])
         if not first <= last < 10_000:
-            raise ValueError(f"eviction {text!r}: layers {first}-{last} are none")
+            raise ValueError(f"eviction {text!r}: {first}-{last} is not a range of layers")
         for layer in range(first, last + 1):
             if layer in amounts:
                 raise ValueError(f"eviction {text!r} names layer {layer} twice")
@@ -139,4 +138,4 @@ def _readable(text: str) -> str:
     return text
 
 
-Evict = Annotated[str, AfterValidator(_readable)]  # the text of an eviction, as an option
+Evict = Annotated[str, AfterValidator(_readable)]  # an eviction as text, the type of an option

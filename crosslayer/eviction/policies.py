@@ -1,7 +1,7 @@
-"""Which cached tokens stay: one function a policy, which ranks them by what has been read so far.
+"""Eviction policies: each is a function that ranks the cached tokens by what has been read so far.
 
-Shapes: B batch, H_kv key-value heads, S tokens that are cached, W query tokens of a window, G query heads a key-value
-head. A rank is (B, H_kv, S), larger for tokens that stay longer; ties are settled by the caller.
+Shapes: B batch, H_kv key-value heads, S cached tokens, W query tokens of a window, G query heads per key-value head. A
+rank is (B, H_kv, S), larger for tokens that are kept longer; the caller breaks ties.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from torch.nn import functional as F
 from crosslayer.core.methods import hint, users_module
 
 SINKS = 4  # StreamingLLM's: the first tokens of a text
-SINK = 0.3  # of all attention from a token on: the share from which `diagnose` calls it a sink
-TOP = 2.0**22  # above every position and every sum of attention: the rank of what stays before all else
+SINK = 0.3  # a token with a larger share of all attention since it was read is a sink, as in `diagnose`
+TOP = 2.0**22  # above every position and every sum of attention: the rank of tokens that are always kept
 WINDOW, KERNEL = 64, 5  # SnapKV's observation window and the width over which it smooths, in tokens
 
 
 @dataclass(frozen=True)
 class Cached:
-    """What is known of the cached tokens when some must go.
+    """What is known of the cached tokens when some are evicted.
 
-    `positions` (B, H_kv, S) count the tokens of a text from 0. `attention` (B, H_kv, S) is what each has received in
-    probability mass, summed over the queries so far and over the query heads of its key-value head; None where the
-    policy does not ask for it. `seen` (B, 1, 1) is how many tokens the text has so far, `keep` (B, 1, 1) how many stay.
-    `groups` is G.
+    `positions` (B, H_kv, S) count the tokens of a text from 0. `attention` (B, H_kv, S) is the
+    probability mass that each has received, summed over the queries so far and over the query heads of its key-value
+    head; None if the policy does not use it. `seen` (B, 1, 1) is how many tokens of the text have been read, `keep`
+    (B, 1, 1) how many will be kept. `groups` is G.
     """
 
     positions: Tensor
@@ -38,14 +38,14 @@ class Cached:
 
 @dataclass(frozen=True)
 class Policy:
-    """A rule by which tokens stay.
+    """A rule that decides which tokens are kept.
 
     Attributes:
-        rank: the rule.
-        about: what it keeps, in words.
-        attention: whether it asks for the attention that tokens have received.
-        window: 0 for a rule that evicts as the text goes on; else it evicts a single time, when the prompt has been
-            read, by the attention of the prompt's last `window` tokens alone.
+        rank: the function that ranks the cached tokens.
+        about: a phrase that says which tokens it keeps.
+        attention: whether it needs the attention that tokens have received.
+        window: 0 for a policy that evicts while the text is read; otherwise it evicts once, after the prompt, by the
+            attention of the prompt's last `window` tokens.
 
     """
 
@@ -56,14 +56,14 @@ class Policy:
 
 
 def _streaming(cached: Cached) -> Tensor:
-    """Rank the first tokens of the text above all, then the latest (StreamingLLM, arXiv 2309.17453)."""
+    """Rank the first tokens of the text highest, then the latest (StreamingLLM, arXiv 2309.17453)."""
     return protected(cached.positions, cached.positions < SINKS)
 
 
 def _h2o(cached: Cached) -> Tensor:
-    """Rank the latest tokens above all, half of what stays; then those that received most attention.
+    """Rank the latest tokens highest, half of those kept; then those that received most attention.
 
-    H2O (arXiv 2306.14048), section 4: the sum is over queries that have been read, never over those to come.
+    H2O (arXiv 2306.14048), section 4: the sum is over the queries read so far, never over later ones.
     """
     assert cached.attention is not None
     latest = cached.positions >= cached.seen - cached.keep // 2
@@ -71,20 +71,20 @@ def _h2o(cached: Cached) -> Tensor:
 
 
 def _sinks(cached: Cached) -> Tensor:
-    """Rank the sinks that are found above all, then the latest tokens.
+    """Rank the attention sinks highest, then the latest tokens.
 
-    A sink is a token that has received more than `SINK` of the attention of an average query since it was read, in
-    its own head: where a head has no sink all that stays is recent, and a sink anywhere in the text is kept.
+    A sink is a token that has received more than `SINK` of the attention of an average query since it was read, in the
+    same head. So a sink anywhere in the text is kept, and a head without sinks keeps only recent tokens.
     """
     assert cached.attention is not None
-    queries = (cached.seen - cached.positions) * cached.groups  # that could have looked at the token
+    queries = (cached.seen - cached.positions) * cached.groups  # that could have attended to the token
     return protected(cached.positions, cached.attention / queries > SINK)
 
 
 def _snapkv(cached: Cached) -> Tensor:
-    """Rank the window above all, then by the attention that the window pays, smoothed over neighbours.
+    """Rank the window highest, then the tokens by the attention they get from it, smoothed over neighbours.
 
-    SnapKV (arXiv 2404.14469), section 4.2, with the mean for pooling.
+    SnapKV (arXiv 2404.14469), section 4.2, with mean pooling.
     """
     assert cached.attention is not None
     window = cached.positions >= cached.seen - WINDOW
@@ -94,28 +94,28 @@ def _snapkv(cached: Cached) -> Tensor:
 
 
 def protected(rank: Tensor, above: Tensor) -> Tensor:
-    """Return a rank (B, H_kv, S) in which some tokens stand above all others, the earliest of them highest."""
+    """Return a rank (B, H_kv, S) with the tokens of `above` (B, H_kv, S) above all others, the earliest highest."""
     earliest = TOP + torch.arange(rank.shape[-1], 0, -1, device=rank.device, dtype=torch.float32)
     return torch.where(above, earliest, rank.to(torch.float32))
 
 
 POLICIES = {
-    "streaming": Policy(_streaming, f"the first {SINKS} tokens and the latest"),
-    "h2o": Policy(_h2o, "half the latest, half those that received most attention", attention=True),
-    "sinks": Policy(_sinks, "the sinks that each head has, wherever they are, and the latest", attention=True),
+    "streaming": Policy(_streaming, f"the first {SINKS} tokens and the latest ones"),
+    "h2o": Policy(_h2o, "the latest tokens and those that received most attention, half each", attention=True),
+    "sinks": Policy(_sinks, "each head's sinks, at any position, and the latest tokens", attention=True),
     "snapkv": Policy(
-        _snapkv, "the end of the prompt, what it looks at, and all that follows", attention=True, window=WINDOW
+        _snapkv, "the prompt's end, the tokens it attends to, and all later tokens", attention=True, window=WINDOW
     ),
 }
 
 
 def policy(name: str) -> Policy:
-    """Return a policy of this file, or the only one that a user's module defines, if it is imported or allowed."""
+    """Return a policy of this file, or the one that a user's module defines, if it is imported or allowed."""
     if name in POLICIES:
         return POLICIES[name]
     module = users_module(f"eviction policy {name!r}", name)
     if module is None:
-        raise ValueError(f"no eviction policy is called {name!r}; {hint(name, [*POLICIES])}")
+        raise ValueError(f"eviction policy {name!r} is not known; {hint(name, [*POLICIES])}")
     own = [value for value in vars(module).values() if isinstance(value, Policy)]
     if len(own) != 1:
         raise ValueError(f"module {name!r} defines {len(own)} eviction policies; it must define exactly one `Policy`")

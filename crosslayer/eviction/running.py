@@ -1,7 +1,7 @@
-"""Run a model so that cached tokens go by a policy: in `generate`, in batches, and where a text is only scored.
+"""Run a model with KV cache eviction: in `generate`, in batches, and when a text is only scored.
 
-A handler of every attention call takes the leader's calls in, sets what each query attends to, and cuts what the layer
-stores; the model's own attention function computes. So any attention implementation that takes a mask will do.
+A handler of every attention call records the calls of each group's first layer, masks what was evicted, and shrinks
+the layer's cache. The model's own attention function computes, so any implementation that takes a mask works.
 """
 
 import inspect
@@ -27,19 +27,19 @@ NewCache = Callable[[], EvictionCache]
 
 @contextmanager
 def evicting(model: PreTrainedModel, eviction: Eviction | str) -> Iterator[NewCache]:
-    """Let cached tokens go while the block runs; gives a function that makes an empty cache.
+    """Evict cached tokens while the block runs; gives a function that makes an empty cache.
 
     Pass such a cache as `past_key_values` to the model or to its `generate`. A call without a cache, which scores a
-    text, reads it as it would be read token by token: each token attends to what was still cached then. Gradients are
-    not supported. Everything is restored on exit.
+    text, reads it as it would be read token by token: each token attends to what was still cached at that point.
+    Gradients are not supported. Everything is restored on exit.
 
     Args:
         model: a causal language model, stock or of this package, with sdpa or eager attention.
-        eviction: as `parse_eviction` returns or reads it, "h2o:0.4" say.
+        eviction: an `Eviction`, or a text that `parse_eviction` reads, such as "h2o:0.4".
 
     Raises:
-        ValueError: the eviction cannot be read, or the model's attention is none that it is defined for: encoders,
-            sliding windows, linear attention, caches of compressed states, flash attention.
+        ValueError: the eviction cannot be read, or it is not defined for the model: an encoder, sliding windows, linear
+            attention, a cache of compressed states, or flash attention.
 
     """
     eviction = parse_eviction(eviction) if isinstance(eviction, str) else eviction
@@ -47,7 +47,9 @@ def evicting(model: PreTrainedModel, eviction: Eviction | str) -> Iterator[NewCa
     run = _Run(plan, eviction)
     layers = layer_stack(model)
     body = next(module for module in model.modules() if any(child is layers for child in module.children()))
-    hook = body.register_forward_pre_hook(run.begin, with_kwargs=True)  # it is given the cache, and calls the layers
+    hook = body.register_forward_pre_hook(
+        run.begin, with_kwargs=True
+    )  # the module that receives the cache and calls the layers
     try:
         with torch.no_grad(), evaluating(model), intercepted(model, run.handle):
             yield run.new_cache
@@ -57,7 +59,7 @@ def evicting(model: PreTrainedModel, eviction: Eviction | str) -> Iterator[NewCa
 
 @contextmanager
 def evicting_if(model: PreTrainedModel, eviction: str | None) -> Iterator[NewCache | None]:
-    """Do what `evicting` does, or with None nothing; then there is nothing that makes a cache either."""
+    """Do what `evicting` does; with None do nothing, and give None instead of a function that makes a cache."""
     if eviction is None:
         yield None
         return
@@ -66,7 +68,7 @@ def evicting_if(model: PreTrainedModel, eviction: str | None) -> Iterator[NewCac
 
 
 def sharing_groups(plan: DepthPlan) -> list[list[int]]:
-    """Return the layers with attention in groups that share keys or values, directly or through others; in order."""
+    """Return the layers with attention, in groups that share keys or values, directly or through other layers."""
     groups: list[set[int]] = []
     for layer in filter(plan.attends, range(plan.layers)):
         joined = {layer, *(source for state in CACHED for source in plan.reads(state, layer))}
@@ -76,37 +78,37 @@ def sharing_groups(plan: DepthPlan) -> list[list[int]]:
 
 
 class _Run:
-    """What a model's calls have in common while tokens go."""
+    """The state of one use of `evicting`, over all forward passes."""
 
     def __init__(self, plan: DepthPlan, eviction: Eviction):
         self.eviction, self.layers = eviction, plan.layers
         groups = sharing_groups(plan)
-        self.leaders = [group[0] for group in groups]
+        self.first_layers = [group[0] for group in groups]
         self.group_of = {layer: number for number, group in enumerate(groups) for layer in group}
         self.stores = [bool(plan.stored(layer)) for layer in range(plan.layers)]
         self.cache = self.new_cache()
         self.is_stored = False
-        self.steps: dict[int, Step] = {}  # of the call that is running, by group
-        self.handled: set[int] = set()  # layers that have attended in it
-        self.pads: list[int] | None = None  # of the same: its columns that are padding, of each text
+        self.steps: dict[int, Step] = {}  # of the forward pass that is running, by group
+        self.handled: set[int] = set()  # layers that have attended in this pass
+        self.pads: list[int] | None = None  # in this pass, how many of each text's new columns are padding
 
     def new_cache(self) -> EvictionCache:
         """Return an empty cache."""
-        amounts = [self.eviction.amount(leader) for leader in self.leaders]
+        amounts = [self.eviction.amount(layer) for layer in self.first_layers]
         return EvictionCache(self.layers, [GroupState(self.eviction.rule, amount) for amount in amounts], self)
 
     def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Look at the cache that a forward pass is given."""
+        """Check the cache that a forward pass receives."""
         arguments = inspect.signature(body.forward).bind_partial(*args, **kwargs).arguments
         cache = arguments.get("past_key_values")
         if cache is not None and {**arguments, **arguments.get("kwargs", {})}.get("use_cache") is False:
             raise ValueError(
-                "a cache is given with use_cache=False, with which `generate` reads the whole text at every step; pass "
-                "use_cache=True, or set it in the model's generation_config"
+                "past_key_values came with use_cache=False, which makes `generate` read the whole text at every step; "
+                "pass use_cache=True, or set it in the model's generation_config"
             )
         if cache is not None and (not isinstance(cache, EvictionCache) or cache.run is not self):
             raise ValueError(
-                f"the model runs with eviction, and was given a {type(cache).__name__} that is not this run's; pass "
+                f"the model runs under `evicting` but got a {type(cache).__name__} from elsewhere; pass "
                 "past_key_values=new_cache(), with the function that `evicting` gives"
             )
         self.is_stored = cache is not None
@@ -114,9 +116,9 @@ class _Run:
         self.steps, self.handled, self.pads = {}, set(), None
 
     def handle(self, call: AttentionCall) -> AttentionCall:
-        """Set what a call attends to, and cut what its layer stores."""
+        """Mask the tokens that a call must not attend to, and evict from its layer's cache."""
         if call.layer in self.handled:
-            raise ValueError(f"layer {call.layer} attends twice in a forward pass; no eviction is defined for that")
+            raise ValueError(f"layer {call.layer} attends twice in a forward pass; eviction is not defined for that")
         self.handled.add(call.layer)
         number = self.group_of[call.layer]
         if number not in self.steps:
@@ -126,7 +128,7 @@ class _Run:
             self.steps[number] = group.step(call, self.pads)
         step = self.steps[number]
         if self.is_stored and step.kept is not None and self.stores[call.layer]:
-            self.cache.states[call.layer].keep(step.kept, step.room)
+            self.cache.states[call.layer].keep(step.kept, step.capacity)
         return replace(call, mask=_mask_for(call, step.mask)) if step.replaces else call
 
 
@@ -144,22 +146,22 @@ def _mask_for(call: AttentionCall, mask: Tensor | None) -> Tensor | None:
 
 
 def _checked_plan(model: PreTrainedModel, eviction: Eviction) -> DepthPlan:
-    """Return who stores and who reads in a model, if eviction is defined for it."""
+    """Return which layers store and which read, if eviction is defined for the model."""
     wiring = read_plan(model)
     name = f"{type(model).__name__} ({wiring.type})"
     if not wiring.caches or not model.can_generate():
-        raise ValueError(f"{name} keeps no KV cache, so that nothing can be evicted")
+        raise ValueError(f"{name} keeps no KV cache, so nothing can be evicted")
     if field(model.config.get_text_config(), "kv_lora_rank"):
-        raise ValueError(f"{name} caches compressed keys and values; eviction is defined for those of heads")
+        raise ValueError(f"{name} caches compressed keys and values; eviction needs those of each head")
     kind = model.config.get_text_config()._attn_implementation or "eager"
     if kind not in ("sdpa", "eager"):
-        raise ValueError(f"eviction needs sdpa or eager attention, which take a mask; the model has {kind!r}")
+        raise ValueError(f"eviction needs sdpa or eager attention, which take a mask, got {kind!r}")
     plan = wiring.plan
     for layer, states in enumerate(wiring.layers):
         if states.mask != "no attention" and (states.keys == 0 or states.window or states.every or states.index):
-            raise ValueError(f"{name}: layer {layer} has {states.mask}; eviction is defined for full attention")
+            raise ValueError(f"{name}: layer {layer} has {states.mask}; eviction needs full attention")
         several = [state for state in CACHED if plan.read_count(state, layer) > 1]
         if plan.value_shares[layer] < 1 or several:
-            raise ValueError(f"{name}: layer {layer} reads states of several layers; no eviction is defined for them")
+            raise ValueError(f"{name}: layer {layer} reads states of several layers; eviction is not defined for that")
     eviction.check_layers(plan.layers, sharing_groups(plan))
     return plan

@@ -1,8 +1,8 @@
-"""What layers that share keys or values know of their cached tokens, and the choice of those that stay.
+"""The cached tokens of layers that share keys or values, and the choice of the tokens to keep.
 
-Layers that share form a group: the first of them is the leader, whose attention decides for all, so that keys and
-values of the same token stay or go together. A text is read in blocks of `BLOCK` tokens by its own positions, padding
-aside; between two blocks tokens go. So what stays is the same however the text is cut into calls, alone or in a batch.
+Layers that share form a group. The attention of its first layer decides for all of them, so that keys and values of a
+token are kept or evicted together. A text is read in blocks of `BLOCK` tokens, counted without padding, and tokens are
+evicted between two blocks. So the kept tokens do not depend on how the text is cut into calls or batched.
 
 Shapes: B batch, T new tokens, S cached + new tokens, H heads, H_kv key-value heads, G = H / H_kv, D head size.
 """
@@ -18,32 +18,32 @@ from crosslayer.eviction.eviction import BLOCK, Amount
 from crosslayer.eviction.policies import Cached, Policy
 from crosslayer.probe.intercept import AttentionCall
 
-QUERIES = 128  # whose scores are computed at a time: memory
+QUERIES = 128  # whose scores are computed at a time, to bound memory
 
 
 @dataclass(frozen=True)
 class Step:
     """What a call changes for every layer of a group.
 
-    With `replaces`, `mask` (B, H_kv, T, S) says what each query attends to, None for everything, and the model's own
-    mask holds no more. `kept` (B, H_kv, W) are the columns that stay in the cache, in their order; None where all do.
-    `room` says for how many columns memory is needed until tokens go again.
+    If `replaces` is set, `mask` (B, H_kv, T, S) replaces the model's own: what each query attends to, None for
+    everything. `kept` (B, H_kv, W) are the columns to keep in the cache, in order; None if all are kept. `capacity` is
+    the number of columns that need memory until the next eviction.
     """
 
     replaces: bool
     mask: Tensor | None
     kept: Tensor | None
-    room: int
+    capacity: int
 
 
 class GroupState:
-    """The cached tokens of a group: what a policy knows of them."""
+    """The cached tokens of a group of layers, as far as a policy needs to know them."""
 
     def __init__(self, policy: Policy, amount: Amount | None):
         self.policy, self.amount = policy, amount
-        self.positions: Tensor | None = None  # (B, H_kv, S) int32; -1 where a column holds no token
-        self.attention: Tensor | None = None  # (B, H_kv, S) float32, summed over queries; None where nobody asks
-        self.seen: list[int] = []  # (B,) tokens of each text so far
+        self.positions: Tensor | None = None  # (B, H_kv, S) int32; -1 for a column without a token
+        self.attention: Tensor | None = None  # (B, H_kv, S) float32, summed over queries; None if not needed
+        self.seen: list[int] = []  # (B,) tokens read of each text
         self.held: list[int] = []  # (B,) how many of them are cached
         self.evicted = False
 
@@ -53,7 +53,7 @@ class GroupState:
         return 0 if self.positions is None else self.positions.shape[-1]
 
     def step(self, call: AttentionCall, pads: list[int]) -> Step:
-        """Take in a call of the leader, of whose new columns `pads` (B,) are padding; see `padding`.
+        """Process a call of the group's first layer, whose first `pads` (B,) new columns are padding; see `padding`.
 
         Returns what the group attends to and keeps.
         """
@@ -68,15 +68,15 @@ class GroupState:
             start = end
         kept = reading.close(bool(due))
         self.evicted = changes
-        return Step(changes, mask, kept, reading.room())
+        return Step(changes, mask, kept, reading.capacity())
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all tokens."""
         self.positions = self.attention = None
         self.seen, self.held, self.evicted = [], [], False
 
     def select(self, rows: Tensor) -> None:
-        """Keep some texts, in their order, or some of them several times, as beam search does; `rows` (B',)."""
+        """Select texts by `rows` (B',), in this order; a text may occur several times, as in beam search."""
         if self.positions is None:
             return
         order = rows.tolist()
@@ -85,13 +85,13 @@ class GroupState:
         self.seen, self.held = [self.seen[row] for row in order], [self.held[row] for row in order]
 
     def overhead_bytes(self) -> int:
-        """Return bytes of what is known of the tokens, beside their keys and values."""
+        """Return the bytes of positions and attention sums."""
         tensors = [tensor for tensor in (self.positions, self.attention) if tensor is not None]
         return sum(tensor.nbytes for tensor in tensors)
 
 
 class _Reading:
-    """A call of the leader while it is taken in; columns are counted from the first that was cached before it."""
+    """A call of the first layer while it is processed; columns are counted from the first in the cache before it."""
 
     def __init__(self, state: GroupState, call: AttentionCall, pads: list[int]):
         self.state, self.call, self.pads = state, call, pads
@@ -99,41 +99,43 @@ class _Reading:
         self.before, self.heads = state.width, call.key.shape[1]
         self.groups = heads // self.heads
         if call.key.shape[2] != self.before + self.new:
-            raise ValueError("keys of several layers stand in a row; no eviction is defined for them")
+            raise ValueError("a layer reads keys of several layers; eviction is not defined for that")
         if call.sinks is not None or call.position_bias is not None:
-            raise ValueError("attention with a learned sink or a bias by position; no eviction is defined for it")
+            raise ValueError("eviction is not defined for attention with a learned sink or a position bias")
         nothing = [0] * self.batch
         self.seen, self.held = list(state.seen or nothing), list(state.held or nothing)
-        self.is_plain = self.new == 1 and self.held == [self.before] * self.batch  # a token that sees every column
+        self.is_plain = (
+            self.new == 1 and self.held == [self.before] * self.batch
+        )  # one token that attends to every column
         columns, padded = np.arange(self.new), np.array(pads)[:, None]
-        places = np.where(columns < padded, -1, np.array(self.seen)[:, None] + columns - padded).astype(np.int32)
-        new = torch.from_numpy(places).to(call.key.device)[:, None].expand(-1, self.heads, -1)  # (B, H_kv, T)
+        numbers = np.where(columns < padded, -1, np.array(self.seen)[:, None] + columns - padded).astype(np.int32)
+        new = torch.from_numpy(numbers).to(call.key.device)[:, None].expand(-1, self.heads, -1)  # (B, H_kv, T)
         self.positions = new if state.positions is None else torch.cat([state.positions, new], dim=-1)
         self.attention = self._attention()
 
     @cached_property
-    def alive(self) -> Tensor:
-        """Whether a column holds a token that has not gone, (B, H_kv, S)."""
+    def in_cache(self) -> Tensor:
+        """Whether a column holds a token that is not evicted, (B, H_kv, S)."""
         return self.positions >= 0
 
     def _attention(self) -> Tensor | None:
-        """Return what the tokens have received (B, H_kv, S); None where the policy does not ask."""
+        """Return the attention that tokens have received (B, H_kv, S); None if the policy does not need it."""
         state = self.state
-        asks = state.policy.attention and state.amount is not None
-        if not asks or (state.policy.window and state.positions is not None):
+        needed = state.policy.attention and state.amount is not None
+        if not needed or (state.policy.window and state.positions is not None):
             return None
         fresh = torch.zeros((self.batch, self.heads, self.new), dtype=torch.float32, device=self.call.key.device)
         return fresh if state.attention is None else torch.cat([state.attention, fresh], dim=-1)
 
     def due_columns(self) -> dict[int, dict[int, int]]:
-        """Return after how many new columns tokens go, and of which texts how many stay then."""
+        """Return after how many new columns tokens are evicted, and how many tokens of which texts are then kept."""
         amount, due = self.state.amount, {}
         if amount is None:
             return due
-        if self.state.policy.window:  # evicts when the prompt, the first call, has been read
+        if self.state.policy.window:  # evicts once, after the prompt, which is the first call
             prompts = [] if self.state.positions is not None else [self.new - pads for pads in self.pads]
-            stay = {row: max(amount.keep(tokens, 0), self.state.policy.window) for row, tokens in enumerate(prompts)}
-            keeps = {row: keep for row, keep in stay.items() if keep < prompts[row]}
+            kept = {row: max(amount.keep(tokens, 0), self.state.policy.window) for row, tokens in enumerate(prompts)}
+            keeps = {row: keep for row, keep in kept.items() if keep < prompts[row]}
             return {self.new: keeps} if keeps else {}
         for row in range(self.batch):
             seen, held = self.seen[row], self.held[row]
@@ -153,16 +155,16 @@ class _Reading:
         return torch.zeros(shape, dtype=torch.bool, device=self.call.key.device)
 
     def attend(self, start: int, end: int, mask: Tensor | None) -> None:
-        """Let new columns `start` to `end` attend to what is there: fill the mask, sum what tokens receive."""
-        asks = self.attention is not None
+        """Let new columns `start` to `end` attend: fill the mask, and add up the attention that tokens receive."""
+        sums = self.attention is not None
         for first in range(start, end, QUERIES):
             last = min(first + QUERIES, end)
-            if mask is None and not asks:
+            if mask is None and not sums:
                 continue
             allowed = None if self.is_plain else self._allowed(first, last)  # (B, H_kv, T', S')
             if mask is not None and allowed is not None:
                 mask[:, :, first:last, : allowed.shape[-1]] = allowed
-            if asks:
+            if sums:
                 self._receive(first, last, allowed)
         for row in range(self.batch):
             tokens = max(end - self.pads[row], 0) - max(start - self.pads[row], 0)
@@ -177,10 +179,10 @@ class _Reading:
         width, device = self.before + last, self.call.key.device
         columns = torch.arange(width, device=device)
         own = self.before + torch.arange(first, last, device=device)[:, None]
-        return self.alive[:, :, None, :width] & (columns <= own) | (columns == own)
+        return self.in_cache[:, :, None, :width] & (columns <= own) | (columns == own)
 
     def _receive(self, first: int, last: int, allowed: Tensor | None) -> None:
-        """Add what tokens receive from new columns `first` to `last`; of a policy of a window, from those in it.
+        """Add the attention that new columns `first` to `last` pay to tokens; with a window, only that of its columns.
 
         `allowed` (B, H_kv, last - first, columns so far) says what they attend to, None for everything.
         """
@@ -204,7 +206,7 @@ class _Reading:
         self.attention[..., :width] += weights.sum((2, 3))
 
     def evict(self, end: int, keeps: dict[int, int]) -> None:
-        """Let tokens go after new column `end`, of the texts in `keeps`."""
+        """Evict tokens of the texts in `keeps` after new column `end`."""
         if not keeps:
             return
         device, width = self.call.key.device, self.before + end
@@ -212,30 +214,30 @@ class _Reading:
         keep = torch.tensor([keeps[row] for row in rows], device=device)[:, None, None]
         seen = torch.tensor([self.seen[row] for row in rows], device=device)[:, None, None]
         index = torch.tensor(rows, device=device)
-        alive = self.alive[index, :, :width]
+        in_cache = self.in_cache[index, :, :width]
         attention = None if self.attention is None else self.attention[index, :, :width]
         cached = Cached(self.positions[index, :, :width], attention, seen, keep, self.groups)
-        rank = self.state.policy.rank(cached).masked_fill(~alive, -torch.inf)
+        rank = self.state.policy.rank(cached).masked_fill(~in_cache, -torch.inf)
         most = int(max(keeps.values()))
-        chosen = rank.topk(most, dim=-1).indices  # (rows, H_kv, most), the first of them stay longest
-        stays = torch.arange(most, device=device) < keep
-        self.alive[index, :, :width] = torch.zeros_like(alive).scatter(-1, chosen, stays.expand_as(chosen))
+        chosen = rank.topk(most, dim=-1).indices  # (rows, H_kv, most), highest rank first
+        is_kept = torch.arange(most, device=device) < keep
+        self.in_cache[index, :, :width] = torch.zeros_like(in_cache).scatter(-1, chosen, is_kept.expand_as(chosen))
         for row in rows:
             self.held[row] = keeps[row]
 
-    def room(self) -> int:
-        """Return for how many columns memory is needed until the end of every text's block."""
+    def capacity(self) -> int:
+        """Return how many columns need memory until every text's block ends."""
         return max(held + (-seen % BLOCK or BLOCK) for held, seen in zip(self.held, self.seen, strict=True))
 
     def close(self, evicts: bool) -> Tensor | None:
-        """Leave what is known of the tokens to the group; return the columns that stay, where some go."""
+        """Write the tokens back to the group; return the columns to keep, or None if nothing was evicted."""
         state, kept = self.state, None
         positions, attention = self.positions, self.attention
         if evicts:
-            positions = positions.masked_fill(~self.alive, -1)
+            positions = positions.masked_fill(~self.in_cache, -1)
             width, size = max(self.held), positions.shape[-1]
             columns = torch.arange(size, device=positions.device)
-            order = torch.where(self.alive, columns, size).sort(dim=-1).values[..., :width]  # (B, H_kv, W)
+            order = torch.where(self.in_cache, columns, size).sort(dim=-1).values[..., :width]  # (B, H_kv, W)
             kept = order.clamp(max=size - 1)
             positions = positions.gather(-1, kept).masked_fill(order == size, -1)
             attention = None if attention is None else attention.gather(-1, kept)
@@ -245,9 +247,10 @@ class _Reading:
 
 
 def padding(mask: Tensor | None, seen: list[int], new: int) -> list[int]:
-    """Return how many of the new columns of each text are padding on its left, (B,); a mask that hides more is refused.
+    """Return how many new columns of each text are padding on the left, (B,); refuse a mask that hides more.
 
-    `mask` (B, 1, T, S) is the model's own over all columns so far, `seen` (B,) how many tokens each text had before.
+    `mask` (B, 1, T, S) is the model's own over all columns so far, `seen` (B,) how many tokens of each text were
+    read before.
     """
     if mask is None:
         return [0] * len(seen)
@@ -255,7 +258,7 @@ def padding(mask: Tensor | None, seen: list[int], new: int) -> list[int]:
         raise ValueError("eviction needs a mask as transformers makes it for sdpa or eager attention")
     visible = mask if mask.dtype == torch.bool else mask == 0
     visible = visible.expand(len(seen), -1, -1, -1)[:, 0]  # (B, T, S)
-    last = visible[:, -1]  # (B, S): the last token sees all that are no padding
+    last = visible[:, -1]  # (B, S): the last token sees everything but padding
     pads = (~last).to(torch.int32).cumprod(-1).sum(-1)  # (B,), of all columns
     columns = torch.arange(last.shape[-1], device=mask.device)
     rows = columns[-new:, None]
@@ -264,5 +267,5 @@ def padding(mask: Tensor | None, seen: list[int], new: int) -> list[int]:
     before, padding = last.shape[-1] - new, pads.tolist()
     known = [min(before, padded) + tokens for padded, tokens in zip(padding, seen, strict=True)]
     if bool(((visible != expected) & text[:, :, None]).any()) or known != [before] * len(seen):
-        raise ValueError("the mask hides more than padding on the left; no eviction is defined for that")
+        raise ValueError("the mask hides more than padding on the left; eviction is not defined for that")
     return [max(0, padded - before) for padded in padding]

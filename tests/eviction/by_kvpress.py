@@ -12,7 +12,7 @@ import torch
 from kvpress import SnapKVPress, StreamingLLMPress
 from transformers import AutoModelForCausalLM, DynamicCache
 
-SHARE = 0.5  # of the tokens goes
+SHARE = 0.5  # of the tokens is evicted
 
 
 def kept(model, press, ids):
@@ -21,8 +21,8 @@ def kept(model, press, ids):
 
     def spy(*arguments, **options):
         scores = score(*arguments, **options)
-        stays = scores.topk(int(len(ids) * (1 - SHARE)), dim=-1).indices[0]
-        positions.append([sorted(head) for head in stays.tolist()])
+        kept = scores.topk(int(len(ids) * (1 - SHARE)), dim=-1).indices[0]
+        positions.append([sorted(head) for head in kept.tolist()])
         return scores
 
     press.score = spy

@@ -12,7 +12,7 @@ class Naive:
     """An attention function that reads texts without padding, of a single call each, by one policy."""
 
     def __init__(self, policy: str, keep):
-        self.policy, self.keep = policy, keep  # keep(tokens seen) -> tokens that stay
+        self.policy, self.keep = policy, keep  # keep(tokens seen) -> tokens kept
         self.kept: dict[int, list] = {}  # layer -> of each row and key-value head, what was kept after the last token
 
     def __call__(self, module, query, key, value, attention_mask, scaling=None, **_):
@@ -59,10 +59,10 @@ class Naive:
 
 
 def share(fraction: float):
-    """Return how many tokens stay where a share goes."""
+    """Return the rule that evicts a share."""
     return lambda seen: math.ceil(seen - fraction * seen)
 
 
-def room(tokens: int):
-    """Return how many tokens stay where so many have room."""
+def capacity(tokens: int):
+    """Return the rule that keeps at most so many tokens."""
     return lambda seen: tokens - BLOCK

@@ -11,13 +11,13 @@ from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.eviction.eviction import BLOCK, Amount, Eviction, parse_eviction
 from crosslayer.eviction.running import evicting, sharing_groups
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
-from tests.eviction.naive import Naive, room, share
+from tests.eviction.naive import Naive, capacity, share
 from tests.helpers.daily import daily
 from tests.helpers.tiny import tiny
 
 EAGER = 1e-5  # transformers takes the softmax of eager attention in float32
 LENGTH = 57  # tokens: three evictions, and a block that is not full
-ASKED = ["h2o:0.4", "h2o:32", "streaming:0.4", "streaming:32", "sinks:0.5", "sinks:32"]
+EVICTIONS = ["h2o:0.4", "h2o:32", "streaming:0.4", "streaming:32", "sinks:0.5", "sinks:32"]
 UNIATTN = {"name": "uniattn", "superblocks": [[2, 3], [4, 5]]}
 PLANS = [
     None,
@@ -32,7 +32,7 @@ PLANS = [
 
 @pytest.fixture
 def naive_function():
-    """Give a place for a naive attention function among transformers' own."""
+    """Register a naive attention function with transformers."""
     name = "naive_eviction"
     yield lambda function: (AttentionInterface.register(name, function), name)[1]
     del AttentionInterface._global_mapping[name]
@@ -46,13 +46,13 @@ def held_positions(cache):
     ]
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("spec", EVICTIONS)
 @pytest.mark.parametrize(("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])
-def test_a_text_is_read_as_a_loop_over_tokens_and_lists_reads_it(family, implementation, asked, naive_function):
-    policy, amount = asked.split(":")
-    naive = Naive(policy, share(float(amount)) if "." in amount else room(int(amount)))
+def test_a_text_is_read_as_a_loop_over_tokens_and_lists_reads_it(family, implementation, spec, naive_function):
+    policy, amount = spec.split(":")
+    naive = Naive(policy, share(float(amount)) if "." in amount else capacity(int(amount)))
     model, ids = tiny(family, implementation), tokens(2, LENGTH)
-    with evicting(model, asked) as new_cache:
+    with evicting(model, spec) as new_cache:
         cache = new_cache()
         ours = model(ids, past_key_values=cache).logits
     model.set_attn_implementation(naive_function(naive))
@@ -70,9 +70,9 @@ def test_cuts_padding_and_caches_change_nothing(plan, data):
     if data.draw(st.booleans()):  # in float64, transformers' own eager attention makes NaN of padding
         model.float().set_attn_implementation("eager")
         tolerance = 1e-4  # logits of about 2, rounding of three layers in float32
-    asked = data.draw(st.sampled_from(ASKED))
+    spec = data.draw(st.sampled_from(EVICTIONS))
     ids = tokens(3, LENGTH, seed=data.draw(st.integers(0, 99)))
-    with evicting(model, asked) as new_cache:
+    with evicting(model, spec) as new_cache:
         whole = model(ids, use_cache=False).logits
         cuts = sorted(data.draw(st.sets(st.integers(1, LENGTH - 1), max_size=6)))
         sizes = [end - start for start, end in zip([0, *cuts], [*cuts, LENGTH], strict=True)]
@@ -96,15 +96,15 @@ def test_cuts_padding_and_caches_change_nothing(plan, data):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("asked", ["h2o:128", "streaming:128", "sinks:128", "h2o:0.0", "snapkv:128"])
-def test_room_for_the_whole_text_changes_no_bit(asked, implementation):
+@pytest.mark.parametrize("spec", ["h2o:128", "streaming:128", "sinks:128", "h2o:0.0", "snapkv:128"])
+def test_capacity_for_the_whole_text_changes_no_bit(spec, implementation):
     model, ids = tiny("llama", implementation, torch.float32), tokens(2, LENGTH)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model(ids).logits
     text = model.generate(ids[:, :40], **options)
     sizes, plain = [40, 1, 1, 15], DynamicCache(config=model.config)
     pieces = [model(part, past_key_values=plain).logits for part in ids.split(sizes, dim=1)]
-    with evicting(model, asked) as new_cache:
+    with evicting(model, spec) as new_cache:
         assert torch.equal(model(ids).logits, expected)
         assert torch.equal(model.generate(ids[:, :40], past_key_values=new_cache(), **options), text)
         cache = new_cache()
@@ -112,24 +112,24 @@ def test_room_for_the_whole_text_changes_no_bit(asked, implementation):
             assert torch.equal(model(part, past_key_values=cache).logits, piece)
 
 
-@pytest.mark.parametrize("asked", [*ASKED, "snapkv:0.3"])
-def test_a_later_token_changes_nothing_that_was_kept_before_it(asked):
+@pytest.mark.parametrize("spec", [*EVICTIONS, "snapkv:0.3"])
+def test_a_later_token_changes_nothing_that_was_kept_before_it(spec):
     model = build(config_of(UNIATTN, max_position_embeddings=256))
-    before = tokens(1, 100 if asked.startswith("snapkv") else 30)
+    before = tokens(1, 100 if spec.startswith("snapkv") else 30)
     ids = torch.cat([before, tokens(1, 40, seed=1)], dim=1)
     other = ids.clone()
     other[0, -20:] = (other[0, -20:] + 7) % 60 + 3
     held = []
     for text in (ids, other):
-        with evicting(model, asked) as new_cache:
+        with evicting(model, spec) as new_cache:
             cache, steps = new_cache(), []
             for part in text.split([before.shape[1], *[1] * 40], dim=1):
                 model(part, past_key_values=cache)
                 steps.append(held_positions(cache))
             held.append(steps)
     assert held[0][:21] == held[1][:21]
-    assert sum(map(len, held[0][20])) < 4 * 2 * (before.shape[1] + 20)  # some have gone by then
-    if asked == "h2o:0.4":
+    assert sum(map(len, held[0][20])) < 4 * 2 * (before.shape[1] + 20)  # some are evicted by then
+    if spec == "h2o:0.4":
         assert held[0][-1] != held[1][-1]  # which could have shown
 
 
@@ -153,7 +153,7 @@ def test_snapkv_keeps_what_a_loop_over_attention_maps_keeps():
         assert held == expected
 
 
-def test_keys_and_values_of_a_group_hold_the_leaders_tokens():
+def test_keys_and_values_of_a_group_hold_the_first_layers_tokens():
     """The first group that evicts has read what a full cache holds, up to its first eviction at the end of the text."""
     model, ids = build(config_of(UNIATTN)), tokens(2, LENGTH)
     with evicting(model, "h2o:0.4@2-5") as new_cache:
@@ -171,7 +171,7 @@ def test_keys_and_values_of_a_group_hold_the_leaders_tokens():
     assert cache.layers[3].values.shape[-1] == 0 and cache.layers[3].used == held  # values alone, in the first place
 
 
-def test_values_of_followers_are_those_of_the_same_tokens():
+def test_values_of_reading_layers_are_those_of_the_same_tokens():
     """SnapKV cuts after the prompt, so that every layer has read what a full cache holds."""
     model, ids = build(config_of(UNIATTN, max_position_embeddings=256)), tokens(2, 150)
     full = DynamicCache(config=model.config)
@@ -234,7 +234,7 @@ def test_beams_keep_what_they_have_read():
     assert (scores - out.sequences_scores).abs().max() < 1e-5  # generate keeps its scores in float32
 
 
-def test_layers_may_give_up_different_shares():
+def test_layers_may_evict_different_shares():
     model, ids = tiny("llama"), tokens(1, 48)
     with evicting(model, "streaming:0.5@1,0.25@2") as new_cache:
         cache = new_cache()
@@ -244,7 +244,7 @@ def test_layers_may_give_up_different_shares():
 
 
 def test_sinks_are_kept_wherever_they_are():
-    """A key that outweighs all others in the middle of a text stays; without it, only the latest do."""
+    """A key that outweighs all others in the middle of a text is kept; without it, only the latest tokens are."""
     model = tiny("gpt2", n_layer=1, n_head=1)
     ids = tokens(1, 50)
     with torch.no_grad():
@@ -264,36 +264,36 @@ def test_sinks_are_kept_wherever_they_are():
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("spec", "message"),
     [
         ("h20:0.4", "did you mean 'h2o'?"),
         ("lru:0.4", "known are streaming, h2o, sinks, snapkv"),
-        ("h2o", "does not say how much"),
+        ("h2o", "has no amount"),
         ("h2o:1.0", "from 0 to below 1"),
-        ("h2o:8", "at least 32 must stay"),
+        ("h2o:8", "at least 32 tokens, got 8"),
         ("h2o:0.4x", "cannot be read at '0.4x'"),
-        ("h2o:0.4,0.5", "each says its layers"),
-        ("h2o:0.4@3-1", "layers 3-1 are none"),
+        ("h2o:0.4,0.5", "needs layers"),
+        ("h2o:0.4@3-1", "3-1 is not a range"),
         ("h2o:0.4@0-2,0.5@2", "names layer 2 twice"),
     ],
 )
-def test_what_cannot_be_asked_for_is_said(asked, words):
-    with pytest.raises(ValueError, match=words.replace("?", r"\?")):
-        parse_eviction(asked)
+def test_bad_evictions_are_refused_with_a_reason(spec, message):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        parse_eviction(spec)
 
 
 @pytest.mark.parametrize(
-    ("family", "words"),
+    ("family", "message"),
     [
         ("bert", "keeps no KV cache"),
         ("mistral", "layer 0 has"),
         ("qwen3_next", "layer 0 has linear attention"),
-        ("gemma2", "eviction is defined for full attention"),
+        ("gemma2", "full attention"),
         ("deepseek_v3", "caches compressed keys and values"),
     ],
 )
-def test_models_without_full_attention_are_refused(family, words):
-    with pytest.raises(ValueError, match=words), evicting(tiny(family), "h2o:0.4"):
+def test_models_without_full_attention_are_refused(family, message):
+    with pytest.raises(ValueError, match=message), evicting(tiny(family), "h2o:0.4"):
         pass
 
 
@@ -301,13 +301,13 @@ def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match="did you mean 'snapkv'"):
         Eviction("snapvk", "from Python")
     model, ids = tiny("llama"), tokens(1, 20)
-    with pytest.raises(ValueError, match="names layer 5; the last is 2"), evicting(model, "h2o:0.4@5"):
+    with pytest.raises(ValueError, match="layer 5 does not exist"), evicting(model, "h2o:0.4@5"):
         pass
     with evicting(model, "streaming:0.4") as new_cache:
         other = new_cache()
         other.batch_repeat_interleave(2)  # of nothing
     with evicting(model, "h2o:0.4") as new_cache:
-        with pytest.raises(ValueError, match="was given a DynamicCache"):
+        with pytest.raises(ValueError, match="DynamicCache"):
             model(ids, past_key_values=DynamicCache(config=model.config))
         window = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril().triu(-3)
         with pytest.raises(ValueError, match="hides more than padding"):
@@ -315,21 +315,21 @@ def test_wrong_use_is_refused():
         right = torch.tensor([[1] * 12 + [0] * 8])
         with pytest.raises(ValueError, match="hides more than padding"):
             model(ids, attention_mask=right, past_key_values=new_cache())
-        with pytest.raises(ValueError, match="was given a EvictionCache that is not this run's"):
+        with pytest.raises(ValueError, match="EvictionCache"):
             model(ids, past_key_values=other)
-        with pytest.raises(ValueError, match="was given a DynamicCache"):
+        with pytest.raises(ValueError, match="DynamicCache"):
             model.model(ids, None, None, DynamicCache(config=model.config))
-        with pytest.raises(ValueError, match="a cache is given with use_cache=False"):
+        with pytest.raises(ValueError, match="use_cache=False"):
             model.generate(ids, past_key_values=new_cache(), max_new_tokens=2, use_cache=False, pad_token_id=0)
         with pytest.raises(ValueError, match="cannot be cropped"):
             cache = new_cache()
             model(ids, past_key_values=cache)
             cache.crop(-3)
     shared = build(config_of("cla"))
-    with pytest.raises(ValueError, match="layers 0, 1 share what is cached"), evicting(shared, "h2o:0.4@1"):
+    with pytest.raises(ValueError, match="layers 0, 1 share"), evicting(shared, "h2o:0.4@1"):
         pass
     dropped = build(config_of({"name": "drop", "attention": [1]}))
-    with pytest.raises(ValueError, match="layer 1, which has no attention"), evicting(dropped, "h2o:0.4@1"):
+    with pytest.raises(ValueError, match="layer 1 has no attention"), evicting(dropped, "h2o:0.4@1"):
         pass
     with evicting(tiny("llama", num_hidden_layers=1), "h2o:0.4@0"):
         pass
@@ -350,16 +350,16 @@ def test_the_model_is_as_before_afterwards():
     assert isinstance(model(ids, use_cache=True).past_key_values.layers[0], DynamicLayer)
 
 
-@pytest.mark.parametrize("asked", [*ASKED, "h2o:0.05", "snapkv:0.4", "streaming:0.3@1"])
-def test_whether_a_text_loses_tokens_is_known_from_its_length(asked):
-    model, eviction = tiny("llama", max_position_embeddings=256), parse_eviction(asked)
+@pytest.mark.parametrize("spec", [*EVICTIONS, "h2o:0.05", "snapkv:0.4", "streaming:0.3@1"])
+def test_whether_a_text_loses_tokens_is_known_from_its_length(spec):
+    model, eviction = tiny("llama", max_position_embeddings=256), parse_eviction(spec)
     for length in (1, 16, 17, 32, 33, 64, 65, 100, 110):
-        with evicting(model, asked) as new_cache:
+        with evicting(model, spec) as new_cache:
             cache = new_cache()
-            before = max(1, length if asked.startswith("snapkv") else length - 1)
+            before = max(1, length if spec.startswith("snapkv") else length - 1)
             model(tokens(1, before), past_key_values=cache)
             lost = any(group.held[0] < before for group in cache.groups)
-        assert eviction.takes_from(length) == lost, length
+        assert eviction.evicts_from(length) == lost, length
 
 
 def test_shares_of_whole_tokens_are_exact():
@@ -378,7 +378,7 @@ def test_half_precision_sums_what_the_model_reads():
     assert all(torch.isfinite(group.attention).all() for group in cache.groups)
 
 
-def test_what_stays_before_all_else_stays_in_order_where_little_does():
+def test_tokens_ranked_above_all_are_kept_in_order_if_few_are_kept():
     model, ids = tiny("llama"), tokens(1, 48)
     with evicting(model, "streaming:0.95") as new_cache:
         cache = new_cache()

@@ -1,4 +1,4 @@
-"""A policy of a user's own: the module of the page, and what is said where it is none."""
+"""A policy of your own: the module on the page, and the error for a module without one."""
 
 import re
 import sys
@@ -30,7 +30,7 @@ def beginning(tmp_path, monkeypatch):
 
 
 def test_it_keeps_what_it_ranks_highest(beginning):
-    with pytest.raises(ValueError, match="no eviction policy is called 'beginning'; .* --allow-methods beginning$"):
+    with pytest.raises(ValueError, match="'beginning' is not known; .* --allow-methods beginning$"):
         parse_eviction("beginning:32")
     assert "beginning" not in sys.modules
     crosslayer.allow_methods("beginning")
@@ -39,7 +39,7 @@ def test_it_keeps_what_it_ranks_highest(beginning):
         cache = new_cache()
         model(ids, past_key_values=cache)
     kept = sorted(position for position in cache.groups[0].positions[0, 0].tolist() if position >= 0)
-    assert kept == list(range(16))  # and room for 16 more
+    assert kept == list(range(16))  # and space for 16 more
 
 
 def test_the_command_line_takes_it(beginning, tmp_path, monkeypatch, capsys):

@@ -167,7 +167,7 @@ class EvictedLM(MeteredLM):
         """Return the log likelihood of each continuation, and whether it is the greedy one."""
         for _, context, answer in requests:
             read = len(context) if self.eviction.rule.window else min(len(context) + len(answer) - 1, self.max_length)
-            self.reduced += self.eviction.takes_from(read)
+            self.reduced += self.eviction.evicts_from(read)
         if not self.eviction.rule.window:
             return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
         self.count(requests)

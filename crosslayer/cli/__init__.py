@@ -1,6 +1,6 @@
-"""The command line, made out of the verbs: what a verb's call takes, a shell can give.
+"""The command line, built from the verbs: each parameter of a verb's Python function is an option.
 
-Nothing heavy is imported before a verb runs, so that help and errors of typing come at once.
+Nothing heavy is imported before a verb runs, so that help and usage errors appear at once.
 """
 
 import io
@@ -45,31 +45,31 @@ def _root(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help=EVERYWHERE[-1].text)] = False,
 ) -> None:
-    """Hold the options of all verbs."""
+    """Define the options of the program itself."""
 
 
 def main() -> None:
     """Run the command line.
 
-    The exit status is 0 (done), 1 (a check failed, or training ended too soon), 2 (something that the user can mend),
-    70 (an internal error) or 130 (interrupted); all but 0 come with a single line.
+    The exit status is 0 (success), 1 (a check failed, or training stopped early), 2 (an error that the user can fix),
+    70 (an internal error) or 130 (interrupted). Every error is printed as a single line.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that knows only ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that has only ASCII
     try:
-        errors.check_words(sys.argv[1:])
+        errors.check_arguments(sys.argv[1:])
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             status = app(standalone_mode=False)
     except typer.Exit as stop:
         status = stop.exit_code
-    except SystemExit as stop:  # 1: nobody reads what typer or rich print, which is no error of ours
+    except SystemExit as stop:  # 1: the reader of typer's or rich's output has closed the pipe: no error
         status = 0 if stop.code == 1 else stop.code
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
-    except typer.TyperException as error:  # without a message the help was shown
+    except typer.TyperException as error:  # no message: the help was shown
         message = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
-        status = _fail(errors.MEND, " ".join(message.split()))
+        status = _fail(errors.USER_ERROR, " ".join(message.split()))
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a warning in a line, without the line of the program that gave it."""
+    """Print a warning in one line, without the source line that raised it."""
     say(f"crosslayer: warning: {' '.join(str(message).split())}")
 
 

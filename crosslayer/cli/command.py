@@ -1,4 +1,4 @@
-"""A verb as a command: its options out of its call, and what becomes of what was typed."""
+"""A verb as a command: its options, made from its Python function, and the run with the values that were typed."""
 
 import inspect
 import os
@@ -38,7 +38,7 @@ def command_of(verb: Verb) -> Callable[..., None]:
 
 
 def _parameter(option: Option, declared: Any) -> inspect.Parameter:
-    """Return a parameter of the type that the annotation of the call names; any other is a text."""
+    """Return a parameter of the annotated type; a type that is not in `TYPES` is text."""
     kind: Any = TYPES.get(option.kind, str)
     default = inspect.Parameter.empty if option.default is REQUIRED else option.default
     if option.has_commas:
@@ -50,8 +50,8 @@ def _parameter(option: Option, declared: Any) -> inspect.Parameter:
 
 
 def run(verb: Verb, typed: dict[str, Any]) -> None:
-    """Do what was typed, and print the result."""
-    if "torch" not in sys.modules:  # takes seconds
+    """Run a verb with the values that were typed, and print the result."""
+    if "torch" not in sys.modules:  # which takes seconds
         say("importing torch and transformers")
     from crosslayer.core.methods import allow_methods
 
@@ -64,11 +64,11 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
         made["saver"] = _saver(typed["out"], typed["force"])
     save, then = made.pop("saver", None), made.pop("then", None)
     arguments = _values(verb.call, typed) | made
-    is_first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts
+    is_first = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun starts
     if any(option.name == "progress" for option in verb.call.parameters):
         arguments["progress"] = Progress if is_first else Silent
-    words = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]  # absolute paths cut to their last part
-    _start.command_line = shlex.join(["crosslayer", *words])
+    shortened = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]  # absolute paths: the last part only
+    _start.command_line = shlex.join(["crosslayer", *shortened])
     try:
         result = call(**arguments)
     finally:
@@ -81,7 +81,7 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
 
 
 def _saver(out: str | None, force: bool) -> Callable[[Any], Path] | None:
-    """Refuse a folder before any work is done, and return what saves a result into it."""
+    """Check the output folder before any work is done, and return a function that saves a result in it."""
     from crosslayer.output.folder import check_target
 
     if out is None:
@@ -129,11 +129,11 @@ def _values(call: Call, typed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split(option: Option, text: str) -> tuple[Any, ...]:
-    """Return values with commas between them, whole numbers where the option takes those."""
-    words = [word.strip() for word in text.split(",")]
+    """Return comma-separated values, as whole numbers if the option takes those."""
+    values = [value.strip() for value in text.split(",")]
     if option.kind != "Sequence[int]":
-        return tuple(words)
-    if not all(re.fullmatch(r"-?[0-9]{1,18}", word) for word in words):
+        return tuple(values)
+    if not all(re.fullmatch(r"-?[0-9]{1,18}", value) for value in values):
         example = ",".join(map(str, option.default[:2]))
-        raise ValueError(f"`{option.name}` is {text!r}; it takes whole numbers with commas between, as {example}")
-    return tuple(map(int, words))
+        raise ValueError(f"`{option.name}` must be whole numbers separated by commas, such as {example}, got {text!r}")
+    return tuple(map(int, values))

@@ -1,4 +1,4 @@
-"""The options of a verb: read from its call as text, since importing it would take seconds."""
+"""The options of a verb, read from the source of its Python function, since importing it would take seconds."""
 
 import ast
 import inspect
@@ -11,13 +11,13 @@ from typing import Any
 
 PACKAGE = Path(__file__).parent.parent
 REQUIRED = object()
-TEXTS = ("Text", "DomainTexts")  # annotations of text: of one kind, and by domain
-SPELLED = {"settings": "--set"}  # on top of a recipe, as tools for configs have it
+TEXTS = ("Text", "DomainTexts")  # annotations of text: from one source, and by domain
+SPELLED = {"settings": "--set"}  # overrides values of a recipe; other config tools call it --set too
 
 
 @dataclass(frozen=True)
 class Option:
-    """A parameter: its annotation as it is written, its default or `REQUIRED`, and what it does."""
+    """A parameter: its annotation as source text, its default or `REQUIRED`, and its help text."""
 
     name: str
     annotation: str
@@ -31,36 +31,36 @@ class Option:
 
     @property
     def has_commas(self) -> bool:
-        """Whether it takes several values of which a default is known, in the shell with commas between."""
+        """Whether it takes several values and has a default; in a shell they are separated by commas."""
         return self.kind.startswith("Sequence[") and isinstance(self.default, tuple) and bool(self.default)
 
     @property
     def is_list(self) -> bool:
-        """Whether it takes several values, each named by itself in the shell."""
+        """Whether it takes several values; in a shell the option is repeated for each."""
         return self.kind == "DomainTexts" or self.kind.startswith("Sequence[") and not self.has_commas
 
     @property
     def flag(self) -> str:
-        """How it is typed: "--new-tokens", or "--needles/--no-needles" of what is on by default."""
+        """How it is typed: "--new-tokens", or "--needles/--no-needles" for a flag that is on by default."""
         name = SPELLED.get(self.name, "--" + self.name.replace("_", "-"))
         return f"{name}/--no-{name[2:]}" if self.kind == "bool" and self.default is True else name
 
 
-SOURCE = (  # of text that is a table or a data set
-    Option("config", "str | None", None, "configuration of a dataset."),
-    Option("split", "str", "train", "split of a dataset."),
+SOURCE = (  # options for text in a table or a dataset
+    Option("config", "str | None", None, "configuration of a Hugging Face dataset."),
+    Option("split", "str", "train", "split of a Hugging Face dataset."),
     Option("column", "str", "text", "text column of a table or dataset."),
 )
-FORCE = Option("force", "bool", False, "replace an existing folder of results.")
+FORCE = Option("force", "bool", False, "replace the output folder if it exists.")
 EVERYWHERE = (
-    Option("allow_methods", "Sequence[str] | None", None, "a module of your own that may be imported, repeatable."),
-    Option("debug", "bool", False, "show a traceback on an error."),
+    Option("allow_methods", "Sequence[str] | None", None, "your own Python module to import; repeatable."),
+    Option("debug", "bool", False, "show the traceback of an error."),
 )
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function: what its docstring says first, what it says then until Args, and its parameters."""
+    """A function: the summary of its docstring, the text from there to Args, and its parameters."""
 
     about: str
     text: str
@@ -69,41 +69,42 @@ class Call:
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb as its folder declares it (see `crosslayer.verbs`), and what only a shell does for it.
+    """A verb as its folder declares it (see `crosslayer.verbs`), and its functions for the command line alone.
 
-    `beside` has the functions of `cli/<verb>.py`. Their parameters with a default are options; the others are what was
-    typed for the verb. A function that is named as a parameter of the call returns its value. `saver` and `then` return
-    functions of the result: one saves it and returns its page, one goes on when all is printed.
+    `beside` has these functions, from `cli/<verb>.py`. Their parameters with a default are further options; the others
+    receive the verb's own options of that name. A function with the name of a parameter of the call returns its value.
+    `saver` returns a function that saves the result and returns the path of its page, `then` a function that runs after
+    the result is printed.
     """
 
     name: str
     group: str
     call: Call
     beside: dict[str, Call]
-    count: int  # of parameters that are written without a name
-    out: str | None  # the folder of results where none is named, "" where one must be
+    count: int  # of positional arguments
+    out: str | None  # the default output folder; None: nothing is saved, "": --out is required
 
     @property
     def is_saved(self) -> bool:
-        """Whether what it returns is a result, which the call itself does not write."""
+        """Whether it returns a result that the call itself does not save."""
         has_result = (PACKAGE / "verbs" / self.name / "page.py").is_file()
         return has_result and all(option.name != "out" for option in self.call.parameters)
 
     @property
     def arguments(self) -> tuple[Option, ...]:
-        """What is typed without a name."""
+        """The positional arguments."""
         return self._shown()[: self.count]
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """What is typed with a name: of the call, of the shell alone, and of all verbs."""
+        """The options: those of the call, of the command line alone, and of all verbs."""
         own = [option for call in self.beside.values() for option in call.parameters if option.default is not REQUIRED]
         options = [*self._shown()[self.count :], *own]
         if any(option.kind in TEXTS for option in options):
             options += SOURCE
         if self.is_saved:
             default = REQUIRED if self.out == "" else self.out
-            options += [Option("out", "str", default, "folder for report.html, record.json and figures."), FORCE]
+            options += [Option("out", "str", default, "output folder for report.html, record.json and figures."), FORCE]
         return (*options, *EVERYWHERE)
 
     def _shown(self) -> tuple[Option, ...]:
@@ -115,7 +116,7 @@ class Verb:
 
 
 def read_verb(name: str) -> Verb:
-    """Return a verb out of its folder."""
+    """Return the verb that a folder declares."""
     folder = import_module(f"crosslayer.verbs.{name}")
     call = read_calls(PACKAGE / "verbs" / name / "run.py")[name]
     beside = read_calls(Path(__file__).with_name(f"{name}.py"))
@@ -123,7 +124,7 @@ def read_verb(name: str) -> Verb:
 
 
 def read_calls(path: Path) -> dict[str, Call]:
-    """Return the public functions of a file by name; none where it is not there."""
+    """Return the public functions of a file by name; an empty dictionary if there is no file."""
     if not path.is_file():
         return {}
     tree = ast.parse(path.read_text(encoding="utf-8"))

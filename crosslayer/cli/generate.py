@@ -1,9 +1,9 @@
-"""What only a shell does for `generate`."""
+"""The command line's own part of `generate`."""
 
 from collections.abc import Callable
 from functools import partial
 
 
 def write() -> Callable[[str], None]:
-    """Return what prints each piece of text as it comes."""
+    """Return a function that prints each piece of text as it is generated."""
     return partial(print, end="", flush=True)

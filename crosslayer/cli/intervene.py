@@ -76,7 +76,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     """Read a list of interventions as plain data from JSON or YAML, for example from a record of `intervene`.
 
     Raises:
-        ValueError: the file is missing, larger than `FILE_LIMIT` bytes, or holds no such list.
+        ValueError: the file is missing, larger than `FILE_LIMIT` bytes, or does not hold such a list.
 
     """
     import yaml

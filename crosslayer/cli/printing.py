@@ -1,4 +1,4 @@
-"""How a verb prints its result."""
+"""Printing of results."""
 
 import json
 import sys
@@ -7,22 +7,22 @@ from typing import Any
 
 from crosslayer.output.progress import print_to
 
-COLOURS = {"pass": "green", "fail": "red", "skip": "yellow"}  # of marked cells
+COLOURS = {"pass": "green", "fail": "red", "skip": "yellow"}  # of cells with a `Mark`
 
 
 def print_line(text: str) -> None:
-    """Print a line of the result on stdout, at once."""
+    """Print a line on stdout and flush it."""
     print_to(sys.stdout, text)
 
 
 def print_headline(figures: dict[str, Any]) -> None:
-    """Print the last line of the result, a JSON object, in characters that stdout can show."""
+    """Print the last line of a result, a JSON object, in characters that stdout can show."""
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     print_line(json.dumps(figures, ensure_ascii=not unicode))
 
 
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table of a page on stdout; where that is no terminal, as wide as the table is."""
+    """Print a table on stdout; if that is not a terminal, lines are as long as the table needs."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.measure import Measurement

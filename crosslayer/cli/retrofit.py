@@ -1,4 +1,4 @@
-"""What only a shell does for `retrofit`: it writes a shim, and goes on to train."""
+"""The command line's own part of `retrofit`: it writes a shim, and can go on to heal the model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def saver(out: str, force: bool, *, remote_code_shim: bool = False) -> Callable[[Any], Path]:
-    """Return what writes the model and its report.
+    """Return a function that saves the model and its report.
 
     Args:
         out: the folder.
-        force: replace it.
-        remote_code_shim: add an auto_map file, for programs that load by `trust_remote_code`.
+        force: replace it if it exists.
+        remote_code_shim: add an auto_map file, for programs that load models with `trust_remote_code`.
 
     """
     from crosslayer.output.folder import check_target
@@ -21,19 +21,19 @@ def saver(out: str, force: bool, *, remote_code_shim: bool = False) -> Callable[
 
     def save(report: Any) -> Path:
         if remote_code_shim and not report.takes_shim:
-            say(f"a stock {report.architecture.retrofit_class} opens without crosslayer: no shim is written")
+            say(f"no shim is written: a stock {report.architecture.retrofit_class} loads without crosslayer")
         return report.save(out, force, remote_code_shim and report.takes_shim)
 
     return save
 
 
 def then(model: str, out: str, *, heal: str | None = None) -> Callable[[Any], None] | None:
-    """Return what trains the retrofit, where that is asked for; the recipe is read at once.
+    """Return a function that heals the retrofit, or None without `heal`; the recipe is checked at once.
 
     Args:
         model: the original.
         out: the folder of the retrofit.
-        heal: a recipe by which it is then trained into OUT-healed, as `crosslayer heal` does.
+        heal: a recipe to then train the model with, as `crosslayer heal` does; saved in OUT-healed.
 
     """
     from crosslayer.cli import command, declared
@@ -44,7 +44,7 @@ def then(model: str, out: str, *, heal: str | None = None) -> Callable[[Any], No
     load_heal_recipe(heal)
     healed = Path(out).with_name(f"{Path(out).name}-healed")
     if healed.exists():
-        raise ValueError(f"the folder {healed.name!r}, for the healed model, exists; remove it or name another `out`")
+        raise ValueError(f"the folder {healed.name!r}, for the healed model, exists; remove it or choose another `out`")
     verb = declared.read_verb("heal")
     typed = {option.name: option.default for option in verb.options}
     typed |= {"retrofits": [out], "recipe": heal, "out": str(healed), "original": model}

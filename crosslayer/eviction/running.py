@@ -108,7 +108,7 @@ class _Run:
             )
         if cache is not None and (not isinstance(cache, EvictionCache) or cache.run is not self):
             raise ValueError(
-                f"the model runs under `evicting` but got a {type(cache).__name__} from elsewhere; pass "
+                f"the model runs under `evicting` but got another cache ({type(cache).__name__}); pass "
                 "past_key_values=new_cache(), with the function that `evicting` gives"
             )
         self.is_stored = cache is not None

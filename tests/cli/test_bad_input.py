@@ -1,4 +1,4 @@
-"""What a user may type wrong: each case ends with exit status 2 and one line, and leaves nothing behind."""
+"""Wrong command lines: each ends with exit status 2 and one line, and leaves no files."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ import pytest
 from crosslayer import cli
 from tests.helpers import broken
 
-# What is appended where the command does not name it, so that every case is quick.
+# Options that are appended unless the command has them, so that every case is quick.
 USUAL = {
     "diagnose": "--text {kit}/text.txt --sequences 2 --length 16 --out out",
     "intervene": "--text {kit}/text.txt --sequences 2 --length 16 --out out",
@@ -23,9 +23,9 @@ USUAL = {
     "methods": "",
     "plan": "",
 }
-MEND = 2  # the exit status of every case
+USER_ERROR = 2  # the exit status of every case
 CASES = [
-    # what every verb shares
+    # options of all verbs
     ("", ""),
     ("diagnoze x", "No such command 'diagnoze'"),
     ("--colour", "No such option: --colour"),
@@ -55,8 +55,8 @@ CASES = [
     ("diagnose {kit}/model --out /dev/null", "is a file; name another"),
     ("diagnose {kit}/model --out /", "'/' cannot be a folder of results; name one inside it"),
     ("diagnose {kit}/model --out {long}", "File name too long"),
-    ("diagnose {kit}/model --out {undecodable}", r"argument 4 is b'out\\xff', which is no text in utf-8"),
-    ("generate {kit}/model {undecodable}", "argument 3 is .* no text in utf-8"),
+    ("diagnose {kit}/model --out {undecodable}", r"argument 4 must be valid utf-8, got b'out\\xff'"),
+    ("generate {kit}/model {undecodable}", "argument 3 must be valid utf-8"),
     # models
     ("diagnose nobody/nothing", "there is no folder 'nobody/nothing', and the Hugging Face hub"),
     ("diagnose {kit}/nothing", "does not exist"),
@@ -194,8 +194,8 @@ CASES = [
     # bench
     ("bench {kit}/model", "Missing option '--baseline'"),
     ("bench {kit}/model --baseline {kit}/model --contexts 0", "--contexts: Input should be greater than 0; it is 0"),
-    ("bench {kit}/model --baseline {kit}/model --contexts 8,", "--contexts is '8,'; it takes whole numbers"),
-    ("bench {kit}/model --baseline {kit}/model --batches x", "--batches is 'x'; it takes whole numbers"),
+    ("bench {kit}/model --baseline {kit}/model --contexts 8,", "--contexts must be whole numbers .*got '8,'"),
+    ("bench {kit}/model --baseline {kit}/model --batches x", "--batches must be whole numbers"),
     ("bench {kit}/model --baseline {kit}/model --repeats 0", "--repeats: Input should be greater than 0"),
     ("bench {kit}/model --baseline {kit}/model --attention flex", "--attention: .*'sdpa' or 'eager'"),
     ("bench {kit}/model --baseline {kit}/model --contexts 65", "context 65 is above the 64 positions"),
@@ -210,7 +210,7 @@ CASES = [
     # needles
     ("needles {kit}/model --lengths 64", "length 64 is too short; use at least 256 tokens"),
     ("needles {kit}/model --lengths 256", "length 256 is above the 64 positions"),
-    ("needles {kit}/model --lengths ''", "--lengths is ''; it takes whole numbers"),
+    ("needles {kit}/model --lengths ''", "--lengths must be whole numbers"),
     ("needles {kit}/model --depths 0,101", "--depths is 101; use 0"),
     ("needles {kit}/model --keys 2000", "keys is 2000; use 1 to 1600"),
     ("needles {kit}/bert", "needles needs a causal LM"),
@@ -268,9 +268,9 @@ def test_it_ends_with_one_line(monkeypatch, tmp_path, capfd, kit, command, messa
     usual = shlex.split(USUAL[words[0]]) if words and words[0] in USUAL else []
     for option, value in zip(usual[::2], usual[1::2], strict=True):
         words += [] if option in words else [option, value]
-    places = {"kit": str(kit), "long": "x" * 250, "undecodable": "out\udcff"}
+    values = {"kit": str(kit), "long": "x" * 250, "undecodable": "out\udcff"}
     before = sorted(kit.rglob("*"))
-    assert type_in(monkeypatch, [word.format(**places) for word in words]) == MEND
+    assert type_in(monkeypatch, [word.format(**values) for word in words]) == USER_ERROR
     output = capfd.readouterr()
     errors = [line for line in output.err.splitlines() if line.startswith("crosslayer: error: ")]
     assert "Traceback" not in output.err + output.out

@@ -1,4 +1,4 @@
-"""How the command line ends when something fails: who can mend it, and in one line."""
+"""Errors of the command line: the exit status says who can fix it, and there is one line."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
 from crosslayer import cli
-from crosslayer.cli.errors import FAULT, MEND, explain
+from crosslayer.cli.errors import INTERNAL_ERROR, USER_ERROR, explain
 from crosslayer.verbs.train.trainer import TrainingStopped
 from tests.cli.test_cli import run
 from tests.helpers.text import WORDS, tokenizer
@@ -46,30 +46,30 @@ def schema_error():
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        (ValueError("two\nlines"), MEND, "two lines"),
-        (ValueError("a \x1b[31mred\x1b[0m name"), MEND, "a \\x1b[31mred\\x1b[0m name"),
-        (ValueError(), MEND, "ValueError"),
-        (OSError(28, "No space left on device"), MEND, "No space left on device"),
-        (PermissionError(13, "Permission denied", "/a/b"), MEND, "'/a/b': Permission denied"),
-        (MemoryError(), MEND, "memory ran out; use fewer or shorter sequences"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MEND, "memory ran out"),
+        (ValueError("two\nlines"), USER_ERROR, "two lines"),
+        (ValueError("a \x1b[31mred\x1b[0m name"), USER_ERROR, "a \\x1b[31mred\\x1b[0m name"),
+        (ValueError(), USER_ERROR, "ValueError"),
+        (OSError(28, "No space left on device"), USER_ERROR, "No space left on device"),
+        (PermissionError(13, "Permission denied", "/a/b"), USER_ERROR, "'/a/b': Permission denied"),
+        (MemoryError(), USER_ERROR, "out of memory; use fewer or shorter sequences"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), USER_ERROR, "out of memory; use fewer"),
         (
             SafetensorError("I/O error: No space left on device"),
-            MEND,
+            USER_ERROR,
             "weights could not be read or written: I/O error",
         ),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), FAULT, "RuntimeError: mat1 and mat2"),
-        (KeyError("layers"), FAULT, "internal error: KeyError: 'layers' (--debug shows where"),
-        (schema_error(), FAULT, "ValidationError"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), INTERNAL_ERROR, "RuntimeError: mat1 and mat2"),
+        (KeyError("layers"), INTERNAL_ERROR, "internal error: KeyError: 'layers' (--debug shows"),
+        (schema_error(), INTERNAL_ERROR, "ValidationError"),
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_who_can_mend_it(error, status, line):
-    found, text = explain(error)
-    assert found == status and line in text and "\n" not in text
+def test_exit_status_and_line(error, status, line):
+    result, text = explain(error)
+    assert result == status and line in text and "\n" not in text
 
 
-def test_a_fault_is_one_line_and_a_traceback_on_request(monkeypatch, capsys):
+def test_an_internal_error_is_one_line_and_a_traceback_on_request(monkeypatch, capsys):
     def fail(**_):
         raise KeyError("layers")
 
@@ -108,7 +108,7 @@ def test_a_full_disk_is_one_line(monkeypatch, inputs, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_terminal_that_knows_only_ascii_gets_escapes(monkeypatch, inputs, tmp_path):
+def test_a_terminal_that_has_only_ascii_gets_escapes(monkeypatch, inputs, tmp_path):
     terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
     words = ("--text", inputs / "text.txt", "--sequences", 2, "--length", 16, "--waiver", 5)

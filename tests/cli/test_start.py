@@ -23,7 +23,7 @@ class Ended(BaseException):
 
 @pytest.fixture
 def interrupts(monkeypatch):
-    """The command line's own, behind a signal that is really sent; everything is put back."""
+    """The command line's signal handlers, with signals that are really sent; everything is restored."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -97,7 +97,7 @@ def test_an_interrupt_that_a_library_turned_into_another_error_is_one(interrupts
     assert stop.value.code == 130 and capsys.readouterr().err == f"{INTERRUPT_LINE}\n"
 
 
-def test_an_error_long_after_a_signal_that_a_library_swallowed_is_said(interrupts, monkeypatch, capsys):
+def test_an_error_long_after_a_swallowed_signal_is_reported(interrupts, monkeypatch, capsys):
     interrupts.at_once = False
 
     def swallow(**_):

@@ -53,7 +53,7 @@ def test_learned_positions_end_and_rotary_positions_go_on():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--contexts", "512,x"], "--contexts is '512,x'; it takes whole numbers"),
+        (["--contexts", "512,x"], "--contexts must be whole numbers separated by commas"),
         (["--batches", "0"], "--batches: Input should be greater than 0; it is 0"),
         (["--contexts", ""], "--contexts is ''"),
         (["--new-tokens", "0"], "--new-tokens: Input should be greater than 0; it is 0"),

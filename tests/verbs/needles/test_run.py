@@ -169,7 +169,7 @@ def test_the_command_says_what_the_call_returns(monkeypatch, folder, tmp_path, c
     ("options", "message"),
     [
         (["--lengths", "64"], "length 64 is too short; use at least 256 tokens"),
-        (["--lengths", "512,x"], "--lengths is '512,x'; it takes whole numbers"),
+        (["--lengths", "512,x"], "--lengths must be whole numbers separated by commas"),
         (["--depths", "-5"], "--depths is -5; use 0"),
         (["--depths", "200"], "--depths is 200"),
         (["--lengths", "4096"], "length 4096 is above the 2048 positions of model"),

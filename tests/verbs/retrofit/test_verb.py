@@ -99,7 +99,7 @@ def test_folders_open_in_another_process(monkeypatch, inputs, tmp_path, capsys):
     stock, ours = tmp_path / "stock", tmp_path / "ours"
     options = ("--method", "drop", "--part", "layer", "--layers", "auto", "--count", 2, "--remote-code-shim")
     assert retrofit(monkeypatch, inputs, stock, *options) == 0
-    assert "a stock LlamaForCausalLM opens without crosslayer: no shim is written" in capsys.readouterr().err
+    assert "no shim is written: a stock LlamaForCausalLM loads without crosslayer" in capsys.readouterr().err
     assert check_files(stock) == [] and not (stock / "modeling_shim.py").exists()
     assert retrofit(monkeypatch, inputs, ours, "--method", "cla", "--layers", "6-7", "--remote-code-shim") == 0
     bare = shutil.copytree(ours, tmp_path / "bare", ignore=shutil.ignore_patterns("modeling_shim.py"))

@@ -56,18 +56,18 @@ def check_flex(kind: str | None, device: torch.device) -> None:
     """Refuse flex attention on a CPU for which torch compiles it wrong; the first call there takes some seconds.
 
     Raises:
-        ValueError: `kind` is flex attention, `device` a CPU, and `flex_fault` tells of a fault.
+        ValueError: `kind` is flex attention, `device` a CPU, and `flex_error` tells of a fault.
 
     """
     if kind != "flex_attention" or device.type != "cpu" or torch.compiler.is_compiling():
         return
-    fault = flex_fault()
+    fault = flex_error()
     if fault is not None:
         raise ValueError(f"{fault}; use attn_implementation='sdpa' or 'eager'")
 
 
 @functools.cache
-def flex_fault() -> str | None:
+def flex_error() -> str | None:
     """Return in words how flex attention is wrong that torch compiles for this CPU, or None; it is tried once.
 
     Where torch 2.13 compiles it without AVX-512, some shapes give numbers that are off by more than 1, or NaN, or do

@@ -116,7 +116,7 @@ def test_another_version_is_refused_in_one_line(call, folders, tmp_path):
     record = json.loads((folders[call.__name__] / "record.json").read_text())
     schema = record["schema"]
     (tmp_path / "record.json").write_text(json.dumps(record | {"schema": f"{schema}0"}))
-    with pytest.raises(ValueError, match=f"^record.json is '{schema}0'; this release reads {schema}$"):
+    with pytest.raises(ValueError, match=f"^record.json has the schema '{schema}0'; this release reads {schema}$"):
         crosslayer.load_result(tmp_path)
 
 

@@ -1,1 +1,1 @@
-"""What every result is written with: pages, figures, folders, manifests, progress."""
+"""Output that all verbs share: pages, figures, folders, records, manifests, model cards, progress."""

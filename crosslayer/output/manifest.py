@@ -1,6 +1,6 @@
 """The manifest of a saved model: a SHA-256 of every file, the plan, and logits on fixed ids as a fingerprint.
 
-It is no signature: whoever can change the files can write a new manifest. It finds what was damaged or edited since.
+It is not a signature: whoever can change the files can write a new manifest. It detects damage and later edits.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import environment
 from crosslayer.output.folder import write_whole
-from crosslayer.output.record import fault_of
+from crosslayer.output.record import validation_message
 from crosslayer.probe.intercept import evaluating, layer_stack
 from crosslayer.probe.tokens import positions
 
 NAME = "manifest.json"
-NOT_LISTED = (NAME, ".gitattributes")  # the hub gives every repository the latter
-CLIENT = ".cache/huggingface/"  # where its client notes what it has fetched into a folder
-IDS, LOGITS = 24, 16  # tokens of the fingerprint, and how many logits of the last of them it keeps
+NOT_LISTED = (NAME, ".gitattributes")  # the hub adds .gitattributes to every repository
+CLIENT = ".cache/huggingface/"  # where the hub's client records what it downloaded into a folder
+IDS, LOGITS = 24, 16  # tokens of the fingerprint, and how many logits of the last token it keeps
 LARGEST = 2**24  # bytes of a manifest; 100,000 files need less
 
 
@@ -42,7 +42,7 @@ class Fingerprint(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What `manifest.json` holds; `schema_` is written as "schema"."""
+    """The content of `manifest.json`; `schema_` is written as "schema"."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
     schema_: Literal["crosslayer/manifest/1"] = Field(alias="schema")
@@ -54,7 +54,7 @@ class Manifest(BaseModel):
 
 
 def write_manifest(folder: Path, model: PreTrainedModel) -> None:
-    """Write `manifest.json` into the folder of a saved model that holds everything else already."""
+    """Write `manifest.json` into the folder of a saved model, after all other files."""
     files = _entries(folder)
     odd = [name for name, path in files.items() if not path.is_file()]
     if odd:
@@ -71,20 +71,20 @@ def write_manifest(folder: Path, model: PreTrainedModel) -> None:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """Return what `manifest.json` holds as JSON."""
+    """Return the text of `manifest.json`."""
     return json.dumps(manifest.model_dump(by_alias=True), ensure_ascii=False, allow_nan=False, indent=1)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check `manifest.json`, which may come from anyone."""
+    """Read and check an untrusted `manifest.json`."""
     path = folder / NAME
     try:
         if not path.is_file() or path.stat().st_size > LARGEST:
-            raise ValueError(f"it is not a file of at most {LARGEST:,} bytes")
+            raise ValueError(f"it must be a file of at most {LARGEST:,} bytes")
         manifest = Manifest.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
-        fault = fault_of(error)
-        raise ValueError(f"{NAME}: {'it is nested too deeply' if 'recursion limit' in fault else fault}") from None
+        message = validation_message(error)
+        raise ValueError(f"{NAME}: {'it is nested too deeply' if 'recursion limit' in message else message}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{NAME}: {error}") from None
     for name in manifest.files:
@@ -95,27 +95,27 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path) -> list[str]:
-    """Return, a line each, the files that are missing, changed, or not listed in the folder's manifest.
+    """Return a line for each file that is missing, changed, or not listed in the folder's manifest.
 
-    Only what lies in the folder is read: names in the manifest are looked up among the files that are there.
+    Only files in the folder are read, whatever names the manifest lists.
     """
     digests, paths = read_manifest(folder).files, _entries(folder)
-    faults = [f"{name} is missing" for name in digests if name not in paths]
+    problems = [f"{name} is missing" for name in digests if name not in paths]
     for name, path in paths.items():
         if name not in digests:
-            faults.append(f"{name} is not listed")
+            problems.append(f"{name} is not listed")
         elif not path.is_file() or file_digest(path) != digests[name]:
-            faults.append(f"{name} is changed")
-    return sorted(faults)
+            problems.append(f"{name} is changed")
+    return sorted(problems)
 
 
 def plan_of(model: PreTrainedModel) -> DepthPlan | None:
-    """Return the plan of a model of ours, or None for a stock model."""
+    """Return the plan of a crosslayer model, or None for a stock model."""
     return model.config.plan if isinstance(model.config, CrossLayerConfig) else None
 
 
 def methods_of(model: PreTrainedModel) -> list[dict[str, Any]] | None:
-    """Return the methods of a model of ours as JSON has them, or None for a stock model."""
+    """Return the methods of a crosslayer model as JSON data, or None for a stock model."""
     if not isinstance(model.config, CrossLayerConfig):
         return None
     return json.loads(json.dumps(model.config.cross_layer))
@@ -129,7 +129,7 @@ def fingerprint(model: PreTrainedModel, ids: list[int] | None = None) -> Fingerp
     if ids is None:
         ids = [(7 + 7919 * i) % size for i in range(min(IDS, positions(model)))]
     if not all(0 <= i < size for i in ids):
-        raise ValueError(f"the fingerprint's ids reach {max(ids)}; the vocabulary has {size}")
+        raise ValueError(f"the fingerprint's ids must be below {size}, the size of the vocabulary, got {max(ids)}")
     with evaluating(model), _in_float32(model):
         logits: Tensor = model(torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]  # (V)
     kept = [logits.shape[0] * i // LOGITS for i in range(LOGITS)]
@@ -138,7 +138,7 @@ def fingerprint(model: PreTrainedModel, ids: list[int] | None = None) -> Fingerp
 
 @contextlib.contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model compute in float32 inside the block; each layer is cast while it runs, so that one is there twice."""
+    """Run a model in float32 inside the block; layers are cast one at a time, so only one needs extra memory."""
     layers, stored = layer_stack(model), {}
     inside = set(layers.parameters()) | set(layers.buffers())
     outside = [tensor for tensor in _tensors(model) if tensor not in inside]
@@ -171,9 +171,9 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _entries(folder: Path) -> dict[str, Path]:
-    """Return everything below a folder but folders, the manifest, and what the hub and its client put beside it.
+    """Return all files below a folder except the manifest and what the hub and its client add.
 
-    A link to a folder counts, it is not followed.
+    A link to a folder is an entry; it is not followed.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
     names = {path.relative_to(folder).as_posix(): path for path in paths}

@@ -1,4 +1,4 @@
-"""The page of a result: a self-contained HTML document that opens from disk, with no network, wide and narrow."""
+"""The page of a result: a self-contained HTML document that needs no network and fits wide and narrow screens."""
 
 import functools
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ from crosslayer.output.shown import Table
 
 
 class Mark(NamedTuple):
-    """A cell whose color says what it means: `kind` is pass, fail or skip."""
+    """A cell with the color of its `kind`: pass, fail or skip."""
 
     text: str
     kind: str
 
 
-Cell = str | list[str] | Mark  # a list is set as pieces of code
+Cell = str | list[str] | Mark  # the strings of a list are formatted as code
 
 
 @dataclass(frozen=True)
 class Page:
-    """The parts of a page: every text is escaped in the template. `lead` comes before the figures."""
+    """The content of a page; the template escapes every text. The tables of `lead` come before the figures."""
 
     title: str
     subtitle: str
     cards: Sequence[tuple[str, str, str]]  # title, figure, note
-    words: Sequence[str]
+    sentences: Sequence[str]
     panels: list[Panel]
     tables: Sequence[Table]
     lead: Sequence[Table] = ()
@@ -45,13 +45,13 @@ class Page:
 
 @functools.cache
 def _vega() -> str:
-    """Return the script that draws Vega-Lite charts in a browser, with all that it needs."""
+    """Return the script that draws Vega-Lite charts in a browser, with its dependencies."""
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VERSION)
 
 
 @functools.cache
 def _templates() -> jinja2.Environment:
-    """Return the templates beside this file: they escape every text, and an unknown name in them is an error."""
+    """Return the templates in the folder `templates`: text is escaped, and an unknown name is an error."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,

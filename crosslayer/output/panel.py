@@ -1,4 +1,4 @@
-"""A figure as data, and as a Vega-Lite chart: the page draws it, and vl-convert writes it to an SVG file."""
+"""A figure as data and as a Vega-Lite chart, which the page draws and vl-convert writes to an SVG file."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import vl_convert
 
 COLORS = ("#2457c5", "#c4472f", "#23865f", "#8a5fbf", "#b8860b", "#1391a8", "#c2549a", "#7a5640")
-QUIET = "#697082"  # what a figure is not about: the other tokens, the baseline
+QUIET = "#697082"  # the color of context: other tokens, the baseline
 VERSION = "6.4"  # of Vega-Lite, in the page and in vl-convert
 MARKED = 100  # points of a line, above which they are not marked
 BESIDE = 0.015  # share of the horizontal axis between error bars of the same x
@@ -44,10 +44,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Heat:
-    """A heat map, z[row][column]; `x` are centres, or edges if there is another; `limits` end the color scale.
+    """A heat map, z[row][column]; `x` are centres, or edges if there is one more; `limits` end the color scale.
 
-    `columns` names the columns where a pointer is over them, instead of `x`. `written` sets each number, rounded, into
-    its cell.
+    `columns` names the columns in tooltips, instead of `x`. With `written`, each cell shows its rounded number.
     """
 
     x: Sequence[float]
@@ -69,9 +68,9 @@ class Heat:
 
 @dataclass(frozen=True)
 class Dots:
-    """Values along the horizontal axis, a row for each name, the first on top, with intervals where there are any.
+    """Values along the horizontal axis, a row for each name, the first on top, with intervals if there are any.
 
-    `single` are the values that each is the mean of, drawn small; a line stands at 0.
+    `single` are the values that each mean is taken over, drawn small; a line marks 0.
     """
 
     names: Sequence[str]
@@ -88,7 +87,7 @@ class Dots:
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure: its file name, title, the sentence that says what to see, and what is drawn.
+    """A figure: its file name, title, a sentence that explains it, and what is drawn.
 
     `bounds` are the least and the greatest value that is possible: bands end there. `y_range` are the ends of the axis,
     by default those of what is drawn. `x_ticks` and `y_ticks` map values of an axis to labels. An axis whose values are
@@ -125,7 +124,7 @@ def by_position(
     """Return `heat`, `log_x` and `x_ticks` of a panel of layers by bins of positions, counted from 0.
 
     Bin i holds the positions edges[i] to edges[i + 1] − 1, the last up to length − 1. Position p reaches from p + 1 to
-    p + 2 of a logarithmic axis. `position` is sure to have a label.
+    p + 2 of a logarithmic axis. `position` always has a label.
     """
     ends = [*edges[1:], length]
     columns = [str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in zip(edges, ends, strict=True)]
@@ -134,7 +133,7 @@ def by_position(
 
 
 def _position_ticks(length: int, position: int) -> dict[float, str]:
-    """Return labels in the middle of their positions: 0, 1, 2, 5, 10 …, and `position` instead of those beside it."""
+    """Return labels at the middle of their positions: 0, 1, 2, 5, 10 …, and `position` instead of its neighbours."""
     powers = range(len(str(length)))
     digits = {power: (1, 2, 5) if power == 0 or length <= 1000 else (1,) for power in powers}
     usual = [0, *(digit * 10**power for power in powers for digit in digits[power])]
@@ -144,15 +143,15 @@ def _position_ticks(length: int, position: int) -> dict[float, str]:
 
 
 def same_scale(panels: Sequence[Panel]) -> list[Panel]:
-    """Return panels of the same quantity with the same vertical axis."""
+    """Return panels of one quantity with a common vertical axis."""
     ends = [end for panel in panels for end in _ends(_heights(panel), panel.log_y)]
     return [replace(panel, y_range=(min(ends), max(ends))) for panel in panels]
 
 
 def drawn(panel: Panel) -> list[Line]:
-    """Return the lines with their colors, and with bands that end where values are impossible.
+    """Return the lines with their colors, and with bands clipped to possible values.
 
-    On a logarithmic axis a band that reaches 0 ends at half of the lowest point, which is below the axis.
+    On a logarithmic axis a band that reaches 0 ends at half of the lowest point, below the visible range.
     """
     lower, upper = panel.bounds
     if panel.log_y:
@@ -168,7 +167,7 @@ def drawn(panel: Panel) -> list[Line]:
 
 
 def chart(panel: Panel) -> dict[str, Any]:
-    """Return a panel as a Vega-Lite chart, without title and legend, which are the page's."""
+    """Return a panel as a Vega-Lite chart, without title and legend, which the page adds."""
     if panel.heat is not None:
         layers, datasets = _heat_layers(panel, panel.heat), {}
     elif panel.dots is not None:
@@ -224,7 +223,7 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
     if points <= MARKED:
         marks.append(({"type": "point", "filled": True, "size": 22, "opacity": 1}, encoding))
     shown: list[dict[str, Any]] = [{"filter": "indexof(hidden, datum.line) < 0"}]
-    above = [{"calculate": "datum.y > 0 ? datum.y : null", "as": "y"}] if panel.log_y else []  # 0 has no place
+    above = [{"calculate": "datum.y > 0 ? datum.y : null", "as": "y"}] if panel.log_y else []  # 0 cannot be drawn
     layers = [{"data": {"name": "lines"}, "transform": shown + above, "mark": mark, "encoding": e} for mark, e in marks]
     return [*layers, _hover(panel.x_title, x, shown)]
 
@@ -246,17 +245,17 @@ def _rows(panel: Panel) -> list[dict[str, Any]]:
 
 
 def _hover(title: str, x: dict[str, Any], shown: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return an upright at each x, whose tooltip holds the values there of all lines shown, with their intervals."""
+    """Return a vertical line at each x with a tooltip: the values of all visible lines there, with their intervals."""
     interval = "datum.high == null ? '' : ' (' + format(datum.low, '.4~g') + ' to ' + format(datum.high, '.4~g') + ')'"
-    words = f"datum.y == null ? '–' : format(datum.y, '.4~g') + ({interval})"
+    value = f"datum.y == null ? '–' : format(datum.y, '.4~g') + ({interval})"
     title = title or "x"
-    name = re.sub(r"([\\.\[\]'\"])", r"\\\1", title)  # as Vega names a field: a dot would be one inside another
-    pivot = {"pivot": "line", "value": "words", "op": "max", "groupby": [name]}
+    name = re.sub(r"([\\.\[\]'\"])", r"\\\1", title)  # Vega reads a dot in a field's name as a nested field
+    pivot = {"pivot": "line", "value": "value", "op": "max", "groupby": [name]}
     visible = {"condition": {"param": "pointer", "empty": False, "value": 0.5}, "value": 0}
     nearest = {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True}
     return {
         "data": {"name": "lines"},
-        "transform": [*shown, {"calculate": "datum.x", "as": title}, {"calculate": words, "as": "words"}, pivot],
+        "transform": [*shown, {"calculate": "datum.x", "as": title}, {"calculate": value, "as": "value"}, pivot],
         "mark": {"type": "rule", "color": QUIET, "tooltip": {"content": "data"}},
         "encoding": {"x": {**x, "field": name}, "opacity": visible},
         "params": [{"name": "pointer", "select": nearest}],
@@ -270,7 +269,7 @@ def _heat_layers(panel: Panel, heat: Heat) -> list[dict[str, Any]]:
         for number, (left, right, name) in enumerate(zip(edges[:-1], edges[1:], names, strict=True), 1)
     ]
     rows = [{"row": row, "z": [_short(z, 4) for z in numbers]} for row, numbers in zip(heat.y, heat.z, strict=True)]
-    cells = [  # a row of numbers becomes a cell for each, which looks up its column
+    cells = [  # split each row of numbers into cells, and add the cell's column
         {"flatten": ["z"]},
         {"window": [{"op": "row_number", "as": "number"}], "groupby": ["row"]},
         {"lookup": "number", "from": {"data": {"values": columns}, "key": "number", "fields": ["x", "x2", "column"]}},
@@ -305,11 +304,11 @@ def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
     single = [{"row": row, "x": x} for row, xs in enumerate(dots.single) for x in xs]
     means = []
     for row, (name, x, low, high) in enumerate(zip(dots.names, dots.x, dots.low, dots.high, strict=True)):
-        words = f"{x:.4g}" if low is None or high is None else f"{x:.4g} ({low:.4g} to {high:.4g})"
-        means.append({"row": row, "name": name, "x": x, "low": low, "high": high, "value": words})
+        text = f"{x:.4g}" if low is None or high is None else f"{x:.4g} ({low:.4g} to {high:.4g})"
+        means.append({"row": row, "name": name, "x": x, "low": low, "high": high, "value": text})
     ends = [end for end in (*dots.low, *dots.high) if end is not None]
     x = _axis(panel.x_title, [0.0, *dots.x, *ends, *(point["x"] for point in single)], False, panel.x_ticks)
-    x["axis"] |= {"tickCount": 5, "labelFlush": 12}  # a label at an end stays inside
+    x["axis"] |= {"tickCount": 5, "labelFlush": 12}  # a label at an end stays inside the figure
     labels = json.dumps([_label(name) for name in dots.names], ensure_ascii=False)
     y = {"field": "row", "type": "nominal", "scale": {"domain": [*range(len(dots.names))]}}  # names may be equal
     y["axis"] = {"title": None, "grid": True, "labelExpr": f"{labels}[datum.value]"}
@@ -326,7 +325,7 @@ def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
 
 
 def _label(name: str) -> str:
-    """Return a long name in lines that begin with a bracket or a plus, of long ones both ends."""
+    """Return a long name in lines that begin with a bracket or a plus; of a long line only both ends."""
     lines = [line.strip() for line in re.split(r"(?<=.)(?=[(+])", name)] if len(name) > 16 else [name]
     return "\n".join(line if len(line) <= LONGEST else f"{line[: LONGEST - 9]}…{line[-8:]}" for line in lines)
 
@@ -336,7 +335,7 @@ def _layer(values: list[dict[str, Any]], mark: dict[str, Any], encoding: dict[st
 
 
 def _axis(title: str, values: Sequence[float], log: bool, ticks: dict[float, str]) -> dict[str, Any]:
-    """Return scale and axis of a channel: they reach some pixels beyond the values."""
+    """Return scale and axis of a channel, which extend a few pixels beyond the values."""
     low, high = _ends(values, log)
     scale: dict[str, Any] = {"domain": [low, high], "nice": False, "padding": PADDING}
     scale |= {"type": "log"} if log else {"zero": False}
@@ -356,7 +355,7 @@ def _axis(title: str, values: Sequence[float], log: bool, ticks: dict[float, str
 
 
 def _heights(panel: Panel) -> list[float]:
-    """Return the values of the vertical axis that lines and bands reach; on a logarithmic axis those above 0."""
+    """Return the heights of lines and bands; on a logarithmic axis those above 0."""
     lines = drawn(panel)
     columns = [line.y for line in lines] + [band for line in lines for band in (line.low, line.high) if band]
     heights = [value for column in columns for value in column if value is not None]
@@ -371,7 +370,7 @@ def _lowest(panel: Panel) -> float:
 
 
 def _ends(values: Sequence[float], log: bool) -> list[float]:
-    """Return the least and the greatest value, apart from one another."""
+    """Return the least and the greatest value, widened if they are equal."""
     low, high = min(values, default=1.0), max(values, default=1.0)
     if low == high:
         return [low / 2, high * 2] if log else [low - 0.5, high + 0.5]

@@ -1,4 +1,4 @@
-"""Progress of a long computation, for people: a bar on a terminal, plain lines elsewhere; always on stderr."""
+"""Progress of a long computation on stderr: a bar on a terminal, plain lines otherwise."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol, Self, TextIO
 
 QUIET = 5  # seconds between two lines
-WHOLE = 10**6  # seconds of the past from which the time that is left is estimated: all of it
+WHOLE = 10**6  # seconds over which speed is averaged to estimate the time left: all of them
 
 
 def say(text: str) -> None:
@@ -17,34 +17,34 @@ def say(text: str) -> None:
 
 
 def print_to(stream: TextIO, text: str) -> None:
-    """Print a line at once; where its reader has gone (`| head`), go on without printing: the work is wanted.
+    """Print a line and flush it; if nobody reads any more (`| head`), go on without printing.
 
     Raises:
-        ValueError: stdout is on a disk that is full, say. Messages that cannot be written are left out.
+        ValueError: stdout cannot be written, for example to a full disk; on stderr this is ignored.
 
     """
     try:
         print(text, file=stream, flush=True)
     except OSError as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())  # what is left in the buffer goes there too, also when the process ends
+        os.dup2(nowhere, stream.fileno())  # also for what is left in the buffer when the process ends
         os.close(nowhere)
         if stream is sys.stdout and not isinstance(error, BrokenPipeError):
             raise ValueError(f"stdout cannot be written: {error.strerror}") from error
 
 
 class Steps(Protocol):
-    """What a running meter takes: how many steps are done, of how many, and what runs now."""
+    """A running progress meter."""
 
     def step(self, done: int, total: int, doing: str = "") -> None:
-        """Show how far the work is."""
+        """Show how many steps are done, of how many, and what is being done."""
 
 
-Meter = Callable[[str, int], AbstractContextManager[Steps]]  # what is done, and in how many steps (0: unknown)
+Meter = Callable[[str, int], AbstractContextManager[Steps]]  # the task and its number of steps (0: unknown)
 
 
 class Silent(AbstractContextManager):
-    """The meter of Python calls: it shows nothing."""
+    """The meter of calls from Python, which shows nothing."""
 
     def __init__(self, what: str, total: int = 0):
         pass
@@ -57,16 +57,16 @@ class Silent(AbstractContextManager):
 
 
 class Progress:
-    """The meter of the command line: on stderr, a bar with the time that is left on a terminal, plain lines otherwise.
+    """The meter of the command line, on stderr: a bar with the time left on a terminal, plain lines otherwise.
 
-    Work of 0 steps, whose length is not known, is a line, and more with how much is done where that is counted.
+    A task of unknown length (0 steps) is one line, then lines with the number of steps done if these are counted.
     """
 
     def __init__(self, what: str, total: int = 0):
         from rich import progress
         from rich.console import Console
 
-        self.what, self.total, self.said, self.shown = what, total, time.monotonic(), (-1, "")
+        self.what, self.total, self.printed, self.shown = what, total, time.monotonic(), (-1, "")
         self.is_bar = bool(total) and sys.stderr.isatty()
         columns = progress.SpinnerColumn(), "{task.description}", progress.BarColumn(), progress.MofNCompleteColumn()
         self.bar = progress.Progress(
@@ -92,14 +92,14 @@ class Progress:
         self.bar.stop()
 
     def step(self, done: int, total: int, doing: str = "") -> None:
-        """Show how much is done, what is being done where it has a name, and about how long the rest takes."""
+        """Show how much is done, what is being done, and an estimate of the time left."""
         if (done, doing) == self.shown:  # a search may take more steps than it expected
             return
         self.shown = (done, doing)
         what = f"{self.what}: {doing}" if doing else self.what
         self.bar.update(self.task.id, description=what, completed=done, total=total or None)
-        if not self.is_bar and (doing or done in (0, total) or time.monotonic() - self.said >= QUIET):
-            self.said = time.monotonic()
+        if not self.is_bar and (doing or done in (0, total) or time.monotonic() - self.printed >= QUIET):
+            self.printed = time.monotonic()
             count = f"{done} of {total}" if total else f"{done:,} so far"
             say(f"{self.what}: {count}{self._time()}{f'; now {doing}' if doing else ''}")
 

@@ -1,4 +1,4 @@
-"""What records have in common."""
+"""Fields, checks and reading that all records share."""
 
 import json
 import math
@@ -22,23 +22,24 @@ from crosslayer import _start
 
 LARGEST = 2**28  # bytes of a record; a diagnosis of 30 layers has 0.8 MB
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch takes no larger seed
-DEEPEST = 32  # lists and objects inside of each other, far more than any record has
+PYDANTIC = "Input should be "  # how most of pydantic's messages begin
+DEEPEST = 32  # nested lists and objects, far more than any record has
 
 
 def _unique(numbers: Any, field: ValidationInfo) -> Any:
     if isinstance(numbers, str) or not isinstance(numbers, Iterable):
-        raise ValueError(f"{field.field_name} is {numbers!r}; give a list of whole numbers")
+        raise ValueError(f"{field.field_name} must be a list of whole numbers, got {numbers!r}")
     unique = tuple(dict.fromkeys(numbers))
     if not unique:
-        raise ValueError(f"{field.field_name} is empty; give at least one")
+        raise ValueError(f"{field.field_name} must have at least one number")
     return unique
 
 
-SEVERAL = BeforeValidator(_unique)  # of an option that takes any list of numbers, in their order, each once
+SEVERAL = BeforeValidator(_unique)  # for an option that is a list of numbers; duplicates are removed
 
 
 class Frozen(BaseModel):
-    """A part of a record: it does not change, and holds no key that it does not know."""
+    """A component of a record: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
@@ -54,16 +55,15 @@ class Measure(Frozen):
     @classmethod
     def _check_numbers(cls, rows: list[Any] | None) -> list[Any] | None:
         if rows is not None and not _are_numbers(rows):
-            raise ValueError("it holds something else than numbers and null")
+            raise ValueError("it must hold only numbers and null")
         return rows
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuse a measure of another shape, or whose interval is of another."""
-        found, interval = self.array.shape, self.interval
-        if found != shape:
-            raise ValueError(f"{name} has the shape {found}, and with this model it is {shape}")
-        if interval is not None and interval.shape != (*shape, 2):
-            raise ValueError(f"{name} has the shape {shape}, and its interval {interval.shape}")
+        """Refuse a measure whose mean or interval has another shape."""
+        if self.array.shape != shape:
+            raise ValueError(f"{name} must have the shape {shape} for this model, got {self.array.shape}")
+        if self.interval is not None and self.interval.shape != (*shape, 2):
+            raise ValueError(f"{name}: its interval must have the shape {(*shape, 2)}, got {self.interval.shape}")
 
     @property
     def array(self) -> np.ndarray:
@@ -77,17 +77,17 @@ class Measure(Frozen):
 
 
 def _are_numbers(entry: Any) -> bool:
-    """Return whether nested lists hold finite numbers and None alone."""
+    """Return whether nested lists hold only finite numbers and None."""
     if isinstance(entry, list | tuple):
         return all(map(_are_numbers, entry))
     return entry is None or type(entry) in (int, float) and math.isfinite(entry)
 
 
 class PositionBins(Frozen):
-    """A quantity of single positions, averaged over bins that widen with the position.
+    """A quantity by position, averaged over bins that widen with the position.
 
-    `edges` holds the first position of each bin, `length` the tokens of a sequence, `mean` (L, bins) the mean of one
-    position in the bin.
+    `edges` holds the first position of each bin, `length` the tokens of a sequence, `mean` (L, bins) the mean over
+    the positions of each bin.
     """
 
     edges: list[int] = Field(min_length=1)
@@ -99,12 +99,12 @@ class PositionBins(Frozen):
         """Refuse rows that do not have an entry for each bin."""
         for row in self.mean:
             if len(row) != len(self.edges):
-                raise ValueError(f"a row has {len(row)} entries, and there are {len(self.edges)} bins")
+                raise ValueError(f"a row must have an entry for each of {len(self.edges)} bins, got {len(row)}")
         return self
 
 
 class ModelFacts(Frozen):
-    """A model that was measured; a verb adds to it what else it tells of a model."""
+    """A model that was measured; a verb may add fields."""
 
     name: str = Field(description="the last part of its folder or of its name on the hub, or its class")
     class_: str = Field(alias="class")
@@ -115,7 +115,7 @@ class ModelFacts(Frozen):
 
 
 class Options(BaseModel):
-    """What a verb is asked to do: checked as a whole when it is built."""
+    """The options of a verb, checked together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -124,20 +124,23 @@ class Options(BaseModel):
             super().__init__(**options)
         except ValidationError as error:
             first = error.errors()[0]
-            own = first.get("ctx", {}).get("error")  # which names the option
-            given = "" if first["type"] == "missing" else f"; it is {first['input']!r:.60}"
-            raise ValueError(str(own) if own else fault_of(error) + given) from None
+            own = first.get("ctx", {}).get("error")  # our own message, which names the option
+            value = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
+            raise ValueError(str(own) if own else validation_message(error) + value) from None
 
 
-def fault_of(error: ValidationError) -> str:
-    """Return the first fault of what may come from anyone: the place, if it has any, and what is wrong there."""
+def validation_message(error: ValidationError) -> str:
+    """Return the first error of untrusted data in one line: the path of its key, if any, and what it must be."""
     first = error.errors()[0]
-    place, words = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-    return f"{place if place.isprintable() else repr(place)}: {words}" if place else words
+    path, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    path = path if path.isprintable() else repr(path)
+    if message.startswith(PYDANTIC):
+        return f"{path or 'it'} must be {message.removeprefix(PYDANTIC)}"
+    return f"{path}: {message}" if path else message
 
 
 def typed_command() -> Any:
-    """Return the field of a record that holds the command as it was typed; None of a call from Python."""
+    """Return the field of a record for the command as it was typed, or None for a call from Python."""
     return Field(default_factory=lambda: _start.command_line, description="as typed; None from Python")
 
 
@@ -147,7 +150,7 @@ def dumps(record: dict[str, Any]) -> str:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read `record.json` of a folder, which may come from anyone; its keys are not checked here."""
+    """Read the untrusted `record.json` of a folder; the caller checks its keys."""
     path = folder / "record.json"
     if not path.is_file():
         raise ValueError(f"{folder.name!r} holds no record.json; name a folder that crosslayer wrote")
@@ -156,7 +159,7 @@ def read_record(folder: Path) -> dict[str, Any]:
             raise ValueError(f"it is larger than {LARGEST:,} bytes")
         record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse, parse_int=_integer)
         if not isinstance(record, dict):
-            raise ValueError("it holds something else than a JSON object")
+            raise ValueError("it must hold a JSON object")
         _check_depth(record)
     except RecursionError:
         raise ValueError("record.json: it is nested too deeply") from None
@@ -166,22 +169,22 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"it holds {constant}, which is no JSON")
+    raise ValueError(f"it holds {constant}, which is not valid JSON")
 
 
 def _integer(digits: str) -> int:
-    """Return a whole number; one that no array holds is refused."""
+    """Return a whole number; refuse one of more than 64 bits."""
     if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
         raise ValueError(f"it holds {digits[:20]}…, a whole number of more than 64 bits")
     return int(digits)
 
 
 def _check_depth(record: dict[str, Any]) -> None:
-    """Refuse lists and objects inside of each other beyond `DEEPEST`."""
+    """Refuse lists and objects that are nested deeper than `DEEPEST`."""
     level: list[Any] = [record]
     for _ in range(DEEPEST):
         inner = [child.values() if isinstance(child, dict) else child for child in level]
-        level = [part for children in inner for part in children if isinstance(part, dict | list)]
+        level = [child for children in inner for child in children if isinstance(child, dict | list)]
         if not level:
             return
     raise ValueError("it is nested too deeply")

@@ -1,4 +1,4 @@
-"""What every result can do: give its record, save a folder with a page, show that page in a notebook."""
+"""The base class of results: a record, a folder with a page, a display in notebooks."""
 
 import html
 import shutil
@@ -13,21 +13,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from crosslayer.environment import Environment, environment
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.page import Page, save_page
-from crosslayer.output.record import fault_of, read_record, typed_command
+from crosslayer.output.record import read_record, typed_command, validation_message
 from crosslayer.output.shown import Shown, Table
 
 NOTEBOOK_HEIGHT = 800  # pixels of the page inside a notebook's cell
 
 
 class Result(Shown, BaseModel):
-    """The result of a verb: its fields are what `record.json` holds, checked on construction, and frozen."""
+    """The result of a verb: immutable, its fields are those of `record.json`, checked on construction."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
     command: str | None = typed_command()
     environment: Environment = Field(default_factory=environment)
 
     def record(self) -> dict[str, Any]:
-        """Return everything as plain data, exactly what `record.json` holds."""
+        """Return all fields as plain data, as in `record.json`."""
         return self.model_dump(mode="json", by_alias=True)
 
     @classmethod
@@ -35,13 +35,13 @@ class Result(Shown, BaseModel):
         """Build a result from its record.
 
         Raises:
-            ValueError: the record is of another version, or (as a `pydantic.ValidationError`) does not fit.
+            ValueError: the record has another version, or (a `pydantic.ValidationError`) is not valid.
 
         """
         schema, readable = str(record.get("schema")), cls.model_fields["schema_"].default
         if schema != readable:
-            raise ValueError(f"the record is {schema[:60]!r}; this release reads {readable}")
-        for name in ("command", "environment"):  # they have defaults, which are about a result that is made now
+            raise ValueError(f"the record has the schema {schema[:60]!r}; this release reads {readable}")
+        for name in ("command", "environment"):  # their defaults describe a new result
             if name not in record:
                 raise ValueError(f"{name}: it is missing")
         return cls.model_validate(record)
@@ -53,39 +53,39 @@ class Result(Shown, BaseModel):
     __str__ = __repr__
 
     def layout(self) -> Page:
-        """Return the parts of the page: what `layout` of the verb's `page.py` makes of the result."""
+        """Return the content of the page, from `layout` of the verb's `page.py`."""
         return self.sibling("page").layout(self)
 
     def tables(self) -> Sequence[Table]:
-        """Return the tables of the verb's `page.py` that a terminal shows too."""
+        """Return the tables of the verb's `page.py` that are also printed."""
         page = self.sibling("page")
         return page.tables(self) if hasattr(page, "tables") else ()
 
     def sentences(self) -> list[str]:
-        """Return what was found, in the sentences that `page.py` has, or takes from `words.py`."""
+        """Return the findings in sentences, from `sentences` of the verb's `page.py`."""
         return self.sibling("page").sentences(self)
 
     @classmethod
     def sibling(cls, name: str) -> Any:
-        """Return a module of the verb: what tells of a result imports its class, which imports none of that."""
+        """Import and return another module of the verb, late, since such modules import the class of the result."""
         return import_module(f"{cls.__module__.rpartition('.')[0]}.{name}")
 
-    def made_with(self) -> Table:
-        """Return what the page ends with: the command, the verb's `settings`, seconds, versions and the machine."""
+    def run_details(self) -> Table:
+        """Return the last table of the page: the command, the verb's `settings`, seconds, versions and the machine."""
         record = self.model_dump(mode="json", include={"command", "settings", "seconds", "environment"})
         settings, seconds = record.get("settings"), record.get("seconds")
         rows = {"command": record["command"], **(settings if isinstance(settings, dict) else {})}
         rows["seconds"] = f"{seconds:.1f}" if isinstance(seconds, float) else seconds
         rows |= record["environment"]["versions"] | record["environment"]["machine"]
         cells = [[name, _written(value)] for name, value in rows.items() if value not in (None, [], "")]
-        return "Made with", ["setting", "value"], cells
+        return "Run details", ["item", "value"], cells
 
     def page(self) -> str:
         """Return the page as a self-contained HTML document."""
         return self._html(self.layout())
 
     def _html(self, layout: Page) -> str:
-        return replace(layout, tables=[*layout.tables, self.made_with()]).html()
+        return replace(layout, tables=[*layout.tables, self.run_details()]).html()
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
         """Write record.json, report.html and an SVG for each figure; return the page's path.
@@ -100,7 +100,7 @@ class Result(Shown, BaseModel):
         return target / "report.html"
 
     def save_within(self, folder: Path) -> None:
-        """Put page, figures and record into a folder that holds more; the record, whose presence says whole, is last.
+        """Write page, figures and record into a folder with other files; the record is last, as a mark of completeness.
 
         The caller holds the folder's lock.
         """
@@ -119,7 +119,7 @@ class Result(Shown, BaseModel):
 
     @classmethod
     def _figures(cls, folder: Path) -> set[str]:
-        """Return the files that the result in a folder has for figures; none where its record cannot be read."""
+        """Return the file names of a saved result's figures; none if its record cannot be read."""
         try:
             return {f"{panel.key}.svg" for panel in cls.from_record(read_record(folder)).layout().panels}
         except ValueError:
@@ -130,7 +130,7 @@ class Result(Shown, BaseModel):
         save_page(folder, self._html(layout), self.record(), layout.panels)
 
     def _repr_html_(self) -> str:
-        """Show the page in a notebook, in a frame of its own, so that neither's style reaches the other."""
+        """Show the page in a notebook, in a frame, so that the styles of both do not mix."""
         content = html.escape(self.page(), quote=True)
         return f"<iframe srcdoc='{content}' style='width: 100%; height: {NOTEBOOK_HEIGHT}px; border: 0'></iframe>"
 
@@ -145,14 +145,14 @@ AnyResult = TypeVar("AnyResult", bound=Result)
 
 
 def load_as(kinds: Sequence[type[AnyResult]], folder: Path) -> AnyResult:
-    """Load the result in a folder, whose type is picked by the schema of its record.
+    """Load the result in a folder; its record's schema decides its type.
 
     Args:
-        kinds: the types; the default of their field `schema_` is the version that they read.
+        kinds: the types; the default of their field `schema_` is the schema that they read.
         folder: the folder of record.json.
 
     Raises:
-        ValueError: there is no record, it is damaged, or no type reads its version.
+        ValueError: there is no record, it is damaged, or no type reads its schema.
 
     """
     record = read_record(folder)
@@ -161,9 +161,9 @@ def load_as(kinds: Sequence[type[AnyResult]], folder: Path) -> AnyResult:
     if schema not in known:
         verb = schema.rpartition("/")[0]
         readable = [name for name in known if name.rpartition("/")[0] == verb] or sorted(known)
-        raise ValueError(f"record.json is {schema[:60]!r}; this release reads {', '.join(readable)}")
+        raise ValueError(f"record.json has the schema {schema[:60]!r}; this release reads {', '.join(readable)}")
     try:
         return known[schema].from_record(record)
     except ValueError as error:
-        fault = fault_of(error) if isinstance(error, ValidationError) else error
-        raise ValueError(f"record.json: {fault}") from None
+        message = validation_message(error) if isinstance(error, ValidationError) else error
+        raise ValueError(f"record.json: {message}") from None

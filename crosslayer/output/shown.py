@@ -1,4 +1,4 @@
-"""What a terminal shows of what a verb returns."""
+"""What the command line prints of a verb's result."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -8,23 +8,23 @@ Table = tuple[str, list[str], list[list[Any]]]  # title, head, rows of cells
 
 
 class Shown:
-    """Tables, then sentences, then a line of figures.
+    """Printed are tables, then sentences, then a line of JSON.
 
     Attributes:
-        exit_status: of the command that returns it: 1 where checks failed.
+        exit_status: of the command: 1 if checks failed.
 
     """
 
     exit_status: ClassVar[int] = 0
 
     def tables(self) -> Sequence[Table]:
-        """Return the tables that come first."""
+        """Return the tables."""
         return ()
 
     def sentences(self) -> list[str]:
-        """Return what was found, in sentences."""
+        """Return the findings in sentences."""
         return []
 
     @abstractmethod
     def headline(self) -> dict[str, Any]:
-        """Return the few figures that the last line of the command line holds, as JSON."""
+        """Return the few key figures of the last line, as JSON data."""

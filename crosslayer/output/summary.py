@@ -1,4 +1,4 @@
-"""Means over sequences with their intervals, and importance by position: arrays in, parts of a record out."""
+"""Means over sequences with their intervals, and importance by position, for records."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,12 +12,12 @@ POSITION_BINS = 128
 
 
 def measure(sample: np.ndarray) -> Measure:
-    """Return what a record holds of a measure by layer, (N, L), (N, L, L) or (N, L, k) over N sequences."""
+    """Return a measure by layer for a record, from its values (N, L), (N, L, L) or (N, L, k) over N sequences."""
     return Measure.model_validate(summarise(sample))
 
 
 def summarise(sample: np.ndarray) -> dict[str, Any]:
-    """Return the mean over sequences and its 95 % Student-t interval, (N, …) → {"mean", "ci95", "n"}.
+    """Return the mean over sequences and its 95% Student-t interval, (N, …) → {"mean", "ci95", "n"}.
 
     `ci95` has a pair [low, high] for each entry of the mean; it is None for a single sequence.
     """

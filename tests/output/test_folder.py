@@ -144,7 +144,7 @@ def test_a_failing_second_rename_gives_the_old_folder_back(monkeypatch, out):
 )
 @pytest.mark.parametrize("writer", [whole_folder, held])
 def test_a_full_disk_is_named_whoever_finds_it(tmp_path, writer, error):
-    said = "its disk may be full" if "inline" in str(error) else "No space left on device"
+    said = "the disk may be full" if "inline" in str(error) else "No space left on device"
     with pytest.raises(OSError, match=said) as raised, writer(tmp_path / "results"):
         raise error
     assert raised.value.errno == 28 and raised.value.filename == str(tmp_path / "results")
@@ -264,7 +264,7 @@ def test_who_waits_for_the_lock_comes_next(tmp_path):
 
 def test_the_root_is_no_folder_of_a_result():
     for call in (lambda: check_target(Path("/"), True), lambda: held(Path("/")).__enter__()):
-        with pytest.raises(ValueError, match="'/' cannot be a folder of results; name one inside it"):
+        with pytest.raises(ValueError, match="'/' cannot be an output folder"):
             call()
 
 
@@ -277,7 +277,7 @@ def test_what_cannot_be_a_folder_is_one_line(tmp_path):
         "file/out": "cannot be written",
         "thesis": "holds more than crosslayer wrote",
         "x" * 300: "cannot be written",
-        os.fsdecode(b"caf\xe9"): r"'caf\\udce9' is no text in UTF-8",
+        os.fsdecode(b"caf\xe9"): r"'caf\\udce9', must be valid UTF-8",
     }
     for name, message in names.items():
         with pytest.raises(ValueError, match=re.escape(message).replace(r"\\\\", r"\\")) as error:

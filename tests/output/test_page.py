@@ -282,7 +282,7 @@ def test_a_page_with_figures_is_small_enough_to_send(pages):
 def test_the_subtitle_says_what_was_measured(pages):
     words = pages["diagnosed"].read_text().split("class='sub'>")[1].split("</p>")[0]
     assert "3 sequences of 48 tokens, a text · from 2 documents" in words
-    assert "95 % Student-t intervals over sequences, which they take as independent" in words
+    assert "95% Student-t intervals over sequences, taken as independent" in words
     assert "own tokens · bands" in pages["intervened"].read_text()
 
 

@@ -2,9 +2,9 @@
 
 import itertools
 
+from crosslayer.output.formatting import UNKNOWN, percent
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
-from crosslayer.output.words import UNKNOWN, percent
 from crosslayer.verbs.bench.record import MEASURES, ROLES, Comparison, Row
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.words import (
@@ -38,7 +38,7 @@ def layout(record: Benchmark) -> Page:
             f"{settings.attention} attention"
         ),
         cards=cards,
-        words=sentences(record),
+        sentences=sentences(record),
         panels=_panels(record),
         tables=_details(record),
         lead=[overview(record)],

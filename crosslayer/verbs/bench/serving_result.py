@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from crosslayer.output.formatting import listed, percent
 from crosslayer.output.page import Page, Table
 from crosslayer.output.result import Result
-from crosslayer.output.words import listed, percent
 from crosslayer.verbs.bench.record import Both, ServedModel, ServingRow, ServingSettings
 from crosslayer.verbs.bench.words import NO_INTERVAL, durations, ratio, size
 
@@ -41,7 +41,7 @@ class ServingBenchmark(Result):
                 f"decoded after each prompt · {settings.repeats} pairs of alternating runs"
             ),
             cards=cards,
-            words=self.sentences(),
+            sentences=self.sentences(),
             panels=[],
             tables=[],
             lead=self.tables(),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from crosslayer.eviction.eviction import parse_eviction
-from crosslayer.output.words import percent
+from crosslayer.output.formatting import percent
 from crosslayer.stats.ratios import CLEAR
 from crosslayer.verbs.bench.record import MEASURES, Comparison, Note, Row, Skip
 from crosslayer.verbs.bench.result import Benchmark
@@ -107,7 +107,7 @@ def _eviction_sentences(evict: str | None) -> list[str]:
     if evict is None:
         return []
     return [
-        f"The candidate's KV cache evicts tokens ({evict}); it keeps {parse_eviction(evict).rule.about}. This one cache "
+        f"The candidate's KV cache evicts tokens ({evict}); it keeps {parse_eviction(evict).rule.about}. This cache "
         "is compared with both the dynamic and the static cache of the baseline; its size includes the positions and "
         "attention sums that eviction stores."
     ]

@@ -16,7 +16,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from crosslayer.output.record import Frozen, fault_of
+from crosslayer.output.record import Frozen, validation_message
 from crosslayer.verbs.compare.record import Budget
 from crosslayer.verbs.train.recipe_file import nearest
 from crosslayer.verbs.train.result import TrainingRun
@@ -72,7 +72,7 @@ def read_state(folder: Path) -> State | None:
     try:
         return State.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ValueError(f"{STATE}: {fault_of(error)}") from None
+        raise ValueError(f"{STATE}: {validation_message(error)}") from None
 
 
 def read_budget(text: str) -> Budget:

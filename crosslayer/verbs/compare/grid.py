@@ -1,7 +1,7 @@
 """The runs of a comparison: settings × variants × seeds, each a recipe that was checked before the first one starts.
 
-A variant is called "vanilla" without methods; a method by its name and options other than default, "name(option=2)"; several
-are joined by "+".
+A variant is called "vanilla" without methods; a method by its name and options other than default, "name(option=2)";
+several are joined by "+".
 """
 
 import json

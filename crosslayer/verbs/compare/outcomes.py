@@ -16,7 +16,7 @@ LAST = 1000  # points of a curve that are continued: those of the paper; of a sh
 
 
 def outcomes(runs: Sorted, baseline: str, smooth: int | None) -> tuple[Outcome, ...]:
-    """Return every variant beside the baseline in each setting where it has runs, curves smoothed over `smooth` steps."""
+    """Return every variant beside the baseline in each setting, curves smoothed over `smooth` steps."""
     grouped: dict[tuple[str, str], dict[int, ComparedRun]] = {}
     for run in runs.runs:
         grouped.setdefault((run.setting, run.variant), {})[run.seed] = run

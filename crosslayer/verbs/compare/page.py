@@ -3,9 +3,9 @@
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
+from crosslayer.output.formatting import UNKNOWN, listed, percent, percent_interval, signed, signed_interval
 from crosslayer.output.page import Page
 from crosslayer.output.shown import Table
-from crosslayer.output.words import UNKNOWN, listed, percent, percent_interval, signed, signed_interval
 from crosslayer.verbs.compare.figures import drawn_panels
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law
 from crosslayer.verbs.compare.result import Comparison
@@ -36,7 +36,7 @@ def layout(record: Comparison) -> Page:
         title=f"Comparison: {record.name}",
         subtitle=_subtitle(record),
         cards=_cards(record),
-        words=sentences(record),
+        sentences=sentences(record),
         panels=drawn_panels(record),
         tables=[table for table in tables if table[2]],
         lead=[_finals(record, setting.label) for setting in record.settings],

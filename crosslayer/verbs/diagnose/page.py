@@ -5,10 +5,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from crosslayer.output.formatting import measured_on
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure
-from crosslayer.output.words import measured_on
 from crosslayer.verbs.diagnose.baseline import beside, panels_beside
 from crosslayer.verbs.diagnose.curves import (
     COSINE,
@@ -36,7 +36,7 @@ def layout(record: Diagnosis) -> Page:
         title=f"Diagnosis of {model.name}",
         subtitle=f"{model.class_}, {model.parameters / 1e6:.1f} M parameters, {model.layers} layers{streams} · {text}",
         cards=_cards(record),
-        words=record.words,
+        sentences=record.words,
         panels=_panels_with_baseline(record),
         tables=_tables(record),
         lead=tables(record),

@@ -21,7 +21,11 @@ from crosslayer.output.folder import whole_folder
 from crosslayer.output.progress import print_to
 from crosslayer.verbs.evaluate.harness import LOCAL, check_installed, stock_folder
 
-SPLITS = {"training_split": "train", "validation_split": "validation", "test_split": "test"}  # key of a task → of a file
+SPLITS = {
+    "training_split": "train",
+    "validation_split": "validation",
+    "test_split": "test",
+}  # key of a task → of a file
 HEADING = re.compile(r"^(?= = [^=].* = $)", re.M)  # of an article of WikiText; sections have more equals signs
 LARGEST = 2**28  # bytes of a file inside BLiMP.zip
 

@@ -1,8 +1,8 @@
 """The page of an evaluation, from its record alone."""
 
+from crosslayer.output.formatting import UNKNOWN
 from crosslayer.output.page import Mark, Page, Table
 from crosslayer.output.panel import Dots, Panel
-from crosslayer.output.words import UNKNOWN
 from crosslayer.verbs.bench.words import judged, size
 from crosslayer.verbs.evaluate.harness import LOCAL
 from crosslayer.verbs.evaluate.record import ScoreRow
@@ -35,7 +35,7 @@ def layout(record: Evaluation) -> Page:
             f"few-shot examples: {'task default' if shots is None else shots} · {candidate.dtype} on {candidate.device}"
         ),
         cards=[(row.title, score(row, row.candidate), note) for row, note in zip(first, notes, strict=True)],
-        words=sentences(record),
+        sentences=sentences(record),
         panels=_panels(record),
         tables=[_models(record)],
         lead=tables(record),

@@ -42,7 +42,9 @@ class Paired(Frozen):
     form: Literal["difference", "ratio"]
     estimate: float
     interval: Interval | None = Field(description="None with fewer than three items, unless they are right or wrong")
-    p: float | None = Field(ge=0, le=1, description="two-sided: McNemar's exact test, Student's t, or normal for groups")
+    p: float | None = Field(
+        ge=0, le=1, description="two-sided: McNemar's exact test, Student's t, or normal for groups"
+    )
     discordant: Discordant | None = None
     verdict: Verdict
     items_for_a_point: int | None = Field(

@@ -13,7 +13,7 @@ from torch import Tensor
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.method import mixes
 from crosslayer.core.plan import STATES
-from crosslayer.output.words import ranges
+from crosslayer.output.formatting import ranges
 from crosslayer.verbs.retrofit.words import title
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")

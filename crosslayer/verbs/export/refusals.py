@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from crosslayer.core.decoder import CrossLayerConfig
-from crosslayer.output.words import ranges
+from crosslayer.output.formatting import ranges
 from crosslayer.verbs.export.layers import culprits, left, rope, strange, unlike_llama
 from crosslayer.verbs.export.stock import stock_config
 

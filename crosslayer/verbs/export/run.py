@@ -13,7 +13,7 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import public_name, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.models.pair import causal_config
-from crosslayer.output.card import card, common_facts, parted, use
+from crosslayer.output.card import card, common_facts, split_card, use
 from crosslayer.output.folder import check_free, whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.progress import Meter, Silent
@@ -84,7 +84,7 @@ def export(
 def _card(model: PreTrainedModel | str | Path, loaded: PreTrainedModel, name: str, to: str, tokenizer: bool) -> str:
     """Return the card of what is exported, or a short one where it has none, with how the form `to` is used."""
     path = None if isinstance(model, PreTrainedModel) else Path(model).expanduser() / "README.md"
-    facts, body = parted(path.read_text(encoding="utf-8") if path is not None and path.is_file() else "")
+    facts, body = split_card(path.read_text(encoding="utf-8") if path is not None and path.is_file() else "")
     methods = title(loaded.config.methods) if isinstance(loaded.config, CrossLayerConfig) else ""
     body = body or f"# {name}\n\n{methods or 'No methods.'}"
     note = f"Written by `crosslayer export --to {to}`: it opens without crosslayer."

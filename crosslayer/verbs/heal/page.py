@@ -33,7 +33,7 @@ def layout(record: Recovery) -> Page:
         title=f"Recovery of {record.original}",
         subtitle=f"{record.name} · {count} retrofit{'s' if count > 1 else ''} · trained on {LOSSES[record.objective]}",
         cards=_cards(record),
-        words=sentences(record),
+        sentences=sentences(record),
         panels=[*_courses(record), *_losses(record)],
         lead=[_overview(record)],
         tables=[

@@ -114,7 +114,7 @@ class MeasurePart(Part):
     """What the model is measured on before, after each stage, and beside the trained original."""
 
     domains: list[str] | None = Field(default=None, min_length=1)
-    """Embedded domains, as docs/reference/text.md lists them. Those that nothing was trained on say most. Null, as for the next
+    """Embedded domains, listed in docs/reference/text.md. Domains without training say most. Null, as for the next
     two: those of the reports."""
     windows: Count | None = None
     """Windows of all of them together; at least 16 of each."""

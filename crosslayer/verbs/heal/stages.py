@@ -21,7 +21,7 @@ from crosslayer.core.method import Compensation
 from crosslayer.environment import quiet_transformers
 from crosslayer.output.folder import set_modes, write_whole
 from crosslayer.output.progress import Meter
-from crosslayer.output.record import fault_of
+from crosslayer.output.record import validation_message
 from crosslayer.verbs.heal.early_stop import EarlyStop
 from crosslayer.verbs.heal.recipe import HealRecipe, LoraPart, StagePart
 from crosslayer.verbs.heal.record import StageRun
@@ -155,7 +155,7 @@ def finished(folder: Path) -> Outcome | None:
     try:
         return Outcome(StageRun.model_validate_json(path.read_bytes()))
     except ValidationError as error:
-        what = f"{DONE} of {folder.parent.name}/{folder.name} is damaged ({fault_of(error)})"
+        what = f"{DONE} of {folder.parent.name}/{folder.name} is damaged ({validation_message(error)})"
         raise ValueError(f"{what}; remove that folder to train it anew") from None
 
 

@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from crosslayer.output.words import UNKNOWN, percent, percent_interval, signed, signed_interval
+from crosslayer.output.formatting import UNKNOWN, percent, percent_interval, signed, signed_interval
 from crosslayer.stats.bootstrap import Estimate
 from crosslayer.verbs.heal.record import Rank, Standing, State, Variant
 from crosslayer.verbs.heal.result import Recovery

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crosslayer.environment import check_flex
-from crosslayer.output.record import fault_of
+from crosslayer.output.record import validation_message
 from crosslayer.probe.intercept import AttentionCall, attention_layers, intercepted, layer_stack, plan_of
 from crosslayer.probe.tokens import position_embedding, position_limit
 from crosslayer.verbs.intervene.running import Running, added_mask, as_taken
@@ -273,7 +273,7 @@ def load_intervention(entry: Mapping[str, Any]) -> Kind:
     try:
         return TypeAdapter(kinds[kind]).validate_python({str(name): option for name, option in entry.items()})
     except ValidationError as error:
-        raise ValueError(f"{kind}: {fault_of(error)}") from None
+        raise ValueError(f"{kind}: {validation_message(error)}") from None
 
 
 def to_entry(intervention: Kind) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from crosslayer.output.formatting import counted, listed, measured_on, ranges, signed, signed_interval
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
 from crosslayer.output.record import Measure
-from crosslayer.output.words import counted, listed, measured_on, ranges, signed, signed_interval
 from crosslayer.verbs.diagnose.curves import (
     LAYER,
     NORM,
@@ -150,7 +150,7 @@ def layout(record: Effect) -> Page:
         title=f"Intervention on {record.model.name}",
         subtitle=f"{describe(record.interventions)} · {text}",
         cards=_cards(record),
-        words=sentences(record),
+        sentences=sentences(record),
         panels=_panels(record),
         tables=[table],
     )

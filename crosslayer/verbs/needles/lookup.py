@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.output.formatting import signed
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Frozen
-from crosslayer.output.words import signed
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.needles.record import difference, is_found
 from crosslayer.verbs.needles.run import needles

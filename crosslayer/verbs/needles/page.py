@@ -1,8 +1,8 @@
 """The page of a search for needles, from its record alone: a map of length and depth for each model, and tables."""
 
+from crosslayer.output.formatting import percent, percent_interval
 from crosslayer.output.page import Cell, Mark, Page, Table
 from crosslayer.output.panel import Heat, Panel
-from crosslayer.output.words import percent, percent_interval
 from crosslayer.verbs.needles.record import FoundShare
 from crosslayer.verbs.needles.result import Needles
 from crosslayer.verbs.needles.text import SOURCE
@@ -27,7 +27,7 @@ def layout(record: Needles) -> Page:
             f"seed {settings.seed} · {candidate.dtype} on {candidate.device} · {record.seconds:.0f} s"
         ),
         cards=cards,
-        words=sentences(record),
+        sentences=sentences(record),
         panels=[_map(number, record) for number in range(len(record.sides))],
         tables=[_by_depth(record), _examples(record)],
         lead=[_by_length(record)],

@@ -1,7 +1,7 @@
 """What a search for needles shows, in sentences."""
 
 from crosslayer.eviction.eviction import parse_eviction
-from crosslayer.output.words import listed, percent, percent_interval, signed
+from crosslayer.output.formatting import listed, percent, percent_interval, signed
 from crosslayer.verbs.needles.record import FoundDifference, FoundShare
 from crosslayer.verbs.needles.result import Needles
 

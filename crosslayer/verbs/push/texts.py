@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
-from crosslayer.output.card import PLACE
+from crosslayer.output.card import FOLDER
 from crosslayer.output.manifest import NAME, check_files, manifest_text, read_manifest
 from crosslayer.output.result import load_as
 from crosslayer.verbs.retrofit.card import model_card
@@ -75,4 +75,4 @@ def _card(folder: Path, repo: str, report: RetrofitReport | None, digest: str | 
         text = model_card(report, any((folder / name).is_file() for name in TOKENIZERS))
     else:
         text = f"# {repo}\n" if content is None else content.decode("utf-8")
-    return text.replace(PLACE, repo)
+    return text.replace(FOLDER, repo)

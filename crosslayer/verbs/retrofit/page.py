@@ -28,7 +28,7 @@ def layout(record: RetrofitReport) -> Page:
         title=f"Retrofit of {model.name}",
         subtitle=f"{record.title} · {classes} · {measured} · {fitted}",
         cards=_cards(record),
-        words=sentences(record),
+        sentences=sentences(record),
         panels=panels(record),
         tables=_tables(record),
     )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from crosslayer.core.method import Method, options_of
-from crosslayer.output.words import listed, ranges, signed, signed_interval
+from crosslayer.output.formatting import listed, ranges, signed, signed_interval
 from crosslayer.stats import Interval
 from crosslayer.verbs.needles.lookup import lookup_words
 from crosslayer.verbs.retrofit.moments import REFITTED

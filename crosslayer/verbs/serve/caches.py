@@ -6,7 +6,7 @@ import torch
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.plan import CACHED
-from crosslayer.output.words import ranges
+from crosslayer.output.formatting import ranges
 
 SPLIT = "it is split over several devices (tensor or pipeline parallel), which has not been tried"
 # flags of vLLM with which no model of ours is served: values that do not count, and the reason

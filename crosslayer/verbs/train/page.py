@@ -24,7 +24,7 @@ def layout(record: TrainingRun) -> Page:
             ("Validation loss", f"{last[worst]:.3f}", f"{worst}, the highest of {len(last)}"),
             ("Time", f"{record.seconds / 60:.1f} min", "of training steps"),
         ],
-        words=sentences(record),
+        sentences=sentences(record),
         panels=[*_curves(record), *_snapshots(record)],
         tables=[_domains(record), _facts(record)],
     )

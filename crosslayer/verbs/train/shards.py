@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 from crosslayer.corpus.files import Reading
 from crosslayer.output.folder import exclusive, filled, write_whole
 from crosslayer.output.progress import Meter, Silent, say
-from crosslayer.output.record import fault_of
+from crosslayer.output.record import validation_message
 from crosslayer.verbs.train.checkpoints import sync
 from crosslayer.verbs.train.tokenizers import PART, batches, encoder, frame, pieces
 
@@ -189,7 +189,7 @@ def _read_index(folder: Path) -> Index:
     try:
         return Index.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ValueError(f"{INDEX} of {folder.name!r}: {fault_of(error)}; {ANEW}") from None
+        raise ValueError(f"{INDEX} of {folder.name!r}: {validation_message(error)}; {ANEW}") from None
 
 
 def _file_name(number: int) -> str:

@@ -34,7 +34,7 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from crosslayer._start import EndedTooSoon
-from crosslayer.output.folder import disk_fault, set_modes
+from crosslayer.output.folder import disk_error, set_modes
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.train.arguments import step_sequences
 from crosslayer.verbs.train.attention import document_borders
@@ -283,7 +283,7 @@ class CrossLayerTrainer(Trainer):
                 self.accelerator.wait_for_everyone()
             except (OSError, SafetensorError, RuntimeError) as error:
                 shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
-                step, fault = self.state.global_step, disk_fault(error) or error
+                step, fault = self.state.global_step, disk_error(error) or error
                 what = f"the checkpoint of step {step} could not be written into {str(self._folder)!r}: {fault}"
                 raise TrainingStopped(what, step, last_good(self._folder)) from error
             finally:

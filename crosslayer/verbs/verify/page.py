@@ -1,7 +1,7 @@
 """The page of a verification, built from its record alone: checks, differences, and what was skipped."""
 
+from crosslayer.output.formatting import counted
 from crosslayer.output.page import Mark, Page, Table
-from crosslayer.output.words import counted
 from crosslayer.verbs.verify.result import Check, Verification
 
 UNITS = (
@@ -17,7 +17,7 @@ def layout(record: Verification) -> Page:
         title=f"Verification of {record.model}",
         subtitle=f"{len(record.applicable)} checks in {record.seconds:.0f} s",
         cards=_cards(record),
-        words=sentences(record),
+        sentences=sentences(record),
         panels=[],
         tables=tables(record),
     )

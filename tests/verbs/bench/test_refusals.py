@@ -12,16 +12,16 @@ from tests.helpers.tiny import tiny
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"contexts": (0,)}, r"contexts\.0: Input should be greater than 0"),
+        ({"contexts": (0,)}, r"contexts\.0 must be greater than 0"),
         ({"contexts": ()}, "contexts is empty"),
         ({"contexts": 8}, "^contexts is 8; give a list of whole numbers$"),
-        ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
-        ({"seed": 2**64}, "seed: Input should be less than"),
-        ({"batches": (1, -2)}, r"batches\.1: Input should be greater than 0"),
-        ({"new_tokens": 0}, "new_tokens: Input should be greater than 0"),
-        ({"repeats": 0}, "repeats: Input should be greater than 0; it is 0"),
-        ({"contexts": ("x",)}, r"contexts\.0: Input should be a valid integer"),
-        ({"attention": "flex"}, "attention: Input should be 'sdpa' or 'eager'"),
+        ({"seed": -1}, "seed must be greater than or equal to 0"),
+        ({"seed": 2**64}, "seed must be less than"),
+        ({"batches": (1, -2)}, r"batches\.1 must be greater than 0"),
+        ({"new_tokens": 0}, "new_tokens must be greater than 0"),
+        ({"repeats": 0}, "repeats must be greater than 0, got 0"),
+        ({"contexts": ("x",)}, r"contexts\.0 must be a valid integer"),
+        ({"attention": "flex"}, "attention must be 'sdpa' or 'eager'"),
     ],
 )
 def test_settings_that_are_refused(settings, message):
@@ -54,10 +54,10 @@ def test_learned_positions_end_and_rotary_positions_go_on():
     ("words", "message"),
     [
         (["--contexts", "512,x"], "--contexts must be whole numbers separated by commas"),
-        (["--batches", "0"], "--batches: Input should be greater than 0; it is 0"),
+        (["--batches", "0"], "--batches must be greater than 0, got 0"),
         (["--contexts", ""], "--contexts is ''"),
-        (["--new-tokens", "0"], "--new-tokens: Input should be greater than 0; it is 0"),
-        (["--attention", "flash"], "--attention: Input should be 'sdpa' or 'eager'"),
+        (["--new-tokens", "0"], "--new-tokens must be greater than 0, got 0"),
+        (["--attention", "flash"], "--attention must be 'sdpa' or 'eager'"),
         (["--contexts", "4"], "bench needs a causal LM"),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_pause_of_the_machine_hardly_changes_the_time_of_a_step(tmp_path):
     ("change", "message"),
     [
         ({"schema": "crosslayer/bench/2"}, "00-0: record.json is 'crosslayer/bench/2', no training run's"),
-        ({"schema": "crosslayer/train/1"}, "00-0: record.json is 'crosslayer/train/1'; this release reads"),
+        ({"schema": "crosslayer/train/1"}, "00-0: record.json has the schema 'crosslayer/train/1'; this release reads"),
         ({"seed": "0; rm"}, "00-0: record.json: seed: "),
         ({"recipe": {}}, "00-0: its recipe has no data.length"),
         ({"recipe": {"data.length": 64}}, "00-0: its recipe has no data.length"),
@@ -143,7 +143,7 @@ def test_runs_under_a_budget_are_read_again(tmp_path):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ("[]", "grid.json: Input should be an object"),
+        ("[]", "grid.json: it must be an object"),
         ('{"budget": {"kind": "time", "amount": -1, "step_seconds": {}}}', "grid.json: budget.amount: "),
         ('{"steps": {"a\x1b[2J": "x"}}', r"grid.json: "),
         ("[" * 100_000, "grid.json: Invalid JSON"),

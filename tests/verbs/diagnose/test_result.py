@@ -63,7 +63,8 @@ def test_a_layer_without_attention_has_no_number():
 def test_an_old_record_is_refused_by_its_version():
     record = crosslayer.diagnose(tiny("llama"), tokens()).record()
     with pytest.raises(
-        ValueError, match="^the record is 'crosslayer/diagnosis/2'; this release reads crosslayer/diagnose/4$"
+        ValueError,
+        match="^the record has the schema 'crosslayer/diagnosis/2'; this release reads crosslayer/diagnose/4$",
     ):
         crosslayer.Diagnosis.from_record({**record, "schema": "crosslayer/diagnosis/2"})
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
@@ -73,9 +74,9 @@ def test_an_old_record_is_refused_by_its_version():
 @pytest.mark.parametrize(
     ("key", "mean", "said"),
     [
-        ("entropy", [1.0, 2.0], r"entropy has the shape \(2,\), and with this model it is \(3,\)"),
-        ("map_similarity", [1.0, 2.0, 3.0], r"map_similarity has the shape \(3,\)"),
-        ("entropy", [[1.0], [1.0], [1.0]], r"entropy has the shape \(3, 1\), and its interval \(3, 2\)"),
+        ("entropy", [1.0, 2.0], r"entropy must have the shape \(3,\) for this model, got \(2,\)"),
+        ("map_similarity", [1.0, 2.0, 3.0], r"map_similarity must have .*got \(3,\)"),
+        ("entropy", [[1.0], [1.0], [1.0]], r"entropy: its interval must have the shape \(3, 1, 2\), got \(3, 2\)"),
         ("entropy", [1.0, "<b>", None], "something else than numbers and null"),
         ("entropy", [1.0, True, None], "something else than numbers and null"),
     ],

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import crosslayer
 from crosslayer.core.methods import merge_plans
-from crosslayer.output.words import counted, named_layers, ranges
+from crosslayer.output.formatting import counted, named_layers, ranges
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.verbs.diagnose.groups import paper_groups, similar_groups
 from crosslayer.verbs.diagnose.result import Measures, Sink

@@ -296,7 +296,7 @@ def test_without_a_trained_original_that_diverged_the_original_is_the_reference(
     assert "Stopped: original, which was to be trained as well: the loss is nan" in " ".join(recovery.sentences())
 
 
-def test_a_disk_fault_ends_it_all(base, tmp_path, monkeypatch):
+def test_a_disk_error_ends_it_all(base, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "CrossLayerTrainer", diverging("without/stage-2", OSError("no space")))
     with pytest.raises(TrainingStopped, match="the disk is full"):
         healed(base, "without", tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from crosslayer import environment
-from crosslayer.environment import flex_fault
+from crosslayer.environment import flex_error
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.intervene.kinds import (
     Ablate,
@@ -89,7 +89,7 @@ def stock_gap(family):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # transformers' and torch's own ways to compile
 @pytest.mark.parametrize("family", daily(["llama", "mistral", "bert"], "llama"))
 def test_eager_sdpa_and_flex_attention_agree(family):
-    fault = flex_fault()
+    fault = flex_error()
     found = []
     for implementation in ("eager", "sdpa", "flex_attention")[: 3 if fault is None else 2]:
         model, ids = tiny(family, implementation, torch.float32), tokens()  # flex on a CPU knows no float64
@@ -114,7 +114,7 @@ def failing():
 
 @pytest.mark.parametrize(("gaps", "message"), [(wrong, "differ from SDPA's by nan"), (failing, "RuntimeError")])
 def test_flex_attention_that_is_wrong_on_this_cpu_is_refused(monkeypatch, gaps, message):
-    flex_fault.cache_clear()
+    flex_error.cache_clear()
     monkeypatch.setattr(environment, "flex_gaps", gaps)
     try:
         with pytest.raises(ValueError, match=f"flex attention that torch .*{message}; use attn_impl") as error:
@@ -129,13 +129,13 @@ def test_flex_attention_that_is_wrong_on_this_cpu_is_refused(monkeypatch, gaps, 
         with pytest.raises(ValueError, match="flex attention that torch"):
             states(ours, tokens())
     finally:
-        flex_fault.cache_clear()
+        flex_error.cache_clear()
 
 
 @pytest.mark.slow
 def test_a_cpu_without_avx512_is_found_out():
     """It is imitated; torch 2.13 compiles flex attention wrong there."""
-    code = "from crosslayer.environment import flex_fault\nprint(flex_fault())"
+    code = "from crosslayer.environment import flex_error\nprint(flex_error())"
     words = {"ATEN_CPU_CAPABILITY": "avx2", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **words}, capture_output=True, text=True)
     if not torch.__version__.startswith("2.13."):
@@ -338,7 +338,7 @@ def test_bad_interventions_are_one_clear_line():
         states(gpt2, ids)
     with pytest.raises(ValueError, match="has its own row already"), intervening(gpt2, PositionSwap(4, 4)):
         pass
-    with pytest.raises(ValueError, match="waiver: positions.0: Input should be greater than or equal to 0"):
+    with pytest.raises(ValueError, match="waiver: positions.0 must be greater than or equal to 0"):
         waiver(-1)
     with pytest.raises(ValueError, match="waiver: layers"):
         waiver(1, layers=[])

@@ -217,7 +217,7 @@ BAD = [
     (("--method", "{'name': 'cla'}"), "is not JSON"),
     (("--method", '{"name": "cla", "group": 2}', "--compensation", "ridge"), "--compensation ridge does nothing"),
     (("--method", '{"name": "cla", "group": 2}', "--layers", "4-5"), "--layers 4-5 does nothing"),
-    (("--method", "cla", "--kv-context", 1), "--kv-context: Input should be greater than or equal to 2"),
+    (("--method", "cla", "--kv-context", 1), "--kv-context must be greater than or equal to 2"),
     (("--method", "cla", "--kv-budget", 0.8), "give --method, or --kv-budget or --kl-budget"),
     ((), "give --method, or --kv-budget or --kl-budget"),
     (("--kv-budget", 0.01, "--calibration", 16), "0.01 cannot be met; with 8 layers it lies from 0.1250 to 1"),

@@ -1,12 +1,12 @@
-"""How results are written in sentences and tables: numbers with signs and intervals, lists, ranges of layers."""
+"""Formatting for sentences and tables: numbers with signs and intervals, lists, ranges of layers."""
 
 from collections.abc import Iterable, Sequence
 
-UNKNOWN = "–"  # a cell of a table without a value
+UNKNOWN = "–"  # a cell without a value
 
 
 def signed(number: float, digits: int = 4) -> str:
-    """Return a number with its sign, a proper minus: −0.0312, +0.0005."""
+    """Return a number with its sign and a true minus: −0.0312, +0.0005."""
     return f"{number:+.{digits}f}".replace("-", "−")
 
 
@@ -16,7 +16,7 @@ def signed_interval(ends: Sequence[float] | None, digits: int = 4) -> str:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """Return a share in per cent, a proper minus: 45%, −3.1%."""
+    """Return a share as a percentage with a true minus: 45%, −3.1%."""
     return f"{share:.{digits}%}".replace("-", "−")
 
 
@@ -25,13 +25,13 @@ def percent_interval(ends: Sequence[float], digits: int = 0) -> str:
     return f"{percent(ends[0], digits).removesuffix('%')} to {percent(ends[1], digits)}"
 
 
-def listed(words: Sequence[str]) -> str:
-    """Return words as a sentence lists them: a; a and b; a, b and c."""
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+def listed(items: Sequence[str]) -> str:
+    """Return items as a sentence lists them: a; a and b; a, b and c."""
+    return " and ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else "".join(items)
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return whole numbers in rising order, neighbours as a range: 7, 0, 1, 2 → "0-2, 7"."""
+    """Return whole numbers in increasing order, neighbours as a range: 7, 0, 1, 2 → "0-2, 7"."""
     ends: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if ends and number == ends[-1][1] + 1:
@@ -54,27 +54,27 @@ def counted(count: int, noun: str) -> str:
 
 
 def measured_on(sequences: int, length: int, text: str | None, documents: Sequence[int] | None) -> str:
-    """Return on which text something was measured, and what the bands of the figures are.
+    """Return the text that was measured, and what the bands of the figures are.
 
     Args:
-        sequences: how many there are.
+        sequences: number of sequences.
         length: tokens of each.
         text: the name of the text; None for token ids.
-        documents: the document that each sequence comes from, below 0 where it is joined from several.
+        documents: the document of each sequence, below 0 if it is joined from several.
 
     """
     windows = f"{sequences} sequences of {length} tokens, {text or 'own tokens'}"
     origin = f" · {_origin(documents)}" if documents else ""
-    bands = "95 % Student-t intervals over sequences, which they take as independent, cut off at what is possible"
+    bands = "95% Student-t intervals over sequences, taken as independent, clipped to possible values"
     return f"{windows}{origin} · bands: {bands}"
 
 
 def _origin(documents: Sequence[int]) -> str:
     whole = len({number for number in documents if number >= 0})
     joined = sum(number < 0 for number in documents)
-    words = []
+    counts = []
     if whole:
-        words.append(f"{whole} document{'s' if whole > 1 else ''}")
+        counts.append(f"{whole} document{'s' if whole > 1 else ''}")
     if joined:
-        words.append(f"{joined} joined from several documents")
-    return f"from {' and '.join(words)}"
+        counts.append(f"{joined} joined from several documents")
+    return f"from {' and '.join(counts)}"

@@ -21,7 +21,7 @@ class EndedTooSoon(RuntimeError):
 
 
 def open_streams() -> None:
-    """Put the null device in the place of streams that the process was started without (`2>&-`): Python has None."""
+    """Replace streams that the process was started without by the null device (`2>&-`): Python has None."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if vars(sys)[name] is None:
             number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is the stream's own

@@ -46,7 +46,7 @@ def check_table_options(sources: Sequence[TextSource]) -> None:
 
 def shared_out(count: int, domains: Sequence[str]) -> dict[str, int]:
     """Return equal numbers of windows for each domain, `count` in all; the first take what is left over."""
-    return {name: (count + len(domains) - 1 - place) // len(domains) for place, name in enumerate(domains)}
+    return {name: (count + len(domains) - 1 - index) // len(domains) for index, name in enumerate(domains)}
 
 
 def split_domains(

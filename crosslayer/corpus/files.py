@@ -108,8 +108,8 @@ def _txt_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
 
 def _jsonl_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
     skipped = 0
-    for place, row in jsonl_rows(path, reading):
-        text = row_text(row, place, column)
+    for location, row in jsonl_rows(path, reading):
+        text = row_text(row, location, column)
         if text is None:
             skipped += 1
         else:
@@ -118,30 +118,30 @@ def _jsonl_documents(path: Path, column: str, reading: Reading) -> Iterator[str]
 
 
 def jsonl_rows(path: Path, reading: Reading | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield what the lines of a .jsonl file hold, each with the words that name its place."""
+    """Yield what the lines of a .jsonl file hold, each with its file and line in words."""
     for number, line in enumerate(_lines(path, reading or Reading()), 1):
         if not line.strip():
             continue
-        place = f"{path.name!r}, line {number}"
+        location = f"{path.name!r}, line {number}"
         if len(line) == LONGEST:
-            raise ValueError(f"{place}: it has {LONGEST:,} characters or more; a row must be shorter")
+            raise ValueError(f"{location}: it has {LONGEST:,} characters or more; a row must be shorter")
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            raise ValueError(f"{place}: not JSON; each line of .jsonl holds an object") from None
-        yield place, row
+            raise ValueError(f"{location}: not JSON; each line of .jsonl holds an object") from None
+        yield location, row
 
 
-def row_text(row: Any, place: str, column: str) -> str | None:
+def row_text(row: Any, location: str, column: str) -> str | None:
     """Return the text in a column of a row, None where it is null."""
     if not isinstance(row, dict) or column not in row:
         keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{place}: no text in column {column!r}; it has {keys}")
+        raise ValueError(f"{location}: no text in column {column!r}; it has {keys}")
     text = row[column]
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"{place}: no text in column {column!r}; it holds a value of type {type(text).__name__}")
+        raise ValueError(f"{location}: no text in column {column!r}; it holds a value of type {type(text).__name__}")
     if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{place}: column {column!r} holds half of a character (a surrogate)")
+        raise ValueError(f"{location}: column {column!r} holds half of a character (a surrogate)")
     return text
 
 

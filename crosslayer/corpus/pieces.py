@@ -15,9 +15,9 @@ def pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[tup
     They are shuffled where all documents are at hand, in a list; those of a stream come in their order.
     """
     if isinstance(documents, list):
-        places = [(number, start) for number, text in enumerate(documents) for start in range(0, len(text), characters)]
-        random.Random(seed).shuffle(places)
-        for number, start in places:
+        starts = [(number, start) for number, text in enumerate(documents) for start in range(0, len(text), characters)]
+        random.Random(seed).shuffle(starts)
+        for number, start in starts:
             yield number, _from_word(documents[number], start, start + characters)
     else:
         for number, text in enumerate(documents):

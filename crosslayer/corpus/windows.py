@@ -15,7 +15,7 @@ from crosslayer.output.progress import Meter, Silent
 
 JOINED = -1  # the document of a window that is joined from several
 SAMPLES, SAMPLE = 64, 2000  # pieces, and characters of each, that say how many tokens a text has
-ROOM = 1.2  # how far beyond that estimate a text is still tried
+SLACK = 1.2  # how far beyond that estimate a text is still tried
 STREAMED = 4096  # documents of a stream that `split` takes
 SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
 CHARACTERS_PER_TOKEN = 6  # an upper estimate for text, so that a piece fills a sequence
@@ -98,7 +98,7 @@ def packed(
     seed: int = 0,
     bos: str = "auto",
 ) -> Windows:
-    """Cut documents into windows, a single window from each piece of text, so that they come from everywhere in it.
+    """Cut documents into windows, a single window from each piece of text, so that they come from all of it.
 
     Args:
         documents: a list, or a stream, of which no more is taken than is needed.
@@ -116,7 +116,7 @@ def packed(
     first, last = special_tokens(tokenizer, bos)
     size = length - len(first) - len(last)
     if sequences < 1 or size < 1:
-        raise ValueError(f"sequences = {sequences} and length = {length} leave no room for text; both must be larger")
+        raise ValueError(f"sequences = {sequences} and length = {length} leave no tokens for text; both must be larger")
     _check_estimate(documents, tokenizer, sequences, size)
     bodies, rest = _pack_bodies(documents, tokenizer, sequences, size, seed)
     if len(bodies) < sequences:
@@ -143,7 +143,7 @@ def split(
     first, last = special_tokens(tokenizer, bos)
     size, wanted = length - len(first) - len(last), sum(parts.values())
     if min(parts.values()) < 1 or size < 1:
-        raise ValueError(f"windows {parts} of {length} tokens leave no room for text; both must be larger")
+        raise ValueError(f"windows {parts} of {length} tokens leave no tokens for text; both must be larger")
     held = list(itertools.islice(documents, None if isinstance(documents, list) else STREAMED))
     bodies = _split_bodies(held, tokenizer, wanted, size, seed)
     if len(bodies) < wanted:
@@ -215,7 +215,7 @@ def _check_estimate(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase
     sample = itertools.islice(pieces(documents, SAMPLE, 0), SAMPLES)
     tokens = [len(token_ids(tokenizer, piece)) for _, piece in sample]
     about = round(sum(tokens) / (SAMPLES * SAMPLE) * characters, -3)
-    if sequences * size > ROOM * about:
+    if sequences * size > SLACK * about:
         raise ValueError(
             f"the text has about {about:,.0f} tokens; {sequences:,} sequences of {size} need {sequences * size:,}: "
             "use fewer or shorter sequences, or more text"

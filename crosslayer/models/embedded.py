@@ -45,7 +45,7 @@ def embedded_folder(name: str) -> Path:
     The converted model is named by the file's SHA-256, so that another file is converted anew. Processes that need it
     at the same time wait for the first of them.
     """
-    source, target = _places(name)
+    source, target = _paths(name)
     if _is_converted(target):
         return target
     _check_gguf()
@@ -72,7 +72,7 @@ def embedded_name(folder: Path) -> str | None:
 
 def embedded_config(name: str) -> PreTrainedConfig:
     """Return the config of an embedded model; of a GGUF file only the header is read, and nothing is converted."""
-    source, folder = _places(name)
+    source, folder = _paths(name)
     if _is_converted(folder):
         return AutoConfig.from_pretrained(folder)
     _check_gguf()
@@ -108,7 +108,7 @@ def _convert(source: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _places(name: str) -> tuple[Path, Path]:
+def _paths(name: str) -> tuple[Path, Path]:
     """Return the file of an embedded model's weights in its package, and the folder of the model in safetensors."""
     entry = EMBEDDED[name]
     try:

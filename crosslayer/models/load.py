@@ -255,7 +255,7 @@ def _check_complete(name: str, model: PreTrainedModel, info: dict) -> None:
     heads = no_part if model.base_model is model else []
     if len(heads) < len(over):
         left = [key for key in over if key not in heads]
-        raise ValueError(f"{name!r}: {_some(left)} are in the checkpoint, but config.json has no place for them")
+        raise ValueError(f"{name!r}: {_some(left)} are in the checkpoint, but no module of config.json's model takes them")
     if heads:
         logger.warning("%s: %s belong to a head and are left out", name, _some(heads))
 
@@ -278,8 +278,8 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 def _reason(error: Exception) -> str:
     """Return what an error says; of a library's the first sentence, since advice for its own callers follows."""
-    places = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if places[-1].startswith("crosslayer"):
+    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if modules[-1].startswith("crosslayer"):
         return str(error)
     text = " ".join(str(error).split()) or type(error).__name__
     if "does not appear to have a file" in text and "safetensors" in text:

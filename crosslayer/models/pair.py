@@ -102,5 +102,5 @@ def causal_config(verb: str, source: Named) -> PreTrainedConfig:
         config, name = load_config(str(source)), public_name(source)
         fits = is_causal(config)
     if not fits or config.is_encoder_decoder:
-        raise ValueError(f"{verb} needs a causal LM; {name} is none")
+        raise ValueError(f"{verb} needs a causal LM, got {name}")
     return config

@@ -1,1 +1,1 @@
-"""Look inside a pretrained model without changing what it computes."""
+"""Read the attention and the residual stream of a pretrained model without changing what it computes."""

@@ -55,8 +55,8 @@ def depth_reads(model: nn.Module) -> Iterator[DepthReads]:
     before = {name: vars(residual)["read"] for name, residual in residuals.items() if "read" in vars(residual)}
     try:
         for name, residual in residuals.items():
-            place = re.search(r"(\d+)\.(\w+)_residual$", name)
-            reader = "output" if place is None else f"{place[1]} {place[2]}"
+            match = re.search(r"(\d+)\.(\w+)_residual$", name)
+            reader = "output" if match is None else f"{match[1]} {match[2]}"
             vars(residual)["read"] = _recording(residual, reader, reads)  # shadows the method of its class
         yield reads
     finally:

@@ -1,7 +1,7 @@
 """See every attention call of a Hugging Face model, with its outputs left as they are.
 
 While a model is watched, the function that its attention implementation names stands in transformers' attention
-interface behind one that shows the call first. The name stays, since models look at it: sparse attention edits its mask
+interface behind one that shows the call first. The name stays, since models read it: sparse attention edits its mask
 by it. Calls of other models pass through, and everything is put back on exit.
 
 Shapes: B batch, T query tokens, S key tokens, H heads, D head size.
@@ -263,7 +263,7 @@ def visited(model: PreTrainedModel, see: Callable[[AttentionCall], None]) -> Ite
         return call
 
     if not attention_layers(model.config):
-        raise ValueError(f"{type(model).__name__} ({model.config.model_type}) has no softmax attention to look at")
+        raise ValueError(f"{type(model).__name__} ({model.config.model_type}) has no softmax attention to measure")
     with intercepted(model, handler):
         yield
     missing = [layer for layer in attention_layers(model.config) if layer not in seen]

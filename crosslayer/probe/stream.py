@@ -115,7 +115,7 @@ class _Turns:
         self.next_reads(None)
 
     def next_reads(self, read: Tensor | None) -> None:
-        """Show the layer that waits; `read` (1, T, C) takes the place of what it left, unless it is None."""
+        """Show the layer that waits; `read` (1, T, C) replaces what it left, unless it is None."""
         stream, self.waiting = self.waiting, None
         if stream is not None:
             self.see(stream if read is None else replace(stream, leaving=read))

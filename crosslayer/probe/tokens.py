@@ -22,7 +22,7 @@ def config_positions(config: PreTrainedConfig) -> int | None:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return how many positions a model has, if any limit; rows of the table for padding (RoBERTa) are none."""
+    """Return how many positions a model has, if any limit; rows of the table for padding (RoBERTa) do not count."""
     limit = config_positions(model.config)
     embedding = position_embedding(model)
     if embedding is None:

@@ -27,7 +27,7 @@ Wish = DepthPlan | Entry | Sequence[Entry]
 
 FIELDS = {"queries": "query", "keys": "key", "values": "value"}
 CHECKPOINTED = (
-    "a what-if cannot train with activation checkpointing, since borrowed states are gone when a layer is computed "
+    "a what-if cannot train with activation checkpointing, since another layer's states are freed when a layer is computed "
     "again; turn it off: model.activation_checkpointing_disable()"
 )
 
@@ -36,7 +36,7 @@ CHECKPOINTED = (
 class Sublayers:
     """What a model's layers hold: the shape of each attention, and the modules that write to the stream, (L,) each.
 
-    None stands for a layer that has no such sublayer, or none that could be taken away alone.
+    None stands for a layer that has no such sublayer, or none that could be dropped alone.
     """
 
     shapes: list[LayerShape | None]
@@ -64,7 +64,7 @@ class Sublayers:
         for name, vector, modules in (("attention", plan.keys, self.attention), ("MLP", plan.mlps, self.mlps)):
             lost = [i for i, source in enumerate(vector) if source is None and modules[i] is None]
             if lost:
-                raise ValueError(f"layers {lost} have no separate {name} that could be taken away")
+                raise ValueError(f"layers {lost} have no separate {name} that could be dropped")
 
     def _mask(self, layer: int) -> str:
         shape = self.shapes[layer]
@@ -96,7 +96,7 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
     """Run `model` as if its layers were wired by `plan`, or by methods; everything is restored on exit.
 
     Forward passes, cached or not, and `generate` then give what the retrofitted model would give before any training.
-    `sublayers`, from `find_sublayers`, saves a look at the model when many plans are tried.
+    `sublayers`, from `find_sublayers`, saves time when many plans are tried.
 
     Raises:
         ValueError: the model cannot be probed, or cannot follow the plan; the plan changes nothing; a method mixes
@@ -112,7 +112,7 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
         mixing = [method.name() for method in methods if mixes(method)]
         if mixing:
             raise ValueError(
-                f"{', '.join(mixing)}: a what-if shows who borrows and what is taken away, not weights of a method's "
+                f"{', '.join(mixing)}: a what-if shows who reads and what is dropped, not weights of a method's "
                 "own that mix states or streams; convert the model by crosslayer.retrofit"
             )
         plan = merge_plans(methods, len(sublayers.shapes))

@@ -55,7 +55,7 @@ class Bootstrap:
         return Estimate(value=float(values.mean()), ci95=self.interval(values))
 
     def ratio(self, differences: np.ndarray) -> Estimate:
-        """Return the ratio of perplexities of which differences of losses (N,) are the logarithm."""
+        """Return the ratio of perplexities, whose logarithms are differences of losses (N,)."""
         return Estimate(value=float(np.exp(differences.mean())), ci95=percentiles(np.exp(self.means(differences))))
 
     def closed(self, gap: np.ndarray, left: np.ndarray) -> Estimate | None:

@@ -86,9 +86,9 @@ def _p_value(values: np.ndarray) -> float | None:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values (M,) adjusted by Holm: below 0.05 they err in any of M comparisons at most once in 20 times."""
     adjusted, highest = [0.0] * len(p_values), 0.0
-    for rank, place in enumerate(np.argsort(p_values, stable=True).tolist()):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[place]))
-        adjusted[place] = highest
+    for rank, index in enumerate(np.argsort(p_values, stable=True).tolist()):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = highest
     return adjusted
 
 

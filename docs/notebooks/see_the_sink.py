@@ -29,7 +29,7 @@ for layer in (0, 10, 15, 23):
     print(f"layer {layer:2}: attention {share:.0%}, norm of its values {drain:.2f} of the others'")
 
 # %% [markdown]
-# Is it the token, or the place? Let another token attend only to itself, and look again, paired over the same text.
+# Is it the token, or its position? Let another token attend only to itself, and measure again, paired over the same text.
 
 # %%
 effect = crosslayer.intervene(

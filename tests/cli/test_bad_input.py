@@ -199,7 +199,7 @@ CASES = [
     ("bench {kit}/model --baseline {kit}/model --repeats 0", "--repeats must be greater than 0"),
     ("bench {kit}/model --baseline {kit}/model --attention flex", "--attention: .*'sdpa' or 'eager'"),
     ("bench {kit}/model --baseline {kit}/model --contexts 65", "context 65 is above the 64 positions"),
-    ("bench {kit}/bert --baseline {kit}/model", "bench needs a causal LM; bert is none"),
+    ("bench {kit}/bert --baseline {kit}/model", "bench needs a causal LM, got bert"),
     ("bench {kit}/model --baseline {kit}/nothing", "does not exist"),
     # verify
     ("verify {kit}/nothing", "does not exist"),
@@ -233,7 +233,7 @@ CASES = [
     ("export {kit}/model --to hf --dtype int3", "'int3' is not known; use float32"),
     ("export {kit}/model --to hf --dtype float64", "weights are written in float32, bfloat16 or float16"),
     ("export {kit}/gpt2 --to deci", "'gpt2' cannot be converted.*llama, "),
-    ("export {kit}/bert --to hf", "export needs a causal LM; bert is none"),
+    ("export {kit}/bert --to hf", "export needs a causal LM, got bert"),
     ("export {kit}/nothing --to hf", "does not exist"),
     ("push {kit}/model 'my model'", "REPO must be NAME or OWNER/NAME, .*got 'my model'"),
     ("push {kit}/model me/model", "push needs a model folder .*'model' has no manifest.json"),

@@ -213,8 +213,8 @@ def _map_panels(record: Diagnosis) -> list[Panel]:
             "map_similarity",
             "head-averaged",
             "Map similarity",
-            "Cosine between the head-averaged attention maps of every two layers. Bright blocks on the diagonal look "
-            "like layers that could share a map, but a common sink produces them too: see the next figure.",
+            "Cosine between the head-averaged attention maps of every two layers. Bright blocks on the diagonal "
+            "suggest layers that could share a map, but a common sink produces them too: see the next figure.",
         ),
         (
             "map_similarity_without_first",

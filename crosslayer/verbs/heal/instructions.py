@@ -82,22 +82,22 @@ def read_examples(files: Iterable[Path], columns: Columns, reading: Reading | No
         if file_kind(path) != ".jsonl":
             raise ValueError(f"{path.name!r} holds no columns; instructions are read from .jsonl (.gz, .xz)")
         skipped = 0
-        for place, row in jsonl_rows(path, reading):
-            response = row_text(row, place, columns.response)
+        for location, row in jsonl_rows(path, reading):
+            response = row_text(row, location, columns.response)
             if response is None or not response.strip():
                 skipped += 1
             else:
-                yield _prompt(row, place, columns), response
+                yield _prompt(row, location, columns), response
         say_skipped(path.name, skipped)
 
 
-def _prompt(row: Any, place: str, columns: Columns) -> str:
-    instruction = row_text(row, place, columns.instruction) or ""
-    lines = [] if columns.input is None else [row_text(row, place, columns.input) or ""]
+def _prompt(row: Any, location: str, columns: Columns) -> str:
+    instruction = row_text(row, location, columns.instruction) or ""
+    lines = [] if columns.input is None else [row_text(row, location, columns.input) or ""]
     if columns.choices is not None:
         choices = row.get(columns.choices)
         if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
-            raise ValueError(f"{place}: no list of texts in column {columns.choices!r}; it has {', '.join(row)}")
+            raise ValueError(f"{location}: no list of texts in column {columns.choices!r}; it has {', '.join(row)}")
         lines += [f"- {choice}" for choice in choices]
     return PROMPT.format(instruction=instruction, input="\n".join(filter(None, lines)))
 

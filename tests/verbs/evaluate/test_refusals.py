@@ -78,8 +78,8 @@ def test_an_encoder_is_refused_before_the_candidate_runs(monkeypatch, capsys, ta
     evaluations.own_tokenizer().save_pretrained(tmp_path / "bert")
     words = ["--tasks", "piqa_local", "--include-path", tasks]
     for models in ([tmp_path / "bert"], [pair[0], "--baseline", tmp_path / "bert"]):
-        assert line(monkeypatch, capsys, [*models, *words]) == "evaluate needs a causal LM; bert is none"
-    with pytest.raises(ValueError, match="evaluate needs a causal LM; BertModel is none"):
+        assert line(monkeypatch, capsys, [*models, *words]) == "evaluate needs a causal LM, got bert"
+    with pytest.raises(ValueError, match="evaluate needs a causal LM, got BertModel"):
         crosslayer.evaluate(encoder, evaluations.own_tokenizer(), tasks="piqa_local", include_path=tasks)
     with pytest.raises(ValueError, match="needs tokenizer=…"):
         crosslayer.evaluate(evaluations.model(), tasks="piqa_local", include_path=tasks)

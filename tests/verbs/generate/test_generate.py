@@ -101,4 +101,4 @@ def test_generate_refuses_in_one_line(monkeypatch, saved, capsys, words, message
 
 def test_generate_refuses_an_encoder(monkeypatch, capsys):
     assert run(monkeypatch, "generate", "minilm", "hello") == 2
-    assert "generate needs a causal LM; minilm is none" in capsys.readouterr().err
+    assert "generate needs a causal LM, got minilm" in capsys.readouterr().err

@@ -117,7 +117,7 @@ def test_a_record_that_does_not_fit_is_refused(compared, change, tmp_path):
         ({"batch": 0}, "^batch must be greater than 0, got 0$"),
         ({"seed": -1}, "^seed: "),
         ({"dtype": "float32"}, "^dtype and device are for a model that is named"),
-        ({"baseline": tiny("bert", max_position_embeddings=2048)}, "^needles needs a causal LM; BertModel is none$"),
+        ({"baseline": tiny("bert", max_position_embeddings=2048)}, "^needles needs a causal LM, got BertModel$"),
         ({"baseline": tiny("llama")}, "positions of LlamaForCausalLM$"),
         ({"baseline": tiny("llama", max_position_embeddings=2048)}, "^token id .* is not in the vocabulary of"),
     ],

@@ -255,7 +255,7 @@ def _check_complete(name: str, model: PreTrainedModel, info: dict) -> None:
     heads = no_part if model.base_model is model else []
     if len(heads) < len(over):
         left = [key for key in over if key not in heads]
-        raise ValueError(f"{name!r}: {_some(left)} are in the checkpoint, but no module of config.json's model takes them")
+        raise ValueError(f"{name!r}: {_some(left)} are in the checkpoint, and no module of its model takes them")
     if heads:
         logger.warning("%s: %s belong to a head and are left out", name, _some(heads))
 

@@ -27,8 +27,8 @@ Wish = DepthPlan | Entry | Sequence[Entry]
 
 FIELDS = {"queries": "query", "keys": "key", "values": "value"}
 CHECKPOINTED = (
-    "a what-if cannot train with activation checkpointing, since another layer's states are freed when a layer is computed "
-    "again; turn it off: model.activation_checkpointing_disable()"
+    "a what-if cannot train with activation checkpointing, since other layers' states are freed before a layer is "
+    "computed again; turn it off: model.activation_checkpointing_disable()"
 )
 
 

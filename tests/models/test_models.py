@@ -108,7 +108,7 @@ def test_a_checkpoint_of_more_layers_than_its_config_names_is_refused(folder):
         ValueError, match=r": 9 weights \(model.layers.2.input_layernorm.weight, .*, …\) are in"
     ) as error:
         crosslayer.load_model(str(folder))
-    assert "\n" not in str(error.value) and "no module of config.json's model takes them" in str(error.value)
+    assert "\n" not in str(error.value) and "no module of its model takes them" in str(error.value)
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     with pytest.raises(ValueError, match=r": 9 weights \(model.layers.3.input_layernorm.weight, .*, …\) are missing"):
         crosslayer.load_model(str(folder))

@@ -25,17 +25,9 @@ each is a function with the same names and defaults: `crosslayer.diagnose("smoll
 
 """
 COMMON = f"""
-Every command also takes
+[Usage](usage.md) says what all commands have in common, exit statuses included. Each also takes
 
-{HEAD}%s
-| exit status | meaning |
-|---|---|
-| 0 | done |
-| 1 | a check of `verify` failed, or a training run stopped early: a full disk, a loss that is not finite |
-| 2 | an input or option must be changed; one line on stderr says which |
-| 70 | an internal error; `--debug` shows where |
-| 130 | interrupted |
-"""
+{HEAD}%s"""
 KEYS = "| key | default | what |\n|---|---|---|\n"
 KEY_TABLE = re.compile(re.escape(KEYS) + r"(?:\|.*\n)*")
 Row = tuple[str, str, str]  # name, default, text
@@ -54,15 +46,16 @@ def commands_page() -> str:
 
 
 def section(verb: Verb) -> str:
-    """Return the section of a command, which ends with the table of its options."""
+    """Return the section of a command: what it does, and the table of its options if it has any."""
     text = "\n\n".join(filter(None, (verb.call.about, verb.call.text)))
-    return f"## {verb.name}\n\n{text}\n\n{table(verb)}"
+    return f"## {verb.name}\n\n{text}\n\n{table(verb)}".rstrip() + "\n"
 
 
 def table(verb: Verb) -> str:
     """Return the table of what can be typed for a verb alone, in the order of `--help`."""
     own = [option for option in verb.options if option not in EVERYWHERE]
-    return HEAD + _rows(verb.arguments, named=False) + _rows(own)
+    rows = _rows(verb.arguments, named=False) + _rows(own)
+    return rows and HEAD + rows
 
 
 def recipe_tables() -> list[str]:

@@ -37,4 +37,4 @@ print(f"{report.kv_share:.2%} of the original's bytes")
 
 # %% [markdown]
 # Next: `crosslayer verify small` proves that every way to run it gives the same numbers, `crosslayer heal small` trains it
-# until it recovers. All choices: [RETROFIT](../RETROFIT.md).
+# until it recovers. All choices: [convert](../guides/convert.md).

@@ -48,7 +48,7 @@ def evaluate(
     Args:
         model: the candidate: hub name, local folder, or smollm2 (embedded). In Python also a loaded model.
         tokenizer: in Python, tokenizer of loaded models.
-        tasks: comma-separated lm-eval tasks, or groups of tasks as in papers (docs/verbs/evaluate.md).
+        tasks: comma-separated lm-eval tasks, or groups of tasks as in papers (docs/guides/measure.md).
         baseline: a model to compare with, item by item. In Python a loaded one uses the tokenizer of `model`.
         include_path: folder with task files of your own; their templates run in a sandbox, for at most 10 s each.
         limit: number of items of each task, from the first; default all.

@@ -1,4 +1,4 @@
-"""What a recovery's recipe says: text, loss, stages, and what is measured; docs/HEAL.md lists its keys."""
+"""What a recovery's recipe says: text, loss, stages, and what is measured; docs/reference/recipes.md lists its keys."""
 
 from collections.abc import Sequence
 from pathlib import Path

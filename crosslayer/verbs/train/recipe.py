@@ -1,4 +1,4 @@
-"""A recipe, what a training run is, part by part, and what each part refuses; docs/TRAIN.md lists the keys.
+"""A recipe, what a training run is, part by part, and what each part refuses; docs/reference/recipes.md lists the keys.
 
 Sizes 2M to 468M are those of arXiv 2410.17897, Table 4, named by their parameters with its vocabulary of 50,277:
 Llama's layers, embeddings and head untied, rotary base 10,000. The others suit a CPU.

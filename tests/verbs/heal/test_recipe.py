@@ -141,7 +141,7 @@ def test_missing_peft_is_told_before_anything_is_trained(base, tmp_path, monkeyp
 
 def test_a_file_in_the_place_of_the_folder_is_told(base, tmp_path):
     (tmp_path / "out").write_text("")
-    with pytest.raises(ValueError, match="'out' is a file; give another name"):
+    with pytest.raises(ValueError, match="'out' is a file"):
         healed(base, "without", tmp_path)
 
 

@@ -1,9 +1,8 @@
 # %% [markdown]
 # # Write a method of this week's paper
 #
-# A paper says: let the layers in the middle share the keys and values of one layer ("sandwich-bottom", arXiv 2410.14442).
-# That is a file of its own, [sandwich.py](sandwich.py), beside this notebook: one dataclass, which answers who owns and
-# who reads.
+# A paper proposes that the middle layers share the keys and values of one layer ("sandwich-bottom", arXiv 2410.14442).
+# That is one file, [sandwich.py](sandwich.py): a dataclass that says which layer reads which states.
 
 # %%
 from pathlib import Path
@@ -13,7 +12,7 @@ import sandwich
 print(Path(sandwich.__file__).read_text())
 
 # %% [markdown]
-# An instance stands in a config like any method, and the model is built, trained, cached and saved like any model.
+# Pass an instance to a config. The model is built, trained, cached and saved like any other.
 
 # %%
 from crosslayer import CrossLayerConfig
@@ -22,8 +21,8 @@ config = CrossLayerConfig(num_hidden_layers=8, cross_layer=[sandwich.Sandwich(be
 print(config.plan.diagram())
 
 # %% [markdown]
-# Is it right? The contract that the package's own methods pass runs over it: cached = uncached = chunked, left padding,
-# every way to generate, gradients under checkpointing, save and load, causality.
+# Is it correct? Run the contract of tests that the package's own methods pass: cached = uncached = chunked, left padding,
+# every generation mode, gradients with checkpointing, save and load, causality.
 
 # %%
 from crosslayer.testing import check_method
@@ -32,8 +31,7 @@ check_method(sandwich.Sandwich.example(6))
 print("all checks passed")
 
 # %% [markdown]
-# What would it cost a pretrained model, before any training? A what-if runs the unmodified SmolLM2 as if it were wired
-# so.
+# What would it cost a pretrained model, before any training? A what-if runs the unmodified SmolLM2 with this plan:
 
 # %%
 import torch
@@ -52,6 +50,7 @@ with torch.no_grad():
             print(f"below {below}, above {above}: {model(ids, labels=ids).loss:.3f}, with {share:.0%} of the cache")
 
 # %% [markdown]
-# From here on `crosslayer.retrofit("smollm2", method={"name": "sandwich", "below": 24, "above": 2, "compensation":
-# "attention"})` fits W_c and gives a report, and `crosslayer compare --methods 'vanilla, sandwich' --allow-methods
-# sandwich` trains it against others (its folder in `PYTHONPATH`). All that a method may answer: [A method of your own](../YOUR_METHOD.md).
+# Next: `crosslayer.retrofit("smollm2", method={"name": "sandwich", "below": 24, "above": 2, "compensation":
+# "attention"})` fits linear compensation (W_c) and writes a report, and `crosslayer compare --methods 'vanilla, sandwich'
+# --allow-methods sandwich` trains it next to others (with its folder in `PYTHONPATH`). Everything that a method can define:
+# [a method of your own](../methods/your_own.md).

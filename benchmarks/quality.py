@@ -27,7 +27,7 @@ from crosslayer.eviction.running import evicting_if
 from crosslayer.output.progress import Progress
 from crosslayer.verbs.evaluate import summary
 from crosslayer.verbs.evaluate.run import measure_cost
-from crosslayer.verbs.needles.record import difference, is_found
+from crosslayer.verbs.needles.record import difference, is_retrieved
 
 LENGTH = 512  # tokens of a window of text
 
@@ -51,7 +51,7 @@ def needles_found(model, tokenizer, evict, options):
     )
     right = {length: [] for length in lengths}
     for question, answer in zip(search.questions, search.candidate.answers, strict=True):
-        right[question.length].append(is_found(answer, question.value))
+        right[question.length].append(is_retrieved(answer, question.value))
     return right
 
 

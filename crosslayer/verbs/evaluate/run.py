@@ -58,8 +58,8 @@ def evaluate(
         cost: also compare KV cache size and latency with the baseline.
         seed: seed for choosing few-shot examples; 0 gives lm-eval's default choice.
         allow_code: allow task files in include_path to run Python code.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python for models given by name.
-        device: cpu, cuda, …; default the GPU if there is one, else the CPU. In Python for models given by name.
+        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path.
+        device: cpu, cuda, …; default the GPU if there is one. In Python only for models given by name or path.
         progress: in Python, shows progress.
 
     Raises:

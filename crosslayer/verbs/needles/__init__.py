@@ -1,3 +1,3 @@
-"""Needles in a haystack: made from a seed, asked, and scored by length and depth."""
+"""Needle in a haystack: hides numbers in long texts, asks for them, and scores answers by length and depth."""
 
 GROUP = "Measure"

@@ -1,4 +1,4 @@
-"""Which hidden numbers a model still finds: as few as tell a model that looks things up from one that cannot."""
+"""A short needle test for reports: which of forty hidden numbers a model retrieves."""
 
 import contextlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from crosslayer.output.formatting import signed
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Frozen
 from crosslayer.probe.tokens import positions
-from crosslayer.verbs.needles.record import difference, is_found
+from crosslayer.verbs.needles.record import difference, is_retrieved
 from crosslayer.verbs.needles.run import needles
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -18,10 +18,10 @@ SAMPLES = 2  # at each of five depths
 
 
 class Lookup(Frozen):
-    """What became of the questions of a length."""
+    """The results at one length."""
 
-    length: int = Field(description="tokens of a text with its question and answer")
-    found: tuple[bool, ...] = Field(description="whether the model finds the only hidden number, by depth from 0 %")
+    length: int = Field(description="tokens of text, question and answer")
+    found: tuple[bool, ...] = Field(description="whether the model retrieves the hidden number, by depth from 0%")
 
 
 def look_up(
@@ -29,38 +29,38 @@ def look_up(
 ) -> tuple[Lookup, ...]:
     """Ask a model for ten numbers at each of four lengths, as `needles` with a single key does.
 
-    A length is left out where the model has fewer positions, or the tokenizer makes the question alone longer than
-    that; without a tokenizer nothing is asked.
+    Lengths that exceed the model's positions, or that the question alone fills, are left out; without a tokenizer the
+    result is empty.
     """
     if tokenizer is None or not model.can_generate():
         return ()
     lengths = [length for length in LENGTHS if length <= positions(model)]
-    lookups = []
+    results = []
     with progress("asking for hidden numbers", len(lengths)) as bar:
         for done, length in enumerate(lengths, 1):
-            with contextlib.suppress(ValueError):  # no room, or tokens that the model does not know
-                asked = needles(model, tokenizer, lengths=[length], keys=1, samples=SAMPLES, seed=seed)
-                pairs = zip(asked.questions, asked.candidate.answers, strict=True)
-                found = tuple(is_found(answer, question.value) for question, answer in pairs)
-                lookups.append(Lookup(length=length, found=found))
+            with contextlib.suppress(ValueError):  # the text is too short, or has tokens that the model does not know
+                result = needles(model, tokenizer, lengths=[length], keys=1, samples=SAMPLES, seed=seed)
+                pairs = zip(result.questions, result.candidate.answers, strict=True)
+                retrieved = tuple(is_retrieved(answer, question.value) for question, answer in pairs)
+                results.append(Lookup(length=length, found=retrieved))
             bar.step(done, len(lengths))
-    return tuple(lookups)
+    return tuple(results)
 
 
 def lookup_words(model: Sequence[Lookup], original: Sequence[Lookup]) -> str:
-    """Say how many numbers a model finds beside its original."""
-    ours, theirs = ([right for lookup in side for right in lookup.found] for side in (model, original))
+    """Return how many numbers a model retrieves, compared with its original."""
+    ours, theirs = ([right for result in results for right in result.found] for results in (model, original))
     compared = difference(0, ours, theirs)  # paired, over all lengths
-    counts = ", ".join(str(sum(lookup.found)) for lookup in model)
-    lengths = ", ".join(f"{lookup.length:,}" for lookup in model)
+    counts = ", ".join(str(sum(result.found)) for result in model)
+    lengths = ", ".join(f"{result.length:,}" for result in model)
     low, high = (signed(100 * end, 0) for end in compared.interval)
     return (
-        f"Of {compared.n} numbers hidden in long texts it finds {count_found(model)} ({counts} of "
-        f"{len(model[0].found)} at {lengths} tokens), the original {count_found(original)}: "
-        f"{low} to {high} points, paired."
+        f"It retrieves {count_found(model)} of {compared.n} numbers hidden in long texts ({counts} of "
+        f"{len(model[0].found)} at {lengths} tokens), the original {count_found(original)}: {low} to {high} points "
+        "(paired 95% interval)."
     )
 
 
-def count_found(lookups: Sequence[Lookup]) -> int:
-    """Return how many numbers were found, over all lengths."""
-    return sum(sum(lookup.found) for lookup in lookups)
+def count_found(results: Sequence[Lookup]) -> int:
+    """Return how many numbers were retrieved, over all lengths."""
+    return sum(sum(result.found) for result in results)

@@ -1,99 +1,100 @@
-"""The page of a search for needles, from its record alone: a map of length and depth for each model, and tables."""
+"""The page of a needle test, from its record alone: a map of scores by length and depth for each model, and tables."""
 
 from crosslayer.output.formatting import percent, percent_interval
 from crosslayer.output.page import Cell, Mark, Page, Table
 from crosslayer.output.panel import Heat, Panel
-from crosslayer.verbs.needles.record import FoundShare
+from crosslayer.output.formatting import percent, percent_interval
+from crosslayer.verbs.needles.record import Score
 from crosslayer.verbs.needles.result import Needles
 from crosslayer.verbs.needles.text import SOURCE
-from crosslayer.verbs.needles.words import keys_of, points, sentences, share
+from crosslayer.verbs.needles.words import hidden_numbers, points, sentences, share
 
 SHOWN = 12  # answers on the page; the record has all
-SCORE = ["score", "95% interval", "found", "another key's"]
+SCORE = ["score", "95% interval of the score", "retrieved", "another key's number"]
 
 
 def layout(record: Needles) -> Page:
-    """Return the parts of the page."""
+    """Return the page."""
     candidate, baseline, settings = record.candidate, record.baseline, record.settings
     cards = []
     for score, *others in zip(*record.by_length, strict=True):
-        beside = "".join(f"; baseline {share(other)}" for other in others)
-        note = f"{percent_interval(score.interval)}{beside}"
+        compared = "".join(f"; baseline {share(other)}" for other in others)
+        note = f"{percent_interval(score.interval)} (95% interval){compared}"
         cards.append((f"{score.length:,} tokens", percent(score.share), note))
     return Page(
-        title=f"Needles of {candidate.name}" + ("" if baseline is None else f" beside {baseline.name}"),
+        title=f"Needle test of {candidate.name}" + ("" if baseline is None else f" against {baseline.name}"),
         subtitle=(
-            f"needle in a haystack (RULER, arXiv 2404.06654): the number of {keys_of(settings.keys)}, in {SOURCE} · "
+            f"needle in a haystack (RULER, arXiv 2404.06654): {hidden_numbers(settings.keys)} in {SOURCE} · "
             f"seed {settings.seed} · {candidate.dtype} on {candidate.device} · {record.seconds:.0f} s"
         ),
         cards=cards,
         sentences=sentences(record),
-        panels=[_map(number, record) for number in range(len(record.sides))],
+        panels=[_map(number, record) for number in range(len(record.models))],
         tables=[_by_depth(record), _examples(record)],
         lead=[_by_length(record)],
     )
 
 
 def scores(record: Needles) -> list[Table]:
-    """Return the scores of each side: a row for each length, a column for each depth."""
+    """Return a table of scores for each model: a row for each length, a column for each depth."""
     depths, tables = record.settings.depths, []
-    for side, cells, by_length in zip(record.sides, record.cells, record.by_length, strict=True):
+    for model, cells, by_length in zip(record.models, record.cells, record.by_length, strict=True):
         rows = []
         for number, whole in enumerate(by_length):
             row = [*cells[number * len(depths) : (number + 1) * len(depths)], whole]
             rows.append([f"{whole.length:,}", *(percent(score.share) for score in row)])
-        tables.append((side.name, ["length", *(f"depth {depth}%" for depth in depths), "all"], rows))
+        tables.append((model.name, ["length", *(f"depth {depth}%" for depth in depths), "all"], rows))
     return tables
 
 
 def _by_length(record: Needles) -> Table:
     rows: list[list[Cell]] = []
-    for place, length in enumerate(record.settings.lengths):
-        for side, by_length in zip(record.sides, record.by_length, strict=True):
-            rows.append([f"{length:,}", side.name, *_cells(by_length[place])])
+    for number, length in enumerate(record.settings.lengths):
+        for model, by_length in zip(record.models, record.by_length, strict=True):
+            rows.append([f"{length:,}", model.name, *_cells(by_length[number])])
             if record.differences:
-                rows[-1].append(points(record.differences[place]) if side is record.candidate else "")
-    head = ["length", "model", *SCORE, *(["difference to the baseline"] if record.differences else [])]
+                rows[-1].append(points(record.differences[number]) if model is record.candidate else "")
+    head = ["length", "model", *SCORE, *(["difference from baseline\n(95% interval)"] if record.differences else [])]
     return "By length", head, rows
 
 
 def _by_depth(record: Needles) -> Table:
     rows: list[list[Cell]] = []
     for scores in zip(*record.cells, strict=True):
-        for side, score in zip(record.sides, scores, strict=True):
-            rows.append([f"{score.length:,}", f"{score.depth}%", side.name, *_cells(score)])
+        for model, score in zip(record.models, scores, strict=True):
+            rows.append([f"{score.length:,}", f"{score.depth}%", model.name, *_cells(score)])
     return "By length and depth", ["length", "depth", "model", *SCORE], rows
 
 
-def _cells(score: FoundShare) -> list[Cell]:
-    counts = [f"{score.found} of {score.n}", f"{score.other} of {score.n}"]
+def _cells(score: Score) -> list[Cell]:
+    counts = [f"{score.retrieved} of {score.n}", f"{score.other} of {score.n}"]
     return [percent(score.share), percent_interval(score.interval), *counts]
 
 
 def _examples(record: Needles) -> Table:
     rows: list[list[Cell]] = []
-    for place, question in enumerate(record.questions):
+    for number, question in enumerate(record.questions):
         if question.index == 0 and len(rows) < SHOWN:
-            for side in record.sides:
-                answer = side.answers[place]
+            for model in record.models:
+                answer = model.answers[number]
                 right = Mark(question.value, "pass" if question.value in answer else "fail")
-                cell = [f"{question.length:,}", f"{question.depth}%", side.name]
+                cell = [f"{question.length:,}", f"{question.depth}%", model.name]
                 rows.append([*cell, question.key, right, answer.strip()])
     head = ["length", "depth", "model", "key", "number", "answer"]
-    return "Answers: the first of a length and depth", head, rows
+    return "Answers: the first of each length and depth", head, rows
 
 
 def _map(number: int, record: Needles) -> Panel:
-    """Return the map of a side's scores, in per cent: a row for each length, a column for each depth."""
+    """Return the map of a model's scores in percent: a row for each length, a column for each depth."""
     lengths, depths, cells = record.settings.lengths, record.settings.depths, record.cells[number]
-    side, key = record.sides[number], ("candidate", "baseline")[number]
-    least, most = min(cells, key=lambda score: score.share), max(cells, key=lambda score: score.share)
-    words = f"Everywhere {percent(most.share)}."
-    if least.share < most.share:
-        places = [f"{share(score)} at {score.length:,} tokens, depth {score.depth}%" for score in (most, least)]
-        words = f"Most: {places[0]}. Least: {places[1]}."
+    model, role = record.models[number], ("candidate", "baseline")[number]
+    worst, best = min(cells, key=lambda score: score.share), max(cells, key=lambda score: score.share)
+    caption = f"{percent(best.share)} at every length and depth."
+    if worst.share < best.share:
+        ends = [f"{share(score)} at {score.length:,} tokens, depth {score.depth}%" for score in (best, worst)]
+        caption = f"Best: {ends[0]}. Worst: {ends[1]}. In parentheses: 95% intervals."
     heat = Heat(
-        [place - 0.5 for place in range(len(depths) + 1)],
+        [edge - 0.5 for edge in range(len(depths) + 1)],
         [*range(len(lengths))],
         (100 * record.scores[number]).tolist(),
         "score, %",
@@ -102,13 +103,13 @@ def _map(number: int, record: Needles) -> Panel:
         written=True,
     )
     return Panel(
-        f"scores_{key}",
-        side.name if record.baseline is None else f"{side.name}, {key}",
-        words,
+        f"scores_{role}",
+        model.name if record.baseline is None else f"{model.name}, {role}",
+        caption,
         "depth of the needle, %",
         "length, tokens",
         heat=heat,
         wide=record.baseline is None,
-        x_ticks={place: str(depth) for place, depth in enumerate(depths)},
-        y_ticks={place: f"{length:,}" for place, length in enumerate(lengths)},
+        x_ticks={column: str(depth) for column, depth in enumerate(depths)},
+        y_ticks={row: f"{length:,}" for row, length in enumerate(lengths)},
     )

@@ -1,4 +1,4 @@
-"""The result of a search for needles."""
+"""The result of a needle test."""
 
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -9,88 +9,88 @@ from pydantic import Field, model_validator
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
 from crosslayer.verbs.needles.record import (
-    AskedModel,
-    FoundDifference,
-    FoundShare,
+    ModelAnswers,
     NeedlesSettings,
     Question,
+    Score,
+    ScoreDifference,
     difference,
-    is_found,
+    is_retrieved,
     score,
 )
 
 
 class Needles(Result):
-    """What `crosslayer.needles` returns: scores of S sides by N lengths and D depths, typed, as arrays, as a page.
+    """What `crosslayer.needles` returns: scores of M models by N lengths and D depths, arrays and a page.
 
-    The axis of sides is the candidate and, where there is one, the baseline.
+    The axis of models is the candidate and, if there is one, the baseline.
     """
 
     schema_: Literal["crosslayer/needles/3"] = Field(default="crosslayer/needles/3", alias="schema")
     settings: NeedlesSettings
     questions: tuple[Question, ...]
-    candidate: AskedModel
-    baseline: AskedModel | None
+    candidate: ModelAnswers
+    baseline: ModelAnswers | None
     seconds: float = Field(description="without loading")
 
     @property
-    def sides(self) -> tuple[AskedModel, ...]:
-        """The candidate and, where there is one, the baseline."""
+    def models(self) -> tuple[ModelAnswers, ...]:
+        """The candidate and, if there is one, the baseline."""
         return (self.candidate,) if self.baseline is None else (self.candidate, self.baseline)
 
     @model_validator(mode="after")
     def _check_grid(self) -> Self:
-        """Refuse questions and answers that are not those of the settings."""
-        places = [(*cell, index) for cell in self.settings.cells for index in range(self.settings.samples)]
-        if [(question.length, question.depth, question.index) for question in self.questions] != places:
-            raise ValueError("the questions are not those of the lengths, depths and samples")
-        for side in self.sides:
-            if len(side.answers) != len(places):
-                raise ValueError(f"{len(side.answers)} answers to {len(places)} questions")
+        """Refuse questions and answers that do not match the settings."""
+        expected = [(*cell, index) for cell in self.settings.cells for index in range(self.settings.samples)]
+        if [(question.length, question.depth, question.index) for question in self.questions] != expected:
+            raise ValueError("the questions do not match lengths, depths and samples")
+        for model in self.models:
+            if len(model.answers) != len(expected):
+                raise ValueError(f"{len(model.answers)} answers to {len(expected)} questions")
         return self
 
     @cached_property
-    def cells(self) -> list[list[FoundShare]]:
-        """The scores of each side by length and depth."""
-        return [[score(*cell, *self._marks(side, *cell)) for cell in self.settings.cells] for side in self.sides]
+    def cells(self) -> list[list[Score]]:
+        """The scores of each model by length and depth."""
+        return [[score(*cell, *self._marks(model, *cell)) for cell in self.settings.cells] for model in self.models]
 
     @cached_property
-    def by_length(self) -> list[list[FoundShare]]:
-        """The scores of each side by length, over all depths."""
+    def by_length(self) -> list[list[Score]]:
+        """The scores of each model by length, over all depths."""
         lengths = self.settings.lengths
-        return [[score(length, None, *self._marks(side, length)) for length in lengths] for side in self.sides]
+        return [[score(length, None, *self._marks(model, length)) for length in lengths] for model in self.models]
 
     @cached_property
-    def differences(self) -> list[FoundDifference]:
+    def differences(self) -> list[ScoreDifference]:
         """Candidate − baseline by length; empty without a baseline."""
         lengths = () if self.baseline is None else self.settings.lengths
-        return [difference(length, *(self._marks(side, length)[0] for side in self.sides)) for length in lengths]
+        return [difference(length, *(self._marks(model, length)[0] for model in self.models)) for length in lengths]
 
-    def _marks(self, side: AskedModel, length: int, depth: int | None = None) -> tuple[list[bool], list[bool]]:
-        """Return of each answer (at a depth) whether it holds the value, and whether it holds that of another key."""
-        pairs = zip(self.questions, side.answers, strict=True)
+    def _marks(self, model: ModelAnswers, length: int, depth: int | None = None) -> tuple[list[bool], list[bool]]:
+        """Return for each answer (at a depth) whether it contains the value, and whether another key's value."""
+        pairs = zip(self.questions, model.answers, strict=True)
         pairs = [(one, text) for one, text in pairs if one.length == length and depth in (None, one.depth)]
-        other = [any(is_found(text, value) for value in one.others) for one, text in pairs]
-        return [is_found(text, one.value) for one, text in pairs], other
+        other = [any(is_retrieved(text, value) for value in one.others) for one, text in pairs]
+        return [is_retrieved(text, one.value) for one, text in pairs], other
 
     @property
     def scores(self) -> np.ndarray:
-        """The share of answers that hold the value, by side, length and depth, (S, N, D)."""
+        """The share of answers that contain the value, by model, length and depth, (M, N, D)."""
         shares = np.array([[one.share for one in cells] for cells in self.cells])
-        return shares.reshape(len(self.sides), len(self.settings.lengths), -1)
+        return shares.reshape(len(self.models), len(self.settings.lengths), -1)
 
     @property
     def intervals(self) -> np.ndarray:
-        """The ends of Wilson's 95 % intervals of `scores`, (S, N, D, 2)."""
+        """The ends of Wilson's 95% intervals of `scores`, (M, N, D, 2)."""
         return np.array([[one.interval for one in cells] for cells in self.cells]).reshape(*self.scores.shape, 2)
 
     @property
     def scores_by_length(self) -> np.ndarray:
-        """The same share over all depths, (S, N)."""
+        """The share over all depths, (M, N)."""
         return np.array([[one.share for one in scores] for scores in self.by_length])
 
     def tables(self) -> list[Table]:
-        """Return the scores of each side: a row for each length, a column for each depth."""
+        """Return a table of scores for each model: a row for each length, a column for each depth."""
         return self.sibling("page").scores(self)
 
     def headline(self) -> dict[str, Any]:

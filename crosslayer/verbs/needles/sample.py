@@ -1,9 +1,9 @@
 """Samples: a haystack of whole sentences with needles in it, of a given length in tokens, from a seed.
 
-Of K needles one is asked for. It stands before the sentence number ⌊depth / 100 · N⌋ of the N others, distractors
-included: 0 is the very beginning, 100 the very end. The distractors stand anywhere. A sample is drawn from seed,
-length, depth, number of keys and index alone, whatever else is drawn, and cells share nothing. Source: RULER, arXiv
-2404.06654; its own haystack is cut at words, and its depths are drawn.
+One of K needles is asked for. It is inserted before sentence number ⌊depth / 100 · N⌋ of the N others, including
+distractors: 0 is the very beginning, 100 the very end. Distractors are inserted at random. A sample is determined by
+seed, length, depth, number of keys and index, independently of all other samples. Source: RULER, arXiv 2404.06654; its
+own haystack is cut at words, and its depths are random.
 """
 
 import random
@@ -16,54 +16,53 @@ from crosslayer.corpus.pieces import special_tokens, token_ids
 from crosslayer.verbs.needles.record import Question
 from crosslayer.verbs.needles.text import DIGITS, INTRODUCTION, KEYS, NEEDLE, PREFIX, QUESTION, haystack
 
-AHEAD = 50  # sentences that are too long for what is left, in a row, before no further one is tried
+AHEAD = 50  # consecutive sentences that may be too long for the remaining tokens before the search ends
 
 
 class Sample(Question):
-    """A question with its text: introduction, haystack with needles, and question; and how the answer begins."""
+    """A question with its text (introduction, haystack with needles, question) and the beginning of the answer."""
 
     text: str
     prefix: str
 
     @property
     def prompt(self) -> str:
-        """What a model continues: the text, and how the answer begins."""
+        """The text and the beginning of the answer, which a model continues."""
         return f"{self.text} {self.prefix}"
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What chance decides of a sample: keys and values, the needle first, where distractors stand, the first sentence.
+    """The random choices of a sample: keys and values (the needle's first), positions of distractors, first sentence.
 
-    `places` are shares of the haystack, rising, of each distractor.
+    `positions` are those of each distractor as a fraction of the haystack, in rising order.
     """
 
     keys: Sequence[str]
     values: Sequence[str]
-    places: Sequence[float]
+    positions: Sequence[float]
     start: int
 
 
 class Samples:
-    """Makes samples of `keys` needles, whose tokens a tokenizer counts; `new_tokens` are left for the answer."""
+    """Makes samples with `keys` needles; their length in tokens leaves `new_tokens` for the answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, keys: int = 4, new_tokens: int = 32, seed: int = 0):
         self.tokenizer, self.keys, self.new_tokens, self.seed = tokenizer, keys, new_tokens, seed
         self.first = special_tokens(tokenizer)[0]
-        self.costs: dict[int, int] = {}  # tokens of a sentence with the space before it, by its number
+        self.costs: dict[int, int] = {}  # tokens of each sentence, with the space before it
 
     def sample(self, length: int, depth: int, index: int) -> Sample:
-        """Return a sample whose prompt has, with the new tokens, at most `length` tokens, and nearly as many.
+        """Return a sample whose prompt and new tokens take at most `length` tokens, and nearly as many.
 
-        `depth` is from 0 (the beginning) to 100 (the end); another `index` is another text with other keys. The words
-        that seed the generator name all that it follows from.
+        `depth` is 0 (the beginning) to 100 (the end); another `index` gives another text with other keys.
         """
         draw = random.Random(f"needles {self.seed} {length} {depth} {self.keys} {index}")
         numbers = draw.sample(range(10 ** (DIGITS - 1), 10**DIGITS), self.keys)
         drawn = Drawn(
             keys=draw.sample(KEYS, self.keys),
             values=[str(number) for number in numbers],
-            places=sorted(draw.random() for _ in range(self.keys - 1)),
+            positions=sorted(draw.random() for _ in range(self.keys - 1)),
             start=draw.randrange(len(haystack())),
         )
         text, prefix = written(drawn, self._fill(drawn, depth, length), depth)
@@ -80,9 +79,9 @@ class Samples:
         )
 
     def _fill(self, drawn: Drawn, depth: int, length: int) -> list[str]:
-        """Return the sentences of the haystack: from the first on, all that fit; at the end long ones are left out."""
-        room, bare = length - self.new_tokens, self._count(" ".join(written(drawn, [], depth)))
-        left, missed, chosen = room - bare, 0, []
+        """Return the sentences of the haystack: all that fit from the first on; towards the end long ones are skipped."""
+        limit, bare = length - self.new_tokens, self._count(" ".join(written(drawn, [], depth)))
+        left, missed, chosen = limit - bare, 0, []
         for step in range(len(haystack())):
             number = (drawn.start + step) % len(haystack())
             if number not in self.costs:
@@ -96,12 +95,12 @@ class Samples:
             if left < 1 or missed == AHEAD:
                 break
         else:
-            raise ValueError(f"length {length} is above what the haystack has; use at most {length - left}")
-        while chosen and self._count(" ".join(written(drawn, chosen, depth))) > room:
+            raise ValueError(f"`lengths` must be at most {length - left}, the size of the haystack, got {length}")
+        while chosen and self._count(" ".join(written(drawn, chosen, depth))) > limit:
             chosen.pop()
         if not chosen:
             raise ValueError(
-                f"length {length} has no room for a haystack: template and {self.keys} needles take {bare} tokens, the "
+                f"length {length} is too short for a haystack: template and {self.keys} needles take {bare} tokens, the "
                 f"answer {self.new_tokens}; use a greater length, fewer keys or fewer new tokens"
             )
         return chosen
@@ -111,16 +110,16 @@ class Samples:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the tokens of a prompt: those that the tokenizer begins a text with, and none that end one."""
+    """Return the token ids of a prompt, with the tokenizer's special tokens at the beginning, not those at the end."""
     return [*special_tokens(tokenizer)[0], *token_ids(tokenizer, prompt)]
 
 
 def written(drawn: Drawn, sentences: Sequence[str], depth: int) -> tuple[str, str]:
-    """Return the text of a sample with these sentences for its haystack, and how the answer begins."""
+    """Return the text of a sample with these sentences as its haystack, and the beginning of the answer."""
     needles = [NEEDLE.format(key=key, value=value) for key, value in zip(drawn.keys, drawn.values, strict=True)]
     lines = [*sentences]
-    for place, needle in zip(reversed(drawn.places), reversed(needles[1:]), strict=True):  # later ones do not move
-        lines.insert(int((len(sentences) + 1) * place), needle)
+    for position, needle in zip(reversed(drawn.positions), reversed(needles[1:]), strict=True):  # from the end
+        lines.insert(int((len(sentences) + 1) * position), needle)
     lines.insert(len(lines) * depth // 100, needles[0])
     question = QUESTION.format(key=drawn.keys[0])
     return f"{INTRODUCTION}\n{' '.join(lines)}\n{question}", PREFIX.format(key=drawn.keys[0])

@@ -1,6 +1,6 @@
-"""What a sample is written with: RULER's sentences, keys of two words, and the sentences of the haystack.
+"""The text of samples: RULER's sentences, keys of two words, and the sentences of the haystack.
 
-Source of the sentences, of keys of an adjective and a noun, and of numbers of 7 digits as values: RULER, arXiv
+Source of the sentences, of keys made of an adjective and a noun, and of 7-digit numbers as values: RULER, arXiv
 2404.06654, task NIAH (multi-key).
 """
 
@@ -43,7 +43,7 @@ _VALUE = re.compile(rf"\d{{{DIGITS}}}")
 
 @functools.cache
 def haystack() -> tuple[str, ...]:
-    """Return the sentences of the embedded novels in their order, each on one line, none with a number of 7 digits."""
+    """Return the sentences of the embedded novels in order, each on one line, none with a 7-digit number."""
     sentences: list[str] = []
     for document in embedded_domains([DOMAIN])[DOMAIN]:
         sentences += sentences_of(document)
@@ -52,6 +52,6 @@ def haystack() -> tuple[str, ...]:
 
 
 def sentences_of(text: str) -> list[str]:
-    """Return the sentences of a text with single spaces; quotation marks stay with the sentence that they close."""
+    """Return the sentences of a text with single spaces; closing quotation marks stay with their sentence."""
     ended = _END.sub(lambda end: end["closing"] + "\n", " ".join(text.split()))
     return [sentence for sentence in ended.split("\n") if sentence]

@@ -72,14 +72,14 @@ def test_no_template_runs_code(monkeypatch, capsys, pair, tmp_path, task, field,
 
 @pytest.mark.parametrize("template", [FOREVER, BACKTRACKS, "{{ 9 ** (9 ** 9) }}"], ids=["loops", "pattern", "power"])
 def test_a_template_that_takes_for_ever_is_ended(monkeypatch, capsys, pair, task, template):
-    monkeypatch.setattr(templates, "PATIENCE", 0.3)
+    monkeypatch.setattr(templates, "TIME_LIMIT", 0.3)
     folder, started = task(doc_to_text=template), time.monotonic()
     said = line(monkeypatch, capsys, [pair[0], "--tasks", "mine", "--include-path", folder])
     assert "a template of a task takes longer than 0.3 s" in said and time.monotonic() - started < 20
 
 
 def test_it_is_ended_in_any_thread(monkeypatch, pair, task):
-    monkeypatch.setattr(templates, "PATIENCE", 0.3)
+    monkeypatch.setattr(templates, "TIME_LIMIT", 0.3)
     folder, errors = task(doc_to_text=FOREVER), []
 
     def evaluate():

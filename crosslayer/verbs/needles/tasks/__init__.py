@@ -1,5 +1,5 @@
-"""Tasks of the LM Evaluation Harness: a YAML file for each length."""
+"""Tasks for the LM Evaluation Harness: a YAML file for each length."""
 
 from pathlib import Path
 
-TASKS = Path(__file__).parent  # what `lm_eval --include_path` takes
+TASKS = Path(__file__).parent  # for `lm_eval --include_path`

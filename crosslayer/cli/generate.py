@@ -1,9 +1,9 @@
-"""The command line's own part of `generate`."""
+"""Shell output of `generate`."""
 
 from collections.abc import Callable
 from functools import partial
 
 
 def write() -> Callable[[str], None]:
-    """Return a function that prints each piece of text as it is generated."""
+    """Return a function that prints each piece of text at once."""
     return partial(print, end="", flush=True)

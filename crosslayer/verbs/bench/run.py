@@ -63,8 +63,8 @@ def bench(
         engine: engine that runs both models: transformers or vllm.
         kv_memory: GiB for each model's KV cache in vLLM; default 1.
         seed: seed of the random tokens.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path; default that
-            other if it is loaded.
+        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path; default
+            that of the other model if it is loaded.
         device: cpu, cuda, …; default the GPU if there is one. In Python only for models given by name or path.
         progress: in Python, shows progress.
 

@@ -1,3 +1,3 @@
-"""A model in forms that other programs open without this package, and refusals of what has no such form."""
+"""Exports models to formats that other programs open without this package."""
 
 GROUP = "Ship"

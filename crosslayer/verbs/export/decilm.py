@@ -1,8 +1,8 @@
-"""DeciLM, as vLLM runs it by itself: a Llama whose layers may lack attention or MLP, told block by block.
+"""DeciLM, a model of vLLM's own: a Llama whose layers may lack attention or MLP, described block by block.
 
-vLLM has the model (`DeciLMForCausalLM`, model type "nemotron-nas") but no class for its config. Our plugin gives it
-one, `verbs/serve/configuration_decilm.py`; a copy of that file travels in the folder for a vLLM without the plugin,
-which runs it with `--trust-remote-code`. It is the only code there.
+vLLM has the model (`DeciLMForCausalLM`, model type "nemotron-nas") but no class for its config. crosslayer's plugin
+provides one, `verbs/serve/configuration_decilm.py`; a copy of that file in the exported folder serves a vLLM without
+the plugin, which runs it with `--trust-remote-code`. It is the only code there.
 """
 
 import json
@@ -15,18 +15,18 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.weights import SHARED
-from crosslayer.verbs.export.layers import Left, left, renumbered
+from crosslayer.verbs.export.layers import RemainingLayer, remaining_layers, renumbered
 from crosslayer.verbs.serve import configuration_decilm
 
 MODULE = "configuration_decilm"
 
 
 def write(model: PreTrainedModel, config: CrossLayerConfig, folder: Path) -> None:
-    """Write config, its class, generation config and weights, in their own dtype, into a folder.
+    """Write config, its class, generation config and weights in their own dtype into a folder.
 
-    `model` is ours or of a family whose weights have our names; `config` is what it is as ours, let pass by `no_deci`.
+    `model` is a crosslayer model or of a family with the same weight names; `no_deci` must accept its crosslayer config.
     """
-    layers = left(config)
+    layers = remaining_layers(config)
     weights = renumbered(model.state_dict(), layers)
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
@@ -38,8 +38,8 @@ def write(model: PreTrainedModel, config: CrossLayerConfig, folder: Path) -> Non
         model.generation_config.save_pretrained(folder)
 
 
-def deci_config(config: CrossLayerConfig, layers: list[Left], dtype: str) -> dict[str, Any]:
-    """Return what `config.json` holds."""
+def deci_config(config: CrossLayerConfig, layers: list[RemainingLayer], dtype: str) -> dict[str, Any]:
+    """Return the contents of `config.json`."""
     known = LlamaConfig().to_dict()
     values = {name: value for name, value in config.to_dict().items() if name in SHARED and name in known}
     qkv, output = config.attention_bias, config.attention_output_bias
@@ -49,7 +49,7 @@ def deci_config(config: CrossLayerConfig, layers: list[Left], dtype: str) -> dic
         "model_type": "nemotron-nas",
         **values,
         "num_hidden_layers": len(layers),
-        "attention_bias": qkv if output is None else output,  # of W_o alone, where there is a qkv_bias
+        "attention_bias": qkv if output is None else output,  # only of W_o, since there is a qkv_bias
         "qkv_bias": qkv,
         "mlp_bias": config.mlp_bias,
         "block_configs": [_block(config, layer) for layer in layers],
@@ -57,7 +57,7 @@ def deci_config(config: CrossLayerConfig, layers: list[Left], dtype: str) -> dic
     }
 
 
-def _block(config: CrossLayerConfig, layer: Left) -> dict[str, dict[str, Any]]:
+def _block(config: CrossLayerConfig, layer: RemainingLayer) -> dict[str, dict[str, Any]]:
     assert config.num_key_value_heads is not None
     attends = layer.attention is not None
     group = config.num_attention_heads // config.num_key_value_heads if attends else None

@@ -1,6 +1,6 @@
-"""What a wiring leaves of each layer, where it only takes sublayers away: all that other programs have a form for.
+"""What remains of each layer of a model that only drops sublayers, the only change that other programs support.
 
-Layers of which nothing is left are not written at all, and those behind them move up.
+Layers with nothing remaining are not written, and the layers after them move up.
 """
 
 import re
@@ -20,8 +20,8 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Left:
-    """What is left of layer `number` of the model: attention, W_c alone in its place, or None; and its MLP or not."""
+class RemainingLayer:
+    """What remains of layer `number`: attention, its linear compensation (W_c) or None; and whether it has an MLP."""
 
     number: int
     attention: Literal["own", "compensation"] | None
@@ -29,45 +29,49 @@ class Left:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing of it is gone."""
+        """Whether no sublayer is dropped."""
         return self.attention == "own" and self.mlp
 
 
-def left(config: CrossLayerConfig) -> list[Left]:
-    """Return the layers of which something is left, in order; for a config that `strange` says nothing of."""
+def remaining_layers(config: CrossLayerConfig) -> list[RemainingLayer]:
+    """Return the layers with a remaining sublayer, in order; for a config with no `unsupported` feature."""
     plan, targets = config.plan, config.wiring.compensation
     layers = []
     for number in range(plan.layers):
-        gone = None if targets[number] is None else "compensation"
-        layers.append(Left(number, "own" if plan.attends(number) else gone, plan.mlps[number] is not None))
+        replacement = None if targets[number] is None else "compensation"
+        attention = "own" if plan.attends(number) else replacement
+        layers.append(RemainingLayer(number, attention, plan.mlps[number] is not None))
     return [layer for layer in layers if layer.attention is not None or layer.mlp]
 
 
-def strange(config: CrossLayerConfig) -> str | None:
-    """Return what a model has that no other program knows, in words that name method and layer; None for nothing."""
+def unsupported(config: CrossLayerConfig) -> str | None:
+    """Return the feature of a model that no other program has, with method and layer; None if there is none."""
     for method in config.methods:
         if mixes(method):
-            return f"{title([method])} mixes states or streams by modules of its own"
+            return f"{title([method])} mixes states or residual streams with modules of its own"
     if config.linear_layers:
         return f"layers {ranges(config.linear_layers)} have Kimi Linear's attention"
     plan = config.plan
     for layer in range(plan.layers):
         for state in STATES:
             if plan.reads(state, layer) not in ((), (layer,)):
-                lent = plan.source_label(state, layer).removeprefix("← ")
-                return f"layer {layer} reads the {state} of layer {lent} ({culprits(config, [layer])})"
+                source = plan.source_label(state, layer).removeprefix("← ")
+                return f"layer {layer} reads the {state} of layer {source} ({culprits(config, [layer])})"
         target = config.wiring.compensation[layer]
         if target not in (None, "attention") or target is not None and plan.attends(layer):
-            return f"W_c of layer {layer} does not stand in the place of attention ({culprits(config, [layer])})"
+            return (
+                f"the linear compensation (W_c) of layer {layer} does not replace attention "
+                f"({culprits(config, [layer])})"
+            )
     return None
 
 
 def unlike_llama(config: CrossLayerConfig) -> str | None:
-    """Return in what the layers of a model differ from Llama's, beyond biases; None for nothing."""
+    """Return how the layers of a model differ from Llama's, apart from biases; None if they do not."""
     kinds = set(config.layer_types or ())
     facts = {
         f"family is {config.family!r}": "export" not in config.components.supports,
-        "queries and keys are normed (qk_norm)": config.qk_norm,
+        "queries and keys are normalised (qk_norm)": config.qk_norm,
         f"it has {config.num_local_experts} experts": config.num_local_experts is not None,
         f"layers see a window of {config.sliding_window} tokens": "sliding_attention" in kinds,
         "attention is scaled by query_pre_attn_scalar": config.query_pre_attn_scalar is not None,
@@ -75,17 +79,17 @@ def unlike_llama(config: CrossLayerConfig) -> str | None:
         "logits are capped (final_logit_softcapping)": config.final_logit_softcapping is not None,
         f"hidden_act is {config.hidden_act!r}": config.hidden_act != "silu",
     }
-    return next((fact for fact, so in facts.items() if so), None)
+    return next((fact for fact, holds in facts.items() if holds), None)
 
 
 def rope(config: CrossLayerConfig) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding, whose type in transformers lets all of them be missing."""
+    """Return the parameters of the rotary embedding, which are optional in transformers."""
     assert config.rope_parameters is not None
     return dict(config.rope_parameters)
 
 
 def culprits(config: CrossLayerConfig, layers: Iterable[int]) -> str:
-    """Return the methods that change any of some layers, with their options."""
+    """Return the methods that change any of the given layers, with their options."""
     count, named = config.num_hidden_layers, set(layers)
     changed = []
     for method in config.methods:
@@ -96,14 +100,14 @@ def culprits(config: CrossLayerConfig, layers: Iterable[int]) -> str:
     return title(changed)
 
 
-def renumbered(weights: Mapping[str, Tensor], layers: list[Left]) -> dict[str, Tensor]:
-    """Return the weights of the layers that are left, numbered from 0, and all that belong to no layer."""
-    places = {layer.number: place for place, layer in enumerate(layers)}
+def renumbered(weights: Mapping[str, Tensor], layers: list[RemainingLayer]) -> dict[str, Tensor]:
+    """Return the weights of the remaining layers, renumbered from 0, and all weights outside layers."""
+    numbers = {layer.number: number for number, layer in enumerate(layers)}
     result = {}
     for name, weight in weights.items():
         match = LAYER.fullmatch(name)
         if match is None:
             result[name] = weight
-        elif int(match[1]) in places:
-            result[f"model.layers.{places[int(match[1])]}.{match[2]}"] = weight
+        elif int(match[1]) in numbers:
+            result[f"model.layers.{numbers[int(match[1])]}.{match[2]}"] = weight
     return result

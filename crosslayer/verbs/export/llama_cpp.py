@@ -1,27 +1,28 @@
-"""A GGUF file for llama.cpp: its architecture "llama", or "deci" where layers differ.
+"""A GGUF file for llama.cpp, with its architecture "llama", or "deci" if layers differ.
 
 In `deci` the numbers of heads are arrays over layers: with 0 heads a layer has no attention; with 0 key-value heads it
-has "linear attention", whose only weight is applied to the normed input and added: W_c. A layer without MLP would lose
-its attention too, and head sizes are read only if the first layer has heads: both are refused.
+has "linear attention", whose only weight is applied to the normalised input and added: the linear compensation (W_c).
+A layer without MLP would lose its attention too, and head sizes are read only if the first layer has heads: both are
+refused.
 
-Queries and keys are rotated in pairs of neighbours there, and in halves here: their rows are permuted.
+llama.cpp rotates queries and keys in pairs of neighbours, transformers in halves, so their rows are permuted.
 """
 
 from pathlib import Path
 
 import gguf
 import torch
-from gguf import GGMLQuantizationType as Kind
+from gguf import GGMLQuantizationType as TensorType
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.family import rotary
-from crosslayer.verbs.export.layers import LAYER, Left, left, renumbered, rope
+from crosslayer.verbs.export.layers import LAYER, RemainingLayer, remaining_layers, renumbered, rope
 from crosslayer.verbs.export.vocabulary import add_vocabulary
 
 FILE = "model.gguf"
-KINDS = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}
+TENSOR_TYPES = {torch.float32: TensorType.F32, torch.float16: TensorType.F16, torch.bfloat16: TensorType.BF16}
 FILE_TYPES = {
     torch.float32: gguf.LlamaFileType.ALL_F32,
     torch.float16: gguf.LlamaFileType.MOSTLY_F16,
@@ -47,9 +48,9 @@ def write(
 ) -> None:
     """Write the file into a folder, matrices in the model's dtype and vectors in float32.
 
-    `model` is ours or of a family whose weights have our names; `config` is what it is as ours, let pass by `no_gguf`.
+    `model` is a crosslayer model or of a family with the same weight names; `no_gguf` must accept its crosslayer config.
     """
-    layers = left(config)
+    layers = remaining_layers(config)
     writer = gguf.GGUFWriter(folder / FILE, architecture(layers))
     try:
         writer.add_name(name)
@@ -59,10 +60,10 @@ def write(
         for key, weight in renumbered(model.state_dict(), layers).items():
             if key != "lm_head.weight" or not config.tie_word_embeddings:
                 weight = _permuted(key, weight, config)
-                kind = KINDS[weight.dtype] if weight.dim() > 1 else Kind.F32
+                stored = TENSOR_TYPES[weight.dtype] if weight.dim() > 1 else TensorType.F32
                 values = weight.detach().cpu().float().contiguous().numpy()
-                data = values if kind == Kind.F32 else gguf.quants.quantize(values, kind)
-                writer.add_tensor(_tensor_name(key), data, raw_dtype=kind)
+                data = values if stored == TensorType.F32 else gguf.quants.quantize(values, stored)
+                writer.add_tensor(_tensor_name(key), data, raw_dtype=stored)
         if rope(config)["rope_type"] == "llama3":
             writer.add_tensor("rope_freqs.weight", _slowed(config).numpy())
         writer.write_header_to_file()
@@ -72,12 +73,12 @@ def write(
         writer.close()
 
 
-def architecture(layers: list[Left]) -> str:
+def architecture(layers: list[RemainingLayer]) -> str:
     """Return llama.cpp's name of the architecture."""
     return "llama" if all(layer.whole for layer in layers) else "deci"
 
 
-def _add_shape(writer: gguf.GGUFWriter, config: CrossLayerConfig, layers: list[Left]) -> None:
+def _add_shape(writer: gguf.GGUFWriter, config: CrossLayerConfig, layers: list[RemainingLayer]) -> None:
     heads, pairs, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     parameters = rope(config)
     assert pairs is not None and size is not None
@@ -104,13 +105,13 @@ def _add_shape(writer: gguf.GGUFWriter, config: CrossLayerConfig, layers: list[L
 
 
 def _tensor_name(key: str) -> str:
-    module, _, kind = key.rpartition(".")
+    module, _, parameter = key.rpartition(".")
     match = LAYER.fullmatch(module)
-    return f"{OUTER[module]}.{kind}" if match is None else f"blk.{match[1]}.{INNER[match[2]]}.{kind}"
+    return f"{OUTER[module]}.{parameter}" if match is None else f"blk.{match[1]}.{INNER[match[2]]}.{parameter}"
 
 
 def _permuted(key: str, weight: Tensor, config: CrossLayerConfig) -> Tensor:
-    """Return a weight (D, …) or, of queries and keys, its rows with the two halves of each head interleaved."""
+    """Return a weight (D, …); for queries and keys, with the two halves of each head's rows interleaved."""
     if ".q_proj." not in key and ".k_proj." not in key:
         return weight
     assert config.head_dim is not None
@@ -119,7 +120,7 @@ def _permuted(key: str, weight: Tensor, config: CrossLayerConfig) -> Tensor:
 
 
 def _slowed(config: CrossLayerConfig) -> Tensor:
-    """Return by what each rotary frequency is divided, (D / 2,), in float32."""
+    """Return the divisor of each rotary frequency, (D / 2,), in float32."""
     assert config.head_dim is not None
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     plain = rope(config)["rope_theta"] ** -exponents

@@ -7,7 +7,7 @@ from crosslayer.output.shown import Shown
 
 
 class Exported(Shown, Frozen):
-    """What was written: the name of the model, its form, what opens it, layers and parameters there, bytes in all."""
+    """What was written: model name, format, architecture, layers, parameters and total bytes."""
 
     model: str
     to: str
@@ -18,7 +18,7 @@ class Exported(Shown, Frozen):
     bytes: int
 
     def sentences(self) -> list[str]:
-        """Return what was written."""
+        """Return a sentence on what was written."""
         size = f"{self.layers} layers, {self.parameters / 1e6:.1f} M parameters, {self.bytes:,} bytes"
         return [f"{self.architecture}: {size}, in {self.dtype}."]
 

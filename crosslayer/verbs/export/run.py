@@ -1,4 +1,4 @@
-"""Write a model in a form that needs no crosslayer."""
+"""Exports a model to a format that does not need crosslayer."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ from crosslayer.output.folder import check_free, whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.export import decilm, stock
-from crosslayer.verbs.export.layers import left
+from crosslayer.verbs.export.layers import remaining_layers
 from crosslayer.verbs.export.refusals import REFUSALS, check_form
 from crosslayer.verbs.export.result import Exported
 from crosslayer.verbs.retrofit.words import title
@@ -37,26 +37,26 @@ def export(
     force: bool = False,
     progress: Meter = Silent,
 ) -> Exported:
-    """Write a model in a form that needs no crosslayer, with a card and a manifest.
+    """Export a model to a format that does not need crosslayer, with a card and a manifest.
 
-    Whole layers of which nothing is left are not written; those behind them move up.
+    Layers without attention and MLP are not written; the layers after them move up.
 
     Args:
         model: a retrofit's folder, another local folder, a hub name, or smollm2. In Python also a loaded model.
         out: folder for the model, its card and its manifest.
-        tokenizer: in Python, of a loaded model.
-        to: hf (a stock class of transformers, Llama where that fits), deci (vLLM's DeciLM) or gguf (llama.cpp).
-        dtype: float32, bfloat16 or float16; default as the weights are stored.
+        tokenizer: in Python, tokenizer of a loaded model.
+        to: hf (a stock class of transformers, Llama if possible), deci (vLLM's DeciLM) or gguf (llama.cpp).
+        dtype: float32, bfloat16 or float16; default the dtype of the stored weights.
         force: replace a folder that crosslayer wrote.
-        progress: in Python, shows what is being done.
+        progress: in Python, shows progress.
 
     Raises:
-        ValueError: the model has no such form (the message names what is in the way, and the forms that it has), it
-            cannot be loaded, or the folder cannot be written.
+        ValueError: the model cannot be exported to this format (the message gives the reason and possible formats) or
+            not be loaded, or the folder cannot be written.
 
     """
     if to not in REFUSALS:
-        raise ValueError(f"`to` is {to!r}; it must be one of {', '.join(REFUSALS)}")
+        raise ValueError(f"`to` must be one of {', '.join(REFUSALS)}, got {to!r}")
     named = not isinstance(model, PreTrainedModel)
     check_free(Path(out), force)
     name, config = public_name(model), causal_config("export", model)
@@ -68,21 +68,22 @@ def export(
     if named and dtype is None:
         dtype = config.dtype or torch.float32
     device = "cpu" if named else None
-    loaded, words = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    loaded, own = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     if loaded.dtype not in DTYPES:
-        raise ValueError(f"`dtype` is {loaded.dtype}; weights are written in float32, bfloat16 or float16")
+        dtype_name = str(loaded.dtype).removeprefix("torch.")
+        raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype_name}")
     with whole_folder(Path(out), force) as partial, progress(f"writing {to}", 0):
-        written, facts = _write(loaded, translated, words, to, name, partial)
-        text = _card(model, loaded, name, to, words is not None)
+        written, facts = _write(loaded, translated, own, to, name, partial)
+        text = _card(model, loaded, name, to, own is not None)
         (partial / "README.md").write_text(text, encoding="utf-8")
-        write_manifest(partial, written)  # its logits on fixed ids stand for what other programs must compute
+        write_manifest(partial, written)  # with logits on fixed ids, which other programs must reproduce
         size = sum(path.stat().st_size for path in partial.rglob("*"))
     dtype_name = str(loaded.dtype).removeprefix("torch.")
     return Exported(model=name, to=to, dtype=dtype_name, bytes=size, **facts)
 
 
 def _card(model: PreTrainedModel | str | Path, loaded: PreTrainedModel, name: str, to: str, tokenizer: bool) -> str:
-    """Return the card of what is exported, or a short one where it has none, with how the form `to` is used."""
+    """Return the model's card, or a short one if it has none, with a section on how to use the format `to`."""
     path = None if isinstance(model, PreTrainedModel) else Path(model).expanduser() / "README.md"
     facts, body = split_card(path.read_text(encoding="utf-8") if path is not None and path.is_file() else "")
     methods = title(loaded.config.methods) if isinstance(loaded.config, CrossLayerConfig) else ""
@@ -101,7 +102,7 @@ def _write(
     name: str,
     folder: Path,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Write the model's own files; return a model with its logits, its architecture, and its layers and parameters."""
+    """Write the model's files; return a model with the same logits, and architecture, layers and parameters."""
     if to != "gguf" and tokenizer is not None:
         with quiet_transformers():
             tokenizer.save_pretrained(folder)
@@ -113,13 +114,13 @@ def _write(
         facts = {"architecture": type(written).__name__, "layers": layers, "parameters": written.num_parameters()}
         return written, facts
     assert config is not None
-    facts = {"layers": len(left(config)), "parameters": model.num_parameters()}
+    facts = {"layers": len(remaining_layers(config)), "parameters": model.num_parameters()}
     if to == "deci":
         decilm.write(model, config, folder)
         return model, {"architecture": "DeciLMForCausalLM", **facts}
     try:
         from crosslayer.verbs.export import llama_cpp
     except ModuleNotFoundError as error:
-        raise ValueError("writing a GGUF file needs a package: pip install 'crosslayer[gguf]'") from error
+        raise ValueError("`to` gguf needs gguf: run pip install 'crosslayer[gguf]'") from error
     llama_cpp.write(model, config, tokenizer, name, folder)
-    return model, {"architecture": llama_cpp.architecture(left(config)), **facts}
+    return model, {"architecture": llama_cpp.architecture(remaining_layers(config)), **facts}

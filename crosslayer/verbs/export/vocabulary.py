@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file: byte-level BPE, whose cutting of text into words llama.cpp knows by a name."""
+"""The tokenizer of a GGUF file: byte-level BPE with a pre-tokenizer that llama.cpp knows by name."""
 
 import json
 from typing import Any
@@ -10,32 +10,30 @@ GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "u
 BYTES = {**GPT2, "use_regex": False}
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# llama.cpp's name of a pre-tokenizer → what tokenizer.json has in its place
+# llama.cpp's name of a pre-tokenizer → its steps in tokenizer.json
 KNOWN = {
     "gpt-2": [GPT2],
     "smollm": [{"type": "Digits", "individual_digits": True}, GPT2],
     "llama-bpe": [rf"{LETTERS}|\p{{N}}{{1,3}}|{REST}", BYTES],
     "qwen2": [rf"{LETTERS}|\p{{N}}|{REST}", BYTES],
 }
-WHOLE_WORDS = ("llama-bpe",)  # those that take a word that is a token as it is, without merging
+WHOLE_WORDS = ("llama-bpe",)  # pre-tokenizers for which a word in the vocabulary is not merged
 
 
 def bpe(tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> tuple[str, dict[str, Any]]:
-    """Return llama.cpp's name of how a tokenizer cuts text into words, and the tokenizer as plain data."""
+    """Return llama.cpp's name of a tokenizer's pre-tokenizer, and the tokenizer as plain data."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError("a GGUF file holds its tokenizer, and this model has none that is a tokenizer.json")
+        raise ValueError("gguf needs a tokenizer.json, and this model has none")
     data = json.loads(tokenizer.backend_tokenizer.to_str())
     model = data["model"]
     if model["type"] != "BPE" or model.get("byte_fallback"):
         raise ValueError(f"gguf: the tokenizer is {model['type']}; only byte-level BPE can be written")
-    name = next((name for name, parts in KNOWN.items() if _parts(data["pre_tokenizer"]) == parts), None)
+    name = next((name for name, steps in KNOWN.items() if _steps(data["pre_tokenizer"]) == steps), None)
     if name is None or bool(model.get("ignore_merges")) != (name in WHOLE_WORDS):
-        raise ValueError(
-            f"gguf: the tokenizer cuts text into words in a way that has no name here; {', '.join(KNOWN)} have"
-        )
+        raise ValueError(f"gguf: the pre-tokenizer must be that of {', '.join(KNOWN)}; this one is not supported")
     largest = max([*model["vocab"].values(), *(token["id"] for token in data["added_tokens"])])
     if largest >= vocabulary:
-        raise ValueError(f"gguf: the tokenizer has a token {largest}, and the model a vocabulary of {vocabulary}")
+        raise ValueError(f"gguf: the tokenizer has a token id {largest}, and the model a vocabulary of {vocabulary}")
     return name, data
 
 
@@ -50,14 +48,14 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase | None
     for text, number in data["model"]["vocab"].items():
         tokens[number], types[number] = text, TokenType.NORMAL
     for token in data["added_tokens"]:
-        kind = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
-        tokens[token["id"]], types[token["id"]] = token["content"], kind
+        tokens[token["id"]] = token["content"]
+        types[token["id"]] = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(name)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in data["model"]["merges"]])
-    assert tokenizer is not None, "bpe() has refused that"
+    assert tokenizer is not None, "bpe() refuses None"
     ids = tokenizer("a")["input_ids"]
     assert isinstance(ids, list)
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
@@ -68,21 +66,21 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase | None
         "unk": writer.add_unk_token_id,
         "pad": writer.add_pad_token_id,
     }
-    for kind, write in add.items():
-        number = getattr(tokenizer, f"{kind}_token_id")
+    for name, write in add.items():
+        number = getattr(tokenizer, f"{name}_token_id")
         if number is not None:
             write(number)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _parts(pre: dict[str, Any] | None) -> list[Any]:
-    """Return the steps of a pre-tokenizer; of a split by a pattern whose matches are words, the pattern alone."""
-    words = {"type": "Split", "behavior": "Isolated", "invert": False}
-    parts = []
+def _steps(pre: dict[str, Any] | None) -> list[Any]:
+    """Return the steps of a pre-tokenizer; for a split into the matches of a pattern, only the pattern."""
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps = []
     for step in [] if pre is None else pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]:
-        if {**step, "pattern": None} == {**words, "pattern": None}:
-            parts.append(step["pattern"].get("Regex"))
+        if {**step, "pattern": None} == {**split, "pattern": None}:
+            steps.append(step["pattern"].get("Regex"))
         else:
-            parts.append({**step, "trim_offsets": True} if step["type"] == "ByteLevel" else step)  # it changes no id
-    return parts
+            steps.append({**step, "trim_offsets": True} if step["type"] == "ByteLevel" else step)  # changes no id
+    return steps

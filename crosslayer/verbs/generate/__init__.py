@@ -1,4 +1,4 @@
-"""Continues a text."""
+"""Generates text from a prompt."""
 
 GROUP = "Ship"
 ARGUMENTS = 2  # model, prompt

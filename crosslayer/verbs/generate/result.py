@@ -1,4 +1,4 @@
-"""The result of a generation."""
+"""The result of `generate`."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from crosslayer.output.shown import Shown
 
 
 class Continuation(Shown, Frozen):
-    """A prompt and its continuation, without special tokens, with how fast it came and what the cache held."""
+    """A prompt and its continuation without special tokens, with speed and KV cache size."""
 
     model: str
     prompt: str
@@ -18,9 +18,9 @@ class Continuation(Shown, Frozen):
     cache_bytes: int
 
     def sentences(self) -> list[str]:
-        """Return an empty line, which ends the text that was printed piece by piece."""
+        """Return an empty line, which ends the text printed piece by piece."""
         return [""]
 
     def headline(self) -> dict[str, Any]:
-        """Return the figures beside the model's name."""
+        """Return the model's name and the figures."""
         return self.model_dump(exclude={"prompt", "text"})

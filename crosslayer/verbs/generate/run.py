@@ -1,4 +1,4 @@
-"""Continue a text, as a stream where that is wanted, and say how fast it was and what the cache held."""
+"""Generates text from a prompt, optionally as a stream, and reports speed and KV cache size."""
 
 import time
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.generate.result import Continuation
 
-COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; logits divided by less overflow
+COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; below, logits overflow
 
 
 class Sampling(Options):
-    """How many tokens are chosen, and how; temperature 0 is greedy."""
+    """The options of sampling; temperature 0 is greedy."""
 
     max_new_tokens: int = Field(ge=1)
     temperature: float
@@ -33,7 +33,7 @@ class Sampling(Options):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
-            raise ValueError(f"temperature {self.temperature} cannot be used; use 0 (greedy) or {COLDEST} to {HOTTEST}")
+            raise ValueError(f"`temperature` must be 0 (greedy) or {COLDEST}-{HOTTEST}, got {self.temperature}")
         return self
 
 
@@ -51,23 +51,23 @@ def generate(
     write: Callable[[str], Any] | None = None,
     progress: Meter = Silent,
 ) -> Continuation:
-    """Continue a prompt, token by token.
+    """Generate text from a prompt.
 
     Args:
         model: hub name, local folder, or smollm2 (embedded). In Python also a loaded model.
-        prompt: the text to continue, or with `chat` what the user says.
-        tokenizer: in Python, of a loaded model.
-        max_new_tokens: tokens to generate at most.
-        temperature: of sampling; 0 takes the likeliest token.
-        seed: seed of sampling. In Python torch's own generator is left as it was.
+        prompt: the text to continue, or with `chat` the user's message.
+        tokenizer: in Python, tokenizer of a loaded model.
+        max_new_tokens: maximum number of tokens to generate.
+        temperature: sampling temperature; 0 is greedy.
+        seed: seed of sampling. In Python the state of torch's own generator is restored.
         chat: put the prompt into the tokenizer's chat template.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python for models that are named.
-        device: cpu, cuda, …; default the GPU, or the CPU where there is none. In Python for models that are named.
-        write: in Python, called with each piece of text as it comes.
-        progress: in Python, shows what is being done.
+        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
+        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
+        write: in Python, called with each new piece of text.
+        progress: in Python, shows progress.
 
     Raises:
-        ValueError: the prompt is empty or too long, the model cannot be loaded or is no causal LM, there is no
+        ValueError: the prompt is empty or too long, the model cannot be loaded or is not a causal LM, there is no
             tokenizer or chat template, or an option is wrong.
 
     """
@@ -75,37 +75,37 @@ def generate(
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text to continue")
     causal_config("generate", model)
-    loaded, words = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
-    if words is None:
-        raise ValueError("a model that is loaded needs tokenizer=…, its own")
-    ids = _prompt_ids(words, prompt, chat)  # (1, T)
+    loaded, own = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    if own is None:
+        raise ValueError("a loaded model needs its tokenizer; pass tokenizer=…")
+    ids = _prompt_ids(own, prompt, chat)  # (1, T)
     _check_ids(loaded, ids, max_new_tokens)
     cache = DynamicCache(config=loaded.config)
-    streamer = None if write is None else _Pieces(words, write)
+    streamer = None if write is None else _Pieces(own, write)
     started = time.perf_counter()
     with evaluating(loaded), progress("generating", 0):
-        chosen = _continue(loaded, words, ids.to(loaded.device), cache, sampling, streamer)
+        new = _continue(loaded, own, ids.to(loaded.device), cache, sampling, streamer)
     seconds = time.perf_counter() - started
     return Continuation(
         model=public_name(model),
         prompt=prompt,
-        text=str(words.decode(chosen, skip_special_tokens=True)),
-        new_tokens=len(chosen),
+        text=str(own.decode(new, skip_special_tokens=True)),
+        new_tokens=len(new),
         seconds=round(seconds, 3),
-        tokens_per_second=round(len(chosen) / seconds, 2),
+        tokens_per_second=round(len(new) / seconds, 2),
         cache_bytes=cache_bytes(cache),
     )
 
 
 class _Pieces(TextStreamer):
-    """Hands text on as it comes, without the prompt and without special tokens."""
+    """Streams new text without the prompt and special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], Any]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
         self.write = write
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Hand on what will not change any more."""
+        """Write text that will not change any more."""
         if text:
             self.write(text)
 
@@ -118,7 +118,7 @@ def _continue(
     sampling: Sampling,
     streamer: TextStreamer | None,
 ) -> Tensor:
-    """Return the new tokens (N,) after a prompt (1, T), which pass through the cache."""
+    """Return the new tokens (N,) after a prompt (1, T), generated with the cache."""
     options: dict[str, Any] = {"do_sample": False}
     if sampling.temperature:
         options = {"do_sample": True, "temperature": sampling.temperature}
@@ -132,7 +132,7 @@ def _continue(
             max_new_tokens=sampling.max_new_tokens,
             streamer=streamer,
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-            num_beams=1,  # whatever the folder's generation_config.json says
+            num_beams=1,  # overrides the folder's generation_config.json, like the two below
             num_return_sequences=1,
             cache_implementation=None,
             return_dict_in_generate=False,
@@ -143,15 +143,15 @@ def _continue(
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> None:
-    """Refuse a prompt (1, T) that the model cannot read or that leaves no room for new tokens."""
+    """Refuse a prompt (1, T) that the model cannot read or that leaves no positions for new tokens."""
     largest, size = int(ids.max()), model.config.get_text_config().vocab_size
     if largest >= size:
         raise ValueError(
-            f"token id {largest} is not in the model's vocabulary of {size}: the tokenizer is another model's"
+            f"token id {largest} is not in the model's vocabulary of {size} tokens; use the model's own tokenizer"
         )
     if ids.shape[1] + new_tokens > positions(model):
         raise ValueError(
-            f"the prompt has {ids.shape[1]} tokens; with {new_tokens} new ones it is above the model's "
+            f"the prompt has {ids.shape[1]} tokens, which with {new_tokens} new ones exceeds the model's "
             f"{positions(model)} positions"
         )
 
@@ -168,5 +168,5 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> 
         ids = inputs["input_ids"]  # type: ignore[index, call-overload]
     assert isinstance(ids, Tensor)
     if not ids.shape[1]:
-        raise ValueError("the tokenizer makes no tokens of the prompt; give another text")
+        raise ValueError("the tokenizer turns the prompt into no tokens; give another text")
     return ids

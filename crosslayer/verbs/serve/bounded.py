@@ -1,8 +1,8 @@
-"""Runs a server that ends soon after it is told to: `python bounded.py SECONDS WORD…` runs `python WORD…`.
+"""Runs a server with a bounded shutdown time: `python bounded.py SECONDS ARGUMENT…` runs `python ARGUMENT…`.
 
-Ctrl-C, SIGTERM and SIGHUP are passed on to its processes, which are a session of their own. A server that has not ended
-SECONDS later, or at a second signal, is killed with its processes: vLLM can wait for ever for the end of a stream that
-nothing feeds any more. It is run as a file, so that nothing heavy lies in memory beside the server.
+Ctrl-C, SIGTERM and SIGHUP are forwarded to the server's processes, which form a session of their own. A server still
+running after SECONDS, or at a second signal, is killed with its processes: vLLM can wait forever for a stream that no
+process feeds any more. This file runs as a script and imports little, to use little memory beside the server.
 """
 
 import contextlib
@@ -15,28 +15,28 @@ from types import FrameType
 
 import psutil
 
-KILLED = "crosslayer: the server did not end by itself and was killed; streams that ran are cut off\n"
-GLANCE = 0.2  # seconds between two looks at the clock
+KILLED = "crosslayer: the server did not shut down in time and was killed; running streams are cut off\n"
+POLL = 0.2  # seconds between two checks of the clock
 
 
-def run(seconds: float, words: list[str]) -> int:
+def run(seconds: float, arguments: list[str]) -> int:
     """Run a server until it ends, and return its exit status."""
-    server = subprocess.Popen([sys.executable, *words], start_new_session=True)  # else Ctrl-C would reach it twice
-    told: list[float] = []  # when the signals came
+    server = subprocess.Popen([sys.executable, *arguments], start_new_session=True)  # else Ctrl-C would reach it twice
+    signals: list[float] = []  # times of the signals received
 
-    def tell(number: int, frame: FrameType | None) -> None:
-        if not told and server.returncode is None:
+    def forward(number: int, frame: FrameType | None) -> None:
+        if not signals and server.returncode is None:
             os.killpg(server.pid, number)  # to all its processes, as a terminal does
-        told.append(time.monotonic())
+        signals.append(time.monotonic())
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, tell)
+            signal.signal(number, forward)
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            status = server.wait(GLANCE)
+            status = server.wait(POLL)
             return status if status >= 0 else 128 - status
-        if len(told) > 1 or told and time.monotonic() - told[0] >= seconds:
+        if len(signals) > 1 or signals and time.monotonic() - signals[0] >= seconds:
             os.write(2, KILLED.encode())
             _kill(server.pid)
             server.wait()

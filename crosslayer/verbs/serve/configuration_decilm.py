@@ -1,4 +1,4 @@
-"""The config of a DeciLM: Llama's, with `block_configs`, a block for each layer, read by attribute."""
+"""The config of a DeciLM: Llama's with `block_configs`, a block for each layer, accessed by attribute."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 
 
 class Block(dict):
-    """What a layer or a part of it is: a dict whose entries are attributes too."""
+    """The description of a layer, its attention or its MLP: a dict whose entries are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         """Return an entry."""
@@ -21,7 +21,7 @@ class DeciLMConfig(LlamaConfig):
     model_type = "nemotron-nas"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Let blocks be read by attribute."""
+        """Convert blocks so that their entries are attributes."""
         if name == "block_configs":
-            value = [Block({part: Block(facts) for part, facts in block.items()}) for block in value]
+            value = [Block({sublayer: Block(facts) for sublayer, facts in block.items()}) for block in value]
         super().__setattr__(name, value)

@@ -1,8 +1,8 @@
-"""Our decoder within vLLM's Transformers backend; only vLLM imports this module.
+"""crosslayer's decoder in vLLM's Transformers backend; only vLLM imports this module.
 
-vLLM runs the decoder of `crosslayer.core.decoder` as it stands, with its own linear layers, norms and attention in it.
-Tokens of all requests stand in one row; attention alone looks across them, and it is vLLM's. What layers lend to each
-other are states of the new tokens, as without a cache.
+vLLM runs the decoder of `crosslayer.core.decoder` with vLLM's own linear layers, norms and attention. Tokens of all
+requests are concatenated into one sequence; only attention, which is vLLM's, connects tokens. The states that readers
+get from sources are those of the new tokens, as without a cache.
 """
 
 from typing import Any
@@ -19,14 +19,14 @@ from vllm.model_executor.models.transformers import (  # type: ignore[import-not
 from vllm.model_executor.models.utils import maybe_prefix  # type: ignore[import-not-found]
 
 from crosslayer.core.decoder.attention import CrossLayerAttention
-from crosslayer.verbs.serve.caches import cache_source, not_saved, not_servable, untried
+from crosslayer.verbs.serve.caches import cache_source, not_saved, not_servable, untested
 
 logger = init_logger(__name__)
-ATTENTION = "crosslayer_vllm"  # the name of vLLM's attention as our decoder calls it
+ATTENTION = "crosslayer_vllm"  # the name by which the decoder calls vLLM's attention
 OVERRIDDEN = "_patch_config", "_create_attention_instances"
 for name in OVERRIDDEN:
     if not hasattr(TransformersForCausalLM, name):
-        raise ImportError(f"vLLM's Transformers backend has no {name}, which crosslayer overrides: use another release")
+        raise ImportError(f"vLLM's Transformers backend has no {name}, which crosslayer overrides; use another version")
 vllm_attention = ALL_ATTENTION_FUNCTIONS["vllm"]
 
 
@@ -38,7 +38,7 @@ def _attention(module: Any, query: Tensor, *others: Tensor | None, **options: An
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Return no mask: vLLM's attention knows the requests, whose tokens stand in one row."""
+    """Return no mask: vLLM's attention separates the requests itself."""
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
@@ -46,7 +46,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _no_mask)
 
 
 class CrossLayerForCausalLM(TransformersForCausalLM):
-    """The model that vLLM builds for our architecture."""
+    """The model that vLLM builds for crosslayer's architecture."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         config = vllm_config.model_config.hf_config
@@ -54,9 +54,9 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
         if reason is not None:
             raise ValueError(f"vLLM cannot serve this crosslayer model: {reason}")
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        waste = not_saved(config)
-        if waste is not None:
-            logger.warning_once(waste)
+        warning = not_saved(config)
+        if warning is not None:
+            logger.warning_once(warning)
 
     @staticmethod
     def _unsupported(vllm_config: Any) -> str | None:
@@ -69,18 +69,18 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
         flags |= {"quantization": ""} if vllm_config.quant_config is not None else {}
         flags |= {"kv-sharing-fast-prefill": ""} if cache.kv_sharing_fast_prefill else {}
         flags |= {"enable-lora": ""} if vllm_config.lora_config is not None else {}
-        found = untried(flags)
-        return None if found is None else found[1]
+        refused = untested(flags)
+        return None if refused is None else refused[1]
 
     def _patch_config(self) -> None:
-        """Let the decoder call vLLM's attention by our name."""
+        """Make the decoder call vLLM's attention."""
         super()._patch_config()
         self.config._attn_implementation = ATTENTION
 
     def _create_attention_instances(self, prefix: str = "") -> None:
-        """Give each layer that attends vLLM's attention, with its own cache or that of the layer that it reads.
+        """Give each layer with attention vLLM's attention, with a cache of its own or that of its source.
 
-        The backend's own method has a cache for every layer, and expects attention in every layer.
+        The backend's own method creates a cache for every layer, and expects attention in every layer.
         """
         config, parallel = self.config, self.parallel_config
         names: dict[int, str] = {}

@@ -4,24 +4,24 @@ import logging
 import os
 
 ARCHITECTURE = "CrossLayerForCausalLM"
-VERSIONS = ("0.32",)  # that were tested: what is overridden in vLLM's backend is private
-ALLOWED = "CROSSLAYER_ALLOW_METHODS"  # modules of users' own methods, with commas between, for vLLM's processes
+VERSIONS = ("0.32",)  # tested versions: the plugin overrides private methods of vLLM
+ALLOWED = "CROSSLAYER_ALLOW_METHODS"  # comma-separated modules of users' own methods, for vLLM's processes
 
-logger = logging.getLogger("vllm.crosslayer")  # vLLM shows what is logged below its own name
+logger = logging.getLogger("vllm.crosslayer")  # vLLM only shows loggers below its own name
 
 
 def register() -> None:
-    """Tell vLLM of our config, our decoder and the class that serves it, and of DeciLM; vLLM may call it several times.
+    """Register crosslayer's config, decoder and serving class, and DeciLM, with vLLM, which may call it several times.
 
-    With a version of vLLM that does not fit it says so in the log and registers nothing, so that other models go on.
+    With an unsupported version of vLLM it only logs an error, so that other models can still be served.
     """
-    fault = version_fault()
-    if fault is not None:
-        logger.error("%s: no crosslayer model can be served", fault)
+    error = version_error()
+    if error is not None:
+        logger.error("%s: crosslayer models cannot be served", error)
         return
     from vllm import ModelRegistry  # type: ignore[import-not-found]
 
-    import crosslayer.core.decoder  # noqa: F401  registers our config and model with the Auto classes
+    import crosslayer.core.decoder  # noqa: F401  registers config and model with the Auto classes
     from crosslayer.core.methods import allow_methods
 
     allow_methods(*filter(None, os.environ.get(ALLOWED, "").split(",")))
@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def register_decilm() -> None:
-    """Tell transformers of the config of DeciLM, which vLLM's model has none for: no code of a folder runs for it."""
+    """Register DeciLM's config, which vLLM lacks, with transformers, so that no code from a model's folder has to run."""
     from transformers import AutoConfig
 
     from crosslayer.verbs.serve.configuration_decilm import DeciLMConfig
@@ -38,12 +38,12 @@ def register_decilm() -> None:
     AutoConfig.register(DeciLMConfig.model_type, DeciLMConfig, exist_ok=True)
 
 
-def version_fault() -> str | None:
-    """Return in words what is wrong with the vLLM that is installed, None where it can serve our models."""
+def version_error() -> str | None:
+    """Return why the installed vLLM cannot serve crosslayer models, None if it can."""
     try:
         import vllm  # type: ignore[import-not-found]
     except ImportError as error:
         return f"vLLM cannot be imported ({error})"
     if not vllm.__version__.startswith(VERSIONS):
-        return f"crosslayer's plugin is for vLLM {' and '.join(VERSIONS)}, and this is vLLM {vllm.__version__}"
+        return f"crosslayer's plugin needs vLLM {' or '.join(VERSIONS)}, got vLLM {vllm.__version__}"
     return None

@@ -1,4 +1,4 @@
-"""A server: vLLM's, whose process takes the place of this one."""
+"""Starts vLLM's server, which replaces this process."""
 
 import os
 import shlex
@@ -22,31 +22,31 @@ def serve(
     max_length: int | None = None,
     dtype: str | None = None,
 ) -> NoReturn:
-    """Serve a model with vLLM over HTTP (OpenAI's interface), its cache as small as the method allows.
+    """Serve a model with vLLM over an OpenAI-compatible HTTP API; layers that share a KV cache share it there too.
 
     Args:
         model: hub name, local folder, or smollm2 (embedded).
-        flags: of `vllm serve`, behind --.
-        host: address to listen at; 0.0.0.0 for every one.
-        port: port to listen at.
-        kv_memory: GiB for the KV cache; default as vLLM finds it.
-        max_length: tokens of the longest request.
-        dtype: float32, bfloat16, …; default vLLM's.
+        flags: flags of `vllm serve`, after --.
+        host: address to listen on; 0.0.0.0 for all interfaces.
+        port: port to listen on.
+        kv_memory: GiB for the KV cache; default chosen by vLLM.
+        max_length: maximum tokens of a request.
+        dtype: float32, bfloat16, …; default chosen by vLLM.
 
     Raises:
-        ValueError: vLLM is missing or another version, the model cannot be served, or an option is wrong.
+        ValueError: vLLM is missing or has an unsupported version, the model cannot be served, or an option is wrong.
 
     """
-    words = list(flags)
+    passed = list(flags)
     engine.check_engine()
     served = engine.servable(model, kv_memory=kv_memory, length=max_length, dtype=dtype)
-    engine.check_flags(served, words)
-    if not engine.has_tokenizer(served) and "--tokenizer" not in words:
-        raise ValueError(f"{served.name} has no tokenizer, without which a server takes no text; save one beside it")
+    engine.check_flags(served, passed)
+    if not engine.has_tokenizer(served) and "--tokenizer" not in passed:
+        raise ValueError(f"{served.name} has no tokenizer; save one into its folder, or pass -- --tokenizer NAME")
     engine.check_port(host, port)
     command = engine.serve_command(
-        served, host=host, port=port, kv_memory=kv_memory, max_length=max_length, dtype=dtype, flags=words
+        served, host=host, port=port, kv_memory=kv_memory, max_length=max_length, dtype=dtype, flags=passed
     )
     os.environ[ALLOWED] = ",".join(allowed_modules())
     say(f"python {shlex.join(command)}")
-    os.execv(sys.executable, [sys.executable, *engine.bounded_command(command, words)])
+    os.execv(sys.executable, [sys.executable, *engine.bounded_command(command, passed)])

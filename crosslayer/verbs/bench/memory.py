@@ -96,8 +96,8 @@ def too_large(models: Models, structures: Mapping[Role, Structure], load: Load, 
     if need <= free:
         return None
     return (
-        f"context {load.context}, batch {load.batch} needs about {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB "
-        "are free"
+        f"context {load.context}, batch {load.batch} needs about {need / 1e9:.1f} GB of memory, and "
+        f"{free / 1e9:.1f} GB are free"
     )
 
 

@@ -240,7 +240,7 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if any(word in text or word in type(error).__name__ for word in OFFLINE):
         return (
-            f"its data is on the Hugging Face hub, which cannot be reached; `{SCRIPT} DATA OUT` writes tasks that "
-            "read local files, and pass --include-path OUT"
+            f"its data is on the Hugging Face hub, which cannot be reached; run `{SCRIPT} DATA OUT` to write tasks "
+            "that read local files, and pass --include-path OUT"
         )
     return f"{type(error).__name__}: {text[:SHOWN]}"

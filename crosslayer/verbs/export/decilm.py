@@ -24,7 +24,7 @@ MODULE = "configuration_decilm"
 def write(model: PreTrainedModel, config: CrossLayerConfig, folder: Path) -> None:
     """Write config, its class, generation config and weights in their own dtype into a folder.
 
-    `model` is a crosslayer model or of a family with the same weight names; `no_deci` must accept its crosslayer config.
+    `model` is a crosslayer model or has the same weight names; `config`, its crosslayer config, must pass `no_deci`.
     """
     layers = remaining_layers(config)
     weights = renumbered(model.state_dict(), layers)

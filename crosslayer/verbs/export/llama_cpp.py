@@ -48,7 +48,7 @@ def write(
 ) -> None:
     """Write the file into a folder, matrices in the model's dtype and vectors in float32.
 
-    `model` is a crosslayer model or of a family with the same weight names; `no_gguf` must accept its crosslayer config.
+    `model` is a crosslayer model or has the same weight names; `config`, its crosslayer config, must pass `no_gguf`.
     """
     layers = remaining_layers(config)
     writer = gguf.GGUFWriter(folder / FILE, architecture(layers))

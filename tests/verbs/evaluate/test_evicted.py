@@ -57,7 +57,7 @@ def test_it_is_said_how_many_requests_lost_tokens(pair, tasks, evict, share):
     candidate = evaluation.models.candidate
     assert candidate.requests == 14 * 4 and candidate.reduced == share * candidate.requests
     said = " ".join(sentences(evaluation))
-    assert ("the end of 56 of 56 requests." if share else "the end of 0 of 56 requests: all are too short") in said
+    assert ("evicted in 56 of 56 requests" if share else "No tokens were evicted: all 56 requests fit") in said
 
 
 def test_an_eviction_that_keeps_all_changes_no_digit(pair, tasks):

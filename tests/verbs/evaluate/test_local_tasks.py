@@ -55,9 +55,9 @@ def test_a_folder_is_replaced_only_where_it_is_ours(tmp_path):
     (tmp_path / "tasks" / "mine.yaml").write_text("task: mine")
     with pytest.raises(ValueError, match="holds more than crosslayer wrote"):
         crosslayer.write_local_tasks(data, tmp_path / "tasks", force=True)
-    with pytest.raises(ValueError, match="holds no data that is known"):
+    with pytest.raises(ValueError, match="no known data files"):
         crosslayer.write_local_tasks(tmp_path / "tasks", tmp_path / "out")
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="must be a folder"):
         crosslayer.write_local_tasks(tmp_path / "nowhere", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

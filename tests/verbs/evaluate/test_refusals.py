@@ -36,7 +36,7 @@ def line(monkeypatch, capsys, words):
 def test_an_unknown_task_is_answered_with_the_nearest(monkeypatch, capsys, tasks, pair, tmp_path):
     words = [pair[0], "--include-path", tasks, "--out", tmp_path / "out", "--tasks"]
     said = line(monkeypatch, capsys, [*words, "piqa_local,arc_eazy_local"])
-    assert re.match("there is no task 'arc_eazy_local'; the nearest are arc_easy_local", said)
+    assert re.match("unknown task 'arc_eazy_local'; did you mean arc_easy_local", said)
     assert not list(tmp_path.iterdir())
 
 
@@ -50,15 +50,15 @@ def test_an_unknown_group_is_answered_too(monkeypatch, capsys, tasks, pair):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--tasks", ""], "there is no task; name some, such as arc_easy"),
-        (["--tasks", "piqa_local", "--batch", "many"], "--batch is 'many'; it is auto or a number"),
-        (["--tasks", "piqa_local", "--batch", "0"], "--batch is '0'"),
-        (["--tasks", "piqa_local", "--limit", "0"], "--limit must be greater than 0, got 0"),
-        (["--tasks", "piqa_local", "--num-fewshot", "-1"], "--num-fewshot must be greater than or equal to 0"),
-        (["--tasks", "piqa_local", "--include-path", "nowhere"], "--include-path 'nowhere' is no folder"),
+        (["--tasks", ""], "--tasks must name at least one task"),
+        (["--tasks", "piqa_local", "--batch", "many"], "--batch must be auto or .*, got 'many'"),
+        (["--tasks", "piqa_local", "--batch", "0"], "--batch .* got '0'"),
+        (["--tasks", "piqa_local", "--limit", "0"], "--limit: Input should be greater than 0; it is 0"),
+        (["--tasks", "piqa_local", "--num-fewshot", "-1"], "--num-fewshot: Input should be greater than or equal to 0"),
+        (["--tasks", "piqa_local", "--include-path", "nowhere"], "--include-path must be a folder .* got 'nowhere'"),
         (["--tasks", "piqa_local", "--baseline", "./nowhere"], "'./nowhere' does not exist"),
-        (["--tasks", "piqa_local", "--dtype", "int3"], "'int3' is not known"),
-        (["--tasks", "piqa_local", "--device", "warp"], "device 'warp' cannot be used"),
+        (["--tasks", "piqa_local", "--dtype", "int3"], "'int3'"),
+        (["--tasks", "piqa_local", "--device", "warp"], "'warp'"),
     ],
 )
 def test_options(monkeypatch, capsys, tasks, pair, tmp_path, options, said):
@@ -69,7 +69,7 @@ def test_options(monkeypatch, capsys, tasks, pair, tmp_path, options, said):
 
 def test_a_folder_without_tasks(monkeypatch, capsys, pair, tmp_path):
     said = line(monkeypatch, capsys, [pair[0], "--tasks", "piqa", "--include-path", tmp_path])
-    assert "holds no tasks of lm-eval" in said
+    assert "has no lm-eval tasks" in said
 
 
 def test_an_encoder_is_refused_before_the_candidate_runs(monkeypatch, capsys, tasks, pair, tmp_path):
@@ -78,10 +78,10 @@ def test_an_encoder_is_refused_before_the_candidate_runs(monkeypatch, capsys, ta
     evaluations.own_tokenizer().save_pretrained(tmp_path / "bert")
     words = ["--tasks", "piqa_local", "--include-path", tasks]
     for models in ([tmp_path / "bert"], [pair[0], "--baseline", tmp_path / "bert"]):
-        assert line(monkeypatch, capsys, [*models, *words]) == "evaluate needs a causal LM, got bert"
-    with pytest.raises(ValueError, match="evaluate needs a causal LM, got BertModel"):
+        assert re.match("evaluate needs a causal LM.* bert", line(monkeypatch, capsys, [*models, *words]))
+    with pytest.raises(ValueError, match="evaluate needs a causal LM.* BertModel"):
         crosslayer.evaluate(encoder, evaluations.own_tokenizer(), tasks="piqa_local", include_path=tasks)
-    with pytest.raises(ValueError, match="needs tokenizer=…"):
+    with pytest.raises(ValueError, match="tokenizer=…"):
         crosslayer.evaluate(evaluations.model(), tasks="piqa_local", include_path=tasks)
 
 
@@ -89,7 +89,7 @@ def test_without_lm_eval_it_says_what_to_install(monkeypatch, capsys, pair):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else found(name, *a))
     said = line(monkeypatch, capsys, [pair[0], "--tasks", "piqa"])
-    assert said == "eval needs lm_eval, not installed: pip install 'crosslayer[eval]'"
+    assert "lm_eval" in said and said.endswith("pip install 'crosslayer[eval]'")
 
 
 def test_data_that_is_away_names_what_helps_at_once(monkeypatch, capsys, pair, tmp_path):
@@ -124,7 +124,7 @@ def test_code_of_a_folder_runs_only_if_it_is_allowed(monkeypatch, capsys, pair, 
     (folder / "mine.yaml").write_text(text)
     words = [pair[0], "--tasks", "mine", "--include-path", folder]
     said = line(monkeypatch, capsys, words)
-    assert said.startswith("'mine.yaml' in 'tasks' names Python code") and "--allow-code" in said
+    assert said.startswith("'mine.yaml' in 'tasks' refers to Python code") and "--allow-code" in said
     assert not mark.exists()
     if text == KEY:  # the trap works
         line(monkeypatch, capsys, [*words, "--allow-code"])
@@ -134,7 +134,7 @@ def test_code_of_a_folder_runs_only_if_it_is_allowed(monkeypatch, capsys, pair, 
 def test_code_is_seen_in_any_encoding_and_what_is_no_yaml_is_refused(monkeypatch, capsys, pair, tmp_path):
     words = [pair[0], "--tasks", "mine", "--include-path", tmp_path]
     (tmp_path / "mine.yaml").write_text(CODE, encoding="utf-16")
-    assert "names Python code" in line(monkeypatch, capsys, words)
+    assert "refers to Python code" in line(monkeypatch, capsys, words)
     (tmp_path / "mine.yaml").write_text("task: [")
     assert "'mine.yaml' in" in line(monkeypatch, capsys, words)
 
@@ -142,10 +142,13 @@ def test_code_is_seen_in_any_encoding_and_what_is_no_yaml_is_refused(monkeypatch
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("task: mine\nx: " + "[" * 3000 + "]" * 3000, "is no YAML file: it is nested too deeply"),
-        ("\n".join(" " * depth + "a:" for depth in range(3000)), "is no YAML file: it is nested too deeply"),
+        ("task: mine\nx: " + "[" * 3000 + "]" * 3000, "is not valid YAML: it is nested too deeply"),
+        ("\n".join(" " * depth + "a:" for depth in range(3000)), "is not valid YAML: it is nested too deeply"),
         ("task: mine\na: &a [*a]\n", "task 'mine' cannot be loaded"),
-        ("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60)), "holds no tasks"),
+        (
+            "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60)),
+            "has no lm-eval tasks",
+        ),
     ],
     ids=["lists", "keys", "circle", "doubled 59 times"],
 )
@@ -163,15 +166,15 @@ def test_options_that_a_loaded_model_has_no_use_for(pair, tasks):
     model, tokenizer = crosslayer.load_model(str(pair[0]))
     padding = tokenizer.pad_token_id
     options = {"tasks": "piqa_local", "include_path": tasks}
-    with pytest.raises(ValueError, match="dtype and device are for a model that is named"):
+    with pytest.raises(ValueError, match="dtype"):
         crosslayer.evaluate(model, tokenizer, dtype="bfloat16", **options)
-    with pytest.raises(ValueError, match="brings its own tokenizer"):
+    with pytest.raises(ValueError, match="own tokenizer"):
         crosslayer.evaluate(pair[0], tokenizer, **options)
-    with pytest.raises(ValueError, match="needs tokenizer=…, its own"):
+    with pytest.raises(ValueError, match="tokenizer=…"):
         crosslayer.evaluate(model, baseline=model, **options)
     evaluation = crosslayer.evaluate(model.bfloat16(), tokenizer, baseline=pair[1], limit=2, **options)
     assert evaluation.models.baseline.dtype == "bfloat16" and tokenizer.pad_token_id == padding
-    with pytest.raises(ValueError, match="a cost is measured over 16 new tokens; a model has 16 positions"):
+    with pytest.raises(ValueError, match="`cost` needs models with more than 16 positions, got 16"):
         model.config.max_position_embeddings = 16
         crosslayer.evaluate(model, tokenizer, baseline=pair[1], cost=True, **options)
 
@@ -180,10 +183,10 @@ def test_a_request_without_its_beginning_and_other_numbers_of_examples_are_said(
     evaluation = crosslayer.evaluate(pair[0], tasks="arc_easy_local", include_path=tasks, num_fewshot=9, device="cpu")
     candidate = evaluation.models.candidate
     assert candidate.shortened > 0
-    assert f"{candidate.shortened} requests to candidate lost their beginning" in " ".join(sentences(evaluation))
+    assert f"{candidate.shortened} requests to candidate were truncated" in " ".join(sentences(evaluation))
     rows = [row.model_copy(update={"shots": 0}) for row in evaluation.rows]
     fixed = evaluation.model_copy(update={"rows": tuple(rows)})
-    assert "Not asked with 9 examples, since lm-eval fixes their number: arc_easy_local (0)." in sentences(fixed)
+    assert any("arc_easy_local (0)" in text and "--num-fewshot 9" in text for text in sentences(fixed))
 
 
 def test_a_task_that_includes_one_of_the_harness_may_use_its_code(pair, tasks):

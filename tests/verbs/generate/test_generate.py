@@ -48,14 +48,14 @@ def test_the_call_returns_what_the_command_prints(monkeypatch, saved, capsys):
 
 def test_the_call_refuses_what_is_wrong_before_it_loads(saved):
     for options, message in (
-        ({"max_new_tokens": 0}, "^max_new_tokens must be greater than or equal to 1, got 0$"),
-        ({"temperature": 1e-9}, "^temperature 1e-09 cannot be used; use 0"),
-        ({"seed": 2**64}, "^seed must be less than"),
-        ({"temperature": float("nan")}, "^temperature nan cannot be used; use 0"),
+        ({"max_new_tokens": 0}, "^max_new_tokens: Input should be greater than or equal to 1; it is 0$"),
+        ({"temperature": 1e-9}, "^`temperature` must be 0 .* got 1e-09$"),
+        ({"seed": 2**64}, "^seed: Input should be less than"),
+        ({"temperature": float("nan")}, "^`temperature` must be 0 .* got nan$"),
     ):
         with pytest.raises(ValueError, match=message):
             generate("./nowhere", "the whale", **options)
-    with pytest.raises(ValueError, match="needs tokenizer="):
+    with pytest.raises(ValueError, match="tokenizer="):
         generate(load_model(str(saved))[0], "the whale")
 
 
@@ -87,8 +87,8 @@ def test_generate_does_not_depend_on_the_folders_generation_config(monkeypatch, 
         (["  "], "the prompt is empty"),
         (["the whale", "--chat"], "no chat template"),
         (["the " * 70], "the model's 64 positions"),
-        (["the whale", "--temperature", "-1"], "temperature -1.0 cannot be used; use 0"),
-        (["the whale", "--dtype", "int3"], "is not known"),
+        (["the whale", "--temperature", "-1"], "--temperature must be 0 (greedy) or 0.001-1000.0, got -1.0"),
+        (["the whale", "--dtype", "int3"], "int3"),
     ],
 )
 def test_generate_refuses_in_one_line(monkeypatch, saved, capsys, words, message):
@@ -101,4 +101,4 @@ def test_generate_refuses_in_one_line(monkeypatch, saved, capsys, words, message
 
 def test_generate_refuses_an_encoder(monkeypatch, capsys):
     assert run(monkeypatch, "generate", "minilm", "hello") == 2
-    assert "generate needs a causal LM, got minilm" in capsys.readouterr().err
+    assert "generate needs a causal LM" in capsys.readouterr().err

@@ -72,9 +72,9 @@ def test_the_harness_says_what_the_verb_says(folder):
 
 
 def test_a_task_without_a_tokenizer_is_refused():
-    with pytest.raises(ValueError, match="^needles counts tokens: give pretrained="):
+    with pytest.raises(ValueError, match="^needles needs a tokenizer: set pretrained="):
         needles(512, config_source="x")
-    with pytest.raises(ValueError, match="^keys is 0; use 1 to "):
+    with pytest.raises(ValueError, match="^`keys` must be 1-.* got 0"):
         needles(512, keys=0, tokenizer=TOKENIZER)
 
 

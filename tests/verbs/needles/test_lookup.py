@@ -22,8 +22,8 @@ def test_an_oracle_finds_forty_and_random_weights_none():
     assert all(lookup.found == (True,) * 10 for lookup in right) and count_found(wrong) == 0
     asked = 10 * len(lengths)
     same, worse = lookup_words(right, right), lookup_words(wrong, right)
-    assert f"Of {asked} numbers" in same and f"it finds {asked} (" in same
-    assert "it finds 0 (" in worse and f"the original {asked}: −100 to " in worse
+    assert f"retrieves {asked} of {asked} " in same
+    assert f"retrieves 0 of {asked} " in worse and f"the original {asked}: −100 to " in worse
 
 
 def test_what_is_asked_is_what_the_verb_asks():
@@ -31,7 +31,7 @@ def test_what_is_asked_is_what_the_verb_asks():
     (short,) = [lookup for lookup in look_up(model, TOKENIZER, seed=3) if lookup.length == 512]
     verb = crosslayer.needles(model, TOKENIZER, lengths=[512], keys=1, samples=2, seed=3)
     assert short.found == tuple(int(question.value) % 2 == 0 for question in verb.questions)
-    assert 0 < sum(short.found) == verb.by_length[0][0].found < len(short.found) == 10
+    assert 0 < sum(short.found) == verb.by_length[0][0].retrieved < len(short.found) == 10
 
 
 def test_what_cannot_be_asked_is_left_out():

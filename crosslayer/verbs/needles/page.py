@@ -3,7 +3,6 @@
 from crosslayer.output.formatting import percent, percent_interval
 from crosslayer.output.page import Cell, Mark, Page, Table
 from crosslayer.output.panel import Heat, Panel
-from crosslayer.output.formatting import percent, percent_interval
 from crosslayer.verbs.needles.record import Score
 from crosslayer.verbs.needles.result import Needles
 from crosslayer.verbs.needles.text import SOURCE

@@ -1,3 +1,3 @@
-"""Compares training runs fairly: paired seeds, intervals, curves beside a baseline, scaling fits."""
+"""Compares training runs: paired seeds, confidence intervals, curves relative to a baseline, scaling laws."""
 
 GROUP = "Train"

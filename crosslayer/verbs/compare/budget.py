@@ -1,10 +1,10 @@
-"""A referee's budget: the same time, FLOPs or tokens for every run, as steps of each variant; and what keeps it.
+"""A budget: the same time, FLOPs or tokens for every run, converted to steps for each variant, and `grid.json`.
 
     time:  steps = ⌊seconds / measured seconds a step⌋
-    FLOPs: steps = ⌊FLOPs / (FLOPs of a token · tokens of a step)⌋
+    FLOPs: steps = ⌊FLOPs / (FLOPs per token · tokens per step)⌋
 
-A run that is cut off has not let its learning rate fall; each variant has a schedule over the steps that fit. A folder
-of trained runs keeps in `grid.json` beside them the budget, its steps, and the runs that diverged.
+Each variant has a learning rate schedule over the steps that fit, since a run that is cut off would end at a high
+learning rate. `grid.json` in the folder of a comparison holds the budget, the steps, and the runs that diverged.
 """
 
 import math
@@ -21,8 +21,8 @@ from crosslayer.verbs.compare.record import Budget
 from crosslayer.verbs.train.recipe_file import nearest
 from crosslayer.verbs.train.result import TrainingRun
 
-ROUNDS, WARM, TIMED = 3, 2, 8  # in turns; steps of each that are not timed, and that are
-SHORT = (  # what is set for a run that is measured
+ROUNDS, WARM, TIMED = 3, 2, 8  # rounds over all variants; steps of each run that warm up, and that are timed
+SHORT = (  # overrides of a recipe for the short run that is measured
     f"schedule.steps={WARM + TIMED}",
     "schedule.tokens=null",
     "schedule.warmup=0",
@@ -32,43 +32,43 @@ SHORT = (  # what is set for a run that is measured
     "eval.windows=1",
     "eval.snapshots=0",
 )
-KINDS = ("time", "flops", "tokens")
+UNITS = ("time", "flops", "tokens")
 STATE = "grid.json"
-LARGEST = 2**24  # bytes of it; a thousand runs have a tenth of that
-Short = Callable[[str, Path], TrainingRun]  # trains a variant by its key for `SHORT` into a folder
+LARGEST = 2**24  # bytes of it; a thousand runs need a tenth of that
+Short = Callable[[str, Path], TrainingRun]  # trains a variant, by its key, with the overrides `SHORT` into a folder
 
 
 class Stopped(Frozen):
-    """A run that diverged: how, and by which recipe (its SHA-256), so that another one is trained."""
+    """A run that diverged: the message, and the SHA-256 of its recipe, so that a changed recipe is trained again."""
 
     what: str
     recipe: str
 
 
 class State(Frozen):
-    """What a folder of runs keeps beside them, so that they can be resumed and read."""
+    """What `grid.json` holds, so that runs can be resumed and read."""
 
     schema_: Literal["crosslayer/grid/1"] = Field(
         "crosslayer/grid/1", validation_alias="schema", serialization_alias="schema"
     )
     budget: Budget | None = None
-    steps: dict[str, int] = Field({}, description="of every variant in every setting, where the budget decides them")
-    stopped: dict[str, Stopped] = Field({}, description="runs that diverged, by their names")
-    judged: tuple[tuple[int, ...], ...] = Field((), description="seeds of each page that could give verdicts")
+    steps: dict[str, int] = Field({}, description="of each variant and configuration, if a budget sets them")
+    stopped: dict[str, Stopped] = Field({}, description="runs that diverged, by name")
+    judged: tuple[tuple[int, ...], ...] = Field((), description="seeds of each page with p-values")
 
     def before(self, seeds: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the seeds of each page that came before the page of these seeds, and to which they add."""
+        """Return the seeds of each earlier page that the page of these seeds extends."""
         before = self.judged[: self.judged.index(seeds)] if seeds in self.judged else self.judged
         return tuple(fewer for fewer in before if set(fewer) < set(seeds))
 
 
 def read_state(folder: Path) -> State | None:
-    """Return what a folder keeps beside its runs; None where it keeps nothing."""
+    """Return what `grid.json` of a folder holds; None if there is none."""
     path = folder / STATE
     if not path.is_file():
         return None
     if path.stat().st_size > LARGEST:
-        raise ValueError(f"{STATE} has more than {LARGEST:,} bytes, which no comparison writes")
+        raise ValueError(f"{STATE} must have at most {LARGEST:,} bytes, got {path.stat().st_size:,}")
     try:
         return State.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -77,23 +77,25 @@ def read_state(folder: Path) -> State | None:
 
 def read_budget(text: str) -> Budget:
     """Read "time=60" (seconds), "flops=1e14" or "tokens=1e6"."""
-    kind, _, number = text.partition("=")
-    if kind not in KINDS:
-        raise ValueError(f"`budget` is {text!r}; write for example time=60, in seconds: {nearest(kind, KINDS)}")
+    unit, _, number = text.partition("=")
+    if unit not in UNITS:
+        raise ValueError(
+            f"`budget` must be time=SECONDS, flops=NUMBER or tokens=NUMBER, got {text!r}; {nearest(unit, UNITS)}"
+        )
     try:
         amount = float(number)
     except ValueError:
         amount = math.nan
     if not (math.isfinite(amount) and amount > 0):
-        raise ValueError(f"`budget` is {text!r}; write a number above 0, for example {kind}=60")
-    return Budget(kind=kind, amount=amount, step_seconds={})
+        raise ValueError(f"`budget` must be a number above 0, got {text!r}; for example {unit}=60")
+    return Budget(kind=unit, amount=amount, step_seconds={})
 
 
 def measured(budget: Budget, keys: Sequence[str], short: Short, folder: Path) -> tuple[Budget, dict[str, int]]:
-    """Return the budget with what was measured, and the steps of every variant.
+    """Return the budget with the measured times per step, and the number of steps of each variant.
 
-    Variants run in turns, in an order that alternates, so that all meet the same moments of the machine; a time is the
-    median over rounds of the median over steps.
+    Short runs of the variants alternate, in an order that reverses each round, so that all see the same state of the
+    machine. The time per step is the median over rounds of the median over steps.
     """
     rounds = ROUNDS if budget.kind == "time" else 1
     runs: dict[str, list[TrainingRun]] = {key: [] for key in keys}
@@ -111,13 +113,13 @@ def measured(budget: Budget, keys: Sequence[str], short: Short, folder: Path) ->
 
 
 def _step_seconds(run: TrainingRun) -> float:
-    """Return the median time of a short run's steps, the first left out."""
+    """Return the median time of a short run's steps in seconds, without the warm-up."""
     tokens = run.tokens / run.steps
     return statistics.median(tokens / speed for speed in run.curve.tokens_per_second[WARM:])
 
 
 def whole_steps(amount: float, cost: float, name: str) -> int:
-    """Return how many steps of a cost fit into an amount."""
+    """Return how many steps of this cost fit into the amount."""
     if amount < cost:
-        raise ValueError(f"`budget` is too small for a step of {name}, which takes {cost:.3g} of {amount:.3g}")
+        raise ValueError(f"`budget` must allow at least one step: a step of {name} needs {cost:.3g}, got {amount:.3g}")
     return math.floor(amount / cost)

@@ -1,7 +1,7 @@
-"""The runs of a comparison: settings × variants × seeds, each a recipe that was checked before the first one starts.
+"""The runs of a comparison: configurations × variants × seeds, with every recipe checked before the first run starts.
 
-A variant is called "vanilla" without methods; a method by its name and options other than default, "name(option=2)";
-several are joined by "+".
+A variant without methods is called "vanilla"; otherwise a method is named with its non-default options,
+"name(option=2)", and several are joined by "+".
 """
 
 import json
@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import Any, Self
 
 from crosslayer.core.methods import load_methods, method_class, to_entry
-from crosslayer.verbs.compare.record import Budget, Setting
+from crosslayer.verbs.compare.record import Budget, Configuration
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
 from crosslayer.verbs.train.recipe_file import nearest, parse_value
 
-LONGEST = 60  # characters of a part of a folder's name
-OWN = {"model.method": "methods", "seed": "seeds", "name": "out"}  # keys that are not varied → the option to use
+LONGEST = 60  # characters of a component of a folder's name
+FIXED = {"model.method": "methods", "seed": "seeds", "name": "out"}  # keys that --vary refuses → the option to use
 PLAIN = "vanilla"
 NAME = re.compile(r"[A-Za-z_][\w.]{0,99}", re.ASCII)
-STEPS, TOKENS = "schedule.steps", "schedule.tokens"  # what a budget decides
-Methods = list[dict[str, Any]]  # of a variant, as a config holds them
+STEPS, TOKENS = "schedule.steps", "schedule.tokens"  # keys that a budget sets
+Methods = list[dict[str, Any]]  # of a variant, as in a config
 
 
 def read_methods(methods: str | Sequence[Any]) -> list[Methods]:
-    """Return the methods of each variant as a config holds them.
+    """Return the methods of each variant, in the form of a config.
 
-    They are a YAML flow list without its brackets, "vanilla, NAME, {name: NAME, option: 2}", or its entries; an entry
-    may itself be a list of methods, which act together. "vanilla" and null are none.
+    `methods` is a YAML flow list without its brackets, "vanilla, NAME, {name: NAME, option: 2}", or a list of these
+    entries. An entry that is a list combines several methods; "vanilla" and null mean no method.
     """
     entries = parse_value(f"[{methods}]", f"methods {methods!r}") if isinstance(methods, str) else methods
     if not entries:
-        raise ValueError("`methods` is empty; write for example vanilla and a method's name, with a comma between")
+        raise ValueError("`methods` must name at least two variants, got none; for example vanilla, NAME")
     variants: dict[str, Methods] = {}
     for entry in entries:
         variant = _variant(entry)
@@ -48,139 +48,144 @@ def _variant(entry: Any) -> Methods:
         return []
     if not isinstance(entry, str | dict | list):
         raise ValueError(
-            f"`methods` holds {entry!r}; write a method's name, {{name: …, option: …}}, or a list of these"
+            f"`methods` must hold method names, {{name: NAME, option: VALUE}} or lists of these, got {entry!r}"
         )
     try:
-        return json.loads(json.dumps([to_entry(method) for method in load_methods(entry)]))  # tuples are lists there
-    except (ValueError, TypeError) as error:  # the latter of an option that JSON cannot hold
-        raise ValueError(f"`methods`: {error}; {PLAIN} is none") from None
+        return json.loads(
+            json.dumps([to_entry(method) for method in load_methods(entry)])
+        )  # JSON turns tuples into lists
+    except (ValueError, TypeError) as error:  # TypeError: an option that JSON cannot hold
+        raise ValueError(f"`methods`: {error}; {PLAIN} means no method") from None
 
 
 def label_of(methods: Methods) -> str:
-    """Return what a variant is called, in plain characters."""
+    """Return the name of a variant."""
     return "+".join(map(_method_label, methods)) or PLAIN
 
 
 def _method_label(entry: dict[str, Any]) -> str:
     name = entry.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ValueError(f"a method is called {name!r}, which is no name")
+        raise ValueError(f"a method's name must be letters, digits, _ and ., got {name!r}")
     try:
         chosen: Any = method_class(name)
         defaults = {field.name: json.loads(json.dumps(field.default, default=repr)) for field in fields(chosen)}
-    except ValueError:  # a module of somebody's own, which is not imported here
+    except ValueError:  # a user-defined method, which is not imported here
         defaults = {}
     changed = {key: value for key, value in entry.items() if key != "name" and value != defaults.get(key, ...)}
-    words = [f"{key}={json.dumps(value)}".replace('"', "") for key, value in changed.items()]
-    return f"{name}({', '.join(words)})" if words else name
+    options = [f"{key}={json.dumps(value)}".replace('"', "") for key, value in changed.items()]
+    return f"{name}({', '.join(options)})" if options else name
 
 
 def pick_baseline(labels: Sequence[str], baseline: str | None) -> str:
-    """Return the variant that the others are compared with: by default the plain one, or the first."""
+    """Return the baseline: by default the variant without methods, or else the first."""
     if baseline is None:
         baseline = PLAIN if PLAIN in labels else labels[0]
     if baseline not in labels:
-        raise ValueError(f"`baseline` is {baseline!r}, which is no variant; {nearest(baseline, list(labels))}")
+        raise ValueError(f"`baseline` must be one of the variants, got {baseline!r}; {nearest(baseline, list(labels))}")
     if len(labels) < 2:
-        raise ValueError(f"there is nothing beside {baseline}; a comparison needs two methods")
+        raise ValueError(f"a comparison needs at least two variants, got only {baseline}")
     return baseline
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A run to be: its place among the others, and its recipe, whose name is its folder's."""
+    """A run to be trained: its configuration, its methods, and its recipe, whose name is the run's folder."""
 
-    setting: Setting
+    configuration: Configuration
     methods: Methods
     recipe: Recipe
 
     @property
     def key(self) -> str:
-        """What runs of the same variant and setting have in common, whatever their seed."""
-        return _key(self.setting, self.methods)
+        """The name of the variant in its configuration, without the seed."""
+        return _key(self.configuration, self.methods)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is trained: a recipe's file with settings on top, variants, the number of seeds, and what varies."""
+    """What is trained: a recipe file with overrides, the variants, the number of seeds, and the varied keys."""
 
     path: Path
-    settings: tuple[str, ...]
+    overrides: tuple[str, ...]
     variants: tuple[Methods, ...]
     seeds: int
     varied: dict[str, list[Any]]
 
     def within(self, budget: Budget | None) -> Self:
-        """Return the grid under a budget; one of tokens is set in the recipe of all runs."""
+        """Return the grid under a budget; a budget of tokens is written into all recipes."""
         if budget is None:
             return self
         for key in (STEPS, TOKENS):
             if key in self.varied:
-                raise ValueError(f"`budget` decides {key}; leave one of the two out")
+                raise ValueError(f"`budget` sets {key}, which `vary` varies too; drop one of the two")
         if budget.kind != "tokens":
             return self
-        return replace(self, settings=(*self.settings, f"{STEPS}=null", f"{TOKENS}={round(budget.amount)}"))
+        return replace(self, overrides=(*self.overrides, f"{STEPS}=null", f"{TOKENS}={round(budget.amount)}"))
 
     def cells(self, steps: dict[str, int] | None = None) -> list[Cell]:
-        """Return the runs, seed by seed, so that pairs are complete early; a budget decides `steps` by `Cell.key`."""
-        first = load_recipe(self.path, self.settings).seed
-        settings = [
-            Setting.of(dict(zip(self.varied, values, strict=True))) for values in product(*self.varied.values())
+        """Return the runs, seed by seed so that pairs are complete early; `steps` of a budget are by `Cell.key`."""
+        first = load_recipe(self.path, self.overrides).seed
+        configurations = [
+            Configuration.of(dict(zip(self.varied, values, strict=True))) for values in product(*self.varied.values())
         ]
-        rooms = [f"{name}-" if name else "" for name in _folders([setting.label for setting in settings])]
+        prefixes = [
+            f"{name}-" if name else "" for name in _folders([configuration.label for configuration in configurations])
+        ]
         variants = _folders([label_of(methods) for methods in self.variants])
         cells = []
         for seed in range(first, first + self.seeds):
-            for setting, room in zip(settings, rooms, strict=True):
+            for configuration, prefix in zip(configurations, prefixes, strict=True):
                 for methods, variant in zip(self.variants, variants, strict=True):
-                    own = [f"seed={seed}", f"name={room}{variant}-{seed}"]
+                    own = [f"seed={seed}", f"name={prefix}{variant}-{seed}"]
                     if steps is not None:
-                        own += [f"{STEPS}={steps[_key(setting, methods)]}", f"{TOKENS}=null"]
-                    cells.append(Cell(setting, methods, self.recipe(setting, methods, own)))
+                        own += [f"{STEPS}={steps[_key(configuration, methods)]}", f"{TOKENS}=null"]
+                    cells.append(Cell(configuration, methods, self.recipe(configuration, methods, own)))
         return cells
 
-    def recipe(self, setting: Setting, methods: Methods, more: Sequence[str] = ()) -> Recipe:
-        """Return the recipe of a variant in a setting, with more settings on top."""
-        values = [f"{key}={json.dumps(value)}" for key, value in setting.values.items()]
+    def recipe(self, configuration: Configuration, methods: Methods, more: Sequence[str] = ()) -> Recipe:
+        """Return the recipe of a variant in a configuration, with more overrides."""
+        values = [f"{key}={json.dumps(value)}" for key, value in configuration.values.items()]
         method = json.dumps(methods or None)
         try:
-            return load_recipe(self.path, [*self.settings, *values, f"model.method={method}", *more])
+            return load_recipe(self.path, [*self.overrides, *values, f"model.method={method}", *more])
         except ValueError as error:
-            place = f" with {setting.label}" if setting.label else ""
-            raise ValueError(f"{label_of(methods)}{place}: {error}") from None
+            varied = f" with {configuration.label}" if configuration.label else ""
+            raise ValueError(f"{label_of(methods)}{varied}: {error}") from None
 
 
 def read_grid(
-    path: str | Path, methods: str | Sequence[Any], seeds: int, vary: Sequence[str], settings: Sequence[str]
+    path: str | Path, methods: str | Sequence[Any], seeds: int, vary: Sequence[str], overrides: Sequence[str]
 ) -> Grid:
-    """Return what is to be trained by the recipe of a path, with so many seeds from its own on.
+    """Return the grid of a recipe file: `seeds` seeds, counted from the recipe's own.
 
-    `vary` holds "key=value,value", and settings to compare in are all combinations; `settings` are "key=value" for all.
+    Each text in `vary` is "key=value,value", and every combination of values is a configuration. Each text in
+    `overrides` is "key=value", for all runs.
     """
     if seeds < 1:
-        raise ValueError(f"`seeds` is {seeds}; it must be at least 1")
+        raise ValueError(f"`seeds` must be at least 1, got {seeds}")
     varied: dict[str, list[Any]] = {}
     for text in vary:
-        key, _, values = (part.strip() for part in text.partition("="))
+        key, _, values = (each.strip() for each in text.partition("="))
         if not key or not values:
-            raise ValueError(f"`vary` is {text!r}; write key=value,value, for example model.size=tiny,mini")
-        if key in OWN:
-            raise ValueError(f"`vary` is {text!r}; the runs differ in {key} by themselves: use `{OWN[key]}`")
+            raise ValueError(f"`vary` must be key=value,value, got {text!r}; for example model.size=tiny,mini")
+        if key in FIXED:
+            raise ValueError(f"`vary` must not name {key}, got {text!r}; use `{FIXED[key]}` instead")
         if key in varied:
-            raise ValueError(f"`vary` names {key} twice; write its values once")
+            raise ValueError(f"`vary` must name each key once, got {key} twice")
         varied[key] = parse_value(f"[{values}]", f"vary {text!r}")
         for number, value in enumerate(varied[key]):
             if value in varied[key][:number]:
-                raise ValueError(f"`vary` is {text!r}, which holds {value!r} twice")
-    return Grid(Path(path), tuple(settings), tuple(read_methods(methods)), seeds, varied)
+                raise ValueError(f"`vary` must name each value once, got {value!r} twice in {text!r}")
+    return Grid(Path(path), tuple(overrides), tuple(read_methods(methods)), seeds, varied)
 
 
-def _key(setting: Setting, methods: Methods) -> str:
-    return " · ".join(filter(None, (setting.label, label_of(methods))))
+def _key(configuration: Configuration, methods: Methods) -> str:
+    return " · ".join(filter(None, (configuration.label, label_of(methods))))
 
 
 def _folders(labels: Sequence[str]) -> list[str]:
-    """Return parts of folders' names, of which no two are the same; of an empty label nothing."""
+    """Return a folder name for each label, all different; an empty name for an empty label."""
     names: list[str] = []
     for label in labels:
         plain = re.sub(r"model\.|data\.|schedule\.|train\.", "", label)

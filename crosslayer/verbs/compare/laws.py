@@ -1,9 +1,9 @@
-"""Power laws over settings: of the final loss by size or tokens, and of critical points by length.
+"""Power laws over configurations: final loss by size or tokens, and critical points by sequence length.
 
     L = A · C^−α, fitted as a straight line of log L over log C
 
 Source: Attention Residuals (arXiv 2603.15031), scaling laws; arXiv 2410.17897, Fig. 1.
-Shapes: P points, K settings, S seeds that all of them have.
+Shapes: P points, K configurations, S seeds shared by all of them.
 """
 
 import math
@@ -18,21 +18,27 @@ from scipy import stats
 from crosslayer.stats import Interval
 from crosslayer.stats.means import FEWEST, t_interval, t_quantile
 from crosslayer.verbs.compare.read import Sorted
-from crosslayer.verbs.compare.record import COSTS, ComparedRun, Cost, Law, LengthTrend, Outcome, Setting
+from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Cost, Law, LengthTrend, Outcome
 
-SCALED = ("model.", "schedule.", "budget", "train.", "eval.")  # keys that may differ between the sizes of a law
-ALONG = ("data.length", "schedule.", "budget", "train.", "eval.")  # and between the lengths of a trend
-APART = 1.5  # the least factor between neighbours in cost: closer ones say nothing of how the loss falls
-CLOSE = 1 + 1e-6  # the largest cost, give or take rounding
-FARTHEST = 1000  # times a cost at which a law says anything
-Side = dict[int, list[ComparedRun]]  # seed → its runs, setting by setting
+SCALED = (
+    "model.",
+    "schedule.",
+    "budget",
+    "train.",
+    "eval.",
+)  # keys that may differ between the configurations of a law
+ALONG = ("data.length", "schedule.", "budget", "train.", "eval.")  # … and of a trend over lengths
+APART = 1.5  # the smallest factor between neighbouring costs: an exponent from closer ones would be noise
+CLOSE = 1 + 1e-6  # tolerance of the largest cost for rounding
+FARTHEST = 1000  # the largest factor between a cost and the cost to which a law is extrapolated
+RunsBySeed = dict[int, list[ComparedRun]]  # seed → its run in each configuration
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """L = scale · C^−exponent; intervals are of 95 %, by Student's t, and missing with two points.
+    """L = scale · C^−exponent, with a 95% Student-t interval of the exponent from three points on.
 
-    They hold where the logarithms of the losses scatter evenly about the line; a curve that bends has none.
+    The interval assumes that log losses scatter evenly about the line, which they do not where the curve bends.
     """
 
     scale: float
@@ -47,24 +53,23 @@ class PowerLaw:
 
 
 def fit_power_law(costs: Sequence[float], losses: Sequence[float]) -> PowerLaw:
-    """Return the law through P points of costs (parameters, tokens, FLOPs) and losses, all positive."""
+    """Fit a law to the costs (parameters, tokens, FLOPs) and losses of P points, all positive."""
     if len(costs) != len(losses) or len(set(costs)) < 2:
-        raise ValueError(f"a power law needs two different costs, each with its loss; got {len(set(costs))}")
+        raise ValueError(f"a power law needs at least two different costs, each with its loss, got {len(set(costs))}")
     if not all(np.isfinite(value) and value > 0 for value in (*costs, *losses)):
         raise ValueError("a power law needs costs and losses above 0")
     line: Any = stats.linregress(np.log(costs), np.log(losses))
     interval = None
-    if len(costs) >= FEWEST:  # two lie on a line
+    if len(costs) >= FEWEST:  # two points always lie on a line
         half = t_quantile(len(costs) - 2) * float(line.stderr)
         interval = (-line.slope - half, -line.slope + half)
     return PowerLaw(float(np.exp(line.intercept)), float(-line.slope), interval, min(costs), max(costs))
 
 
 def relative_cost(method: PowerLaw, baseline: PowerLaw, cost: float) -> float | None:
-    """Return the method's cost over the baseline's, for the loss that the baseline has at `cost`: below 1 it saves.
+    """Return the method's cost over the baseline's for the same loss, that of the baseline at `cost`; below 1 it saves.
 
-    None where the method's law does not fall, or reaches that loss nowhere near: at less or more than a thousandth or a
-    thousand times the cost.
+    None if the method's law does not fall, or reaches that loss only beyond a thousandth or a thousand times the cost.
     """
     if method.exponent <= 0:
         return None
@@ -73,52 +78,52 @@ def relative_cost(method: PowerLaw, baseline: PowerLaw, cost: float) -> float | 
 
 
 def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
-    """Return the law of each variant, or why there is none; the baseline's comes first.
+    """Return the law of each variant, the baseline's first, or the reason why there is none.
 
-    Settings belong together if they differ in model, schedule and arguments alone.
+    A law goes through configurations that differ only in model, schedule, training arguments and evaluation.
     """
     lines: list[Law] = []
-    reason = "it needs two sizes of the model, or two numbers of tokens, with sequences of the same length"
-    for where, names in _groups(runs.settings, SCALED).items():
+    reason = "it needs two model sizes or two numbers of training tokens, at the same sequence length"
+    for where, names in _groups(runs.configurations, SCALED).items():
         if len(names) < 2:
             continue
-        sides = {variant.label: _side(runs, names, variant.label) for variant in runs.variants}
-        if not sides[baseline]:
-            reason = f"no seed of {baseline} has run in all of the settings"
+        measured = {variant.label: _runs_by_seed(runs, names, variant.label) for variant in runs.variants}
+        if not measured[baseline]:
+            reason = f"no seed of {baseline} has a run in every configuration"
             continue
-        row = next(iter(sides[baseline].values()))
+        row = next(iter(measured[baseline].values()))
         cost = _cost(row)
         if not _apart(_costs(row, cost)):
             each = ", ".join(f"{value:.4g}" for value in _costs(row, cost))
             reason = (
-                f"the runs of {baseline} cost {each} {COSTS[cost]}, and a law needs a factor of {APART} between them"
+                f"costs must differ by a factor of {APART} or more, got {each} {COSTS[cost]} for the runs of {baseline}"
             )
             continue
-        for label in (baseline, *(label for label in sides if label != baseline)):
-            law = _law(sides[label], sides[baseline], cost)
-            lines += [] if law is None else [Law(variant=label, where=where, settings=names, cost=cost, **law)]
+        for label in (baseline, *(label for label in measured if label != baseline)):
+            law = _law(measured[label], measured[baseline], cost)
+            lines += [] if law is None else [Law(variant=label, where=where, configurations=names, cost=cost, **law)]
     return tuple(lines), None if lines else reason
 
 
-def _groups(settings: Sequence[Setting], free: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Return labels of settings that differ at most in keys which begin so, by what they have in common."""
+def _groups(configurations: Sequence[Configuration], free: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Group the labels of configurations that differ only in keys with a `free` prefix, by the keys that they share."""
     groups: dict[str, tuple[str, ...]] = {}
-    for setting in settings:
-        fixed = {key: value for key, value in setting.values.items() if not key.startswith(free)}
-        common = Setting.of(fixed).label
-        groups[common] = (*groups.get(common, ()), setting.label)
+    for configuration in configurations:
+        fixed = {key: value for key, value in configuration.values.items() if not key.startswith(free)}
+        common = Configuration.of(fixed).label
+        groups[common] = (*groups.get(common, ()), configuration.label)
     return groups
 
 
-def _side(runs: Sorted, settings: Sequence[str], variant: str) -> Side:
-    """Return the runs of a variant by seed, of the seeds that all settings have."""
-    own = {(run.setting, run.seed): run for run in runs.runs if run.variant == variant}
-    whole = [seed for seed in runs.seeds if all((setting, seed) in own for setting in settings)]
-    return {seed: [own[setting, seed] for setting in settings] for seed in whole}
+def _runs_by_seed(runs: Sorted, configurations: Sequence[str], variant: str) -> RunsBySeed:
+    """Return the runs of a variant, for the seeds that have a run in every configuration."""
+    own = {(run.configuration, run.seed): run for run in runs.runs if run.variant == variant}
+    complete = [seed for seed in runs.seeds if all((configuration, seed) in own for configuration in configurations)]
+    return {seed: [own[configuration, seed] for configuration in configurations] for seed in complete}
 
 
 def _cost(row: Sequence[ComparedRun]) -> Cost:
-    """Return what differs between runs of a law (K,): parameters alone, tokens alone, or both, which FLOPs sum."""
+    """Return the cost that differs between the runs of a law (K,): parameters, tokens, or FLOPs if both differ."""
     parameters, tokens = {run.parameters for run in row}, {run.tokens for run in row}
     if len(tokens) == 1 and len(parameters) == len(row):
         return "parameters"
@@ -136,28 +141,28 @@ def _costs(row: Sequence[ComparedRun], cost: Cost) -> list[float]:
     return [float(run.parameters if cost == "parameters" else run.tokens) for run in row]
 
 
-def _law(side: Side, baseline: Side, cost: Cost) -> dict[str, Any] | None:
-    """Return the law of a variant; None where it has no seed in all settings, or costs that are too close."""
-    seeds = [seed for seed in side if seed in baseline]
-    if not seeds or not _apart(_costs(side[seeds[0]], cost)):
+def _law(variant: RunsBySeed, baseline: RunsBySeed, cost: Cost) -> dict[str, Any] | None:
+    """Return the law of a variant; None if no seed has a run in every configuration, or if costs are too close."""
+    seeds = [seed for seed in variant if seed in baseline]
+    if not seeds or not _apart(_costs(variant[seeds[0]], cost)):
         return None
 
-    def fit(runs: Side, seeds: Sequence[int]) -> tuple[PowerLaw, list[float]]:
+    def fit(runs: RunsBySeed, seeds: Sequence[int]) -> tuple[PowerLaw, list[float]]:
         losses = np.mean([[run.final_loss for run in runs[seed]] for seed in seeds], axis=0).tolist()  # (K,)
         return fit_power_law(_costs(runs[seeds[0]], cost), losses), losses
 
-    (law, losses), (reference, _) = fit(side, seeds), fit(baseline, seeds)
-    each = [(fit(side, [seed])[0], fit(baseline, [seed])[0]) for seed in seeds]
+    (law, losses), (reference, _) = fit(variant, seeds), fit(baseline, seeds)
+    each = [(fit(variant, [seed])[0], fit(baseline, [seed])[0]) for seed in seeds]
     needed, interval = None, None
     if law.exponent > 0 and reference.exponent > 0:
         needed = relative_cost(law, reference, reference.largest)
-    if needed is not None:  # 1 − the geometric mean of what the seeds need; no interval where one needs none at all
+    if needed is not None:  # 1 − the geometric mean over seeds; no interval if a seed never reaches the loss
         by_seed = [relative_cost(own, other, other.largest) for own, other in each]
         known = [math.log(value) for value in by_seed if value is not None]
         ends = t_interval(known) if len(known) == len(by_seed) else None
         interval = None if ends is None else (1 - math.exp(ends[1]), 1 - math.exp(ends[0]))
     return {
-        "costs": _costs(side[seeds[0]], cost),
+        "costs": _costs(variant[seeds[0]], cost),
         "losses": losses,
         "scale": law.scale,
         "exponent": law.exponent,
@@ -170,20 +175,20 @@ def _law(side: Side, baseline: Side, cost: Cost) -> dict[str, Any] | None:
 
 
 def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
-    """Return how many tokens it takes to overtake each variant by the length of a sequence, where it is in two lengths.
+    """Return after how many tokens the baseline overtakes each variant, by sequence length, from two lengths on.
 
-    Settings belong together if they differ in length, schedule and arguments alone. The trend is continued to twice the
-    longest length.
+    A trend goes through configurations that differ only in length, schedule, training arguments and evaluation, and is
+    extrapolated to twice the longest length.
     """
-    lengths = {run.setting: run.length for run in runs.runs}
-    batches = {run.setting: run.tokens / run.steps for run in runs.runs}  # tokens of a step
+    lengths = {run.configuration: run.length for run in runs.runs}
+    batches = {run.configuration: run.tokens / run.steps for run in runs.runs}  # tokens per step
     lines = []
-    for where, names in _groups(runs.settings, ALONG).items():
+    for where, names in _groups(runs.configurations, ALONG).items():
         for variant in runs.variants:
             reached = {
-                lengths[result.setting]: result.critical.mean * batches[result.setting]
+                lengths[result.configuration]: result.critical.mean * batches[result.configuration]
                 for result in results
-                if result.variant == variant.label and result.setting in names
+                if result.variant == variant.label and result.configuration in names
                 if result.overtaken and result.critical is not None and result.critical.mean is not None
             }
             if len(reached) < 2:

@@ -1,7 +1,7 @@
-"""Each variant beside the baseline in every setting, with the difference of their training curves.
+"""Each variant compared with the baseline in every configuration: final loss, training curve, critical point.
 
 Source: arXiv 2410.17897, section 4.1.2 (relative training loss) and Fig. 14 (critical point).
-Shapes: S pairs (seeds that both have), N logged steps.
+Shapes: S pairs (seeds with a run of both), N logged steps.
 """
 
 import numpy as np
@@ -10,25 +10,25 @@ from crosslayer.stats.means import extended, holm, paired_difference, seeds_need
 from crosslayer.verbs.compare.read import Sorted
 from crosslayer.verbs.compare.record import RELEVANT, ComparedRun, CriticalPoints, Outcome, RelativeCurve
 
-SHARE = 20  # a curve is smoothed over its 20th part, unless it is said otherwise
-FARTHEST = 10  # times the length of a run, beyond which nothing is expected
-LAST = 1000  # points of a curve that are continued: those of the paper; of a short curve its second half
+SHARE = 20  # by default a curve is smoothed over 1/20 of its length
+FARTHEST = 10  # run lengths up to which a crossing is extrapolated
+LAST = 1000  # last points of a curve that are extrapolated, as in the paper; the second half of a shorter curve
 
 
 def outcomes(runs: Sorted, baseline: str, smooth: int | None) -> tuple[Outcome, ...]:
-    """Return every variant beside the baseline in each setting, curves smoothed over `smooth` steps."""
+    """Return each variant compared with the baseline in each configuration; curves are smoothed over `smooth` steps."""
     grouped: dict[tuple[str, str], dict[int, ComparedRun]] = {}
     for run in runs.runs:
-        grouped.setdefault((run.setting, run.variant), {})[run.seed] = run
+        grouped.setdefault((run.configuration, run.variant), {})[run.seed] = run
     results = [
-        _outcome(own, grouped.get((setting.label, baseline), {}), smooth)
-        for setting in runs.settings
+        _outcome(own, grouped.get((configuration.label, baseline), {}), smooth)
+        for configuration in runs.configurations
         for variant in runs.variants
-        if variant.label != baseline and (own := grouped.get((setting.label, variant.label)))
+        if variant.label != baseline and (own := grouped.get((configuration.label, variant.label)))
     ]
-    tested = {place: part.final.p for place, part in enumerate(results) if part.final and part.final.p is not None}
-    for place, p in zip(tested, holm([*tested.values()]), strict=True):  # together, and with the pages before this one
-        results[place] = results[place].model_copy(update={"adjusted": extended(p, len(runs.extends))})
+    p_values = {row: each.final.p for row, each in enumerate(results) if each.final and each.final.p is not None}
+    for row, p in zip(p_values, holm([*p_values.values()]), strict=True):  # for all of this page and the earlier pages
+        results[row] = results[row].model_copy(update={"adjusted": extended(p, len(runs.extends))})
     return tuple(results)
 
 
@@ -40,11 +40,11 @@ def _outcome(own: dict[int, ComparedRun], others: dict[int, ComparedRun], smooth
     if seeds:
         final = paired_difference([run.final_loss for run in candidates], [run.final_loss for run in baselines])
         for name in candidates[0].losses:
-            sides = ([run.losses[name] for run in side] for side in (candidates, baselines))
-            domains[name] = paired_difference(*sides)
+            candidate, baseline = ([run.losses[name] for run in group] for group in (candidates, baselines))
+            domains[name] = paired_difference(candidate, baseline)
     curve, critical = _curve(candidates, baselines, smooth)
     return Outcome(
-        setting=first.setting,
+        configuration=first.configuration,
         variant=first.variant,
         seeds=tuple(seeds),
         missing=tuple(sorted(own.keys() ^ others.keys())),
@@ -61,13 +61,13 @@ def _outcome(own: dict[int, ComparedRun], others: dict[int, ComparedRun], smooth
 def _curve(
     candidates: list[ComparedRun], baselines: list[ComparedRun], smooth: int | None
 ) -> tuple[RelativeCurve | None, CriticalPoints | None]:
-    """Return what follows from training curves, where all were logged at the same steps of one schedule."""
+    """Return relative curve and critical points; None where runs differ in schedule or logged steps."""
     grids = {(run.steps, run.curve.steps) for run in (*candidates, *baselines)}
     if len(grids) != 1 or len(candidates[0].curve.steps) < 2:
         return None, None
     steps = np.array(candidates[0].curve.steps)  # (N,)
     window = entries_of(steps, smooth)
-    own, other = (np.array([run.curve.losses for run in side]) for side in (candidates, baselines))  # (S, N)
+    own, other = (np.array([run.curve.losses for run in group]) for group in (candidates, baselines))  # (S, N)
     relative = smoothed(own, window) - smoothed(other, window)
     edges = band(relative)
     curve = RelativeCurve(
@@ -91,16 +91,16 @@ def _curve(
 
 
 def entries_of(steps: np.ndarray, smooth: int | None) -> int:
-    """Return over how many of its logged entries, at steps (N,), a curve is smoothed; None: the 20th part of it."""
-    wanted = steps[-1] / SHARE if smooth is None else smooth
+    """Return the smoothing window in logged entries, at steps (N,), for `smooth` steps; None: 1/20 of the curve."""
+    window = steps[-1] / SHARE if smooth is None else smooth
     distance = steps[-1] / len(steps)
-    return max(1, round(float(wanted / distance)))
+    return max(1, round(float(window / distance)))
 
 
 def smoothed(losses: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of the last `window` values up to each step of curves (…, N); the first steps have fewer."""
+    """Return the moving average of curves (…, N) over the last `window` values; the first steps average fewer."""
     if window < 1:
-        raise ValueError(f"window is {window}; it must be at least 1 step")
+        raise ValueError(f"window must be at least 1 step, got {window}")
     sums = np.cumsum(losses, axis=-1, dtype=float)
     before = np.zeros_like(sums)
     before[..., window:] = sums[..., :-window]
@@ -111,16 +111,17 @@ def smoothed(losses: np.ndarray, window: int) -> np.ndarray:
 def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the lower and the upper edge (N,) of the mean of curves (S, N).
 
-    From three curves on it is the 95 % interval of the mean by Student's t, of two it is both; None of one.
+    From three curves on it is the 95% confidence interval of the mean by Student's t. For two it is the range that both
+    span, which is no confidence interval; for one None.
     """
     return (curves.min(axis=0), curves.max(axis=0)) if len(curves) == 2 else t_ends(curves)
 
 
 def critical_point(steps: np.ndarray, relative: np.ndarray) -> float | None:
-    """Return the step from which on a relative curve (N,) stays above 0: there the method is overtaken.
+    """Return the step from which a relative curve (N,) stays above 0: there the baseline overtakes the variant.
 
-    Between two logged steps it is where the line through both crosses. None where the curve never is below 0 before
-    (nothing to overtake), or does not end above 0 (not overtaken yet).
+    Between two logged steps it is interpolated. None if the curve is never below 0 (nothing to overtake), or does not
+    end above 0 (not overtaken yet).
     """
     below = np.flatnonzero(relative <= 0)
     if len(below) == 0 or below[-1] == len(relative) - 1:
@@ -131,10 +132,10 @@ def critical_point(steps: np.ndarray, relative: np.ndarray) -> float | None:
 
 
 def expected_critical_point(steps: np.ndarray, relative: np.ndarray) -> float | None:
-    """Return where the straight line through the last points of a relative curve (N,) will cross 0.
+    """Return the step at which a line through the last points of a relative curve (N,) crosses 0.
 
-    They are 1,000, or the second half of a shorter curve. None where the curve does not rise, or is above 0 already;
-    then `critical_point` has the answer.
+    They are the last 1,000, or the second half of a shorter curve. None if the line does not rise, if it crosses beyond
+    ten times the run's length, or if the curve is above 0 already, where `critical_point` applies.
     """
     if relative[-1] > 0 or len(steps) < 2:
         return None

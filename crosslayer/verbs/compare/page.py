@@ -6,17 +6,27 @@ from collections.abc import Callable, Iterator, Sequence
 from crosslayer.output.formatting import UNKNOWN, listed, percent, percent_interval, signed, signed_interval
 from crosslayer.output.page import Page
 from crosslayer.output.shown import Table
+from crosslayer.output.words import UNKNOWN, percent, percent_interval, signed, signed_interval
 from crosslayer.verbs.compare.figures import drawn_panels
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law
 from crosslayer.verbs.compare.result import Comparison
-from crosslayer.verbs.compare.words import in_words, inside, sentences, titled, with_values
+from crosslayer.verbs.compare.words import (
+    by_seed,
+    last_snapshots,
+    seed_count,
+    sentences,
+    titled,
+    with_values,
+    written_verdict,
+)
 
 Read = Callable[[ComparedRun], float | None]
-COLUMNS: tuple[tuple[str, Read, float, str], ...] = (  # what, how it is read, its unit, and the unit's name
+STEP_TIME = "time per step"
+COLUMNS: tuple[tuple[str, Read, float, str], ...] = (  # title, how it is read from a run, its unit and the unit's name
     ("parameters", lambda run: run.parameters, 1e6, "M"),
-    ("FLOPs a token", lambda run: run.flops_per_token, 1e6, "M"),
+    ("FLOPs per token", lambda run: run.flops_per_token, 1e6, "M"),
     ("tokens", lambda run: run.tokens, 1e6, "M"),
-    ("time a step", lambda run: run.step_seconds, 1e-3, "ms"),
+    (STEP_TIME, lambda run: run.step_seconds, 1e-3, "ms"),
     ("peak memory", lambda run: run.peak_bytes, 1e6, "MB"),
     ("KV bytes stored", lambda run: run.kv_bytes_per_token, 1, ""),
     ("KV bytes read", lambda run: run.kv_read_bytes_per_token, 1, ""),
@@ -24,11 +34,11 @@ COLUMNS: tuple[tuple[str, Read, float, str], ...] = (  # what, how it is read, i
 
 
 def layout(record: Comparison) -> Page:
-    """Return the parts of the page; tables that would be empty are left out."""
+    """Return the page; empty tables are left out."""
     tables = [
-        *(_costs(record, setting.label) for setting in record.settings),
-        *(_domains(record, setting.label) for setting in record.settings),
-        _insides(record),
+        *(_costs(record, configuration.label) for configuration in record.configurations),
+        *(_domains(record, configuration.label) for configuration in record.configurations),
+        _snapshots(record),
         _critical(record),
         *_laws(record),
     ]
@@ -39,7 +49,7 @@ def layout(record: Comparison) -> Page:
         sentences=sentences(record),
         panels=drawn_panels(record),
         tables=[table for table in tables if table[2]],
-        lead=[_finals(record, setting.label) for setting in record.settings],
+        lead=[_finals(record, configuration.label) for configuration in record.configurations],
     )
 
 
@@ -48,9 +58,9 @@ def _subtitle(record: Comparison) -> str:
     machines = {run.machine.gpu or run.machine.processor for run in record.runs}
     tokens = " to ".join(dict.fromkeys(f"{end(run.tokens for run in record.runs):,}" for end in (min, max)))
     parts = [
-        f"{len(record.variants) - 1} beside {record.baseline}",
-        *([f"{len(record.settings)} settings"] if len(record.settings) > 1 else []),
-        f"{seeds} seed{'' if seeds == 1 else 's'}, paired",
+        f"{len(record.variants) - 1} compared with {record.baseline}",
+        *([f"{len(record.configurations)} configurations"] if len(record.configurations) > 1 else []),
+        f"{seed_count(seeds)}, paired",
         f"{len(record.runs)} runs of {tokens} tokens",
         *(machines if len(machines) == 1 else ()),
     ]
@@ -61,61 +71,64 @@ def _cards(record: Comparison) -> list[tuple[str, str, str]]:
     paired = [result for result in record.outcomes if result.final is not None]
     verdicts = [result.verdict for result in paired]
     cards = [
-        (f"{kind} than {record.baseline}", str(verdicts.count(kind.lower())), f"of {len(paired)}, at the end")
-        for kind in ("Lower", "Higher")
+        (f"{verdict} than {record.baseline}", str(verdicts.count(verdict.lower())), f"of {len(paired)}, final loss")
+        for verdict in ("Lower", "Higher")
     ]
-    cards.append(("Undecided", str(verdicts.count("undecided")), "no verdict from these seeds"))
+    cards.append(("Undecided", str(verdicts.count("undecided")), "no significant difference"))
     finals = [(result.final, result.variant) for result in paired if result.final is not None]
     if finals:
         best, variant = min(finals, key=lambda final: final[0].mean)
-        cards.append((f"Lowest: {variant}", signed(best.mean), f"nats a token, {signed_interval(best.interval)}"))
+        mean = f"mean of {by_seed(best)}" if len(best.values) > 1 else seed_count(1)
+        spread = mean if best.interval is None else f"95% CI {signed_interval(best.interval)}"
+        cards.append((f"Lowest: {variant}", signed(best.mean), f"nats per token, {spread}"))
     return cards
 
 
-def _finals(record: Comparison, setting: str) -> Table:
-    head = ["variant", "seeds", "loss", f"less {record.baseline}", "95 % interval", "p (Holm)", "lower or higher?"]
+def _finals(record: Comparison, configuration: str) -> Table:
+    """Return the final losses; an interval stands only where it was computed, else the difference of each seed."""
+    head = ["variant", "seeds", "loss", f"difference to {record.baseline}", "95% CI", "p (Holm)", "verdict"]
     rows = []
-    losses = [run.final_loss for run in record.of(setting, record.baseline)]
+    losses = [run.final_loss for run in record.of(configuration, record.baseline)]
     if losses:
         rows.append([record.baseline, f"{len(losses)}", f"{statistics.fmean(losses):.4f}", "", "", "", "the baseline"])
-    results = [result for result in record.outcomes if result.setting == setting]
+    results = [result for result in record.outcomes if result.configuration == configuration]
     for result in sorted(results, key=lambda result: result.loss):
-        mean = interval = UNKNOWN
-        if result.final is not None:
-            pairs = listed([signed(value) for value in result.final.values])
-            mean = signed(result.final.mean)
-            interval = pairs if result.final.interval is None else signed_interval(result.final.interval)
+        difference = interval = UNKNOWN
+        if result.final is not None and result.final.interval is None:
+            difference = by_seed(result.final)
+        elif result.final is not None:
+            difference, interval = signed(result.final.mean), signed_interval(result.final.interval)
         adjusted = UNKNOWN if result.adjusted is None else f"{result.adjusted:.3f}"
-        cells = [f"{len(result.seeds)}", f"{result.loss:.4f}", mean, interval, adjusted, in_words(result)]
+        cells = [f"{len(result.seeds)}", f"{result.loss:.4f}", difference, interval, adjusted, written_verdict(result)]
         rows.append([result.variant, *cells])
-    return titled("Final loss, held-out text, nats a token", setting), head, rows
+    return titled("Final loss on held-out text, nats per token", configuration), head, rows
 
 
-def _costs(record: Comparison, setting: str) -> Table:
-    sides = {variant: record.of(setting, variant) for variant in record.ordered}
+def _costs(record: Comparison, configuration: str) -> Table:
+    measured = {variant: record.of(configuration, variant) for variant in record.ordered}
     rows = [
-        [variant, *(_cost_cell(runs, sides[record.baseline], column) for column in COLUMNS)]
-        for variant, runs in sides.items()
+        [variant, *(_cost_cell(runs, measured[record.baseline], column) for column in COLUMNS)]
+        for variant, runs in measured.items()
         if runs
     ]
     dtypes = ", ".join(sorted({run.dtype for run in record.runs}))
-    title = f"What it costs, and × {record.baseline} (KV bytes a token in {dtypes})"
-    return titled(title, setting), ["variant", *(name for name, *_ in COLUMNS)], rows
+    title = f"Cost, and its ratio to {record.baseline} (KV bytes per token in {dtypes})"
+    return titled(title, configuration), ["variant", *(name for name, *_ in COLUMNS)], rows
 
 
 def _cost_cell(
     runs: Sequence[ComparedRun], reference: Sequence[ComparedRun], column: tuple[str, Read, float, str]
 ) -> str:
-    name, read, unit, word = column
+    name, read, unit, unit_name = column
     own, other = _median(runs, read), _median(reference, read)
     if own is None:
         return UNKNOWN
     ratio = f" (× {own / other:.2f})" if other and runs is not reference else ""
-    if name == "time a step" and any(run.machine != runs[0].machine for run in reference):
+    if name == STEP_TIME and any(run.machine != runs[0].machine for run in reference):
         ratio = " (another machine)"
     number = own / unit
-    digits = 0 if number >= 100 or not word else 1 if number >= 10 else 2
-    return f"{number:,.{digits}f} {word}".strip() + ratio
+    digits = 0 if number >= 100 or not unit_name else 1 if number >= 10 else 2
+    return f"{number:,.{digits}f} {unit_name}".strip() + ratio
 
 
 def _median(runs: Sequence[ComparedRun], read: Read) -> float | None:
@@ -123,30 +136,30 @@ def _median(runs: Sequence[ComparedRun], read: Read) -> float | None:
     return statistics.median(values) if values and len(values) == len(runs) else None
 
 
-def _domains(record: Comparison, setting: str) -> Table:
+def _domains(record: Comparison, configuration: str) -> Table:
     rows = []
     for result in record.outcomes:
-        if result.setting == setting and result.domains:
-            parts = [result.domains.get(name) for name in record.domains]
-            rows.append([result.variant, *(UNKNOWN if part is None else with_values(part) for part in parts)])
-    title = f"Difference to {record.baseline} by domain, each taken alone"
-    return titled(title, setting), ["variant", *record.domains], rows
+        if result.configuration == configuration and result.domains:
+            differences = [result.domains.get(name) for name in record.domains]
+            rows.append([result.variant, *(UNKNOWN if each is None else with_values(each) for each in differences)])
+    title = f"Difference to {record.baseline} by domain, not corrected for multiple comparisons"
+    return titled(title, configuration), ["variant", *record.domains], rows
 
 
-def _insides(record: Comparison) -> Table:
-    """Return what was seen inside of the models at the end, where the recipe asks for snapshots."""
+def _snapshots(record: Comparison) -> Table:
+    """Return sinks and the growth of the residual stream at the end, where the recipe asks for snapshots."""
     rows = []
-    for setting in record.settings:
+    for configuration in record.configurations:
         for variant in record.ordered:
-            share, rate, growth = inside(record.of(setting.label, variant))
+            share, rate, growth = last_snapshots(record.of(configuration.label, variant))
             if share is not None and rate is not None and growth is not None:
-                rows.append([setting.label, variant, f"{share:.1%}", f"{rate:.1%}", f"× {growth:.2f}"])
-    head = ["variant", "attention on the first token", "sink rate", "growth of the stream"]
-    return _with_settings("Inside at the end, means over layers", head, rows)
+                rows.append([configuration.label, variant, f"{share:.1%}", f"{rate:.1%}", f"× {growth:.2f}"])
+    head = ["variant", "attention on the first token", "sink rate", "growth of the residual stream"]
+    return _with_configurations("Attention sinks at the end of training, means over layers", head, rows)
 
 
 def _critical(record: Comparison) -> Table:
-    """Return the critical points of the pairs of variants that are overtaken, or ahead and expected to be."""
+    """Return the critical points of variants that are overtaken, or still ahead and expected to be overtaken."""
     rows = []
     for result in record.outcomes:
         points = result.critical
@@ -154,25 +167,32 @@ def _critical(record: Comparison) -> Table:
             continue
         mean = UNKNOWN if points.mean is None else f"{points.mean:,.0f}"
         if points.interval is not None:
-            mean += f" ({points.interval[0]:,.0f} to {points.interval[1]:,.0f})"
-        pairs = []
+            mean += f" (95% CI {points.interval[0]:,.0f} to {points.interval[1]:,.0f})"
+        steps = []
         for reached, expected in zip(points.reached, points.expected, strict=True):
             later = UNKNOWN if expected is None else f"expected {expected:,.0f}"
-            pairs.append(later if reached is None else f"{reached:,.0f}")
-        rows.append([result.setting, result.variant, mean, ", ".join(pairs)])
-    title = f"Critical points: from where on the training loss of {record.baseline} is lower"
-    return _with_settings(title, ["variant", "mean step (95 %)", "by pair of runs"], rows)
+            steps.append(later if reached is None else f"{reached:,.0f}")
+        rows.append([result.configuration, result.variant, mean, ", ".join(steps)])
+    title = f"Critical points: the step from which the training loss of {record.baseline} stays lower"
+    return _with_configurations(title, ["variant", "mean step", "step by seed"], rows)
 
 
-def _with_settings(title: str, head: list[str], rows: list[list[str]]) -> Table:
-    """Return a table whose rows begin with a setting; without that column where there is a single one."""
+def _with_configurations(title: str, head: list[str], rows: list[list[str]]) -> Table:
+    """Return a table whose first column is the configuration, without that column if there is a single one."""
     if any(row[0] for row in rows):
-        return title, ["setting", *head], rows
+        return title, ["configuration", *head], rows
     return title, head, [row[1:] for row in rows]
 
 
 def _laws(record: Comparison) -> Iterator[Table]:
-    head = ["variant", "L = A · C^−α", "α over seeds (95 %)", "α by scatter (95 %)", "C saved at the largest", "95 %"]
+    head = [
+        "variant",
+        "L = A · C^−α",
+        "α, 95% CI over seeds",
+        "α, 95% CI of the fit",
+        "C saved at the largest",
+        "95% CI",
+    ]
     for (where, cost), group in record.law_groups().items():
         title = f"Power laws of the final loss, C {COSTS[cost]}, {len(group[0].costs)} points"
         yield titled(title, where), head, [_law_row(law, record.baseline) for law in group]

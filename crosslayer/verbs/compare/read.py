@@ -1,7 +1,7 @@
-"""Reads finished training runs, which may come from anyone, and sorts them into settings and variants.
+"""Reads finished training runs, which may be untrusted, and sorts them into configurations and variants.
 
-A setting is a recipe but for name, seed and method. Of a run only `record.json` is read, and `grid.json` of the
-comparison that trained it: a budget of time or FLOPs gives each variant a schedule of its own.
+A configuration is a recipe without name, seed and method. Only a run's `record.json` is read, and `grid.json` of the
+comparison that trained it: with a budget of time or FLOPs each variant has its own schedule.
 """
 
 import json
@@ -21,7 +21,7 @@ from crosslayer.verbs.compare.record import (
     MISSING,
     Budget,
     ComparedRun,
-    Setting,
+    Configuration,
     SnapshotMeans,
     Trace,
     Variant,
@@ -31,38 +31,38 @@ from crosslayer.verbs.train.record import Snapshot
 from crosslayer.verbs.train.result import TrainingRun
 
 RECORD, RUNS = "record.json", "runs"
-OWN = ("name.", "seed.", "model.method.")  # keys of a recipe in which runs of a setting differ
-STEPS = ("schedule.steps", "schedule.tokens")  # what a budget of time or FLOPs decides variant by variant
+OWN = ("name.", "seed.", "model.method.")  # recipe keys that differ between runs of a configuration
+STEPS = ("schedule.steps", "schedule.tokens")  # keys that a budget of time or FLOPs sets for each variant
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A run, the name of its folder, and its setting."""
+    """A run with the name of its folder and its configuration."""
 
     run: TrainingRun
     name: str
-    setting: Setting
+    configuration: Configuration
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """Runs with the settings and variants that they belong to."""
+    """Runs with their configurations and variants."""
 
-    settings: tuple[Setting, ...]
+    configurations: tuple[Configuration, ...]
     variants: tuple[Variant, ...]
     domains: tuple[str, ...]
     runs: tuple[ComparedRun, ...]
     budget: Budget | None = None
-    extends: tuple[tuple[int, ...], ...] = ()  # seeds of each page that was seen before
+    extends: tuple[tuple[int, ...], ...] = ()  # seeds of each earlier page
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """All seeds, in their order."""
+        """All seeds, in ascending order."""
         return tuple(sorted({run.seed for run in self.runs}))
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the folders of runs: those named, and the finished ones in folders of runs, sorted by name."""
+    """Return the folders of finished runs: those in `paths`, and those inside them, sorted by name."""
     folders: list[Path] = []
     for path in map(Path, paths):
         within = path / RUNS if (path / RUNS).is_dir() else path
@@ -70,67 +70,67 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
         if within == path and (path / RECORD).is_file():
             inner = [path]
         if not inner:
-            raise ValueError(f"{path.name!r} holds no finished run; name a folder that `crosslayer train` wrote")
+            raise ValueError(f"{path.name!r} contains no finished run; pass a folder that `crosslayer train` wrote")
         folders += inner
     return folders
 
 
 def load_run(folder: Path) -> TrainingRun:
-    """Return the run of a folder."""
+    """Read and check the run in a folder."""
     try:
         schema = str(read_record(folder).get("schema"))
         if not schema.startswith("crosslayer/train/"):
-            raise ValueError(f"record.json is {schema[:60]!r}, no training run's")
+            raise ValueError(f"record.json must be of a training run, got schema {schema[:60]!r}")
         run = load_as([TrainingRun], folder)
-        for word in (run.name, run.model.dtype, *(domain.name for domain in run.domains)):
-            if not word.isprintable():
-                raise ValueError(f"{word!r} cannot be printed")
+        for name in (run.name, run.model.dtype, *(domain.name for domain in run.domains)):
+            if not name.isprintable():
+                raise ValueError(f"names must be printable, got {name!r}")
         label_of(run.model.methods)
         data = run.recipe.get("data")
         length = data.get("length") if isinstance(data, dict) else None
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError("its recipe has no data.length")
+            raise ValueError(f"data.length of its recipe must be a whole number above 0, got {length!r}")
         for steps in (
             run.curve.steps,
             [entry.step for entry in run.validation],
             [snapshot.step for snapshot in run.snapshots],
         ):
             if any(later <= step for step, later in pairwise((0, *steps))):
-                raise ValueError("its steps do not rise from 1 on")
+                raise ValueError("its steps must increase, starting at 1 or later")
     except ValueError as error:
         raise ValueError(f"{folder.name}: {error}") from None
     return run
 
 
 def sort_runs(folders: Sequence[Path]) -> Sorted:
-    """Read the runs of folders and tell settings and variants by their recipes."""
+    """Read the runs in folders and sort them into configurations and variants by their recipes."""
     states = [_state(folder) for folder in folders]
     budgets = [None if state is None else state.budget for state in states]
     runs = [load_run(folder) for folder in folders]
     recipes = [_recipe(run, budget) for run, budget in zip(runs, budgets, strict=True)]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
     differing = [key for key in keys if _count(recipes, [key]) > 1]
-    telling: list[str] = []  # keys that tell settings apart, if those that a recipe has further above do not
+    distinguishing: list[str] = []  # keys that split configurations further than the keys before them
     for key in differing:
-        if _count(recipes, [*telling, key]) > _count(recipes, telling):
-            telling.append(key)
+        if _count(recipes, [*distinguishing, key]) > _count(recipes, distinguishing):
+            distinguishing.append(key)
     placed = []
     for folder, run, recipe in zip(folders, runs, recipes, strict=True):
         values = {key: recipe.get(key, MISSING) for key in differing}
-        placed.append(Placed(run, folder.name, Setting.of(values, telling)))
+        placed.append(Placed(run, folder.name, Configuration.of(values, distinguishing)))
     result = assemble(placed)
     before = [state.before(result.seeds) for state in states if state is not None]
     return replace(result, budget=_agreed(budgets), extends=max(before, key=len, default=()))
 
 
 def _state(folder: Path) -> State | None:
-    """Return what the comparison that trained a run keeps beside it, None where the run was trained alone."""
+    """Return `grid.json` of the comparison that trained a run; None if the run was trained alone."""
     runs = folder.resolve().parent
     return read_state(runs.parent) if runs.name == RUNS else None
 
 
 def _recipe(run: TrainingRun, budget: Budget | None) -> dict[str, Any]:
-    """Return what runs of a setting share of a recipe; of a budget that decided the steps, itself instead of these."""
+    """Return the recipe keys that runs of a configuration share, with the budget in place of steps that it set."""
     recipe = {key: value for key, value in _flat(run.recipe).items() if not f"{key}.".startswith(OWN)}
     if budget is None or budget.kind == "tokens":
         return recipe
@@ -142,57 +142,57 @@ def _count(recipes: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
 
 
 def _agreed(budgets: Sequence[Budget | None]) -> Budget | None:
-    """Return the budget that all runs had; times of a step are those of a single comparison."""
+    """Return the budget shared by all runs, with times per step only if these are shared too; None if they differ."""
     first = budgets[0]
-    if first is None or any(other is None or other.asked != first.asked for other in budgets):
+    if first is None or any(other is None or other.requested != first.requested for other in budgets):
         return None
-    return first if all(other == first for other in budgets) else first.asked
+    return first if all(other == first for other in budgets) else first.requested
 
 
 def assemble(placed: Sequence[Placed]) -> Sorted:
-    """Return runs as they are compared."""
+    """Group runs by configuration and variant, and check that those of a configuration are comparable."""
     variants: dict[str, Variant] = {}
     first: dict[str, Placed] = {}
-    taken: dict[tuple[str, str, int], Placed] = {}
-    for part in placed:
-        label, methods = label_of(part.run.model.methods), part.run.model.methods
+    seen: dict[tuple[str, str, int], Placed] = {}
+    for entry in placed:
+        label, methods = label_of(entry.run.model.methods), entry.run.model.methods
         variants.setdefault(label, Variant(label=label, methods=methods))
-        same = taken.setdefault((part.setting.label, label, part.run.seed), part)
-        if same is not part:
-            raise ValueError(f"{same.name} and {part.name} are both {label} with seed {part.run.seed}; leave one out")
-        _check_pair(first.setdefault(part.setting.label, part), part)
-    settings = tuple(part.setting for part in first.values())
+        same = seen.setdefault((entry.configuration.label, label, entry.run.seed), entry)
+        if same is not entry:
+            raise ValueError(f"{same.name} and {entry.name} are both {label} with seed {entry.run.seed}; pass only one")
+        _check_pair(first.setdefault(entry.configuration.label, entry), entry)
+    configurations = tuple(entry.configuration for entry in first.values())
     domains = tuple(domain.name for domain in placed[0].run.domains)
-    return Sorted(settings, tuple(variants.values()), domains, tuple(map(_compared, placed)))
+    return Sorted(configurations, tuple(variants.values()), domains, tuple(map(_compared, placed)))
 
 
 def _check_pair(first: Placed, other: Placed) -> None:
-    """Refuse two runs of a setting with different text, to read or to be judged by, or other amounts of it in a step.
+    """Refuse two runs of a configuration that differ in training text, held-out text, or tokens per step.
 
-    A budget alone may change the steps.
+    The number of steps may differ under a budget.
     """
-    both = f"{first.name} and {other.name} have the same recipe but read"
+    both = f"{first.name} and {other.name} have the same recipe but"
     texts = [
-        {domain.name: (domain.fingerprint, domain.validation_tokens) for domain in part.run.domains}
-        for part in (first, other)
+        {domain.name: (domain.fingerprint, domain.validation_tokens) for domain in entry.run.domains}
+        for entry in (first, other)
     ]
     for name in {**texts[0], **texts[1]}:
         if texts[0].get(name) != texts[1].get(name):
-            raise ValueError(f"{both} different text in the domain {name!r}; runs are compared on the same text only")
+            raise ValueError(f"{both} different text in domain {name!r}; only runs on the same text can be compared")
     if first.run.tokens * other.run.steps != other.run.tokens * first.run.steps:
-        sides = [part.run.tokens / part.run.steps for part in (first, other)]
+        sizes = [entry.run.tokens / entry.run.steps for entry in (first, other)]
         raise ValueError(
-            f"{both} {sides[0]:,.0f} and {sides[1]:,.0f} tokens a step, as with another number of processes; train one "
-            "of them anew"
+            f"{both} {sizes[0]:,.0f} and {sizes[1]:,.0f} tokens per step, probably from another number of processes; "
+            "retrain one of them"
         )
 
 
-def _compared(part: Placed) -> ComparedRun:
-    run = part.run
+def _compared(entry: Placed) -> ComparedRun:
+    run = entry.run
     shares = np.array([domain.share for domain in run.domains])  # (D,)
     speeds = [speed for speed in run.curve.tokens_per_second if speed > 0]
     return ComparedRun(
-        setting=part.setting.label,
+        configuration=entry.configuration.label,
         variant=label_of(run.model.methods),
         seed=run.seed,
         name=run.name,
@@ -226,10 +226,10 @@ def _snapshot_means(snapshot: Snapshot) -> SnapshotMeans:
     return SnapshotMeans(step=snapshot.step, first_token_share=shares, sink_rate=rates, stream_growth=growth)
 
 
-def _flat(values: dict[str, Any], place: str = "") -> dict[str, Any]:
-    """Return the values of mappings in mappings by dotted keys; lists stay whole."""
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one mapping with dotted keys; lists stay whole."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        name = f"{place}{key}"
+        name = f"{prefix}{key}"
         flat |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
     return flat

@@ -1,4 +1,4 @@
-"""What `record.json` of a comparison holds: losses in nats a token, differences candidate − baseline."""
+"""The components of a comparison's `record.json`: losses in nats per token, differences candidate − baseline."""
 
 import json
 from collections.abc import Sequence
@@ -12,31 +12,31 @@ from crosslayer.output.record import Frozen
 from crosslayer.stats import Interval
 from crosslayer.stats.means import Difference, Verdict
 
-ALPHA = 0.05  # adjusted p-values below it decide
-SHORTEST = 2  # logged entries of a stretch: a single point says little
-MISSING = "not set"  # a key that other settings have
-RELEVANT = 0.01  # nats a token: the difference for which needed seeds are counted
+ALPHA = 0.05  # an adjusted p-value below it is significant
+SHORTEST = 2  # logged entries that a band must at least lie on one side of 0, since a single one may by chance
+MISSING = "not set"  # value of a key that only other configurations have
+RELEVANT = 0.01  # nats per token: the difference for which the number of needed seeds is estimated
 
 Cost = Literal["parameters", "tokens", "flops"]
 COSTS: dict[str, str] = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOPs"}
 
 
-class Setting(Frozen):
-    """What runs have in common: the values of a recipe in which settings differ, none where there is a single one."""
+class Configuration(Frozen):
+    """The values of recipe keys in which configurations differ; empty if there is a single configuration."""
 
     label: str
     values: dict[str, Any]
 
     @classmethod
-    def of(cls, values: dict[str, Any], telling: Sequence[str] | None = None) -> Self:
-        """Return the setting of values; its label has those of the keys that tell it from others, by default all."""
-        words = {key: json.dumps(value).strip('"') for key, value in values.items()}
-        label = ", ".join(f"{key}={words[key]}" for key in (values if telling is None else telling))
+    def of(cls, values: dict[str, Any], labelled: Sequence[str] | None = None) -> Self:
+        """Return the configuration of values, with the keys `labelled`, by default all, in its label."""
+        written = {key: json.dumps(value).strip('"') for key, value in values.items()}
+        label = ", ".join(f"{key}={written[key]}" for key in (values if labelled is None else labelled))
         return cls(label=label, values=values)
 
 
 class Variant(Frozen):
-    """What is compared: a method, several together, or none."""
+    """A model variant: no method, one, or several together."""
 
     label: str = Field(min_length=1)
     methods: list[dict[str, Any]]
@@ -51,18 +51,20 @@ class Trace(Frozen):
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
         if len(self.steps) != len(self.losses):
-            raise ValueError(f"{len(self.steps)} steps have {len(self.losses)} losses")
+            raise ValueError(
+                f"steps and losses must have the same length, got {len(self.steps)} and {len(self.losses)}"
+            )
         return self
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None, None where there are none."""
+    """Return the mean of the values that are not None; None if there is no such value."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
 class SnapshotMeans(Frozen):
-    """What was seen inside of a model after a step: means over its layers, and its stream's last norm / its first."""
+    """A snapshot of a model after a step: means over layers, and the residual stream's last norm / its first."""
 
     step: int
     first_token_share: float | None
@@ -71,9 +73,9 @@ class SnapshotMeans(Frozen):
 
 
 class ComparedRun(Frozen):
-    """A training run, as far as it is compared; `seconds` are of training steps alone."""
+    """The compared properties of a training run; `seconds` covers training steps only."""
 
-    setting: str
+    configuration: str
     variant: str
     seed: int
     name: str
@@ -81,9 +83,9 @@ class ComparedRun(Frozen):
     flops_per_token: float = Field(ge=0)
     steps: int = Field(ge=1)
     tokens: int = Field(ge=1)
-    length: int = Field(ge=1, description="tokens of a sequence")
+    length: int = Field(ge=1, description="tokens per sequence")
     seconds: float = Field(ge=0)
-    step_seconds: float | None = Field(ge=0, description="median of what was logged; None where nothing was")
+    step_seconds: float | None = Field(ge=0, description="median of the logged steps; None if none was logged")
     peak_bytes: int | None
     kv_bytes_per_token: float = Field(ge=0, description="stored")
     kv_read_bytes_per_token: float = Field(ge=0)
@@ -91,19 +93,19 @@ class ComparedRun(Frozen):
     machine: Machine
     final_loss: float = Field(description="over the mixture, on held-out text")
     losses: dict[str, float] = Field(min_length=1, description="the same by domain")
-    curve: Trace = Field(description="training loss, each the mean since the entry before")
+    curve: Trace = Field(description="training loss, each the mean since the previous entry")
     validation: Trace = Field(description="held-out loss over the mixture")
     snapshots: tuple[SnapshotMeans, ...]
 
 
 class RelativeCurve(Frozen):
-    """Smoothed training loss less the baseline's by step: mean over pairs, and a band from two pairs on.
+    """Smoothed training loss minus the baseline's by step: mean over pairs, and a band from two pairs on.
 
-    The band is the 95 % Student-t interval from three pairs on, and both curves of two. It holds point by point
-    and strays somewhere by chance, so what is said of the curve must hold of the band over a stretch.
+    From three pairs on the band is the 95% Student-t interval; of two pairs it is the range of both curves, which is no
+    confidence interval. It holds at each step, not at all steps at once, so a verdict needs it over several entries.
     """
 
-    window: int = Field(ge=1, description="logged entries that are averaged")
+    window: int = Field(ge=1, description="logged entries per average")
     steps: tuple[int, ...]
     mean: tuple[float, ...]
     low: tuple[float, ...] | None
@@ -112,17 +114,17 @@ class RelativeCurve(Frozen):
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
         if {len(values) for values in (self.mean, self.low, self.high) if values is not None} != {len(self.steps)}:
-            raise ValueError("the parts of a relative curve have different lengths")
+            raise ValueError("steps, mean, low and high of a relative curve must have the same length")
         return self
 
     @property
     def stretch(self) -> int:
-        """Over how many logged entries a band must lie on one side of 0."""
+        """The number of successive logged entries for which the band must lie on one side of 0."""
         return max(SHORTEST, self.window)
 
     @property
     def ahead(self) -> bool:
-        """Whether the variant was lower for a stretch; one pair alone has no band and does not tell."""
+        """Whether the variant was lower over some `stretch`; False for a single pair, which has no band."""
         length = 0
         for edge in self.high or ():
             length = length + 1 if edge < 0 else 0
@@ -132,92 +134,90 @@ class RelativeCurve(Frozen):
 
     @property
     def ends(self) -> Verdict:
-        """Whether the variant is lower or higher over the last stretch."""
+        """Whether the variant is lower or higher over the last `stretch`."""
         if self.high is not None and max(self.high[-self.stretch :]) < 0:
             return "lower"
         return "higher" if self.low is not None and min(self.low[-self.stretch :]) > 0 else "undecided"
 
 
 class CriticalPoints(Frozen):
-    """The step from which on the baseline's training loss is lower, by pair; None where that did not happen.
+    """The step from which the baseline's training loss stays lower, by pair; None if that did not happen.
 
-    `expected` is where the line through the end of the relative curve crosses 0, of pairs that are not overtaken yet.
+    `expected` is the step at which a line through the end of the relative curve crosses 0, for pairs without one yet.
     """
 
     reached: tuple[float | None, ...]
     expected: tuple[float | None, ...]
-    mean: float | None = Field(description="of those reached, where all pairs have reached it")
+    mean: float | None = Field(description="of `reached`, if all pairs reached it")
     interval: Interval | None
 
 
 class Outcome(Frozen):
-    """A variant beside the baseline in a setting; `seeds` are those of both."""
+    """A variant compared with the baseline in a configuration; `seeds` are those with a run of both."""
 
-    setting: str
+    configuration: str
     variant: str
     seeds: tuple[int, ...]
-    missing: tuple[int, ...] = Field(description="seeds that a side alone has")
+    missing: tuple[int, ...] = Field(description="seeds with a run of only one of the two")
     loss: float = Field(description="mean of the final loss over all runs of the variant")
     final: Difference | None = Field(description="of the final loss over the mixture; None without a pair")
     adjusted: float | None = Field(
-        ge=0, le=1, description="p-value for all comparisons of the page and the pages before it"
+        ge=0, le=1, description="p-value corrected for all comparisons of this page and the earlier pages"
     )
     domains: dict[str, Difference]
-    seeds_needed: int | None = Field(ge=1, description=f"for an interval that shows {RELEVANT}")
-    curve: RelativeCurve | None = Field(
-        description="None where steps differ: each variant has a schedule of its own then"
-    )
-    critical: CriticalPoints | None = Field(description="None where the variant is never seen ahead for a stretch")
+    seeds_needed: int | None = Field(ge=1, description=f"to detect a difference of {RELEVANT}")
+    curve: RelativeCurve | None = Field(description="None if steps differ, as variants then have different schedules")
+    critical: CriticalPoints | None = Field(description="None if the variant was never ahead for long enough")
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the loss is lower or higher than the baseline's, with all comparisons of the page in view."""
+        """Whether the loss is lower or higher than the baseline's, corrected for all comparisons."""
         if self.final is None or self.adjusted is None or self.adjusted >= ALPHA:
             return "undecided"
         return self.final.verdict
 
     @property
     def overtaken(self) -> bool:
-        """Whether the variant was ahead, every pair has a critical point, and the relative curve ends above 0."""
+        """Whether the baseline overtook the variant: every pair has a critical point, and the curve ends above 0."""
         reached = self.critical is not None and self.critical.mean is not None
         return reached and self.curve is not None and self.curve.ends == "higher"
 
     @property
     def losing(self) -> bool:
-        """Whether the variant is still ahead at the end, but a pair is expected to be overtaken."""
+        """Whether the variant is still ahead at the end, but some pair is expected to be overtaken."""
         expected = self.critical is not None and any(point is not None for point in self.critical.expected)
         return expected and self.curve is not None and self.curve.ends == "lower"
 
 
 class Law(Frozen):
-    """A power law of a variant's final loss, L = scale · C^−exponent, through the means of settings.
+    """A power law of a variant's final loss, L = scale · C^−exponent, through the means of configurations.
 
-    `fewer` is the share of the baseline's cost that the variant saves at the loss which the baseline's law has at its
-    largest cost (0.1: 10 % fewer; below 0: more); None where the variant's law does not reach it.
+    `fewer` is the share of the baseline's largest cost that the variant saves to reach the baseline's loss there
+    (0.1: 10% fewer; below 0: more); None if the variant's law does not reach it.
     """
 
     variant: str
-    where: str = Field(description="in what its settings are alike and others are not")
+    where: str = Field(description="what its configurations share, if there are several groups")
     cost: Cost
-    settings: tuple[str, ...] = Field(min_length=2)
+    configurations: tuple[str, ...] = Field(min_length=2)
     costs: tuple[float, ...]
     losses: tuple[float, ...]
     scale: float
     exponent: float
-    exponent_interval: Interval | None = Field(description="from the scatter of three settings or more about the law")
-    exponent_over_seeds: Interval | None = Field(description="from the laws of three seeds or more")
+    exponent_interval: Interval | None = Field(description="of the fit, from three configurations on")
+    exponent_over_seeds: Interval | None = Field(description="from the laws of each seed, from three seeds on")
     fewer: float | None
-    fewer_interval: Interval | None = Field(description="from the laws of three seeds or more, paired")
-    extrapolated: bool = Field(description="whether the cost that the variant needs lies outside of its settings")
+    fewer_interval: Interval | None = Field(description="from the laws of each seed, paired, from three seeds on")
+    extrapolated: bool = Field(description="whether no run of the variant had the cost that it needs")
 
 
 class LengthTrend(Frozen):
-    """Critical points of a variant over lengths of a sequence: tokens read = scale · length^exponent, and continued."""
+    """Critical points of a variant by sequence length: tokens = scale · length^exponent, extrapolated."""
 
     variant: str
-    where: str = Field(description="in what its settings are alike and others are not")
+    where: str = Field(description="what its configurations share, if there are several groups")
     lengths: tuple[int, ...] = Field(min_length=2)
-    tokens: tuple[float, ...] = Field(description="that were read by then; steps of two lengths may differ in them")
+    tokens: tuple[float, ...] = Field(description="read up to the critical point")
     exponent: float
     interval: Interval | None = Field(description="of the exponent, from three lengths on")
     next_length: int
@@ -225,18 +225,20 @@ class LengthTrend(Frozen):
 
 
 class Budget(Frozen):
-    """What every run was allowed: seconds of training steps, FLOPs, or tokens."""
+    """The budget of every run: seconds of training steps, FLOPs, or tokens."""
 
     kind: Literal["time", "flops", "tokens"]
     amount: float = Field(gt=0)
-    step_seconds: dict[str, float] = Field(description="measured beforehand, by setting and variant; of a time alone")
+    step_seconds: dict[str, float] = Field(
+        description="measured, by configuration and variant; only for a budget of time"
+    )
 
     @property
-    def asked(self) -> Self:
-        """The budget alone, without what was measured for it."""
+    def requested(self) -> Self:
+        """The budget without measured times per step."""
         return self.model_copy(update={"step_seconds": {}})
 
     @property
     def text(self) -> str:
-        """The budget as it is asked for: time=60."""
+        """The budget as an option: time=60."""
         return f"{self.kind}={self.amount:g}"

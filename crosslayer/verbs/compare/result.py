@@ -6,25 +6,25 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.verbs.compare.record import Budget, ComparedRun, Cost, Law, LengthTrend, Outcome, Setting, Variant
+from crosslayer.verbs.compare.record import Budget, ComparedRun, Configuration, Cost, Law, LengthTrend, Outcome, Variant
 
 
 class Comparison(Result):
-    """What `crosslayer.compare` returns. Shapes: A outcomes (a variant beside the baseline in a setting)."""
+    """What `crosslayer.compare` returns. Shapes: A outcomes (a variant and the baseline in a configuration)."""
 
     schema_: Literal["crosslayer/compare/3"] = Field(
         "crosslayer/compare/3", validation_alias="schema", serialization_alias="schema"
     )
     name: str
     baseline: str
-    smooth: int | None = Field(ge=1, description="steps; None: a twentieth of each run")
+    smooth: int | None = Field(ge=1, description="steps; None: 1/20 of each run")
     budget: Budget | None
-    settings: tuple[Setting, ...] = Field(min_length=1)
-    extends: tuple[tuple[int, ...], ...] = Field((), description="seeds of the pages that were seen before this one")
+    configurations: tuple[Configuration, ...] = Field(min_length=1)
+    extends: tuple[tuple[int, ...], ...] = Field((), description="seeds of each earlier page")
     variants: tuple[Variant, ...] = Field(min_length=1)
     domains: tuple[str, ...] = Field(min_length=1)
     runs: tuple[ComparedRun, ...] = Field(min_length=1)
-    stopped: dict[str, str] = Field(description="runs that diverged, and how; they are left out")
+    stopped: dict[str, str] = Field(description="runs that diverged, which are excluded, and their messages")
     outcomes: tuple[Outcome, ...]
     laws: tuple[Law, ...]
     no_laws: str | None = Field(description="why there is no power law")
@@ -32,13 +32,12 @@ class Comparison(Result):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        settings, variants = {setting.label for setting in self.settings}, {variant.label for variant in self.variants}
-        parts = [(part.setting, part.variant) for part in (*self.runs, *self.outcomes)]
-        named = (
-            {variant for _, variant in parts} | {self.baseline} | {part.variant for part in (*self.laws, *self.trends)}
-        )
-        if not {setting for setting, _ in parts} <= settings or not named <= variants:
-            raise ValueError("a run or a result is of a setting or a variant that the record does not list")
+        configurations = {configuration.label for configuration in self.configurations}
+        variants = {variant.label for variant in self.variants}
+        entries = (*self.runs, *self.outcomes)
+        named = {self.baseline} | {entry.variant for entry in (*entries, *self.laws, *self.trends)}
+        if not {entry.configuration for entry in entries} <= configurations or not named <= variants:
+            raise ValueError("configurations and variants must list those of every run and result")
         return self
 
     @property
@@ -46,13 +45,13 @@ class Comparison(Result):
         """Labels of the variants, the baseline first."""
         return [self.baseline, *(variant.label for variant in self.variants if variant.label != self.baseline)]
 
-    def of(self, setting: str, variant: str) -> list[ComparedRun]:
-        """Return the runs of a variant in a setting, in the order of their seeds."""
-        runs = [run for run in self.runs if run.setting == setting and run.variant == variant]
+    def of(self, configuration: str, variant: str) -> list[ComparedRun]:
+        """Return the runs of a variant in a configuration, in the order of their seeds."""
+        runs = [run for run in self.runs if run.configuration == configuration and run.variant == variant]
         return sorted(runs, key=lambda run: run.seed)
 
     def law_groups(self) -> dict[tuple[str, Cost], list[Law]]:
-        """Return the laws by the settings and the cost that they share; the baseline's is the first of a group."""
+        """Return the laws by what their configurations share and by cost, the baseline's first in each group."""
         groups: dict[tuple[str, Cost], list[Law]] = {}
         for law in self.laws:
             groups.setdefault((law.where, law.cost), []).append(law)
@@ -65,29 +64,29 @@ class Comparison(Result):
 
     @property
     def intervals(self) -> np.ndarray:
-        """Their 95 % intervals, each taken alone, (A, 2); NaN below three pairs."""
+        """Their 95% intervals, not corrected for multiple comparisons, (A, 2); NaN below three pairs."""
         none = (np.nan, np.nan)
         return np.array([(result.final and result.final.interval) or none for result in self.outcomes])
 
     @property
     def adjusted(self) -> np.ndarray:
-        """Their p-values by Holm, for all comparisons together, (A,); NaN below three pairs."""
+        """Their p-values after Holm's correction for all comparisons, (A,); NaN below three pairs."""
         return np.array([result.adjusted for result in self.outcomes], dtype=float)
 
     def headline(self) -> dict[str, Any]:
-        """Return the baseline, and of each variant in each setting the difference, its interval and the verdict."""
+        """Return the baseline, and for each variant and configuration the difference, its interval and the verdict."""
         results = []
-        for part in self.outcomes:
-            final = part.final
+        for outcome in self.outcomes:
+            final = outcome.final
             results.append(
                 {
-                    **({"setting": part.setting} if part.setting else {}),
-                    "variant": part.variant,
-                    "seeds": len(part.seeds),
-                    "loss": round(part.loss, 5),
+                    **({"configuration": outcome.configuration} if outcome.configuration else {}),
+                    "variant": outcome.variant,
+                    "seeds": len(outcome.seeds),
+                    "loss": round(outcome.loss, 5),
                     "difference": None if final is None else round(final.mean, 5),
                     "interval": [round(end, 5) for end in final.interval] if final and final.interval else None,
-                    "verdict": part.verdict,
+                    "verdict": outcome.verdict,
                 }
             )
         return {"name": self.name, "baseline": self.baseline, "results": results}

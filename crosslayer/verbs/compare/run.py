@@ -1,6 +1,6 @@
-"""A comparison from runs that are there, or from a recipe whose runs are trained one after another.
+"""Compares finished runs, or first trains the runs of a recipe one after another.
 
-With a recipe the folder holds `grid.json` (the budget, what was measured for it, runs that diverged), `runs/` with a
+With a recipe the folder holds `grid.json` (the budget, measured times per step, runs that diverged), `runs/` with a
 folder for each run, and at the end `record.json` with its page.
 """
 
@@ -46,103 +46,102 @@ def compare(
     force: bool = False,
     progress: Meter = Silent,
 ) -> Comparison:
-    """Compare training runs seed by seed, or train them by a recipe first.
+    """Compare training runs, or train them first, paired by seed.
 
     Args:
-        runs: folders of training runs, or folders that hold such.
-        out: folder of report.html and record.json; with a recipe, of the runs too. Without it nothing of finished runs
-            is written.
-        recipe: instead of runs: train them by this recipe.
-        methods: what is compared: 'vanilla, NAME, {name: NAME, option: 2}, [NAME, NAME]'. In Python also a list of
-            methods as a recipe has them; "vanilla" or None is none, an inner list several together.
-        seeds: runs of each, from the recipe's seed on; default 3, and intervals need them.
-        vary: settings to compare in, repeatable: model.size=tiny,mini; every combination is one.
-        settings: on top of the recipe, repeatable: train.learning_rate=3e-4. In Python only beside a recipe that is a
-            file.
-        budget: the same for every run: time=60 (seconds of training steps), flops=1e14 or tokens=1e6.
-        baseline: with what is compared; default vanilla, or the first.
-        smooth: steps over which curves are smoothed; default a twentieth of a run.
-        resume: keep the finished runs in the folder, and go on with the others.
-        force: replace an existing folder of a comparison; never of trained runs.
-        progress: in Python, shows what is being done.
+        runs: folders of training runs, or folders that contain them.
+        out: folder for report.html and record.json, and with a recipe for the runs. Required with a recipe.
+        recipe: train the runs from this recipe instead of reading finished ones.
+        methods: variants to compare, such as 'vanilla, NAME, {name: NAME, option: 2}, [NAME, NAME]'. In Python also a
+            list of these; "vanilla" or None means no method, an inner list combines several.
+        seeds: number of seeds per variant, starting at the recipe's seed; default 3, the fewest that give intervals.
+        vary: recipe key and values to compare in, repeatable: model.size=tiny,mini. Every combination is a
+            configuration.
+        settings: override a key of the recipe, repeatable: train.learning_rate=3e-4.
+        budget: the same budget for every run: time=60 (seconds of training steps), flops=1e14 or tokens=1e6.
+        baseline: variant to compare with; default vanilla, or the first variant.
+        smooth: steps over which curves are smoothed; default 1/20 of a run.
+        resume: keep the finished runs in the folder and train the missing ones.
+        force: replace an existing folder of a comparison; never one of trained runs.
+        progress: in Python, shows progress.
 
     Raises:
-        ValueError: a run, a recipe or an option is wrong, or runs cannot be paired.
-        TrainingStopped: a checkpoint cannot be written; a run whose loss is not finite is left out instead.
+        ValueError: a run, a recipe or an option is wrong, or runs cannot be compared.
+        TrainingStopped: a checkpoint cannot be written. A run whose loss is not finite is excluded instead.
 
     """
     if smooth is not None and smooth < 1:
-        raise ValueError(f"`smooth` is {smooth}; it must be at least 1 step")
+        raise ValueError(f"`smooth` must be at least 1 step, got {smooth}")
     if recipe is None:
         options = {"methods": methods, "seeds": seeds, "vary": vary or None, "budget": budget}
         _check_reading(runs, {**options, "settings": settings or None, "resume": resume or None})
         if out is not None:
             check_target(Path(out), force)
-        found = sort_runs(run_folders(runs or ()))
-        names = {run.name for run in found.runs}
-        name = names.pop() if len(names) == 1 else f"{len(found.runs)} runs"
-        comparison = _comparison(found, name, baseline, smooth)
+        finished = sort_runs(run_folders(runs or ()))
+        names = {run.name for run in finished.runs}
+        name = names.pop() if len(names) == 1 else f"{len(finished.runs)} runs"
+        comparison = _comparison(finished, name, baseline, smooth)
         if out is not None:
             comparison.save(out, force)
         return comparison
     _check_training(runs, methods, out, force)
     grid = read_grid(recipe, methods or (), SEEDS if seeds is None else seeds, vary or (), settings)
     baseline = pick_baseline([label_of(variant) for variant in grid.variants], baseline)
-    asked = None if budget is None else read_budget(budget)
-    grid = grid.within(asked)
-    grid.cells()  # says what is wrong with a recipe before there is a folder
+    requested = None if budget is None else read_budget(budget)
+    grid = grid.within(requested)
+    grid.cells()  # checks all recipes before the folder is created
     folder, name = Path(out or "").expanduser().resolve(), load_recipe(recipe, settings).name
     with held(folder):
-        job = _Job(grid, folder, progress, _opened(folder, asked, resume))
+        job = _Job(grid, folder, progress, _opened(folder, requested, resume))
         result = _comparison(job.train(baseline), name, baseline, smooth, job.state)
-        job.remember(result)  # before there is a page to be seen
+        job.remember(result)  # before the page can be read
         result.save_within(folder)
     return result
 
 
 def _check_reading(runs: Sequence[str | Path] | None, options: dict[str, Any]) -> None:
     if not runs:
-        raise ValueError("there is nothing to compare; give folders of training runs, or a recipe")
+        raise ValueError("nothing to compare: pass folders of training runs, or `recipe`")
     for name, value in options.items():
         if value is not None:
-            raise ValueError(f"`{name}` is for a recipe whose runs are trained; leave it out, or give a recipe")
+            raise ValueError(f"`{name}` needs `recipe`: it applies to runs that are trained, not to finished ones")
 
 
 def _check_training(runs: Any, methods: Any, out: Any, force: bool) -> None:
     if force:
-        raise ValueError("`force` would remove trained runs; use `resume`, or name another folder")
+        raise ValueError("`force` would delete trained runs; use `resume`, or another folder")
     if runs:
-        raise ValueError("there are runs and a recipe; give one of the two")
+        raise ValueError("got both finished runs and `recipe`; pass one of the two")
     if methods is None or out is None:
-        raise ValueError(f"a recipe needs {'`methods`' if methods is None else '`out`'}, what is compared and where")
+        raise ValueError(f"`recipe` needs {'`methods`' if methods is None else '`out`'} too")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            "several processes: train each run by `crosslayer train` under torchrun, then compare the runs"
+            "compare trains in a single process; train each run with `crosslayer train` under torchrun, then compare"
         )
 
 
 def _opened(folder: Path, budget: Budget | None, resume: bool) -> State:
-    """Return what a folder keeps, or a new state for a new folder."""
+    """Return the state in `grid.json` of a folder, or a new one for a new folder."""
     name = folder.name
     if folder.is_file():
-        raise ValueError(f"the folder {name!r} is a file; name another")
+        raise ValueError(f"the folder {name!r} is a file; use another name")
     if not folder.exists() or not any(folder.iterdir()):
         return State(budget=budget)  # pyright: ignore[reportCallIssue]
     if not resume:
-        raise ValueError(f"the folder {name!r} exists; give another name, or `resume` to go on with its runs")
+        raise ValueError(f"the folder {name!r} exists; use another name, or `resume` to continue its runs")
     state = read_state(folder)
     if state is None:
-        raise ValueError(f"the folder {name!r} is of no comparison that can be resumed; name another")
-    kept, asked = (None if part is None else part.asked for part in (state.budget, budget))
-    if kept != asked:
-        words = ["no budget" if part is None else part.text for part in (kept, asked)]
-        raise ValueError(f"the folder {name!r} has runs with {words[0]}, not with {words[1]}; name another")
+        raise ValueError(f"the folder {name!r} holds no comparison to resume; use another name")
+    existing, requested = (None if each is None else each.requested for each in (state.budget, budget))
+    if existing != requested:
+        texts = ["no budget" if each is None else each.text for each in (existing, requested)]
+        raise ValueError(f"the folder {name!r} has runs with {texts[0]}, got {texts[1]}; use another name")
     return state
 
 
 @dataclass
 class _Job:
-    """Runs to be trained in a folder, and what it keeps beside them."""
+    """The runs to train in a folder, and the state of its `grid.json`."""
 
     grid: Grid
     folder: Path
@@ -150,7 +149,7 @@ class _Job:
     state: State
 
     def train(self, baseline: str) -> Sorted:
-        """Train what is not there yet; runs that diverge are noted, and are not trained twice."""
+        """Train the missing runs; runs that diverge are recorded and not trained again."""
         self._schedule()
         cells = self.grid.cells(self.state.steps or None)
         names = {cell.recipe.name for cell in cells}
@@ -162,34 +161,34 @@ class _Job:
             before = self.state.stopped.get(name)
             if before is not None and before.recipe == digest:
                 continue
-            if before is not None:  # by another recipe
+            if before is not None:  # with another recipe
                 if not (self.folder / RUNS / name / RECORD).is_file():
                     shutil.rmtree(self.folder / RUNS / name, ignore_errors=True)
                 self._keep(stopped={other: what for other, what in self.state.stopped.items() if other != name})
             try:
                 run = self._train(cell.recipe, f"run {number} of {len(cells)}, {name}")
-                placed.append(Placed(run, name, cell.setting))
+                placed.append(Placed(run, name, cell.configuration))
             except TrainingStopped as stop:
                 if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
                     raise
                 what = Stopped(what=str(stop), recipe=digest)
                 self._keep(stopped={**self.state.stopped, name: what})
-        ended = {label_of(part.run.model.methods) for part in placed}
-        if baseline not in ended or len(ended) < 2:
-            each = "; ".join(f"{name}: {part.what}" for name, part in self.state.stopped.items())
-            raise ValueError(f"there is nothing to compare with {baseline}, since these runs stopped: {each}")
+        finished = {label_of(entry.run.model.methods) for entry in placed}
+        if baseline not in finished or len(finished) < 2:
+            each = "; ".join(f"{name}: {stop.what}" for name, stop in self.state.stopped.items())
+            raise ValueError(f"nothing to compare with {baseline}, because these runs stopped: {each}")
         runs = assemble(placed)
         return replace(runs, budget=self.state.budget, extends=self.state.before(runs.seeds))
 
     def remember(self, result: Comparison) -> None:
-        """Note the seeds of a page that could give verdicts, for the pages after it."""
+        """Record the seeds of a page with p-values, for the pages after it."""
         seeds = tuple(sorted({run.seed for run in result.runs}))
         known = any(set(seeds) <= set(judged) for judged in self.state.judged)
         if not known and any(outcome.adjusted is not None for outcome in result.outcomes):
             self._keep(judged=(*self.state.judged, seeds))
 
     def _schedule(self) -> None:
-        """Measure what the steps of each variant take, where a budget asks for it and it is not known yet."""
+        """Measure the cost of a step of each variant, if the budget needs it and it is not known yet."""
         budget = self.state.budget
         if budget is None or budget.kind == "tokens":
             return
@@ -199,26 +198,26 @@ class _Job:
         if self.state.steps.keys() == first.keys():
             return
         if self.state.steps:
-            raise ValueError(f"the folder {self.folder.name!r} has a budget for other variants; name another")
+            raise ValueError(f"the folder {self.folder.name!r} has a budget for other variants; use another name")
 
-        def short(key: str, place: Path) -> TrainingRun:
+        def short(key: str, folder: Path) -> TrainingRun:
             with self.progress(f"measuring a step of {key}", 0):
-                return train(self.grid.recipe(first[key].setting, first[key].methods, SHORT), place)
+                return train(self.grid.recipe(first[key].configuration, first[key].methods, SHORT), folder)
 
         budget, steps = measured(budget, [*first], short, self.folder / ".measured")
         self._keep(budget=budget, steps=steps)
 
     def _train(self, recipe: Recipe, shown: str) -> TrainingRun:
-        """Return a finished run of the very recipe, or train it to its end."""
-        place = self.folder / RUNS / recipe.name
-        if not (place / RECORD).is_file():
+        """Return the run of a recipe, trained to its end if it is not finished."""
+        folder = self.folder / RUNS / recipe.name
+        if not (folder / RECORD).is_file():
             try:
-                train(recipe, place, resume=True, progress=lambda *task: self.progress(f"{shown}: {task[0]}", task[1]))
+                train(recipe, folder, resume=True, progress=lambda *task: self.progress(f"{shown}: {task[0]}", task[1]))
             finally:
-                gc.collect()  # a trainer refers to itself, and would hold its model's memory
-        run = load_run(place)
+                gc.collect()  # a trainer refers to itself and would keep its model in memory
+        run = load_run(folder)
         if run.recipe != recipe.model_dump(mode="json"):
-            raise ValueError(f"{RUNS}/{recipe.name} is of another recipe; name another folder, or remove that run")
+            raise ValueError(f"{RUNS}/{recipe.name} has another recipe; use another folder, or remove that run")
         return run
 
     def _keep(self, **changes: Any) -> None:
@@ -238,7 +237,7 @@ def _comparison(
         baseline=baseline,
         smooth=smooth,
         **vars(runs),
-        stopped={} if state is None else {run: part.what for run, part in state.stopped.items()},
+        stopped={} if state is None else {run: stop.what for run, stop in state.stopped.items()},
         outcomes=results,
         laws=lines,
         no_laws=no_laws,

@@ -22,7 +22,7 @@ def test_smoothing_equals_a_loop(window):
 def test_a_planted_crossing():
     steps = np.arange(0, 1000, 7)
     assert np.isclose(critical_point(steps, 0.001 * (steps - 333.3)), 333.3)
-    wave = 0.001 * (steps - 500) + np.where((steps > 200) & (steps < 230), 1.0, 0.0)  # above 0 for a moment only
+    wave = 0.001 * (steps - 500) + np.where((steps > 200) & (steps < 230), 1.0, 0.0)  # above 0 only briefly
     assert np.isclose(critical_point(steps, wave), 500)
 
 
@@ -39,8 +39,8 @@ def test_a_crossing_to_come():
     assert expected_critical_point(steps, -1 - steps / 1000) is None  # falling
 
 
-def test_a_window_of_no_step_is_refused():
-    with pytest.raises(ValueError, match="window is 0; it must be at least 1 step"):
+def test_a_window_of_zero_steps_is_refused():
+    with pytest.raises(ValueError, match="window must be at least 1 step, got 0"):
         smoothed(np.ones(3), 0)
 
 
@@ -60,7 +60,7 @@ def test_steps_are_smoothed_in_whole_logged_entries(every, last, smooth, entries
     assert entries_of(np.arange(every, last + 1, every), smooth) == entries
 
 
-def test_the_band_is_both_curves_of_two_and_an_interval_of_three():
+def test_the_band_is_the_range_of_two_curves_and_an_interval_of_three():
     curves = np.random.default_rng(0).normal(size=(3, 5))
     low, high = band(curves[:2])
     assert (low == curves[:2].min(axis=0)).all() and (high == curves[:2].max(axis=0)).all()

@@ -1,4 +1,4 @@
-"""Runs that are read, which may come from anyone: what is refused, and what settings and variants are."""
+"""Reading runs, which may be untrusted: what is refused, and how configurations and variants are recognized."""
 
 import json
 
@@ -13,26 +13,26 @@ from tests.helpers.runs import run, written
 PAIR = (run("vanilla"), run("resformer", loss=2.9))
 
 
-def test_settings_are_what_differs_in_the_recipes(tmp_path):
+def test_configurations_are_what_differs_in_the_recipes(tmp_path):
     runs = [run(variant, size=size, length=64) for size in ("tiny", "mini") for variant in ("vanilla", "resformer")]
     result = crosslayer.compare(written(tmp_path, *runs))
-    assert [(s.label, s.values) for s in result.settings] == [
+    assert [(each.label, each.values) for each in result.configurations] == [
         ("model.size=tiny", {"model.size": "tiny"}),
         ("model.size=mini", {"model.size": "mini"}),
     ]
-    assert [outcome.setting for outcome in result.outcomes] == ["model.size=tiny", "model.size=mini"]
-    assert crosslayer.compare(written(tmp_path / "alone", *PAIR)).settings[0].label == ""
+    assert [outcome.configuration for outcome in result.outcomes] == ["model.size=tiny", "model.size=mini"]
+    assert crosslayer.compare(written(tmp_path / "alone", *PAIR)).configurations[0].label == ""
 
 
 def test_a_label_leaves_out_what_follows_from_the_rest(tmp_path):
     runs = [
         run(variant, length=length, name=f"{length}") for length in (64, 256) for variant in ("vanilla", "resformer")
     ]
-    for part in runs:
-        part.recipe["eval"] = {"windows": 4096 // part.recipe["data"]["length"]}
+    for entry in runs:
+        entry.recipe["eval"] = {"windows": 4096 // entry.recipe["data"]["length"]}
     result = crosslayer.compare(written(tmp_path, *runs))
-    assert [setting.label for setting in result.settings] == ["data.length=64", "data.length=256"]
-    assert result.settings[1].values == {"data.length": 256, "eval.windows": 16}
+    assert [each.label for each in result.configurations] == ["data.length=64", "data.length=256"]
+    assert result.configurations[1].values == {"data.length": 256, "eval.windows": 16}
 
 
 def test_a_folder_of_runs_is_as_good_as_its_runs(tmp_path):
@@ -43,26 +43,29 @@ def test_a_folder_of_runs_is_as_good_as_its_runs(tmp_path):
 
 def test_a_pause_of_the_machine_hardly_changes_the_time_of_a_step(tmp_path):
     paused = run("resformer", length=64, seconds=1e6)
-    slow = [10.0 if place < 3 else 1e4 for place in range(len(paused.curve.steps))]  # tokens a second
+    slow = [10.0 if entry < 3 else 1e4 for entry in range(len(paused.curve.steps))]  # tokens a second
     paused = paused.model_copy(update={"curve": paused.curve.model_copy(update={"tokens_per_second": slow})})
     result = crosslayer.compare(written(tmp_path, run("vanilla", length=64), paused))
-    assert [part.step_seconds for part in result.runs] == pytest.approx([8 * 64 / 1e4] * 2)
+    assert [entry.step_seconds for entry in result.runs] == pytest.approx([8 * 64 / 1e4] * 2)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": "crosslayer/bench/2"}, "00-0: record.json is 'crosslayer/bench/2', no training run's"),
-        ({"schema": "crosslayer/train/1"}, "00-0: record.json has the schema 'crosslayer/train/1'; this release reads"),
+        (
+            {"schema": "crosslayer/bench/2"},
+            "00-0: record.json must be of a training run, got schema 'crosslayer/bench/2'",
+        ),
+        ({"schema": "crosslayer/train/1"}, "00-0: record.json is 'crosslayer/train/1'; this release reads"),
         ({"seed": "0; rm"}, "00-0: record.json: seed: "),
-        ({"recipe": {}}, "00-0: its recipe has no data.length"),
-        ({"recipe": {"data.length": 64}}, "00-0: its recipe has no data.length"),
-        ({"recipe": {"data": {"length": True}}}, "00-0: its recipe has no data.length"),
+        ({"recipe": {}}, "00-0: data.length of its recipe must be"),
+        ({"recipe": {"data.length": 64}}, "00-0: data.length of its recipe must be"),
+        ({"recipe": {"data": {"length": True}}}, "00-0: data.length of its recipe must be .* got True"),
         (
             {"validation": [{"step": s, "losses": {"books": 1, "code": 1}} for s in (5, 5)]},
-            "00-0: its steps do not rise",
+            "00-0: its steps must increase",
         ),
-        ({"name": "a\x1b[2J"}, r"00-0: 'a\\x1b\[2J' cannot be printed"),
+        ({"name": "a\x1b[2J"}, r"00-0: names must be printable, got 'a\\x1b\[2J'"),
         ({"extra": 1}, "00-0: record.json: extra: "),
     ],
 )
@@ -94,22 +97,20 @@ def test_a_method_of_a_hostile_name_is_refused_or_harmless(tmp_path, name):
     if name == "os.system":
         assert crosslayer.compare(folders).outcomes[0].variant == "os.system"  # a name, which nothing imports
     else:
-        with pytest.raises(ValueError, match="01-0: a method is called .*, which is no name"):
+        with pytest.raises(ValueError, match="01-0: a method's name must be letters"):
             crosslayer.compare(folders)
 
 
 def test_runs_on_other_text_are_not_paired(tmp_path):
     other = run("resformer", fingerprint="another")
-    with pytest.raises(
-        ValueError, match="00-0 and 01-0 have the same recipe but read different text in the domain 'books'"
-    ):
+    with pytest.raises(ValueError, match="00-0 and 01-0 have the same recipe but different text in domain 'books'"):
         crosslayer.compare(written(tmp_path, PAIR[0], other))
 
 
 def test_runs_with_other_batches_are_not_paired(tmp_path):
     """Four processes read four times as much in a step, and the recipe does not say so."""
     other = PAIR[1].model_copy(update={"tokens": 4 * PAIR[1].tokens})
-    message = "00-0 and 01-0 have the same recipe but read 512 and 2,048 tokens a step"
+    message = "00-0 and 01-0 have the same recipe but 512 and 2,048 tokens per step"
     with pytest.raises(ValueError, match=message):
         crosslayer.compare(written(tmp_path / "other", PAIR[0], other))
     shorter = PAIR[1].model_copy(update={"steps": 100, "tokens": PAIR[1].tokens // 2})  # as a budget has it
@@ -120,8 +121,8 @@ def under_budget(folder, budget, steps):
     """Write runs of two variants with steps of their own, as a comparison under a budget does; return its folder."""
     runs = []
     for variant, count in steps.items():
-        part = run(variant, steps=count)
-        runs.append(part.model_copy(update={"recipe": {**part.recipe, "schedule": {"tokens": None, "steps": count}}}))
+        entry = run(variant, steps=count)
+        runs.append(entry.model_copy(update={"recipe": {**entry.recipe, "schedule": {"tokens": None, "steps": count}}}))
     written(folder / "runs", *runs)
     state = {"schema": "crosslayer/grid/1", "budget": {**budget, "step_seconds": {}}, "steps": steps}
     (folder / "grid.json").write_text(json.dumps(state))
@@ -132,11 +133,11 @@ def test_runs_under_a_budget_are_read_again(tmp_path):
     folder = under_budget(tmp_path / "a", {"kind": "time", "amount": 60}, {"vanilla": 200, "resformer": 150})
     for paths in ([folder], [folder / "runs"], sorted((folder / "runs").iterdir())):
         result = crosslayer.compare(paths)
-        assert [setting.label for setting in result.settings] == [""] and result.budget.amount == 60
-        assert result.outcomes[0].seeds == (0,) and "was given 60 s" in result.page()
+        assert [each.label for each in result.configurations] == [""] and result.budget.amount == 60
+        assert result.outcomes[0].seeds == (0,) and "a budget of 60 s" in result.page()
     longer = under_budget(tmp_path / "b", {"kind": "time", "amount": 90}, {"vanilla": 300, "resformer": 225})
     both = crosslayer.compare([folder, longer])
-    assert [setting.label for setting in both.settings] == ["budget=time=60", "budget=time=90"]
+    assert [each.label for each in both.configurations] == ["budget=time=60", "budget=time=90"]
     assert both.budget is None and [outcome.seeds for outcome in both.outcomes] == [(0,), (0,)]
 
 
@@ -158,22 +159,22 @@ def test_a_hostile_budget_is_refused(tmp_path, state, message):
 
 
 def test_the_same_run_twice_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="01-0 and 02-0 are both resformer with seed 0; leave one out"):
+    with pytest.raises(ValueError, match="01-0 and 02-0 are both resformer with seed 0"):
         crosslayer.compare(written(tmp_path, *PAIR, PAIR[1]))
 
 
 def test_what_there_is_not_to_compare(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="'empty' holds no finished run"):
+    with pytest.raises(ValueError, match="'empty' contains no finished run"):
         crosslayer.compare([tmp_path / "empty"])
-    with pytest.raises(ValueError, match="there is nothing beside vanilla"):
+    with pytest.raises(ValueError, match="at least two variants, got only vanilla"):
         crosslayer.compare(written(tmp_path / "one", PAIR[0]))
-    with pytest.raises(ValueError, match="there is nothing to compare"):
+    with pytest.raises(ValueError, match="nothing to compare"):
         crosslayer.compare()
     folders = written(tmp_path / "two", *PAIR)
-    with pytest.raises(ValueError, match="`baseline` is 'resfromer', which is no variant; did you mean 'resformer'"):
+    with pytest.raises(ValueError, match="`baseline` must be .*, got 'resfromer'; did you mean 'resformer'"):
         crosslayer.compare(folders, baseline="resfromer")
-    with pytest.raises(ValueError, match="`seeds` is for a recipe"):
+    with pytest.raises(ValueError, match="`seeds` needs `recipe`"):
         crosslayer.compare(folders, seeds=3)
     assert crosslayer.compare(folders, baseline="resformer").outcomes[0].variant == "vanilla"
 
@@ -193,8 +194,8 @@ def test_labels_say_what_is_not_the_default():
         ("vanilla, resfromer", "`methods`: method 'resfromer' is not known; did you mean 'resformer'?"),
         ("vanilla, {name: cla, groop: 4}", "method 'cla' has no option 'groop'; did you mean 'group'?"),
         ("vanilla, null", "`methods` names vanilla twice"),
-        ("vanilla, 3", "`methods` holds 3"),
-        ("", "`methods` is empty"),
+        ("vanilla, 3", "got 3"),
+        ("", "`methods` must name at least two variants, got none"),
         ("vanilla, {name: cla", "methods 'vanilla, {name: cla'"),
         ("vanilla, &a cla, *a", "is an alias"),
     ],
@@ -215,10 +216,10 @@ def test_the_command_reads_runs(tmp_path, capsys, monkeypatch):
     assert type_in(monkeypatch, words) == 2 and "exists; give another name, or --force" in capsys.readouterr().err
     assert type_in(monkeypatch, [*words, "--force"]) == 0
     assert type_in(monkeypatch, [*words, "--force", "--budget", "time=3"]) == 2
-    assert "--budget is for a recipe whose runs are trained" in capsys.readouterr().err
+    assert "--budget needs --recipe" in capsys.readouterr().err
 
 
-def test_a_page_of_more_seeds_is_none_that_came_before():
+def test_a_page_extends_only_pages_with_fewer_seeds():
     state = State(judged=((0, 1, 2), (0, 1, 2, 3, 4)))
     assert state.before((0, 1, 2, 3, 4)) == state.before((0, 1, 2, 5)) == ((0, 1, 2),)
     assert state.before((0, 1, 2)) == state.before((1, 2, 3)) == ()

@@ -36,7 +36,7 @@ RUNS = ["svformer-0", "svformer-1", "vanilla-0", "vanilla-1"]
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CROSSLAYER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        gc.freeze()  # garbage is collected after every run; that takes half a second if it looks at all imports
+        gc.freeze()  # garbage is collected after every run; that takes half a second if it scans all imports
         yield
         gc.unfreeze()
 
@@ -62,26 +62,26 @@ def whole(recipe, tmp_path_factory):
 
 @pytest.fixture
 def planted(whole, monkeypatch):
-    """Instead of training save a run that is there, as if it was of the recipe; `losses` are at its end, by method."""
+    """Instead of training, save an existing run as if it was of the recipe; `losses` are its final ones, by name."""
     vanilla, svformer = (
         crosslayer.load_result(whole[1] / "runs" / f"{variant}-0") for variant in ("vanilla", "svformer")
     )
     losses = {}
 
     def train(recipe, place, **options):
-        part = vanilla if recipe.model.method is None else svformer
-        loss = losses.get(place.name, part.final_loss)
-        end = part.validation[-1].model_copy(update={"losses": {"books": loss, "code": loss}})
+        entry = vanilla if recipe.model.method is None else svformer
+        loss = losses.get(place.name, entry.final_loss)
+        end = entry.validation[-1].model_copy(update={"losses": {"books": loss, "code": loss}})
         steps, width = recipe.schedule.total_steps(2 * recipe.data.length), recipe.model.shape["hidden_size"]
         changes = {
-            "model": part.model.model_copy(update={"parameters": part.model.parameters * width // 32}),
+            "model": entry.model.model_copy(update={"parameters": entry.model.parameters * width // 32}),
             "recipe": recipe.model_dump(mode="json"),
             "seed": recipe.seed,
             "steps": steps,
             "tokens": steps * 2 * recipe.data.length,
             "validation": (end,),
         }
-        changed = part.model_copy(update=changes)
+        changed = entry.model_copy(update=changes)
         place.mkdir(parents=True)
         (place / "record.json").write_text(json.dumps(changed.record()))
         return changed
@@ -108,8 +108,10 @@ def no_training(monkeypatch):
 
 def test_the_grid_is_trained_and_compared(whole):
     result, folder = whole
-    assert sorted(place.name for place in (folder / "runs").iterdir()) == RUNS
-    assert {(part.variant, part.seed) for part in result.runs} == {(a, s) for a in METHODS.split(", ") for s in (0, 1)}
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == RUNS
+    assert {(entry.variant, entry.seed) for entry in result.runs} == {
+        (a, s) for a in METHODS.split(", ") for s in (0, 1)
+    }
     (outcome,) = result.outcomes
     losses = {name: crosslayer.load_result(folder / "runs" / name).final_loss for name in RUNS}
     differences = [losses[f"svformer-{seed}"] - losses[f"vanilla-{seed}"] for seed in (0, 1)]
@@ -151,12 +153,12 @@ def test_added_seeds_are_judged_more_strictly_and_the_page_says_so(recipe, tmp_p
     options = {"out": tmp_path / "grown", "recipe": recipe, "methods": METHODS, "resume": True}
     first = crosslayer.compare(**options, seeds=3)
     assert first.extends == () and first.outcomes[0].verdict == "lower"
-    again = crosslayer.compare(**options, seeds=3)  # the same page is no further one
+    again = crosslayer.compare(**options, seeds=3)  # the same page does not count twice
     assert again.outcomes == first.outcomes
     grown = crosslayer.compare(**options, seeds=5)
     (outcome,) = grown.outcomes
     assert grown.extends == ((0, 1, 2),) and np.isclose(outcome.adjusted, 10 * outcome.final.p)
-    assert any(words.startswith("Seeds were added after a page with 3 of them") for words in sentences(grown))
+    assert any("p < 0.005" in line and "with 3 seeds" in line for line in sentences(grown))
     assert crosslayer.compare([tmp_path / "grown"]).outcomes == grown.outcomes
     assert crosslayer.compare(**options, seeds=3).outcomes == first.outcomes
 
@@ -172,7 +174,7 @@ def test_the_page_in_a_browser(whole, browser):
 
 
 def test_an_option_that_no_record_can_hold_is_refused(monkeypatch):
-    """Of a method of somebody's own; its `repr` would stand in a label for what it is."""
+    """A user-defined method may have such an option; a label would show its `repr`."""
     monkeypatch.setattr("crosslayer.verbs.compare.grid.to_entry", lambda method: {"name": "own", "option": Path("a")})
     with pytest.raises(ValueError, match="`methods`: .*is not JSON serializable"):
         read_methods("cla")
@@ -181,29 +183,29 @@ def test_an_option_that_no_record_can_hold_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"resume": False}, "the folder 'whole' exists; give another name, or `resume`"),
-        ({"settings": ["schedule.steps=7"]}, "runs/vanilla-0 is of another recipe; name another folder"),
-        ({"budget": "tokens=1000"}, "the folder 'whole' has runs with no budget, not with tokens=1000"),
+        ({"resume": False}, "the folder 'whole' exists; use another name, or `resume`"),
+        ({"settings": ["schedule.steps=7"]}, "runs/vanilla-0 has another recipe"),
+        ({"budget": "tokens=1000"}, "the folder 'whole' has runs with no budget, got tokens=1000"),
         ({"methods": "vanilla, resfromer"}, "did you mean 'resformer'?"),
-        ({"methods": "vanilla"}, "there is nothing beside vanilla"),
-        ({"methods": "vanilla, {name: cla, group: 5}"}, "cla(group=5): --set model.method="),
-        ({"baseline": "resfromer"}, "`baseline` is 'resfromer', which is no variant"),
-        ({"seeds": 0}, "`seeds` is 0; it must be at least 1"),
-        ({"smooth": 0}, "`smooth` is 0; it must be at least 1 step"),
-        ({"budget": "tim=60"}, "`budget` is 'tim=60'; write for example time=60, in seconds: did you mean 'time'?"),
-        ({"budget": "time=-1"}, "`budget` is 'time=-1'; write a number above 0"),
-        ({"budget": "time=nan"}, "write a number above 0"),
-        ({"budget": "tokens=1e4", "vary": ["schedule.tokens=1,2"]}, "`budget` decides schedule.tokens"),
-        ({"vary": ["model.method=cla"]}, "the runs differ in model.method by themselves: use `methods`"),
+        ({"methods": "vanilla"}, "at least two variants, got only vanilla"),
+        ({"methods": "vanilla, {name: cla, group: 5}"}, "cla(group=5): model.method"),
+        ({"baseline": "resfromer"}, "`baseline` must be one of the variants, got 'resfromer'"),
+        ({"seeds": 0}, "`seeds` must be at least 1, got 0"),
+        ({"smooth": 0}, "`smooth` must be at least 1 step, got 0"),
+        ({"budget": "tim=60"}, "got 'tim=60'; did you mean 'time'?"),
+        ({"budget": "time=-1"}, "`budget` must be a number above 0, got 'time=-1'"),
+        ({"budget": "time=nan"}, "must be a number above 0"),
+        ({"budget": "tokens=1e4", "vary": ["schedule.tokens=1,2"]}, "`budget` sets schedule.tokens"),
+        ({"vary": ["model.method=cla"]}, "`vary` must not name model.method, got 'model.method=cla'; use `methods`"),
         (
             {"vary": ["model.sise=tiny"]},
-            'vanilla with model.sise=tiny: --set model.sise="tiny": model: sise is not known',
+            "vanilla with model.sise=tiny: model.sise: unknown key, did you mean 'size'?",
         ),
-        ({"vary": ["data.length"]}, "`vary` is 'data.length'; write key=value,value"),
-        ({"vary": ["data.length=8,8"]}, "which holds 8 twice"),
-        ({"vary": ["data.length=8", "data.length=16"]}, "`vary` names data.length twice"),
-        ({"runs": ["somewhere"]}, "there are runs and a recipe; give one of the two"),
-        ({"methods": None}, "a recipe needs `methods`"),
+        ({"vary": ["data.length"]}, "`vary` must be key=value,value, got 'data.length'"),
+        ({"vary": ["data.length=8,8"]}, "got 8 twice"),
+        ({"vary": ["data.length=8", "data.length=16"]}, "got data.length twice"),
+        ({"runs": ["somewhere"]}, "got both finished runs and `recipe`"),
+        ({"methods": None}, "`recipe` needs `methods`"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_trained(whole, recipe, no_training, options, message):
@@ -216,7 +218,7 @@ def test_what_is_wrong_is_said_before_anything_is_trained(whole, recipe, no_trai
 def test_a_folder_of_something_else_is_refused(recipe, tmp_path, no_training):
     (tmp_path / "mine.txt").write_text("mine")
     options = {"out": tmp_path, "recipe": recipe, "methods": METHODS, "resume": True}
-    with pytest.raises(ValueError, match="is of no comparison that can be resumed"):
+    with pytest.raises(ValueError, match="holds no comparison to resume"):
         crosslayer.compare(**options)
     (tmp_path / "grid.json").write_text('{"schema": "crosslayer/grid/1", "steps": {"vanilla": "rm"}}')
     with pytest.raises(ValueError, match=r"grid.json: steps.vanilla: "):
@@ -236,37 +238,37 @@ def test_a_run_that_diverges_is_left_out_and_stays_out(recipe, tmp_path, monkeyp
     options = {"out": tmp_path / "out", "recipe": recipe, "methods": "svformer, vanilla", "seeds": 2}
     result = crosslayer.compare(**options)
     assert list(result.stopped) == ["svformer-0"] and result.outcomes[0].missing == (0,)
-    assert any("since it stopped: svformer-0, the loss is nan" in line for line in sentences(result))
+    assert any("svformer-0, the loss is nan" in line for line in sentences(result))
     assert calls == ["svformer-0", "vanilla-0", "svformer-1", "vanilla-1"]
     again = crosslayer.compare(**options, resume=True)
     assert len(calls) == 4 and again.stopped == result.stopped
 
 
 @pytest.mark.slow
-def test_a_baseline_that_diverges_is_said(recipe, tmp_path):
-    """And with a learning rate that it survives, --resume trains it, in the folder where it had stopped."""
+def test_a_baseline_that_diverges_is_an_error(recipe, tmp_path):
+    """With a learning rate that does not diverge, --resume trains it in the same folder."""
     options = {"out": tmp_path / "out", "recipe": recipe, "methods": METHODS, "seeds": 1}
     with pytest.raises(ValueError) as error:
         crosslayer.compare(**options, settings=["train.learning_rate=1e30"])
     message = str(error.value)
-    assert message.startswith("there is nothing to compare with vanilla, since these runs stopped: vanilla-0: the loss")
+    assert message.startswith("nothing to compare with vanilla") and "vanilla-0: the loss" in message
     assert "; svformer-0: the loss" in message and "\n" not in message
     result = crosslayer.compare(**options, resume=True)
-    assert result.stopped == {} and [part.variant for part in result.runs] == METHODS.split(", ")
+    assert result.stopped == {} and [entry.variant for entry in result.runs] == METHODS.split(", ")
     assert json.loads((tmp_path / "out" / "grid.json").read_text())["stopped"] == {}
 
 
 def test_budgets_are_whole_steps(tmp_path):
     assert whole_steps(60.0, 0.5, "a") == 120 and whole_steps(0.99, 0.5, "a") == 1
-    with pytest.raises(ValueError, match="`budget` is too small for a step of a, which takes 0.5 of 0.4"):
+    with pytest.raises(ValueError, match="`budget` must allow .* a step of a needs 0.5, got 0.4"):
         whole_steps(0.4, 0.5, "a")
     turns = []
 
     def short(key, place):
         turns.append(key)
         speed = {"slow": [1.0, 1.0, *[100.0] * 8], "fast": [1.0, 1.0, *[200.0] * 8]}[key]
-        part = run(steps=10, length=10, parameters=100)
-        return part.model_copy(update={"curve": part.curve.model_copy(update={"tokens_per_second": speed})})
+        entry = run(steps=10, length=10, parameters=100)
+        return entry.model_copy(update={"curve": entry.curve.model_copy(update={"tokens_per_second": speed})})
 
     budget, steps = measured(read_budget("time=8"), ["slow", "fast"], short, tmp_path / "short")
     assert budget.step_seconds == {"slow": 0.8, "fast": 0.4} and steps == {"slow": 10, "fast": 20}
@@ -280,18 +282,22 @@ def test_a_budget_of_flops(recipe, tmp_path):
     meter = Recorder()
     options = {"out": tmp_path / "flops", "recipe": recipe, "methods": "vanilla, cla", "progress": meter}
     flops = crosslayer.compare(**options, seeds=1, budget="flops=4e7")
-    told = [what for what, _ in meter.works]
-    assert told[:2] == ["measuring a step of vanilla", "measuring a step of cla"]
-    assert told[2].startswith("run 1 of 2, vanilla-0: ") and told[-1].startswith("run 2 of 2, cla-0: ")
-    spent = {part.variant: part.flops_per_token * part.tokens for part in flops.runs}
-    for part in flops.runs:
-        step = part.flops_per_token * part.tokens / part.steps
-        assert 4e7 - step < spent[part.variant] <= 4e7
+    tasks = [task for task, _ in meter.works]
+    assert tasks[:2] == ["measuring a step of vanilla", "measuring a step of cla"]
+    assert tasks[2].startswith("run 1 of 2, vanilla-0: ") and tasks[-1].startswith("run 2 of 2, cla-0: ")
+    spent = {entry.variant: entry.flops_per_token * entry.tokens for entry in flops.runs}
+    for entry in flops.runs:
+        step = entry.flops_per_token * entry.tokens / entry.steps
+        assert 4e7 - step < spent[entry.variant] <= 4e7
     assert json.loads((tmp_path / "flops" / "grid.json").read_text())["steps"] == {
         p.variant: p.steps for p in flops.runs
     }
     again = crosslayer.compare([tmp_path / "flops"])
-    assert again.budget == flops.budget and again.outcomes == flops.outcomes and again.settings == flops.settings
+    assert (
+        again.budget == flops.budget
+        and again.outcomes == flops.outcomes
+        and again.configurations == flops.configurations
+    )
 
 
 @pytest.mark.slow
@@ -300,9 +306,9 @@ def test_a_budget_of_time_is_measured_once(recipe, tmp_path, monkeypatch):
     started = time.perf_counter()
     first = crosslayer.compare(**options)
     assert set(first.budget.step_seconds) == {"vanilla", "svformer"}
-    for part in first.runs:
-        assert part.steps == int(0.3 / first.budget.step_seconds[part.variant])
-        assert part.seconds < time.perf_counter() - started
+    for entry in first.runs:
+        assert entry.steps == int(0.3 / first.budget.step_seconds[entry.variant])
+        assert entry.seconds < time.perf_counter() - started
     monkeypatch.setattr(module, "train", None)
     assert crosslayer.compare(**options, resume=True).budget == first.budget
     assert not (tmp_path / "out" / ".measured").exists()
@@ -312,12 +318,12 @@ def test_the_command_trains(recipe, tmp_path, capsys, monkeypatch, planted):
     words = ["compare", "--recipe", str(recipe), "--methods", METHODS, "--seeds", "1", "--out", str(tmp_path / "out")]
     assert type_in(monkeypatch, [*words, "--budget", "tokens=300", "--vary", "model.shape.hidden_size=32,64"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    settings = [f"model.shape.hidden_size={width}" for width in (32, 64)]
-    assert [part["setting"] for part in json.loads(last)["results"]] == settings
-    assert "given 300 tokens" in lines[0] and "took 320" in lines[0]
+    configurations = [f"model.shape.hidden_size={width}" for width in (32, 64)]
+    assert [result["configuration"] for result in json.loads(last)["results"]] == configurations
+    assert "300 tokens" in lines[0] and "320" in lines[0]
     result = crosslayer.load_result(tmp_path / "out")
-    assert {part.tokens for part in result.runs} == {5 * 64} and {law.cost for law in result.laws} == {"parameters"}
+    assert {entry.tokens for entry in result.runs} == {5 * 64} and {law.cost for law in result.laws} == {"parameters"}
     assert type_in(monkeypatch, words) == 2
-    assert "exists; give another name, or --resume to go on with its runs" in capsys.readouterr().err
+    assert "exists; use another name, or --resume to continue its runs" in capsys.readouterr().err
     assert type_in(monkeypatch, [*words, "--force"]) == 2
-    assert "--force would remove trained runs" in capsys.readouterr().err
+    assert "--force would delete trained runs" in capsys.readouterr().err

@@ -32,7 +32,7 @@ def test_published_coefficients_of_attention_residuals():
     assert np.isclose(relative_cost(baseline, baseline, 3.0), 1)
 
 
-def test_a_law_that_does_not_fall_or_is_far_away_tells_no_cost():
+def test_a_law_that_does_not_fall_or_is_far_away_gives_no_cost():
     baseline = PowerLaw(2.0, 0.05, None, 1, 10)
     for other in (PowerLaw(2.0, 0.0, None, 1, 10), PowerLaw(2.0, -0.1, None, 1, 10), PowerLaw(9.0, 1e-9, None, 1, 10)):
         assert relative_cost(other, baseline, 5.0) is None
@@ -46,8 +46,8 @@ def test_two_points_have_no_interval():
 @pytest.mark.parametrize(
     ("costs", "losses", "message"),
     [
-        ([1.0, 1.0], [2.0, 2.1], "two different costs, each with its loss; got 1"),
-        ([1.0, 2.0], [2.0], "two different costs, each with its loss"),
+        ([1.0, 1.0], [2.0, 2.1], "at least two different costs, each with its loss, got 1"),
+        ([1.0, 2.0], [2.0], "at least two different costs, each with its loss"),
         ([1.0, 0.0], [2.0, 2.1], "costs and losses above 0"),
         ([1.0, 2.0], [2.0, float("nan")], "costs and losses above 0"),
     ],

@@ -1,4 +1,4 @@
-"""The settings of transformers' Trainer: those that a recipe may choose, and those that make runs comparable."""
+"""The arguments of transformers' Trainer: those that a recipe can set, and those fixed so that runs are comparable."""
 
 import dataclasses
 import importlib.util
@@ -18,53 +18,53 @@ from transformers.integrations.integration_utils import (
 from transformers.training_args import OptimizerNames
 
 from crosslayer.core.transformers_versions import OLD_ARGUMENTS
-from crosslayer.verbs.train.recipe_file import nearest, one_of, only_keys, typed_keys
+from crosslayer.verbs.train.recipe_file import WrongKey, nearest, one_of, only_keys, typed_keys
 
-DEFAULTS: dict[str, Any] = {  # a recipe's `train` may say otherwise
+DEFAULTS: dict[str, Any] = {  # a recipe's `train` can override them
     "logging_steps": 10,
     "save_steps": 500,
-    "save_total_limit": 2,  # a damaged newest one can fall back to the one before
+    "save_total_limit": 2,  # if the newest one is damaged, the one before is used
     "report_to": "none",
-    "ddp_find_unused_parameters": False,  # a decoder has none: what is borrowed does not exist
+    "ddp_find_unused_parameters": False,  # a layer that reads another's state has no parameters for it
 }
 BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}  # Trainer's own defaults
-MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}  # where a package has another name
-WORKERS = 16  # processes that read data, for each core, at the most
-SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}  # checkpoints by torch.distributed.checkpoint, in parallel
-REASONS = {  # why a recipe does not set keys, and what to write instead → the keys
-    "a run writes into the folder that it is given": "output_dir",
-    "write `seed` at the top of the recipe": "seed data_seed",
-    "write schedule.steps or schedule.tokens": "max_steps num_train_epochs",
-    "write schedule.warmup": "warmup_steps warmup_ratio",
-    "write schedule.kind and schedule.minimum": "lr_scheduler_type lr_scheduler_kwargs",
-    "write eval.every and eval.windows": (
+MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}  # integrations whose package has another name
+WORKERS = 16  # maximum number of data loading processes per core
+SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}  # ranks write checkpoints in parallel
+REASONS = {  # why a recipe cannot set keys, or what to set instead → the keys
+    "use `--out`": "output_dir",
+    "set seed at the top level of the recipe": "seed data_seed",
+    "set schedule.steps or schedule.tokens": "max_steps num_train_epochs",
+    "set schedule.warmup": "warmup_steps warmup_ratio",
+    "set schedule.kind and schedule.minimum": "lr_scheduler_type lr_scheduler_kwargs",
+    "set eval.every and eval.windows": (
         "eval_strategy eval_steps eval_delay eval_on_start do_train do_eval do_predict prediction_loss_only"
         " eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics"
         " load_best_model_at_end metric_for_best_model greater_is_better"
     ),
-    "what is read, and in which order, follows from data and seed": (
+    "data and seed determine the rows and their order": (
         "train_sampling_strategy remove_unused_columns label_names length_column_name ignore_data_skip"
         " dataloader_drop_last dataloader_in_order"
     ),
-    "checkpoints are whole and come every save_steps steps, of which save_total_limit stay": (
+    "checkpoints are complete; set save_steps and save_total_limit": (
         "save_strategy save_only_model save_on_each_node resume_from_checkpoint enable_jit_checkpoint"
         " restore_callback_states_from_checkpoint"
     ),
-    "the batch would change under way, and with it the data": "auto_find_batch_size",
-    "a loss that is not finite ends the run; it would hide it": "logging_nan_inf_filter",
-    "losses are logged every logging_steps steps": "logging_strategy",
-    "training keeps no cache": "use_cache",
-    "progress is shown as by every command": "disable_tqdm",
-    "a finished model is pushed from its own folder": (
+    "the batch size, and with it the data, would change during the run": "auto_find_batch_size",
+    "it would hide a loss that is not finite, which ends the run": "logging_nan_inf_filter",
+    "set logging_steps": "logging_strategy",
+    "training uses no cache": "use_cache",
+    "the command shows its own progress": "disable_tqdm",
+    "push the finished model with `crosslayer push`": (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
     ),
-    "write activation_checkpointing": "gradient_checkpointing",
-    "write activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+    "set activation_checkpointing": "gradient_checkpointing",
+    "set activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
     "Trainer would smooth labels without shifting them": "label_smoothing_factor",
     "`torchrun` or `accelerate launch` sets it": "local_rank parallelism_config",
 }
 OWNED = {key: reason for reason, keys in REASONS.items() for key in keys.split()}
-LEAST = {  # what no run can have less of
+LEAST = {  # minimum values
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
@@ -75,27 +75,27 @@ LEAST = {  # what no run can have less of
 
 
 def has_bfloat16() -> bool:
-    """Return whether the GPU computes in bfloat16; CPUs are slower by it."""
+    """Return whether a GPU computes in bfloat16; on CPUs it is slower than float32."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def step_sequences(args: TrainingArguments) -> int:
-    """Return how many sequences a step reads, over all processes and the batches that it accumulates."""
+    """Return the number of sequences per step, over all processes and accumulated batches."""
     return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 def batch_sequences(train: Mapping[str, Any]) -> int:
-    """Return how many sequences a step reads in each process, by a recipe's `train`."""
+    """Return the number of sequences per step and process, from a recipe's `train`."""
     return math.prod(train.get(key, default) for key, default in BATCH.items())
 
 
 def training_arguments(
     folder: Path, seed: int, course: Mapping[str, Any], train: Mapping[str, Any] | None = None
 ) -> TrainingArguments:
-    """Return Trainer's arguments for a run, whose log and checkpoints go into `folder`.
+    """Return Trainer's arguments for a run that logs and saves checkpoints into `folder`.
 
-    `course` has steps and learning rate, as `SchedulePart.course` returns them; `train` any other field of
-    `TrainingArguments`. The seed is dropout's: weights and data have been drawn before.
+    `course` holds steps and learning rate from `SchedulePart.course`, `train` any other field of `TrainingArguments`.
+    The seed is for dropout; weights and data order have been drawn before.
     """
     own = {
         "output_dir": str(folder),
@@ -103,75 +103,80 @@ def training_arguments(
         "data_seed": seed,
         **course,
         "eval_strategy": "steps",
-        "train_sampling_strategy": "sequential",  # the data have an order of their own
+        "train_sampling_strategy": "sequential",  # the data set determines the order
         "remove_unused_columns": False,
-        "logging_nan_inf_filter": False,  # such a loss ends the run
-        "disable_tqdm": True,  # progress goes the way of all commands
+        "logging_nan_inf_filter": False,  # a loss that is not finite ends the run
+        "disable_tqdm": True,  # the command shows its own progress
     }
     accelerated = torch.accelerator.is_available()
     chosen = {**DEFAULTS, "dataloader_pin_memory": accelerated, "use_cpu": not accelerated, **(train or {})}
     chosen.setdefault("bf16", not chosen["use_cpu"] and not chosen.get("fp16", False) and has_bfloat16())
-    if chosen.get("fsdp") and isinstance(chosen.get("fsdp_config", {}), dict):  # else a file, which says all
+    if chosen.get("fsdp") and isinstance(
+        chosen.get("fsdp_config", {}), dict
+    ):  # otherwise a file, which is used as it is
         chosen["fsdp_config"] = {**SHARDED, **chosen.get("fsdp_config", {})}
     _check_choices(chosen)
     try:
         arguments = TrainingArguments(**own, **{OLD_ARGUMENTS.get(name, name): value for name, value in chosen.items()})
-        arguments.get_process_log_level()  # fails for a level that is not known
+        arguments.get_process_log_level()  # fails for an unknown level
     except (ImportError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"train cannot be used as it is: {type(error).__name__}: {error}") from error
+        raise ValueError(f"train: Trainer does not accept these arguments: {type(error).__name__}: {error}") from error
     workers, cores = arguments.dataloader_num_workers, os.cpu_count() or 1
     if workers > WORKERS * cores:  # each is a process
         raise ValueError(
-            f"train.dataloader_num_workers is {workers:,}; with the {cores} cores of this machine use at most "
-            f"{WORKERS * cores}"
+            f"train.dataloader_num_workers: must be at most {WORKERS * cores} on this machine with {cores} cores, got "
+            f"{workers:,}"
         )
-    if arguments.n_gpu > 1:  # DataParallel, where a batch is another one
+    if arguments.n_gpu > 1:  # Trainer would use DataParallel, which changes the batch
         raise ValueError(
-            f"a single process sees {arguments.n_gpu} GPUs; start as many by torchrun --nproc-per-node, or choose one "
-            "by CUDA_VISIBLE_DEVICES"
+            f"a process must see one GPU, got {arguments.n_gpu}; start one process per GPU with torchrun "
+            "--nproc-per-node, or set CUDA_VISIBLE_DEVICES"
         )
     return arguments
 
 
 def _check_choices(chosen: Mapping[str, Any]) -> None:
-    """Refuse what needs a package that is not installed, and names that nobody knows, before anything is read."""
-    needed = {f"deepspeed is {chosen.get('deepspeed')!r}": "deepspeed"} if chosen.get("deepspeed") else {}
+    """Refuse arguments that need a missing package, and unknown names, before any data is read."""
+    needed = {"deepspeed": "deepspeed"} if chosen.get("deepspeed") else {}
     if chosen.get("use_liger_kernel"):
-        needed["use_liger_kernel is true"] = "liger_kernel"
-    asked = chosen["report_to"]
-    for name in [asked] if isinstance(asked, str) else asked or ():
+        needed["use_liger_kernel"] = "liger_kernel"
+    report_to = chosen["report_to"]
+    for name in [report_to] if isinstance(report_to, str) else report_to or ():
         if name not in ("none", "all", *INTEGRATION_TO_CALLBACK):
-            raise ValueError(f"train.report_to is {name!r}; {nearest(name, ['none', 'all', *INTEGRATION_TO_CALLBACK])}")
+            hint = nearest(name, ["none", "all", *INTEGRATION_TO_CALLBACK])
+            raise ValueError(f"train.report_to: must be a known integration, got {name!r}; {hint}")
         if name not in ("none", "all", *get_available_reporting_integrations()):
-            needed[f"report_to is {name!r}"] = MODULES.get(name, name)
-    for what, package in needed.items():
+            needed["report_to"] = MODULES.get(name, name)
+    for key, package in needed.items():
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"train.{what}, and the package {package} is not installed; install it")
+            raise ValueError(f"train.{key}: needs the package {package}, which is not installed; got {chosen[key]!r}")
     mode = chosen.get("torch_compile_mode")
     if mode is not None:
         from torch._inductor import list_mode_options  # takes a second to load
 
         if mode not in list_mode_options():
-            raise ValueError(f"train.torch_compile_mode is {mode!r}; {nearest(mode, list(list_mode_options()))}")
+            raise ValueError(
+                f"train.torch_compile_mode: must be a known mode, got {mode!r}; {nearest(mode, list(list_mode_options()))}"
+            )
 
 
 def _not_reentrant(options: dict[str, Any] | None) -> dict[str, Any] | None:
     if options and options.get("use_reentrant"):
-        raise ValueError("use_reentrant must not be true, which loses gradients of what layers lend")
+        raise WrongKey("use_reentrant", "must be false: otherwise gradients of states shared between layers are lost")
     return options
 
 
-def _kinds() -> dict[str, Any]:
-    """Return the keys, by their names in all versions of transformers, and their types."""
+def _types() -> dict[str, Any]:
+    """Return the type of each key, by its current name, whatever the version of transformers."""
     hints, names = get_type_hints(TrainingArguments), {old: name for name, old in OLD_ARGUMENTS.items()}
     fields = [field.name for field in dataclasses.fields(TrainingArguments)]
-    kinds = {names.get(name, name): hints[name] for name in fields}
-    kinds |= {key: Annotated[kinds[key], Field(ge=least)] for key, least in LEAST.items()}
-    kinds["optim"] = Annotated[str, one_of([choice.value for choice in OptimizerNames])]
-    kinds["activation_checkpointing_kwargs"] = Annotated[dict[str, Any] | None, AfterValidator(_not_reentrant)]
-    return {key: kind for key, kind in kinds.items() if key not in OWNED}
+    types = {names.get(name, name): hints[name] for name in fields}
+    types |= {key: Annotated[types[key], Field(ge=least)] for key, least in LEAST.items()}
+    types["optim"] = Annotated[str, one_of([choice.value for choice in OptimizerNames])]
+    types["activation_checkpointing_kwargs"] = Annotated[dict[str, Any] | None, AfterValidator(_not_reentrant)]
+    return {key: type_ for key, type_ in types.items() if key not in OWNED}
 
 
-KINDS = _kinds()
-Arguments = Annotated[dict[str, Any], typed_keys(KINDS), BeforeValidator(only_keys(KINDS, OWNED))]
+TYPES = _types()
+Arguments = Annotated[dict[str, Any], typed_keys(TYPES), BeforeValidator(only_keys(TYPES, OWNED))]
 """Keys of `TrainingArguments` with values in their own types."""

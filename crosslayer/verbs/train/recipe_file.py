@@ -1,7 +1,7 @@
-"""Reads recipes: YAML of the core schema, files that extend one another, settings on top, a line of what is wrong.
+"""Reads recipes: YAML 1.2 files that extend one another, overridden key by key; an error is one line with its source.
 
-A file may come from anyone. `yes`, dates and octal digits are text, 3e-4 is a number; tags, aliases and keys that stand
-twice are refused.
+Files may be untrusted. `yes`, dates and octal digits are text, 3e-4 is a number; tags, aliases and duplicate keys are
+refused.
 """
 
 import copy
@@ -13,21 +13,29 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetPydanticSchema, ValidationError, with_config
-from typing_extensions import TypedDict  # that of Python 3.11 is not known to pydantic
+from typing_extensions import TypedDict  # pydantic does not support that of Python 3.11
 
 LARGEST = 2**16  # bytes of a file
-EXAMPLES = {"model": "{size: tiny}", "schedule": "{steps: 1000}"}  # of keys that have no default
+EXAMPLES = {"model": "{size: tiny}", "schedule": "{steps: 1000}"}  # of keys without a default
+SHOULD = re.compile(r"^(Input|List|String|Dictionary|Value|Tuple|Keys) should ")  # how messages of pydantic begin
 AnyRecipe = TypeVar("AnyRecipe", bound=BaseModel)
 Keys = tuple[Any, ...]  # of mappings and lists, from the top
-Source = tuple[str, dict[str, Any]]  # a file or a setting, and what it says
+
+
+class Source(NamedTuple):
+    """A file or an override, the values that it sets, and the text of a file."""
+
+    name: str
+    values: dict[str, Any]
+    text: str = ""
 
 
 class WrongKey(ValueError):
-    """A mapping has a key that does not belong there."""
+    """An error at a key of a mapping."""
 
     def __init__(self, key: str, message: str):
         super().__init__(message)
@@ -35,227 +43,256 @@ class WrongKey(ValueError):
 
 
 def read_recipe(kind: type[AnyRecipe], path: str | Path, settings: Sequence[str] = ()) -> AnyRecipe:
-    """Read a recipe and check it; no file of data is opened.
+    """Read a recipe and check it; no data file is opened.
 
-    Mappings of files merge key by key, and the extending file wins; lists, methods and all else are replaced, and
-    settings, such as "train.learning_rate=3e-4", replace what they name. A name is not inherited; the default is the
-    file's. What is wrong is a ValueError of one line: the file or setting, the key, and the fault.
+    Mappings merge key by key, and the extending file wins; lists, methods and other values are replaced. `settings`,
+    such as "train.learning_rate=3e-4", override single keys. A name is not inherited; the default is the file's stem.
+
+    Raises:
+        ValueError: the recipe is wrong; one line "key: must be X, got Y (file, line N)".
+
     """
     sources = _files(Path(path), ())
     values: dict[str, Any] = {"name": Path(path).stem}
-    for _, over in sources:
-        values = _merged(values, over)
-    values = copy.deepcopy(values)  # which settings change, and no source's own
+    for source in sources:
+        values = _merged(values, source.values)
+    values = copy.deepcopy(values)  # overrides must not change the sources
     for setting in settings:
         sources.append(_apply(values, " ".join(setting.split())))
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        found: dict[Keys, list[Any]] = {}
+        by_keys: dict[Keys, list[Any]] = {}
         for each in error.errors(include_url=False):
-            found.setdefault(_place(each, values), []).append(each)
-        first = next(iter(found))
-        keys = max((place for place in found if place[: len(first)] == first), key=len)  # in the likeliest of a union
-        fault = found[keys][0]
-        cause, missing = fault.get("ctx", {}).get("error"), fault["type"] == "missing"
-        message = ", or ".join(dict.fromkeys(each["msg"] for each in found[keys])) if cause is None else str(cause)
-        if missing and keys[-1] in EXAMPLES:
-            message += f"; write for example {keys[-1]}: {EXAMPLES[keys[-1]]}"
-        elif cause is None and not missing:
-            message += f"; it is {'null' if fault['input'] is None else reprlib.repr(fault['input'])}"
-        named = keys[:-1] if missing else (*keys, cause.key) if isinstance(cause, WrongKey) else keys
-        writer = _writer(sources, named) if named else str(path)  # of what is missing at the top
-        raise ValueError(": ".join(filter(None, (writer, ".".join(map(str, keys)), message)))) from None
+            by_keys.setdefault(_input_keys(each, values), []).append(each)
+        first = next(iter(by_keys))
+        keys = max((keys for keys in by_keys if keys[: len(first)] == first), key=len)  # the likeliest of a union
+        raise ValueError(_line(by_keys[keys], keys, sources)) from None
 
 
-def _place(fault: Any, values: Any) -> Keys:
-    """Return the keys of the input that lead to a fault; what pydantic adds, such as a union's members, are none."""
+def _line(errors: Sequence[Any], keys: Keys, sources: Sequence[Source]) -> str:
+    """Write pydantic's errors of one value as a line: key: must be X, got Y (file, line N)."""
+    cause, missing = errors[0].get("ctx", {}).get("error"), errors[0]["type"] == "missing"
+    keys = (*keys, cause.key) if isinstance(cause, WrongKey) else keys
+    if missing:
+        message = "missing" + (f"; for example {keys[-1]}: {EXAMPLES[keys[-1]]}" if keys[-1] in EXAMPLES else "")
+    elif cause is not None:
+        message = str(cause)
+    else:
+        value = "null" if errors[0]["input"] is None else reprlib.repr(errors[0]["input"])
+        rules = dict.fromkeys(SHOULD.sub("", each["msg"]) for each in errors)
+        message = f"{'must ' if SHOULD.match(errors[0]['msg']) else ''}{' or '.join(rules)}, got {value}"
+    named = keys[:-1] if missing else keys
+    source = _source_of(sources, named) if named else next(each for each in reversed(sources) if each.text)
+    name = ".".join(key if str(key).isprintable() else ascii(key) for key in map(str, keys))
+    return f"{name}: {message} ({source.name}{_line_number(source.text, named)})"
+
+
+def _line_number(text: str, keys: Keys) -> str:
+    """Return ", line N" of the key in the text of a file, or of the deepest mapping around it; "" if there is none."""
+    node, line = yaml.compose(text, _Core) if text and keys else None, ""
+    for key in keys:
+        if isinstance(node, yaml.MappingNode):
+            pairs = {name.value: (name, value) for name, value in node.value}
+            here, node = pairs.get(key, (None, None))
+        else:
+            items = node.value if isinstance(node, yaml.SequenceNode) else []
+            here = node = items[key] if isinstance(key, int) and key < len(items) else None
+        line = f", line {here.start_mark.line + 1}" if here is not None else line
+    return line
+
+
+def _input_keys(error: Any, values: Any) -> Keys:
+    """Return the keys of the input that lead to an error, without those that pydantic adds for members of a union."""
     keys: Keys = ()
-    for part in fault["loc"]:
-        if part in _keys(values):
-            keys, values = (*keys, part), values[part]
-    return (*keys, fault["loc"][-1]) if fault["type"] == "missing" else keys
+    for key in error["loc"]:
+        if key in _children(values):
+            keys, values = (*keys, key), values[key]
+    return (*keys, error["loc"][-1]) if error["type"] == "missing" else keys
 
 
-def _keys(values: Any) -> Collection[Any]:
+def _children(values: Any) -> Collection[Any]:
     return values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Return what is said to a name that is not among `names`."""
+    """Return a hint for a name that is not among `names`: the nearest one, or all of them."""
     close = [other for other in names if name and other.startswith(name)] or difflib.get_close_matches(name, names, 1)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}"
+    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}"
 
 
 def one_of(names: Collection[str]) -> AfterValidator:
-    """Refuse other text than these names; say which is nearest."""
+    """Return a validator that accepts these names only."""
 
     def check(name: str) -> str:
         if name not in names:
-            raise ValueError(f"{name!r} is not known; {nearest(name, list(names))}")
+            raise ValueError(f"must be a known name, got {name!r}; {nearest(name, list(names))}")
         return name
 
     return AfterValidator(check)
 
 
 def only_keys(known: Collection[str], elsewhere: Mapping[str, str]) -> Callable[[Any], Any]:
-    """Return what refuses other keys of a mapping; of those that are set elsewhere it says why."""
+    """Return a validator of a mapping that accepts these keys only; `elsewhere` has reasons for some others."""
 
     def check(values: Any) -> Any:
         for key in values if isinstance(values, dict) else ():
             if key in elsewhere:
-                raise WrongKey(key, f"{key} is not set here: {elsewhere[key]}")
+                raise WrongKey(key, f"cannot be set here: {elsewhere[key]}")
             if key not in known:
-                name = key if key.isprintable() else ascii(key)
-                raise WrongKey(key, f"{name} is not known; {nearest(key, list(known))}")
+                raise WrongKey(key, f"unknown key, {nearest(key, list(known))}")
         return values
 
     return check
 
 
 def typed_keys(kinds: Mapping[str, Any]) -> GetPydanticSchema:
-    """Have a mapping checked as one of these keys with values of these types, all of which may be missing."""
+    """Return a schema of a mapping with these optional keys and types of values."""
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     kind = with_config(config)(TypedDict("Keys", kinds, total=False))  # type: ignore[operator, misc]
     return GetPydanticSchema(lambda source, handler: handler(kind))
 
 
 def _files(path: Path, above: tuple[Path, ...]) -> list[Source]:
-    """Read a file and those that it extends, the lowest first; `above` are those that lead to it."""
+    """Read a file and those that it extends, the base first; `above` are the files that extend it."""
     if path.resolve() in [reader.resolve() for reader in above]:
-        raise ValueError(f"{above[-1]}: extends goes in a circle: {' → '.join(p.name for p in (*above, path))}")
+        circle = " → ".join(each.name for each in (*above, path))
+        raise ValueError(f"extends: must not form a circle, got {circle} ({above[-1]})")
     if not path.is_file():
-        reader = f"{above[-1]}: extends: " if above else "recipe "
+        key, reader = ("extends: ", f" ({above[-1]})") if above else ("recipe ", "")
         names = sorted(str(other) for other in path.parent.glob("[!.]*.y*ml") if other not in above)
         hint = nearest(str(path), names) if names else "it must be a YAML file"
-        raise ValueError(f"{reader}{str(path)!r} {'is a folder' if path.is_dir() else 'does not exist'}; {hint}")
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise ValueError(f"{key}{str(path)!r} {problem}; {hint}{reader}")
     size = path.stat().st_size
     if size > LARGEST:
-        raise ValueError(f"{path}: it has {size:,} bytes, and a recipe at most {LARGEST:,}")
+        raise ValueError(f"a recipe must have at most {LARGEST:,} bytes, got {size:,} ({path})")
     try:
-        values = parse_value(path.read_bytes().decode("utf-8"), str(path))
+        text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: it is not UTF-8 text") from None
+        raise ValueError(f"a recipe must be UTF-8 text ({path})") from None
+    values = parse_value(text, str(path))
     if not isinstance(values, dict):
-        kind = "is empty" if values is None else f"holds {type(values).__name__}"
-        raise ValueError(f"{path}: it {kind}; a recipe holds keys and values, such as schedule: {{steps: 100}}")
+        content = "an empty file" if values is None else f"a {type(values).__name__}"
+        raise ValueError(
+            f"a recipe must hold keys and values, such as schedule: {{steps: 100}}, got {content} ({path})"
+        )
     base = values.pop("extends", None)
     if base is None:
-        return [(str(path), values)]
+        return [Source(str(path), values, text)]
     if not isinstance(base, str):
-        raise ValueError(f"{path}: extends is {base!r}; it must be the name of a file beside this one")
+        raise ValueError(f"extends: must be the name of a file, got {base!r} ({path})")
     below = _files(Path(os.path.normpath(path.parent / base)), (*above, path))
-    for _, inherited in below:
-        inherited.pop("name", None)
-    return [*below, (str(path), values)]
+    for source in below:
+        source.values.pop("name", None)
+    return [*below, Source(str(path), values, text)]
 
 
 def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = under | over
-    for key in under.keys() & over.keys() - {"method"}:  # options belong to a method's name
+    for key in under.keys() & over.keys() - {"method"}:  # the options of one method do not apply to another
         if isinstance(under[key], dict) and isinstance(over[key], dict):
             merged[key] = _merged(under[key], over[key])
     return merged
 
 
 def _apply(values: dict[str, Any], setting: str) -> Source:
-    """Write a setting into the values, and return it as a source."""
-    place = f"--set {setting}"
+    """Override a key of the values, and return the override as a source."""
+    option = f"--set {setting}"
     name, equals, text = setting.partition("=")
-    words = name.strip().split(".")
-    if not equals or not all(words):
-        raise ValueError(f"{place}: it must be key=value, for example train.learning_rate=3e-4")
+    names = name.strip().split(".")
+    if not equals or not all(names):
+        raise ValueError(f"--set must be key=value, got {setting!r}; for example train.learning_rate=3e-4")
     parent: Any = values
     keys: list[Any] = []
-    for word in words:
+    for key in names:
         if keys:
             parent = parent[keys[-1]]
-        above = ".".join(words[: len(keys)])
+        above = ".".join(names[: len(keys)])
         if isinstance(parent, list):
-            if not word.isdecimal() or int(word) >= len(parent):
-                raise ValueError(f"{place}: {above} is a list; its entries are 0 to {len(parent) - 1}, not {word!r}")
-            keys.append(int(word))
+            if not key.isdecimal() or int(key) >= len(parent):
+                raise ValueError(f"{above}: index must be 0 to {len(parent) - 1}, got {key!r} ({option})")
+            keys.append(int(key))
         elif isinstance(parent, dict):
-            keys.append(word)
-            if len(keys) < len(words) and parent.get(word) is None:
-                parent[word] = {}
+            keys.append(key)
+            if len(keys) < len(names) and parent.get(key) is None:
+                parent[key] = {}
         else:
-            raise ValueError(f"{place}: {above} is {parent!r}, which has no key {word!r}")
-    said = parent[keys[-1]] = parse_value(text, place)
+            raise ValueError(f"{above}: must be a mapping to have the key {key!r}, got {parent!r} ({option})")
+    value = parent[keys[-1]] = parse_value(text, option)
     for key in reversed(keys):
-        said = {key: said}
-    return place, said
+        value = {key: value}
+    return Source(option, value)
 
 
-def _writer(sources: Sequence[Source], keys: Keys) -> str:
-    """Return the last source of those that say most of the way to a value."""
+def _source_of(sources: Sequence[Source], keys: Keys) -> Source:
+    """Return the last of the sources that set the value, or if none does, the deepest mapping around it."""
 
     def depth(source: Source) -> int:
-        values: Any = source[1]
+        values: Any = source.values
         for number, key in enumerate(keys):
-            if key not in _keys(values):
+            if key not in _children(values):
                 return number
             values = values[key]
         return len(keys)
 
-    return max(reversed(sources), key=depth)[0]
+    return max(reversed(sources), key=depth)
 
 
-def parse_value(text: str, place: str) -> Any:
-    """Return the value of YAML text: plain data that JSON can hold."""
+def parse_value(text: str, source: str) -> Any:
+    """Return the value of YAML text, plain data that JSON can hold; errors end with the source in brackets."""
     try:
-        value = yaml.load(text, _Core)  # noqa: S506  builds nothing but plain data
-        json.dumps(value, ensure_ascii=False).encode()  # without halves of characters (surrogates)
+        value = yaml.load(text, _Core)  # noqa: S506  builds plain data only
+        json.dumps(value, ensure_ascii=False).encode()  # fails for lone surrogates
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark is not None and "\n" in text else ""
-        raise ValueError(f"{place}{line}: {' '.join(str(error.problem or error.context).split())}") from None
+        raise ValueError(f"{' '.join(str(error.problem or error.context).split())} ({source}{line})") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{place}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{str(error).splitlines()[0]} ({source})") from None
     except RecursionError:
-        raise ValueError(f"{place}: it is nested too deeply") from None
+        raise ValueError(f"nested too deeply ({source})") from None
     return value
 
 
 class _Core(yaml.SafeLoader):
-    """Builds text, numbers, truth values, null, lists and mappings, and refuses everything else."""
+    """Builds text, numbers, booleans, null, lists and mappings, and refuses everything else."""
 
     yaml_implicit_resolvers = {}
 
     def compose_node(self, parent, index):
-        """Refuse aliases, few lines of which may stand for terabytes or for themselves, and tags."""
+        """Refuse aliases, few lines of which can expand to terabytes or refer to themselves, and tags."""
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
-            raise _fault(event, f"*{event.anchor} is an alias; write the value out, or use extends")
+            raise _error(event, f"alias *{event.anchor} is not allowed; write the value out, or use extends")
         if event.tag is not None:
-            raise _fault(event, f"the tag {event.tag} is not read; leave it out")
+            raise _error(event, f"tag {event.tag} is not allowed; remove it")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
-        """Refuse keys that are no words or stand twice."""
+        """Refuse duplicate keys, and keys that are not text."""
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str) or key in seen:
-                fault = "stands twice" if isinstance(key, str) else "is not a word"
-                raise _fault(key_node, f"the key {key!r} {fault}")
+                raise _error(key_node, f"key {key!r} {'is duplicate' if isinstance(key, str) else 'must be text'}")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
-def _fault(node: Any, problem: str) -> yaml.YAMLError:
+def _error(node: Any, problem: str) -> yaml.YAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 def _number(text: str) -> int | float:
-    """Return a number; a whole one with an exponent, 2e9, is a whole number."""
+    """Return a number; 2e9 is an integer."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is too large")
     return int(value) if "e" in text.lower() and value.is_integer() else value
 
 
-PLAIN = {  # tag → how the plain text of such a value looks, the characters that it may begin with, and how it is read
+PLAIN = {  # tag → pattern of plain text, the characters that it may begin with, and how it is converted
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""], lambda text: None),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF"), lambda text: text.lower() == "true"),
     "int": (r"[-+]?[0-9]+(_[0-9]+)*", list("-+0123456789"), int),

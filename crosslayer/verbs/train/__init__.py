@@ -1,3 +1,3 @@
-"""Trains models by a recipe: weights, data, steps, checkpoints."""
+"""Trains models from a recipe."""
 
 GROUP = "Train"

@@ -146,7 +146,7 @@ def _check_choices(chosen: Mapping[str, Any]) -> None:
             hint = nearest(name, ["none", "all", *INTEGRATION_TO_CALLBACK])
             raise ValueError(f"train.report_to: must be a known integration, got {name!r}; {hint}")
         if name not in ("none", "all", *get_available_reporting_integrations()):
-            needed["report_to"] = MODULES.get(name, name)
+            needed.setdefault("report_to", MODULES.get(name, name))
     for key, package in needed.items():
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"train.{key}: needs the package {package}, which is not installed; got {chosen[key]!r}")
@@ -155,9 +155,8 @@ def _check_choices(chosen: Mapping[str, Any]) -> None:
         from torch._inductor import list_mode_options  # takes a second to load
 
         if mode not in list_mode_options():
-            raise ValueError(
-                f"train.torch_compile_mode: must be a known mode, got {mode!r}; {nearest(mode, list(list_mode_options()))}"
-            )
+            hint = nearest(mode, list(list_mode_options()))
+            raise ValueError(f"train.torch_compile_mode: must be a known mode, got {mode!r}; {hint}")
 
 
 def _not_reentrant(options: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""Which attention a training run computes by: none builds a mask of all tokens of a packed row.
+"""The attention implementations of training runs, which avoid a dense mask over packed rows.
 
-`sdpa` goes document by document (decoder/packed.py), `flex` by block masks, `flash` is FlashAttention-2, which is told
-where documents end. A method that changes the mask itself (cross-attention) needs it dense, and capped scores need
-eager attention or flex.
+`sdpa` computes one document at a time (decoder/packed.py), `flex` uses block masks, and `flash` is FlashAttention-2,
+which receives the document boundaries. A method that changes the mask (cross-attention) needs a dense one, and capped
+scores need eager attention or flex.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from crosslayer.wiring.fields import layer_types_of
 Attention = Literal["sdpa", "flex", "flash"]
 WITHIN_DOCUMENTS, FLASH = "sdpa_within_documents", "flash_attention_2"
 NAMES = {"sdpa": WITHIN_DOCUMENTS, "flex": "flex_attention", "flash": FLASH}  # transformers' names
-STATES = {"linear_attention", "conv", "mamba", "hybrid"}  # types of layers that carry a state from token to token
+STATES = {"linear_attention", "conv", "mamba", "hybrid"}  # layer types with a state that is carried from token to token
 
 AttentionInterface.register(WITHIN_DOCUMENTS, attend_within_documents)
 AttentionMaskInterface.register(WITHIN_DOCUMENTS, document_mask)
@@ -33,39 +33,39 @@ AttentionMaskInterface.register(WITHIN_DOCUMENTS, document_mask)
 def check_attention(kind: Attention | None, device: torch.device) -> None:
     """Refuse attention that cannot train on a device."""
     if kind == "flex" and device.type == "cpu":
-        raise ValueError("model.attention is flex, which has no backward pass on a CPU; write sdpa")
+        raise ValueError("model.attention: flex has no backward pass on a CPU; use sdpa")
     if kind == "flash" and (device.type == "cpu" or not is_flash_attn_2_available()):
-        raise ValueError("model.attention is flash, which needs a GPU and the package flash-attn; write sdpa or flex")
+        raise ValueError("model.attention: flash needs a GPU and the package flash-attn; use sdpa or flex")
 
 
 def set_attention(model: PreTrainedModel, kind: Attention | None, arguments: TrainingArguments) -> None:
-    """Have a model attend within documents: as `kind` says, by default by SDPA, document by document if it can."""
+    """Make a model attend within documents, with the implementation `kind`; None: SDPA per document if possible."""
     check_attention(kind, arguments.device)
     config: Any = model.config.get_text_config()
     if not isinstance(config, CrossLayerConfig) and (model._is_stateful or STATES & set(layer_types_of(config))):
         raise ValueError(
-            "model.start has layers of linear attention, convolutions or Mamba, whose states would go over the borders "
-            "of documents; start from a model whose layers all have softmax attention"
+            "model.start: must have softmax attention in all layers; the states of linear attention, convolutions and "
+            "Mamba would cross document boundaries"
         )
     if arguments.torch_compile and isinstance(config, CrossLayerConfig) and config.linear_layers:
-        raise ValueError("train.torch_compile: linear attention would go over the borders of documents; leave it out")
+        raise ValueError("train.torch_compile: compiled linear attention would cross document boundaries; remove it")
     caps = attention_that_caps(config, "sdpa") != "sdpa"
     dense = any(isinstance(module, StateReader) and module.needs_mask for module in model.modules())
     if kind == "sdpa" and caps:
-        raise ValueError("model.attention is sdpa, which cannot cap scores as the model does; write null or flex")
+        raise ValueError("model.attention: sdpa cannot cap scores as this model does; use null or flex")
     if kind in ("flex", "flash") and dense:
-        raise ValueError(f"model.attention is {kind}, which takes no mask as the method changes it; write sdpa")
+        raise ValueError(f"model.attention: {kind} cannot apply the mask that the method changes; use sdpa")
     if kind == "flash" and not (arguments.bf16 or arguments.fp16):
-        raise ValueError("model.attention is flash, which computes in half precision; write train.bf16: true")
+        raise ValueError("model.attention: flash computes in half precision; set train.bf16: true")
     if kind is None and config._attn_implementation == "sdpa":
-        kind = "sdpa" if model._supports_flex_attn else None  # such a model hands masks of any kind on as they are
+        kind = "sdpa" if model._supports_flex_attn else None  # such a model passes masks on unchanged
     if kind is not None and not (kind == "sdpa" and dense):
         model.set_attn_implementation(NAMES[kind])
 
 
 @contextlib.contextmanager
 def readable_masks(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model attend by masks that can be looked at, inside the block."""
+    """Make a model use explicit attention masks inside the block, so that attention can be measured."""
     config: Any = model.config.get_text_config()
     kind = config._attn_implementation
     if kind in NAMES.values():
@@ -77,9 +77,9 @@ def readable_masks(model: PreTrainedModel) -> Iterator[None]:
 
 
 def document_borders(model: Any, position_ids: Tensor) -> dict[str, Any]:
-    """Return what tells FlashAttention where documents of packed rows (B, T) end; nothing for other attention.
+    """Return FlashAttention's arguments for the documents in packed rows (B, T); empty for other implementations.
 
-    transformers finds that out by itself in batches of a single row, and in no others.
+    transformers derives them itself only for batches of a single row.
     """
     if model.config.get_text_config()._attn_implementation != FLASH:
         return {}

@@ -1,4 +1,4 @@
-"""What a run does between its steps: logs lines of JSON, saves by the clock, and stops whole at Ctrl-C."""
+"""Callbacks of a run: a log in JSON lines, checkpoints by time, and a clean stop at Ctrl-C."""
 
 import contextlib
 import json
@@ -23,14 +23,14 @@ from crosslayer.output.progress import Meter, Steps
 from crosslayer.verbs.train.checkpoints import checkpoints
 
 LOG = "log.jsonl"
-NOTICE = f"{NAME}: interrupted; the step under way is finished and saved first (Ctrl-C again ends at once)\n"
+NOTICE = f"{NAME}: interrupted; finishing and saving the current step (Ctrl-C again stops immediately)\n"
 
 
 class Log(TrainerCallback):
-    """Writes what Trainer logs into `log.jsonl`, an object a line with its `step`, and shows progress.
+    """Writes Trainer's log into `log.jsonl`, one object with its `step` per line, and shows progress.
 
-    A run that is resumed takes back the lines after its checkpoint. Numbers that are not finite are null. Only the
-    first process writes and shows.
+    A resumed run removes the lines after its checkpoint. Numbers that are not finite are null. Only the first process
+    writes and shows progress.
     """
 
     def __init__(self, meter: Meter):
@@ -38,7 +38,7 @@ class Log(TrainerCallback):
         self.steps: Steps | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the lines up to the checkpoint; a new run begins with none."""
+        """Write the lines up to the checkpoint; a new run starts without lines."""
         if state.is_world_process_zero:
             path = Path(str(args.output_dir)) / LOG
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,20 +46,20 @@ class Log(TrainerCallback):
             self.steps = self.stack.enter_context(self.meter("training", state.max_steps))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Have the last step logged, and show the others, if nothing of them is logged."""
+        """Log the last step, and show progress for steps that are not logged."""
         control.should_log |= state.global_step == state.max_steps
         if self.steps is not None and not control.should_log:
             self.steps.step(state.global_step, state.max_steps)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Append the newest line, and show what was measured."""
+        """Append the newest line, and show loss and speed."""
         if state.is_world_process_zero:
             newest = state.log_history[-1]
             with (Path(str(args.output_dir)) / LOG).open("a", encoding="utf-8") as file:
                 file.write(_line(newest))
             if self.steps is not None and "loss" in newest:
-                words = f"loss {newest['loss']:.4f}, {newest['tokens_per_second']:,.0f} tokens/s"
-                self.steps.step(state.global_step, state.max_steps, words)
+                doing = f"loss {newest['loss']:.4f}, {newest['tokens_per_second']:,.0f} tokens/s"
+                self.steps.step(state.global_step, state.max_steps, doing)
 
     def close(self) -> None:
         """End the progress, however the training ended."""
@@ -68,9 +68,9 @@ class Log(TrainerCallback):
 
 
 class SaveByTime(TrainerCallback):
-    """Has a checkpoint saved after the step that ends so many minutes after the last one; the first process decides.
+    """Saves a checkpoint after the step that ends so many minutes after the last one; the first process decides.
 
-    So what a run that is cut off loses is bounded in minutes.
+    This bounds the training time that an interrupted run loses.
     """
 
     def __init__(self, minutes: float):
@@ -81,12 +81,12 @@ class SaveByTime(TrainerCallback):
         self.since = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Have a checkpoint saved if it is due."""
+        """Save a checkpoint if it is due."""
         due = time.monotonic() - self.since >= self.seconds
         if args.world_size > 1:
-            told = torch.tensor([due], device=args.device)
-            dist.broadcast(told, 0)
-            due = bool(told.item())
+            decision = torch.tensor([due], device=args.device)
+            dist.broadcast(decision, 0)
+            due = bool(decision.item())
         control.should_save |= due
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -95,13 +95,13 @@ class SaveByTime(TrainerCallback):
 
 
 class Interruption(TrainerCallback):
-    """Takes Ctrl-C while a single process trains; several would stop at different steps, and wait for one another."""
+    """Handles Ctrl-C while a single process trains; several would stop at different steps and wait for one another."""
 
     def __init__(self):
         self.pressed = False
 
     @contextlib.contextmanager
-    def heeded(self, args: TrainingArguments) -> Iterator[None]:
+    def handled(self, args: TrainingArguments) -> Iterator[None]:
         """Raise KeyboardInterrupt at the end of the block if Ctrl-C was pressed within, or at a second press."""
         before, self.pressed = signal.getsignal(signal.SIGINT), False
         main = threading.current_thread() is threading.main_thread()
@@ -131,15 +131,15 @@ class Interruption(TrainerCallback):
 
 @contextlib.contextmanager
 def resumable(folder: Path) -> Iterator[None]:
-    """Have the line of an interrupted command say from which checkpoint of a run's folder it can go on."""
+    """Make the message of an interrupted command name the checkpoint from which the run can be resumed."""
     interrupts.advice = ""
     try:
         yield
     except KeyboardInterrupt:
         interrupts.caught()
         last = next(reversed(checkpoints(folder).values()), None)
-        told = "no checkpoint was written yet" if last is None else f"the last whole checkpoint is {last.name}"
-        interrupts.advice = f"; {told}{'' if last is None else ', and --resume goes on from it'}"
+        state = "no checkpoint was written yet" if last is None else f"--resume continues from {last.name}"
+        interrupts.advice = f"; {state}"
         raise
 
 

@@ -159,8 +159,8 @@ class DomainPart(Part):
     weight: float = Field(default=1.0, gt=0)
     """Its share of the tokens, relative to the weights of the other domains."""
     source: str | None = None
-    """A file, a folder, a pattern such as `texts/*.jsonl.gz`, or the name of a dataset; paths are relative to the working
-    directory."""
+    """A file, a folder, a pattern such as `texts/*.jsonl.gz`, or the name of a dataset; paths are relative to the
+    working directory."""
     config: str | None = None
     """Configuration of the dataset."""
     split: str = "train"

@@ -38,8 +38,8 @@ class WrongKey(ValueError):
     """An error at a key of a mapping."""
 
     def __init__(self, key: str, message: str):
-        super().__init__(message)
-        self.key = key
+        super().__init__(f"{key}: {message}")
+        self.key, self.message = key, message
 
 
 def read_recipe(kind: type[AnyRecipe], path: str | Path, settings: Sequence[str] = ()) -> AnyRecipe:
@@ -77,7 +77,7 @@ def _line(errors: Sequence[Any], keys: Keys, sources: Sequence[Source]) -> str:
     if missing:
         message = "missing" + (f"; for example {keys[-1]}: {EXAMPLES[keys[-1]]}" if keys[-1] in EXAMPLES else "")
     elif cause is not None:
-        message = str(cause)
+        message = cause.message if isinstance(cause, WrongKey) else str(cause)
     else:
         value = "null" if errors[0]["input"] is None else reprlib.repr(errors[0]["input"])
         rules = dict.fromkeys(SHOULD.sub("", each["msg"]) for each in errors)

@@ -128,7 +128,7 @@ class CrossLayerTrainer(Trainer):
         set_seed(self.args.seed)
         self._micro_batch, self._clock = 0, None
         try:
-            with self.interruption.heeded(self.args):
+            with self.interruption.handled(self.args):
                 return super().train(None if checkpoint is None else str(checkpoint))
         except ImportError as error:
             raise ValueError(f"train: {' '.join(str(error).split())}") from error

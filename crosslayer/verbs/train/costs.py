@@ -1,11 +1,11 @@
-"""What a training run costs, from its model and its machine: FLOPs, bytes of keys and values, and memory.
+"""The costs of a training run: FLOPs, KV cache bytes, and memory.
 
-Of memory it is the least, from shapes alone, so that what cannot fit is said and not tried:
+The memory is a lower bound from shapes, so that a run that cannot fit is refused before it starts:
 
-weights + gradients + states of the optimizer   4 bytes a parameter each; Adam has two states
-+ rows of a step                                24 bytes a token
-+ activations of a batch                        4 hidden states a layer (1 with checkpointing), logits twice
-                                                (of a batch without them: of as many tokens as have them at once)
+weights + gradients + optimizer states   4 bytes per parameter each; Adam has two states
++ rows of a step                         24 bytes per token
++ activations of a batch                 4 hidden states per layer (1 with checkpointing), logits twice
+                                         (if the loss is computed in chunks: logits of one chunk)
 """
 
 import statistics
@@ -31,14 +31,14 @@ from crosslayer.wiring.read import read_plan
 
 PASSES = 3  # a backward pass costs two forward passes
 COUNTED = 128  # tokens of the longer sequence over which FLOPs are counted
-ROWS, MANY_ROWS = 1024, 8192  # of the square matrices whose product is timed: on a CPU, on an accelerator
+ROWS, MANY_ROWS = 1024, 8192  # of the square matrices whose product is timed: on a CPU, on a GPU
 FLOAT, ROW = 4, 24  # bytes: of a number in float32; of a token's id, position and label
-LOGITS = 2**30  # numbers; a batch that has more goes without them
+LOGITS = 2**30  # numbers; for a batch with more, the loss is computed in chunks
 ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
 
 
 def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
-    """Return what is trained, and what it costs over sequences of `length` tokens."""
+    """Return the properties and costs of a model, over sequences of `length` tokens."""
     plan = read_plan(model, length)
     with evaluating(model):
         elements = sum(layer.read(length) for layer in attentions(model))
@@ -58,7 +58,7 @@ def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
 
 
 def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large product of square matrices, the median of five."""
+    """Return the FLOP/s of a large product of square matrices, the median of five measurements."""
     rows = ROWS if device.type == "cpu" else MANY_ROWS
     left = torch.full((rows, rows), 0.5, device=device, dtype=dtype)
     right = left.clone()
@@ -67,15 +67,15 @@ def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _forward_flops(model: PreTrainedModel, length: int) -> float:
-    """Return the FLOPs of a token in a forward pass over a sequence, attention without its mask.
+    """Return the FLOPs per token of a forward pass over a sequence, with attention over all positions, masked or not.
 
-    They are counted over short sequences and continued: maps cost every token the same, attention as much more as the
-    sequence is longer.
+    They are counted on two short sequences and extrapolated: linear layers cost each token the same, and attention
+    grows linearly with the length.
     """
     longer = min(length, COUNTED)
     shorter = longer // 2
     of_token = {}
-    with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH):  # plain products; others have no count
+    with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH):  # the FLOP counter knows only this one
         for count in (shorter, longer):
             with FlopCounterMode(display=False) as counter:
                 model(torch.zeros(1, count, dtype=torch.long), use_cache=False)
@@ -85,41 +85,41 @@ def _forward_flops(model: PreTrainedModel, length: int) -> float:
 
 
 def without_logits(config: Any, args: TrainingArguments, tokens: int) -> dict[str, bool]:
-    """Return what asks a model for the loss of that many tokens without logits of all of them, where those are many.
+    """Return the arguments that make a model compute the loss of that many tokens in chunks, if logits are too large.
 
-    Compiled models make all logits: the graph breaks where parts are recomputed.
+    Compiled models compute all logits at once, since recomputing chunks would break the graph.
     """
     ours = isinstance(config, CrossLayerConfig) and not args.torch_compile
     return {"skip_logits": True} if ours and tokens * config.vocab_size > LOGITS else {}
 
 
-def check_room(model: PreTrainedModel, recipe: Recipe, args: TrainingArguments) -> None:
-    """Refuse a run that cannot fit into what is free.
+def check_memory(model: PreTrainedModel, recipe: Recipe, args: TrainingArguments) -> None:
+    """Refuse a run that cannot fit into free memory.
 
-    The model may be on the meta device; where it has memory, that is taken already and not counted. With Muon matrices
-    have one state of the optimizer instead of two.
+    The model may be on the meta device; parameters that are on the device already are not counted again. With Muon,
+    matrices have one optimizer state instead of two.
     """
     text, length = model.config.get_text_config(), recipe.data.length
     count = sum(parameter.numel() for parameter in model.parameters())
-    there = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == args.device.type)
+    allocated = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == args.device.type)
     copies = 2 if args.optim not in ADAM else 3 if recipe.optimizer.name == "muon" else 4
-    elsewhere = args.deepspeed or "offload" in str(args.fsdp)  # which lay some of it in other memory
+    elsewhere = args.deepspeed or "offload" in str(args.fsdp)  # which move some of it to other memory
     states = 0 if elsewhere else FLOAT * count * copies / (args.world_size if args.fsdp else 1)
     width = 2 if args.bf16 or args.fp16 else FLOAT
     checkpointing = "activation_checkpointing"
     kept = 1 if vars(args)[OLD_ARGUMENTS.get(checkpointing, checkpointing)] else 4
     tokens = length * args.train_batch_size
-    judged = AT_ONCE if without_logits(model.config, args, tokens) else 0 if args.use_liger_kernel else tokens
+    predicted = AT_ONCE if without_logits(model.config, args, tokens) else 0 if args.use_liger_kernel else tokens
     batch = (
         tokens * kept * width * text.num_hidden_layers * text.hidden_size
-        + judged * 2 * FLOAT * text.vocab_size
+        + predicted * 2 * FLOAT * text.vocab_size
         + length * ROW * step_sequences(args) // args.world_size
     )
     free = free_memory(args.device)
-    if max(0, states - there) + batch > free:
+    if max(0, states - allocated) + batch > free:
         raise ValueError(
-            f"training takes at least {states / 1e9:,.1f} GB for {count:,} parameters (weights, gradients, optimizer) "
-            f"and {batch / 1e9:,.1f} GB for {args.train_batch_size:,} sequences of {length:,} tokens at once, "
-            f"{step_sequences(args):,} in a step; {free / 1e9:,.1f} GB are free here: use a smaller model or batch, or "
-            "a smaller data.length"
+            f"training needs at least {states / 1e9:,.1f} GB for {count:,} parameters (weights, gradients, optimizer) "
+            f"and {batch / 1e9:,.1f} GB for a batch of {args.train_batch_size:,} sequences of {length:,} tokens "
+            f"({step_sequences(args):,} per step), but {free / 1e9:,.1f} GB are free; use a smaller model, batch or "
+            "data.length"
         )

@@ -1,7 +1,7 @@
-"""Paired first weights: each tensor is drawn from hash(seed, its name), whatever other tensors the model has.
+"""Paired initial weights: each tensor is drawn from hash(seed, its name), whatever other tensors the model has.
 
-So methods that lack some tensors, or bring some along, share all others bit for bit; the rule of each (its
-distribution, its constants) is the model's own.
+So models with different methods have identical values in all tensors that they have in common. The distribution of each
+tensor is the model's own.
 """
 
 import hashlib
@@ -13,19 +13,19 @@ from transformers import PreTrainedModel, initialization
 
 
 def initialise(model: PreTrainedModel, seed: int) -> None:
-    """Give every parameter of a model its first values; the random state of the process stays as it is.
+    """Initialise every parameter of a model; the random state of the process does not change.
 
-    Values are drawn in float32 on the CPU and then rounded, so that they are the same on any device, and in another
-    dtype but for rounding. A tied tensor counts under its first name. Initialise a model before anything wraps it:
-    names count.
+    Values are drawn in float32 on the CPU and then rounded, so that they are the same on any device and, up to rounding,
+    in any dtype. A tied tensor is drawn under its first name. Initialise a model before wrapping it, since wrappers
+    change names.
     """
     named = dict(model.named_parameters())
     meta = [name for name, parameter in named.items() if parameter.is_meta]
     if meta:
-        raise ValueError(f"{meta[0]} is on the meta device; build the model with memory before its first weights")
+        raise ValueError(f"{meta[0]} is on the meta device; allocate the model before initialising it")
     try:
         for parameter in named.values():
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # no rule of transformers writes to it
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers does not initialise it
         with torch.random.fork_rng(devices=[]), torch.no_grad(), initialization.guard_torch_init_functions():
             for name, parameter in named.items():
                 _draw(model, name, parameter, seed)
@@ -35,7 +35,7 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
 
 
 def _draw(model: PreTrainedModel, name: str, parameter: nn.Parameter, seed: int) -> None:
-    """Draw a single parameter by the rule of the module that holds it; the others stay, since they are marked."""
+    """Draw a single parameter as its module initialises it; the others are marked and do not change."""
     module, stored = model.get_submodule(name.rpartition(".")[0]), parameter.data
     parameter.data = torch.full(stored.shape, math.nan, device="cpu")
     try:
@@ -49,6 +49,6 @@ def _draw(model: PreTrainedModel, name: str, parameter: nn.Parameter, seed: int)
         parameter.data = stored
     if first.isnan().any():
         raise ValueError(
-            f"{name} gets no first value; {type(module).__name__} must set it where it resets its parameters"
+            f"{name} is not initialised; {type(module).__name__} must set it where it resets its parameters"
         )
     stored.copy_(first)

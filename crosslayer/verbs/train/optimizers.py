@@ -1,9 +1,9 @@
-"""Optimizers of a training run: transformers' by `train.optim`, or Muon for matrices; rates by parameters' names.
+"""Optimizers of a training run: `train.optim` of transformers, or Muon for matrices; learning rates by name.
 
     Muon: O = orthogonalised momentum of a matrix's gradient;  W ← (1 − ηλ) W − 0.2 √max(rows, columns) · η O
 
-torch's own, scaled so that its updates are as large as AdamW's and one learning rate serves both. Embeddings, the head,
-norms, vectors and what methods mix with go by AdamW. Source: arXiv 2502.16982.
+torch's Muon, scaled so that its updates are as large as AdamW's and both use one learning rate. Embeddings, the head,
+norms, vectors and the mixing weights of methods are trained by AdamW. Source: arXiv 2502.16982.
 """
 
 import re
@@ -22,26 +22,26 @@ Groups = list[dict[str, Any]]
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon of matrices and AdamW of all else as one optimizer: the groups, the state and the steps of both."""
+    """Muon for matrices and AdamW for all other parameters as one optimizer."""
 
     def __init__(self, matrices: Groups, others: Groups, adamw: Mapping[str, Any]):
-        self.parts = (Muon(matrices, adjust_lr_fn="match_rms_adamw"), AdamW(others, **adamw))
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self.optimizers = (Muon(matrices, adjust_lr_fn="match_rms_adamw"), AdamW(others, **adamw))
+        super().__init__([group for optimizer in self.optimizers for group in optimizer.param_groups], {})
         self._share()
 
     def _share(self) -> None:
-        """Let both work on the groups and the state that this optimizer shows, saves and loads."""
+        """Make both use the parameter groups and the state of this optimizer."""
         groups = iter(self.param_groups)
-        for part in self.parts:
-            part.param_groups = [next(groups) for _ in part.param_groups]
-            part.state = self.state
+        for optimizer in self.optimizers:
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+            optimizer.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let both take a step."""
+        """Take a step with both."""
         assert closure is None
-        for part in self.parts:
-            part.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of both."""
@@ -50,7 +50,7 @@ class MuonAndAdamW(Optimizer):
 
 
 def mixing_parameters(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that a method's mixing modules hold themselves."""
+    """Return the names of the parameters that belong directly to a method's mixing modules."""
     return {
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -67,27 +67,29 @@ def optimizer_of(
     kind: Any,
     options: dict[str, Any],
 ) -> Optimizer:
-    """Return the optimizer that a recipe says, for the parameters of a model that train.
+    """Return the optimizer of a recipe, for the trainable parameters of a model.
 
-    Weight decay acts on those named in `decayed`. Where Muon is not chosen, it is of the class `kind` with `options`,
-    those of `train.optim`.
+    Weight decay applies to those named in `decayed`. Without Muon, it is of the class `kind` with `options`, those of
+    `train.optim`.
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = {name: next((each for each in chosen.rates if re.search(each, name)), None) for name in named}
+    patterns = {name: next((each for each in chosen.rates if re.search(each, name)), None) for name in named}
     for pattern in chosen.rates:
-        if pattern not in found.values():
+        if pattern not in patterns.values():
             last = next(reversed(named))
-            raise ValueError(f"optimizer.rates: {pattern!r} decides for no parameter; their names are such as {last}")
+            raise ValueError(
+                f"optimizer.rates: each pattern must be the first match of some parameter, such as {last}, got {pattern!r}"
+            )
     if chosen.name is None and options.keys() & {"params", "model", "optimizer_dict"}:
-        raise ValueError(f"optimizer.rates: train.optim {arguments.optim} has groups of its own; leave one out")
+        raise ValueError(f"optimizer.rates: has no effect with train.optim: {arguments.optim}; remove one of the two")
     if chosen.name is not None and arguments.fsdp:
-        raise ValueError("optimizer.name is muon, which needs whole matrices, and train.fsdp cuts them; leave one out")
+        raise ValueError("optimizer.name: muon needs whole matrices, but train.fsdp shards them; remove one of the two")
     head = model.get_output_embeddings()
     linear = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
     matrices = {id(module.weight) for module in linear} if chosen.name is not None else set()
     groups: dict[tuple[bool, float, float], dict[str, Any]] = {}  # matrix for Muon, rate, decay → parameters
     for name, parameter in named.items():
-        rate = arguments.learning_rate * chosen.rates.get(found[name] or "", 1.0)
+        rate = arguments.learning_rate * chosen.rates.get(patterns[name] or "", 1.0)
         decay = arguments.weight_decay if name in decayed else 0.0
         first = {"params": [], "lr": rate, "weight_decay": decay}
         groups.setdefault((id(parameter) in matrices, rate, decay), first)["params"].append(parameter)

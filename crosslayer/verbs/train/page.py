@@ -5,11 +5,11 @@ from crosslayer.output.panel import Line, Panel
 from crosslayer.verbs.train.result import TrainingRun
 
 LINES = 6  # of a figure with a line for each snapshot
-UNIT = "nats a token"
+UNIT = "nats per token"
 
 
 def layout(record: TrainingRun) -> Page:
-    """Return the parts of the page."""
+    """Return the page."""
     methods = "+".join(str(entry["name"]) for entry in record.model.methods) or "no method"
     last, curve = record.validation[-1].losses, record.curve
     worst = max(last, key=lambda name: last[name])
@@ -20,9 +20,9 @@ def layout(record: TrainingRun) -> Page:
             f"· seed {record.seed}"
         ),
         cards=[
-            ("Training loss", f"{curve.losses[-1]:.3f}" if curve.losses else "—", "the last that was logged"),
-            ("Validation loss", f"{last[worst]:.3f}", f"{worst}, the highest of {len(last)}"),
-            ("Time", f"{record.seconds / 60:.1f} min", "of training steps"),
+            ("Training loss", f"{curve.losses[-1]:.3f}" if curve.losses else "—", "last logged"),
+            ("Validation loss", f"{last[worst]:.3f}", f"{worst}, the highest of {len(last)} domains"),
+            ("Time", f"{record.seconds / 60:.1f} min", "training steps only"),
         ],
         sentences=sentences(record),
         panels=[*_curves(record), *_snapshots(record)],
@@ -31,19 +31,19 @@ def layout(record: TrainingRun) -> Page:
 
 
 def sentences(record: TrainingRun) -> list[str]:
-    """Return how the run went."""
+    """Return the final losses, repeated text and speed."""
     last = record.validation[-1].losses
     ends = ", ".join(f"{name} {loss:.4f}" for name, loss in last.items())
-    words = [f"Validation loss after {record.steps:,} steps, in nats a token: {ends}."]
+    lines = [f"Validation loss after {record.steps:,} steps, in nats per token: {ends}."]
     repeated = [f"{domain.name} {domain.passes:.1f} times" for domain in record.domains if domain.passes > 1]
     if repeated:
-        words.append(f"Text came again: the run went through {', '.join(repeated)}.")
+        lines.append(f"Text was repeated: the run read {', '.join(repeated)}.")
     rate, flops = record.tokens / record.seconds if record.seconds else 0.0, _flops(record)
-    words.append(
-        f"{rate:,.0f} tokens a second, {flops / 1e9:,.1f} GFLOP/s by three times the forward pass's count: "
-        f"{flops / record.matrix_flops:.0%} of what a large product of matrices reaches on this machine."
+    lines.append(
+        f"{rate:,.0f} tokens per second, {flops / 1e9:,.1f} GFLOP/s (three times the forward pass): "
+        f"{flops / record.matrix_flops:.0%} of a large matrix product on this machine."
     )
-    return words
+    return lines
 
 
 def _flops(record: TrainingRun) -> float:
@@ -51,27 +51,25 @@ def _flops(record: TrainingRun) -> float:
 
 
 def _curves(record: TrainingRun) -> list[Panel]:
-    """Return losses and the gradient's norm by step, where there are two steps to draw between."""
-    logged, judged = [float(step) for step in record.curve.steps], [float(entry.step) for entry in record.validation]
+    """Return losses and the gradient norm by step, if there are at least two steps."""
+    logged, evaluated = [float(step) for step in record.curve.steps], [float(entry.step) for entry in record.validation]
     training = [Line("training", logged, record.curve.losses)]
     validation = [
-        Line(domain.name, judged, [entry.losses[domain.name] for entry in record.validation])
+        Line(domain.name, evaluated, [entry.losses[domain.name] for entry in record.validation])
         for domain in record.domains
     ]
     norm = [Line("norm", logged, record.curve.gradient_norms)]
-    since, held_out = "Each point is the mean since the point before.", "Text that is held out, domain by domain."
+    since, held_out = "Each point is the mean since the previous one.", "Held-out text of each domain."
     panels = [
         Panel("training_loss", "Training loss", since, "step", UNIT, training),
         Panel("validation_loss", "Validation loss", held_out, "step", UNIT, validation),
-        Panel(
-            "gradient_norm", "Gradient norm", "Of all parameters, before clipping.", "step", "norm", norm, log_y=True
-        ),
+        Panel("gradient_norm", "Gradient norm", "All parameters, before clipping.", "step", "norm", norm, log_y=True),
     ]
     return [panel for panel in panels if len(panel.lines[0].x) > 1]
 
 
 def _snapshots(record: TrainingRun) -> list[Panel]:
-    """Return how sinks and the stream changed, each line a step."""
+    """Return sinks and the norm of the residual stream by layer, one line per step."""
     shown = record.snapshots
     if not shown:
         return []
@@ -81,7 +79,7 @@ def _snapshots(record: TrainingRun) -> list[Panel]:
     sinks = [Line(f"step {snapshot.step}", layers, snapshot.first_token_share) for snapshot in shown]
     norms = [Line(f"step {snapshot.step}", layers, snapshot.stream_norm) for snapshot in shown]
     return [
-        Panel("first_token_share", "Attention to the first token", "Share of all attention.", "layer", "share", sinks),
+        Panel("first_token_share", "Attention on the first token", "Share of all attention.", "layer", "share", sinks),
         Panel("stream_norm", "Residual stream", "Mean norm over tokens.", "layer", "norm", norms, log_y=True),
     ]
 
@@ -109,10 +107,10 @@ def _facts(record: TrainingRun) -> Table:
         ["class", model.class_],
         ["layers", str(model.layers)],
         ["parameters", f"{model.parameters:,}"],
-        ["FLOPs a token", f"{model.flops_per_token:.3g}"],
-        ["FLOPs a second", f"{_flops(record):.3g}, a large product of matrices {record.matrix_flops:.3g}"],
-        ["memory at its peak", "—" if record.peak_bytes is None else f"{record.peak_bytes / 1e6:,.0f} MB"],
-        [f"KV bytes stored a token ({model.dtype})", f"{model.kv_bytes_per_token:,.0f}"],
-        ["KV bytes read for each token of the cache", f"{model.kv_read_bytes_per_token:,.0f}"],
+        ["FLOPs per token", f"{model.flops_per_token:.3g}"],
+        ["FLOPs per second", f"{_flops(record):.3g} (large matrix product {record.matrix_flops:.3g})"],
+        ["peak memory", "—" if record.peak_bytes is None else f"{record.peak_bytes / 1e6:,.0f} MB"],
+        [f"KV bytes stored per token ({model.dtype})", f"{model.kv_bytes_per_token:,.0f}"],
+        ["KV bytes read per cached token", f"{model.kv_read_bytes_per_token:,.0f}"],
     ]
-    return "Model", ["what", "value"], rows
+    return "Model", ["property", "value"], rows

@@ -1,4 +1,4 @@
-"""What `record.json` of a training run holds: losses in nats a token, times in seconds."""
+"""The components of a training run's `record.json`: losses in nats per token, times in seconds."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -9,34 +9,32 @@ from crosslayer.output.record import Frozen
 
 
 class TrainedModel(Frozen):
-    """What was trained; `flops_per_token` are of a forward and a backward pass, bytes of keys and values in `dtype`."""
+    """The trained model; `flops_per_token` are of a forward and a backward pass, KV bytes are in `dtype`."""
 
     class_: str = Field(validation_alias="class", serialization_alias="class")
     methods: list[dict[str, Any]]
     layers: int
     parameters: int = Field(ge=1)
-    flops_per_token: float = Field(
-        ge=0, description="three times a forward pass's over a sequence, attention without its mask"
-    )
-    kv_bytes_per_token: float = Field(ge=0, description="what a cache stores")
-    kv_read_bytes_per_token: float = Field(ge=0, description="what a new token reads for each token of the cache")
+    flops_per_token: float = Field(ge=0, description="three times a forward pass, with attention over all positions")
+    kv_bytes_per_token: float = Field(ge=0, description="stored in the cache")
+    kv_read_bytes_per_token: float = Field(ge=0, description="read by a new token, per cached token")
     dtype: str
 
 
 class TrainedDomain(Frozen):
-    """Text of a kind; `passes` is how often the run went through it."""
+    """A text domain; `passes` is how often the run read it."""
 
     name: str
     share: float = Field(gt=0, le=1)
     tokens: int = Field(ge=1)
     documents: int = Field(ge=1)
-    validation_tokens: int = Field(ge=1, description="those that were read: windows × tokens of a sequence")
+    validation_tokens: int = Field(ge=1, description="evaluated: windows × tokens per window")
     passes: float = Field(gt=0)
-    fingerprint: str = Field(description="of the text, the tokenizer, and the way its rows are ordered")
+    fingerprint: str = Field(description="of the text, the tokenizer and the order of rows")
 
 
 class Curve(Frozen):
-    """What was logged on the way, entry by entry; a loss is the mean since the entry before."""
+    """The logged entries; a loss is the mean since the previous entry."""
 
     steps: list[int]
     losses: list[float]
@@ -47,12 +45,12 @@ class Curve(Frozen):
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
         if len({len(entries) for entries in vars(self).values()}) > 1:
-            raise ValueError("the parts of the curve have different lengths")
+            raise ValueError("the lists of a curve must have the same length")
         return self
 
 
 def curve_of(history: Sequence[Mapping[str, Any]]) -> Curve:
-    """Return the curve of what a trainer has logged."""
+    """Return the curve from a trainer's log."""
     losses = [entry for entry in history if "loss" in entry]
     return Curve(
         steps=[int(entry["step"]) for entry in losses],
@@ -64,7 +62,7 @@ def curve_of(history: Sequence[Mapping[str, Any]]) -> Curve:
 
 
 def training_seconds(history: Sequence[Mapping[str, Any]]) -> float:
-    """Return how long training took by what a trainer has logged, over all parts of a run that was resumed."""
+    """Return the seconds of training steps from a trainer's log, also over resumed sections of a run."""
     tokens, seconds = 0, 0.0
     for entry in history:
         if "loss" in entry:
@@ -84,10 +82,10 @@ Layers = list[float | None]
 
 
 class Snapshot(Frozen):
-    """What a diagnosis of a few held-out windows shows after a step: layer by layer, None where a layer has none."""
+    """Measures of a few held-out windows after a step, by layer; None where a layer lacks the sublayer."""
 
     step: int
-    first_token_share: Layers = Field(description="of a layer's attention")
+    first_token_share: Layers = Field(description="share of attention")
     sink_rate: Layers = Field(description="share of heads that give the first token more than 0.3")
     value_norm_ratio: Layers = Field(description="norm of the first token's value over the median")
     hidden_norm_ratio: Layers = Field(description="norm of the first token's hidden state over the median")
@@ -96,5 +94,5 @@ class Snapshot(Frozen):
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
         if len({len(layers) for name, layers in vars(self).items() if name != "step"}) > 1:
-            raise ValueError("the measures of a snapshot are of different numbers of layers")
+            raise ValueError("the measures of a snapshot must have the same number of layers")
         return self

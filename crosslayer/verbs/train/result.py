@@ -17,7 +17,7 @@ class TrainingRun(Result):
     )
     name: str
     seed: int
-    recipe: dict[str, Any] = Field(description="as it was, with every default")
+    recipe: dict[str, Any] = Field(description="with every default")
     model: TrainedModel
     domains: tuple[TrainedDomain, ...] = Field(min_length=1)
     curve: Curve
@@ -26,37 +26,35 @@ class TrainingRun(Result):
     snapshots: tuple[Snapshot, ...] = ()
     steps: int = Field(ge=1)
     tokens: int = Field(ge=1)
-    seconds: float = Field(ge=0, description="of training steps alone, over all its parts where it was resumed")
-    peak_bytes: int | None = Field(
-        description="memory that the first process took at its peak; None where it is unknown"
-    )
-    matrix_flops: float = Field(gt=0, description="a second, of a large product of matrices, as this machine does it")
+    seconds: float = Field(ge=0, description="of training steps only, over all resumed sections")
+    peak_bytes: int | None = Field(description="peak memory of the first process; None if unknown")
+    matrix_flops: float = Field(gt=0, description="per second, of a large matrix product on this machine")
 
     @model_validator(mode="after")
     def _check_domains(self) -> Self:
         names = {domain.name for domain in self.domains}
         if any(set(entry.losses) != names for entry in self.validation) or set(self.windows) != names:
-            raise ValueError("validation losses are not of the run's domains")
+            raise ValueError("validation losses and windows must be of the run's domains")
         return self
 
     @property
     def losses(self) -> np.ndarray:
-        """Training losses in nats a token, each the mean since the entry before, (N,)."""
+        """Training losses in nats per token, each the mean since the previous entry, (N,)."""
         return np.array(self.curve.losses)
 
     @property
     def validation_losses(self) -> np.ndarray:
-        """Validation losses in nats a token, (M, D)."""
+        """Validation losses in nats per token, (M, D)."""
         return np.array([[entry.losses[domain.name] for domain in self.domains] for entry in self.validation])
 
     @property
     def final_loss(self) -> float:
-        """The last validation loss, mean over domains with the shares that they had in training."""
+        """The last validation loss, averaged over domains by their share in training."""
         last = self.validation[-1].losses
         return sum(domain.share * last[domain.name] for domain in self.domains)
 
     def headline(self) -> dict[str, Any]:
-        """Return name, seed, tokens, and the validation losses at the end."""
+        """Return name, seed, size, tokens and the final validation losses."""
         return {
             "name": self.name,
             "seed": self.seed,

@@ -84,7 +84,7 @@ def rows(domains, length, options):
     mixture = Mixture(domains, WEIGHTS, length, 0, options.rows)
     place_us, row_us, batch_us = [], [], []
     for _ in range(options.rounds):
-        place_us.append(seconds(lambda: [mixture.place(item) for item in range(len(mixture))])[0] / len(mixture) * 1e6)
+        place_us.append(seconds(lambda: [mixture.window(item) for item in range(len(mixture))])[0] / len(mixture) * 1e6)
         row_us.append(seconds(lambda: [mixture[item] for item in range(len(mixture))])[0] / len(mixture) * 1e6)
         loader = DataLoader(mixture, batch_size=options.batch, collate_fn=default_data_collator)
         batch_us.append(seconds(lambda: sum(1 for _ in loader))[0] / len(mixture) * 1e6)  # noqa: B023

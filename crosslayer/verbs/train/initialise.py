@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, initialization
 def initialise(model: PreTrainedModel, seed: int) -> None:
     """Initialise every parameter of a model; the random state of the process does not change.
 
-    Values are drawn in float32 on the CPU and then rounded, so that they are the same on any device and, up to rounding,
-    in any dtype. A tied tensor is drawn under its first name. Initialise a model before wrapping it, since wrappers
-    change names.
+    Values are drawn in float32 on the CPU and then rounded, so that they are the same on any device and, up to
+    rounding, in any dtype. A tied tensor is drawn under its first name. Initialise a model before wrapping it, since
+    wrappers change names.
     """
     named = dict(model.named_parameters())
     meta = [name for name, parameter in named.items() if parameter.is_meta]

@@ -77,9 +77,7 @@ def optimizer_of(
     for pattern in chosen.rates:
         if pattern not in patterns.values():
             last = next(reversed(named))
-            raise ValueError(
-                f"optimizer.rates: each pattern must be the first match of some parameter, such as {last}, got {pattern!r}"
-            )
+            raise ValueError(f"optimizer.rates: {pattern!r} applies to no parameter; names are such as {last}")
     if chosen.name is None and options.keys() & {"params", "model", "optimizer_dict"}:
         raise ValueError(f"optimizer.rates: has no effect with train.optim: {arguments.optim}; remove one of the two")
     if chosen.name is not None and arguments.fsdp:

@@ -1,7 +1,7 @@
-"""A training run from its recipe to a folder: data, first weights, steps, validation, model and page.
+"""A training run, from its recipe to a folder.
 
-The folder holds `recipe.yaml` (with every default), `log.jsonl` and checkpoints while the run goes on; at its end
-`model/`, and `record.json` with its page last.
+During the run the folder holds `recipe.yaml` (with every default), `log.jsonl` and checkpoints; at the end also
+`model/`, and last `record.json` with its page.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from crosslayer.verbs.train.arguments import BATCH, batch_sequences, step_sequen
 from crosslayer.verbs.train.attention import check_attention, set_attention
 from crosslayer.verbs.train.callbacks import SaveByTime, resumable
 from crosslayer.verbs.train.checkpoints import checkpoints
-from crosslayer.verbs.train.costs import check_room, matrix_flops, trained_model
+from crosslayer.verbs.train.costs import check_memory, matrix_flops, trained_model
 from crosslayer.verbs.train.initialise import initialise
 from crosslayer.verbs.train.mixture import ORDER, FixedRows, Mixture, spread
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
@@ -47,35 +47,32 @@ def train(
     resume: bool = False,
     progress: Meter = Silent,
 ) -> TrainingRun:
-    """Train a model by a recipe, from scratch or on from a model.
+    """Train a model from a recipe, from scratch or from an existing model.
 
-    Under `torchrun` or `accelerate launch` every process calls it; the first writes.
+    Under `torchrun` or `accelerate launch` every process calls it; the first one writes.
 
     Args:
-        recipe: a recipe: a YAML file, such as recipes/smoke.yaml. In Python also what `load_recipe` returns.
-        out: folder of the run: checkpoints, log, model, report.html, record.json; it must not exist unless `resume` is
-            set.
-        settings: on top of the recipe, repeatable: train.learning_rate=3e-4. In Python only beside a recipe that is a
-            file.
-        resume: go on from the last whole checkpoint of the same recipe; without any, begin anew. The number of
-            processes may be another one, where `gradient_accumulation_steps` or `per_device_train_batch_size` keeps the
-            sequences of a step.
-        progress: in Python, shows what is being done.
+        recipe: YAML file of the recipe, such as recipes/smoke.yaml. In Python also what `load_recipe` returns.
+        out: folder for checkpoints, log, model, report.html and record.json; it must not exist unless `resume` is set.
+        settings: override a key of the recipe, repeatable: train.learning_rate=3e-4.
+        resume: continue from the last complete checkpoint of the same recipe, or start if there is none. The number of
+            processes may change if `gradient_accumulation_steps` or `per_device_train_batch_size` keeps the batch size.
+        progress: in Python, shows progress.
 
     Returns:
-        the run's record; the model lies in `out / "model"`.
+        the run's record; the model is saved in `out / "model"`.
 
     Raises:
-        ValueError: the recipe is wrong, its text cannot be read, or the folder cannot be taken.
+        ValueError: the recipe is wrong, its text cannot be read, or the folder cannot be used.
         TrainingStopped: the loss is not finite, or a checkpoint cannot be written.
 
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, settings)
     elif settings:
-        raise ValueError("settings are for a recipe that is a file; change the loaded one by load_recipe")
+        raise ValueError("`settings` needs a recipe file, got a loaded recipe; pass the settings to load_recipe")
     target = Path(out).expanduser().resolve()
-    first = os.environ.get("RANK", "0") == "0"  # of the run's processes: the one that takes the folder, and writes
+    first = os.environ.get("RANK", "0") == "0"  # of the run's processes: the one that locks the folder and writes
     with held(target) if first else contextlib.nullcontext():
         if first:
             _prepare(target, recipe, resume)
@@ -87,24 +84,24 @@ def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> Train
     length = recipe.data.length
     on_gpu = torch.accelerator.is_available() and not recipe.train.get("use_cpu", False)
     check_attention(recipe.model.attention, torch.device("cuda" if on_gpu else "cpu"))
-    sequences = batch_sequences(recipe.train) * int(os.environ.get("WORLD_SIZE", "1"))  # of a step, over all processes
+    sequences = batch_sequences(recipe.train) * int(os.environ.get("WORLD_SIZE", "1"))  # per step, over all processes
     steps = recipe.schedule.total_steps(sequences * length)
     course = recipe.schedule.course(steps, min(recipe.eval.every, steps))
     arguments = training_arguments(folder, recipe.seed, course, recipe.train)
     assert step_sequences(arguments) == sequences
     tokenizer, shards = _texts(recipe, arguments, progress)
     weights = {domain.name: domain.weight for domain in recipe.data.domains}
-    training = {name: parts.training for name, parts in shards.items()}
+    training = {name: splits.training for name, splits in shards.items()}
     mixture = Mixture(training, weights, length, recipe.seed, steps * sequences)
     held_out = {
-        name: spread(FixedRows(parts.validation, length, name), recipe.eval.windows) for name, parts in shards.items()
+        name: spread(FixedRows(splits.validation, length, name), recipe.eval.windows) for name, splits in shards.items()
     }
     dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
     speed = matrix_flops(arguments.device, dtype) * arguments.world_size
     with quiet_transformers(), peak_memory(arguments.device) as peak:
-        model = _first_model(recipe, tokenizer)
-        check_room(model, recipe, arguments)
-        facts = trained_model(model, length)
+        model = _initial_model(recipe, tokenizer)
+        check_memory(model, recipe, arguments)
+        properties = trained_model(model, length)
         set_attention(model, recipe.model.attention, arguments)
         trainer = CrossLayerTrainer(
             model,
@@ -121,9 +118,9 @@ def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> Train
             trainer.add_callback(SaveByTime(recipe.save_minutes))
         trainer.train(resume_from_checkpoint=resume)
         if steps % course["eval_steps"] or not trainer.window_losses:
-            trainer.evaluate()  # the last step is no multiple of eval.every, or the run had ended before
+            trainer.evaluate()  # the last step was not evaluated, or the run had already finished
         trainer.save_model(str(folder / "model"))
-    result = _result(recipe, trainer, mixture, model=facts, peak_bytes=peak.bytes, matrix_flops=speed)
+    result = _result(recipe, trainer, mixture, model=properties, peak_bytes=peak.bytes, matrix_flops=speed)
     if trainer.is_world_process_zero():
         result.save_within(folder)
     return result
@@ -132,22 +129,24 @@ def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> Train
 def _texts(
     recipe: Recipe, arguments: TrainingArguments, progress: Meter
 ) -> tuple[PreTrainedTokenizerFast, dict[str, DomainShards]]:
-    """Return the tokenizer, and the tokens of every domain, out of the cache where they are there.
+    """Return the tokenizer and the tokens of every domain, from the cache if they are there.
 
-    In between, once its vocabulary is known, a new model that cannot fit is refused.
+    A new model that cannot fit into memory is refused as soon as its vocabulary is known, before tokenising.
     """
-    domains = [Domain(part.name, part.training_source(), part.validation_source()) for part in recipe.data.domains]
-    place = cache_folder() / "tokens"
+    domains = [
+        Domain(domain.name, domain.training_source(), domain.validation_source()) for domain in recipe.data.domains
+    ]
+    cache = cache_folder() / "tokens"
     with progress("reading the tokenizer", 0):
         digest = "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
         tokenizer = kept_tokenizer(
-            recipe.tokenizer, lambda: (text for domain in domains for text in domain.training()), place, digest
+            recipe.tokenizer, lambda: (text for domain in domains for text in domain.training()), cache, digest
         )
     if recipe.model.start is None:
         with torch.device("meta"):
             model = CrossLayerForCausalLM(_config(recipe, tokenizer))
-        check_room(model, recipe, arguments)
-    return tokenizer, {domain.name: domain.shards(tokenizer, place, progress) for domain in domains}
+        check_memory(model, recipe, arguments)
+    return tokenizer, {domain.name: domain.shards(tokenizer, cache, progress) for domain in domains}
 
 
 def _result(recipe: Recipe, trainer: CrossLayerTrainer, mixture: Mixture, **costs: Any) -> TrainingRun:
@@ -185,13 +184,13 @@ def _result(recipe: Recipe, trainer: CrossLayerTrainer, mixture: Mixture, **cost
     )
 
 
-def _first_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def _initial_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     if recipe.model.start is not None:
         model, _ = load_model(recipe.model.start, dtype=torch.float32)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # type: ignore[operator, union-attr]
             raise ValueError(
-                f"the tokenizer {recipe.tokenizer!r} has {len(tokenizer):,} tokens, more than the embeddings of "
-                f"{recipe.model.start!r}; leave `tokenizer` out to take the model's own"
+                f"tokenizer: must have no more tokens than {recipe.model.start!r} has embeddings, got "
+                f"{len(tokenizer):,} in {recipe.tokenizer!r}; remove it to use the model's own"
             )
         return model
     model = CrossLayerForCausalLM(_config(recipe, tokenizer))
@@ -210,25 +209,25 @@ def _config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> CrossLayerCon
 
 
 def _prepare(folder: Path, recipe: Recipe, resume: bool) -> None:
-    """Take a new folder, or one of the same recipe."""
+    """Prepare a new folder, or one with the same recipe."""
     written = folder / RECIPE
     if folder.exists() and any(folder.iterdir()):
         if not resume:
-            raise ValueError(f"the folder {folder.name!r} exists; give another name, or `resume` to go on with its run")
+            raise ValueError(f"the folder {folder.name!r} exists; use another name, or `resume` to continue its run")
         if not _is_of(written, recipe):
             raise ValueError(
-                f"the folder {folder.name!r} is of another recipe, or of none; `resume` goes on with the same one only"
+                f"the folder {folder.name!r} has another recipe, or none; `resume` continues the same recipe only"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    if not checkpoints(folder):  # else the file says how they were trained
+    if not checkpoints(folder):  # otherwise the file has the recipe of the checkpoints
         write_whole(written, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
 def _is_of(written: Path, recipe: Recipe) -> bool:
-    """Return whether a file is of a recipe, but for what makes up a batch: checkpoints say whether that is the same."""
+    """Return whether a file has this recipe, except for the batch size, which is compared with the checkpoints'."""
     try:
-        there = load_recipe(written)
+        existing = load_recipe(written)
     except ValueError:
         return False
-    trained = [{key: value for key, value in one.train.items() if key not in BATCH} for one in (there, recipe)]
-    return trained[0] == trained[1] and there == recipe.model_copy(update={"train": there.train})
+    trained = [{key: value for key, value in one.train.items() if key not in BATCH} for one in (existing, recipe)]
+    return trained[0] == trained[1] and existing == recipe.model_copy(update={"train": existing.train})

@@ -1,11 +1,11 @@
-"""Tokens of a text in files: written once, whole or not at all, and memory-mapped.
+"""Tokens of a text in files, which are written once, completely or not at all, and memory-mapped.
 
-A folder holds `tokens-00000.bin`, `tokens-00001.bin`, … (unsigned 16- or 32-bit numbers, little-endian, documents one
-after the other), `ends.bin` (64-bit: where each document ends) and `index.json` (sizes and the fingerprint). Who opens
-them reads `ends.bin` and the sizes of files, not the tokens: every process of a run does.
+A folder holds `tokens-00000.bin`, `tokens-00001.bin`, … (unsigned 16- or 32-bit little-endian numbers, documents in
+sequence), `ends.bin` (64-bit: the end of each document) and `index.json` (sizes and the fingerprint). Opening a folder,
+which every process of a run does, reads `ends.bin` and the sizes of files, not the tokens.
 
-While a folder `out` is cut its files lie in `.out.crosslayer-begun`, with `begun.json`: which are whole. What is
-interrupted goes on behind these, with the same tokens.
+While a folder `out` is written, its files are in `.out.crosslayer-begun`, with a list of the complete ones in
+`begun.json`. An interrupted tokenisation continues after these, with the same result.
 """
 
 import bisect
@@ -34,12 +34,12 @@ from crosslayer.verbs.train.tokenizers import PART, batches, encoder, frame, pie
 
 INDEX, ENDS, BEGUN = "index.json", "ends.bin", "begun.json"
 SCHEMA = "crosslayer/shards/2"
-FILE = 2**24  # tokens of a file at least; the batch with the last of them goes into it too
-OPEN = 64  # files that are mapped at once; each holds a descriptor, and a process may have no more than 1,024
-LARGEST = 2**24  # bytes of an index; that of 10¹² tokens needs fewer
+FILE = 2**24  # minimum tokens of a file; it ends with the batch that reaches them
+OPEN = 64  # files that are mapped at once; each has a descriptor, of which a process may have 1,024
+LARGEST = 2**24  # bytes of an index; 10¹² tokens need fewer
 TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 END_TYPE = np.dtype("<i8")
-ANEW = "remove the folder, and the text is cut into tokens anew"
+DELETE = "delete the folder to tokenise the text again"
 Count = Annotated[int, Field(gt=0)]
 
 
@@ -55,33 +55,33 @@ class Index(BaseModel):
 
 
 class Begun(BaseModel):
-    """What `begun.json` holds: of what the files beside it are, and how far."""
+    """What `begun.json` holds: the text and tokenizer of the files, and how far they are written."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     key: str
-    files: list[Count] = []  # tokens of those that are whole
-    pieces: int = Field(default=0, ge=0)  # of the text, that are in them
-    documents: int = Field(default=0, ge=0)  # that have ended
-    ended: int = Field(default=0, ge=0)  # tokens, when the last of them had
+    files: list[Count] = []  # tokens of each complete file
+    pieces: int = Field(default=0, ge=0)  # of the text, in these files
+    documents: int = Field(default=0, ge=0)  # that end in these files
+    ended: int = Field(default=0, ge=0)  # tokens up to the end of the last of these documents
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The tokens of a text, read where they lie in files; cheap to send to another process."""
+    """The tokens of a text in memory-mapped files; cheap to send to another process."""
 
     folder: Path
     fingerprint: str  # of the text, the tokenizer and the format
     dtype: str  # "uint16" or "uint32"
-    documents: int  # each has at least a single token
+    documents: int  # each has at least one token
     files: tuple[int, ...]  # tokens of each
 
     @cached_property
     def tokens(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return sum(self.files)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return tokens [start, start + count), (count,) int64, wherever files end."""
+        """Return tokens [start, start + count), (count,) int64, also across files."""
         assert start >= 0 and count > 0 and start + count <= self.tokens
         ids = np.empty(count, dtype=np.int64)
         done = 0
@@ -89,13 +89,13 @@ class Shards:
             number = bisect.bisect_right(self._offsets, start + done) - 1
             inside = start + done - self._offsets[number]
             tokens = _mapped(self.folder / _file_name(number), self.dtype, self.fingerprint)
-            part = tokens[inside : inside + count - done]
-            ids[done : done + len(part)] = part
-            done += len(part)
+            chunk = tokens[inside : inside + count - done]
+            ids[done : done + len(chunk)] = chunk
+            done += len(chunk)
         return ids
 
     def starts(self, start: int, count: int) -> np.ndarray:
-        """Return where documents start in [start, start + count), counted from `start`: int64, rising."""
+        """Return where documents start in [start, start + count), relative to `start`: int64, ascending."""
         first, last = np.searchsorted(self._ends, (start, start + count))
         inside = self._ends[first:last] - start
         return np.concatenate(([0], inside)) if start == 0 else inside
@@ -109,19 +109,19 @@ class Shards:
         return [0, *itertools.accumulate(self.files)][:-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # no maps: they would be copied
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # without maps, which would be copied
 
 
 @lru_cache(maxsize=OPEN)
 def _mapped(path: Path, dtype: str, fingerprint: str) -> np.ndarray:
-    """Map a file; what is written later under its name has another fingerprint."""
+    """Map a file; the fingerprint distinguishes it from a later file of the same name."""
     return np.memmap(path, dtype=TYPES[dtype], mode="r")
 
 
 def fingerprint(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return a SHA-256 of a text (by what says which it is, such as `source_digest`), a tokenizer and the format."""
-    parts = [SCHEMA, text, tokenizer.backend_tokenizer.to_str(), frame(tokenizer)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    """Return a SHA-256 of a text (by an identifier, such as `source_digest`), a tokenizer and the format."""
+    identifiers = [SCHEMA, text, tokenizer.backend_tokenizer.to_str(), frame(tokenizer)]
+    return hashlib.sha256(json.dumps(identifiers).encode()).hexdigest()
 
 
 def tokenise(
@@ -134,26 +134,26 @@ def tokenise(
     meter: Meter = Silent,
     reading: Reading | None = None,
 ) -> Shards:
-    """Write the tokens of documents into a folder, or take what lies there with the same fingerprint.
+    """Write the tokens of documents into a folder, or open the folder if it has the same fingerprint.
 
-    A document begins and ends with what the tokenizer puts there, and with its end token where it has any; special
-    tokens written out in the text stay text. The folder is whole or not there. Processes that want the same one wait
-    for the first. What was interrupted goes on where it was. All cores are used (`RAYON_NUM_THREADS`,
-    `TOKENIZERS_PARALLELISM=false` limit that); the files are the same for any number. A folder with shards of another
-    fingerprint is replaced; what is no folder of shards is not touched.
+    Each document gets the special tokens that the tokenizer adds, and its end token if there is one; special tokens
+    spelled out in the text stay text. The folder is complete or absent, an interrupted tokenisation continues, and
+    processes that need the same folder wait for the first. All cores are used (limit them with `RAYON_NUM_THREADS` or
+    `TOKENIZERS_PARALLELISM=false`), with the same result for any number. Shards of another fingerprint are replaced;
+    other folders are refused.
 
-    Documents are read only if they must be; those without text are left out. Of `parts` that belong together, such as 2
-    for a prompt and its response, the first alone begins, and the last alone ends, with special tokens; none may be
-    blank then. `reading` counts what is read of the documents' files, for a percentage.
+    Documents are read only if needed, and empty ones are skipped. With `parts` > 1, such as 2 for a prompt and its
+    response, that many documents belong together: only the first starts, and only the last ends, with special tokens,
+    and none may be blank. `reading` counts the bytes read from the documents' files, for the percentage of progress.
     """
     folder = folder.expanduser().resolve()
-    if not _is_there(folder, fingerprint):  # what is there may lie where nothing can be written, not even a lock
+    if not _exists(folder, fingerprint):  # checked without a lock, since the folder may be read-only
         reading = reading or Reading()
         known = reading.total > 0
-        title = f"cutting {folder.name} into tokens"
+        title = f"tokenising {folder.name}"
         try:
             with exclusive(folder, wait=True):
-                if not _is_there(folder, fingerprint):
+                if not _exists(folder, fingerprint):
                     with _begun(folder) as begun, meter(f"{title} (%)" if known else title, 100 * known) as bar:
                         for done in _write(documents, tokenizer, begun, fingerprint, parts):
                             bar.step(min(100, 100 * reading.done // reading.total) if known else done, 100 * known)
@@ -163,33 +163,33 @@ def tokenise(
 
 
 def open_shards(folder: Path) -> Shards:
-    """Open a folder of shards, whose files have the sizes that its index says."""
+    """Open a folder of shards and check the sizes of its files."""
     index = _read_index(folder)
     sizes = {_file_name(number): tokens * TYPES[index.dtype].itemsize for number, tokens in enumerate(index.files)}
     for name, size in {**sizes, ENDS: index.documents * END_TYPE.itemsize}.items():
         if not (folder / name).is_file():
-            raise ValueError(f"{name} of {folder.name!r} is missing; {ANEW}")
-        there = (folder / name).stat().st_size
-        if there != size:
-            raise ValueError(f"{name} of {folder.name!r} has {there:,} bytes, not {size:,}; {ANEW}")
+            raise ValueError(f"{name} of {folder.name!r} is missing; {DELETE}")
+        actual = (folder / name).stat().st_size
+        if actual != size:
+            raise ValueError(f"{name} of {folder.name!r} must have {size:,} bytes, got {actual:,}; {DELETE}")
     shards = Shards(folder, index.fingerprint, index.dtype, index.documents, tuple(index.files))
     if np.diff(shards._ends, prepend=0).min() < 1 or shards._ends[-1] != shards.tokens:
-        raise ValueError(f"{ENDS} of {folder.name!r} does not fit the tokens; {ANEW}")
+        raise ValueError(f"{ENDS} of {folder.name!r} does not match the tokens; {DELETE}")
     return shards
 
 
-def _is_there(folder: Path, fingerprint: str) -> bool:
+def _exists(folder: Path, fingerprint: str) -> bool:
     return folder.exists() and _read_index(folder).fingerprint == fingerprint
 
 
 def _read_index(folder: Path) -> Index:
     path = folder / INDEX
     if not path.is_file() or path.stat().st_size > LARGEST:
-        raise ValueError(f"{folder.name!r} is no folder of shards: it has no {INDEX}; name another folder")
+        raise ValueError(f"{folder.name!r} is not a folder of tokens: it has no {INDEX}; use another folder")
     try:
         return Index.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ValueError(f"{INDEX} of {folder.name!r}: {validation_message(error)}; {ANEW}") from None
+        raise ValueError(f"{INDEX} of {folder.name!r}: {fault_of(error)}; {DELETE}") from None
 
 
 def _file_name(number: int) -> str:
@@ -198,7 +198,7 @@ def _file_name(number: int) -> str:
 
 @contextlib.contextmanager
 def _begun(folder: Path) -> Iterator[Path]:
-    """Give the folder that files are cut in, whose files become `folder` when the block ends; else it is kept."""
+    """Yield the folder of unfinished files; they become `folder` when the block ends, and are kept if it fails."""
     begun = folder.with_name(f".{folder.name}.crosslayer-begun")
     try:
         begun.mkdir(exist_ok=True)
@@ -208,21 +208,21 @@ def _begun(folder: Path) -> Iterator[Path]:
             for path in [begun / INDEX, begun / ENDS, *begun.glob("tokens-*.bin")]:
                 path.rename(partial / path.name)
     finally:
-        if not (begun / BEGUN).is_file():  # nothing to go on from
+        if not (begun / BEGUN).is_file():  # nothing to continue from
             shutil.rmtree(begun, ignore_errors=True)
 
 
 def _write(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, folder: Path, fingerprint: str, parts: int
 ) -> Generator[int]:
-    """Write all files of a folder, or those that are not there yet; yield from time to time how many documents are."""
+    """Write the missing files of a folder; yield the number of finished documents from time to time."""
     dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
     first, last = frame(tokenizer)
     encode = encoder(tokenizer)
     at = _saved(folder, f"{fingerprint}/{FILE}/{PART}", TYPES[dtype].itemsize)
-    before, tokens = sum(at.files), sum(at.files)  # those of whole files, and all
+    before, tokens = sum(at.files), sum(at.files)  # tokens in complete files, and all
     if tokens:
-        say(f"going on from {tokens:,} tokens, which an interrupted run has cut")
+        say(f"continuing after the {tokens:,} tokens of an interrupted run")
     for batch in batches(itertools.islice(pieces(documents, parts), at.pieces, None)):
         ends = [at.ended]
         with (folder / _file_name(len(at.files))).open("ab") as file:
@@ -245,10 +245,10 @@ def _write(
             before = tokens
         yield at.documents
     if not tokens:
-        raise ValueError("there is no text to cut into tokens")
+        raise ValueError("there is no text to tokenise")
     if tokens > before:
         at.files.append(tokens - before)
-    else:  # what followed the last whole file had no tokens
+    else:  # the text after the last complete file had no tokens
         (folder / _file_name(len(at.files))).unlink(missing_ok=True)
     for name in (_file_name(len(at.files) - 1), ENDS):
         sync(folder / name)
@@ -258,13 +258,13 @@ def _write(
 
 
 def _saved(folder: Path, key: str, size: int) -> Begun:
-    """Return how far the files of a folder are right, and remove what is not; `size` is the bytes of a token."""
+    """Return how far the files of a folder are valid, and delete the others; `size` is the bytes per token."""
     try:
         at = Begun.model_validate_json((folder / BEGUN).read_bytes())
-        whole = {_file_name(number): tokens * size for number, tokens in enumerate(at.files)}
+        complete = {_file_name(number): tokens * size for number, tokens in enumerate(at.files)}
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.bin")}
         ends = at.documents * END_TYPE.itemsize
-        if at.key == key and whole.items() <= sizes.items() and sizes[ENDS] >= ends:
+        if at.key == key and complete.items() <= sizes.items() and sizes[ENDS] >= ends:
             (folder / _file_name(len(at.files))).unlink(missing_ok=True)
             os.truncate(folder / ENDS, ends)
             return at

@@ -1,6 +1,6 @@
-"""Looks at a model while it is trained: gradients, and over a few held-out windows sinks and norms, of every layer.
+"""Snapshots during training: gradient norms, and sinks and norms on a few held-out windows, for every layer.
 
-Flows: windows → measures of each (`verbs/diagnose/sequence.py`) → their means in the log → `Snapshot`s of the record.
+Data flow: windows → measures of each (`verbs/diagnose/sequence.py`) → means in the log → `Snapshot`s in the record.
 Shapes: N windows, T tokens, L layers.
 """
 
@@ -29,9 +29,9 @@ KEY = re.compile(r"snapshot_(\w+)_layer_(\d+)")  # in the log
 
 @torch.no_grad()
 def snapshot(model: PreTrainedModel, windows: Tensor) -> dict[str, float]:
-    """Return the mean over windows (N, T) of each measure of each layer: "look_sink_rate_layer_0" and so on.
+    """Return the mean over windows (N, T) of each measure of each layer, as "snapshot_sink_rate_layer_0" and so on.
 
-    NaN stands where a layer has no such sublayer.
+    A measure is NaN where a layer lacks the sublayer.
     """
     with evaluating(model), readable_masks(model):
         measured = [measure_sequence(model, window).measures for window in windows]
@@ -42,7 +42,7 @@ def snapshot(model: PreTrainedModel, windows: Tensor) -> dict[str, float]:
 
 
 def snapshots_in(history: Sequence[dict[str, Any]]) -> tuple[Snapshot, ...]:
-    """Return the snapshots that a log holds; of two after a step the later."""
+    """Return the snapshots in a log; of two after the same step, the later one."""
     by_step: dict[int, dict[str, dict[int, float | None]]] = {}
     for entry in history:
         for key, value in entry.items():
@@ -57,7 +57,7 @@ def snapshots_in(history: Sequence[dict[str, Any]]) -> tuple[Snapshot, ...]:
 
 
 def windows_of_each(domains: Sequence[Subset[dict[str, Tensor]]], count: int) -> Tensor | None:
-    """Return `count` windows (N, T) of the domains in turn, or as many as there are; None where none is wanted."""
+    """Return `count` windows (N, T), alternating between domains, or all if there are fewer; None if `count` is 0."""
     if count == 0:
         return None
     windows = []
@@ -67,7 +67,7 @@ def windows_of_each(domains: Sequence[Subset[dict[str, Tensor]]], count: int) ->
 
 
 def layer_norms(model: nn.Module) -> dict[int, float]:
-    """Return the norm of the gradient of each layer; a parameter's layer is the first number in its name."""
+    """Return the gradient norm of each layer; a parameter's layer is the first number in its name."""
     gradients: dict[int, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         layer = LAYER.search(name)
@@ -77,5 +77,5 @@ def layer_norms(model: nn.Module) -> dict[int, float]:
 
 
 def as_number(norm: Any) -> float:
-    """Return a norm as a number; where it is a sharded tensor, that of all ranks together."""
+    """Return a norm as a number; for a sharded tensor, the norm over all ranks."""
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,4 +1,4 @@
-"""The text of a domain in two parts, to train on and to judge by, and the tokens of both."""
+"""The training and the held-out text of a domain, and the tokens of both."""
 
 import hashlib
 import re
@@ -16,12 +16,12 @@ from crosslayer.corpus.pieces import next_word
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.train.shards import Shards, fingerprint, tokenise
 
-EVERY, FIRST = 20, 3  # of all pieces number 3, 23, 43, … are held out; text of four pieces has one
-PIECE = 2**14  # characters of a piece; a shorter document is a piece of its own
+EVERY, FIRST = 20, 3  # chunks 3, 23, 43, … are held out; a text of four chunks has one
+PIECE = 2**14  # characters of a chunk; a shorter document is one chunk
 
 
 class DomainShards(NamedTuple):
-    """The tokens of a domain to train on, and those that are held out."""
+    """The training and the held-out tokens of a domain."""
 
     training: Shards
     validation: Shards
@@ -29,20 +29,20 @@ class DomainShards(NamedTuple):
 
 @dataclass(frozen=True)
 class Domain:
-    """Text of a single kind; every 20th piece is held out, which is a document, or 16,384 characters of a long one."""
+    """A text domain; every 20th chunk is held out, which is a document, or 16,384 characters of a long one."""
 
-    name: str  # where `source` is the embedded corpus, the name of a part of it chooses that part
+    name: str  # of an embedded domain, if `source` is the embedded corpus
     source: TextSource
-    validation: TextSource | None = None  # text to judge by, instead of pieces that are held out
+    validation: TextSource | None = None  # held-out text, instead of chunks of `source`
     every: int = EVERY
-    parts: ClassVar[int] = 1  # how many of the documents belong together, as `tokenise` takes them
+    parts: ClassVar[int] = 1  # number of documents that belong together, as in `tokenise`
 
     def training(self, reading: Reading | None = None) -> Iterator[str]:
-        """Yield the documents to train on; of one from which pieces are held out, what stands between them."""
+        """Yield the training documents; a document with held-out chunks is split at these."""
         if self.validation is not None:
             yield from self._documents(reading)
             return
-        run: list[str] = []  # neighbouring pieces of a document
+        run: list[str] = []  # neighbouring chunks of a document
         for piece, begins, held in _pieces(self._documents(reading), self.every):
             if run and (begins or held):
                 yield "".join(run)
@@ -53,7 +53,7 @@ class Domain:
             yield "".join(run)
 
     def held_out(self, reading: Reading | None = None) -> Iterator[str]:
-        """Yield the documents, or the pieces of them, that are not trained on."""
+        """Yield the held-out documents or chunks."""
         if self.validation is not None:
             yield from stream_documents(self.validation, reading)
             return
@@ -63,17 +63,17 @@ class Domain:
                 yield piece
                 count += 1
         if not count:
-            raise ValueError("the text is too short to hold any of it out; name a source for validation")
+            raise ValueError("the text is too short to hold out a chunk; set validation to another source")
 
     def shards(self, tokenizer: PreTrainedTokenizerFast, folder: Path, meter: Meter = Silent) -> DomainShards:
-        """Return the tokens of both parts; they are written into folders in `folder`, unless they are there already."""
+        """Return the tokens of both; they are written into folders in `folder`, unless they are there already."""
         text = self.digest()
 
-        def cut(part: str, documents: Callable[[Reading], Iterator[str]], source: TextSource) -> Shards:
-            reading, digest = reading_of(source), fingerprint(f"{part}/{text}", tokenizer)
-            place = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', self.name)}-{part}-{digest[:16]}"
+        def cut(split: str, documents: Callable[[Reading], Iterator[str]], source: TextSource) -> Shards:
+            reading, digest = reading_of(source), fingerprint(f"{split}/{text}", tokenizer)
+            target = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', self.name)}-{split}-{digest[:16]}"
             options = {"fingerprint": digest, "parts": self.parts, "meter": meter, "reading": reading}
-            return tokenise(documents(reading), tokenizer, place, **options)
+            return tokenise(documents(reading), tokenizer, target, **options)
 
         try:
             return DomainShards(
@@ -90,7 +90,7 @@ class Domain:
             yield from stream_documents(self.source, reading)
 
     def digest(self) -> str:
-        """Return a SHA-256 of the text and of how it is parted."""
+        """Return a SHA-256 of the text and of how it is split."""
         try:
             if self.source.name is None:
                 source = hashlib.sha256("\0".join(self._documents()).encode()).hexdigest()
@@ -103,7 +103,7 @@ class Domain:
 
 
 def _pieces(documents: Iterable[str], every: int) -> Iterator[tuple[str, bool, bool]]:
-    """Yield documents in pieces, each with whether it begins a document, and whether it is held out."""
+    """Yield chunks of documents, each with whether it begins a document and whether it is held out."""
     number = 0
     for text in documents:
         start = 0

@@ -1,4 +1,4 @@
-"""Tokenizers for a training run (bytes, byte pairs trained on its own text, or a model's), and documents to tokens."""
+"""Tokenizers of training runs (bytes, byte pairs trained on the run's text, or a model's), and encoding documents."""
 
 import hashlib
 import os
@@ -14,21 +14,21 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from crosslayer.corpus.pieces import next_word, special_tokens
 from crosslayer.models.load import load_tokenizer
 
-END, PADDING = "<|end|>", "<|pad|>"  # what ends a document, and what fills a row
+END, PADDING = "<|end|>", "<|pad|>"  # the end of a document, and padding
 SPECIAL = (END, PADDING)
-LEAST = 256 + len(SPECIAL) + 1  # tokens of byte pairs: bytes, special tokens, and a pair
-TRAINED_ON = 32 * 10**6  # characters of text that byte pairs are trained on at most
-PIECE = 4096  # characters; of a longer text such pieces are taken from everywhere in it
+LEAST = 256 + len(SPECIAL) + 1  # minimum tokens of byte pairs: bytes, special tokens and one pair
+TRAINED_ON = 32 * 10**6  # maximum characters of text to train byte pairs on
+PIECE = 4096  # characters of the evenly spaced chunks that a longer text is sampled in
 BATCH = 2**20  # characters that are encoded at once
-PART = 2**16  # characters; a longer document is encoded in parts, cut before a word: faster, and in less memory
+PART = 2**16  # characters; longer documents are split before a word: faster, and in less memory
 
 
 def make_tokenizer(name: str, documents: Callable[[], Iterable[str]]) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a run.
 
-    Of "bytes" token b is byte b of the text in UTF-8, and any text comes back as it was. "bpe:N" are byte pairs
-    (GPT-2's way to part words) trained on the documents, which are read twice: N tokens with the special ones, or fewer
-    where the text has not so many pairs that come twice. Everything else is a model whose tokenizer is taken.
+    With "bytes", token b is byte b of the text in UTF-8, and any text is decoded exactly. "bpe:N" trains byte pairs
+    with GPT-2's word splitting on the documents, which are read twice: N tokens with the special ones, or fewer if the
+    text has fewer repeated pairs. Any other name is a model whose tokenizer is used.
     """
     if name == "bytes":
         ids = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -37,14 +37,14 @@ def make_tokenizer(name: str, documents: Callable[[], Iterable[str]]) -> PreTrai
         return _finished(_trained(pair_tokens(name), documents))
     tokenizer = load_tokenizer(name)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"the tokenizer of {name!r} is no fast one (tokenizer.json); training needs such")
+        raise ValueError(f"tokenizer: must be a fast one (with tokenizer.json), got that of {name!r}")
     return tokenizer
 
 
 def kept_tokenizer(
     name: str, documents: Callable[[], Iterable[str]], folder: Path, digest: str
 ) -> PreTrainedTokenizerFast:
-    """As `make_tokenizer`; byte pairs are trained once and kept in a folder, for each size and digest of their text."""
+    """As `make_tokenizer`, with trained byte pairs cached in a folder by size and digest of their text."""
     if not name.startswith("bpe:"):
         return make_tokenizer(name, documents)
     size = pair_tokens(name)
@@ -62,7 +62,7 @@ def pair_tokens(name: str) -> int:
     """Return N of "bpe:N"."""
     match = re.fullmatch("bpe:([0-9]{1,9})", name)
     if match is None or int(match[1]) < LEAST:
-        raise ValueError(f"tokenizer {name!r}: give bpe:N with a number of tokens from {LEAST} on, such as bpe:8192")
+        raise ValueError(f"must be bpe:N with N at least {LEAST}, such as bpe:8192, got {name!r}")
     return int(match[1])
 
 
@@ -70,7 +70,7 @@ def _trained(size: int, documents: Callable[[], Iterable[str]]) -> Tokenizer:
     """Train byte pairs; the same text gives the same tokenizer."""
     characters = sum(map(len, documents()))
     if not characters:
-        raise ValueError(f"tokenizer 'bpe:{size}' needs text to train on, and there is none")
+        raise ValueError(f"tokenizer: bpe:{size} needs text to train on, got none")
     tokenizer = _byte_level(models.BPE(), words=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
@@ -81,7 +81,7 @@ def _trained(size: int, documents: Callable[[], Iterable[str]]) -> Tokenizer:
 
 
 def _sample(documents: Iterable[str], characters: int) -> Iterator[str]:
-    """Yield pieces from everywhere in documents of so many characters, about `TRAINED_ON` in all."""
+    """Yield evenly spaced chunks of documents with that many characters, about `TRAINED_ON` in total."""
     kept = read = 0
     for text in documents:
         for start in range(0, len(text), PIECE):
@@ -93,7 +93,7 @@ def _sample(documents: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def _byte_level(model: models.BPE, words: bool) -> Tokenizer:
-    """Return a tokenizer over bytes; pairs stay within words where `words` is set."""
+    """Return a tokenizer over bytes; with `words`, pairs stay within words."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     tokenizer.decoder = decoders.ByteLevel()
@@ -101,7 +101,7 @@ def _byte_level(model: models.BPE, words: bool) -> Tokenizer:
 
 
 def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Give a tokenizer its special tokens, which text never becomes, whatever it says."""
+    """Add the special tokens, which no text is encoded as."""
     tokenizer.add_special_tokens(list(SPECIAL))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -113,7 +113,7 @@ def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 class Piece(NamedTuple):
-    """Text of a document, or a part of it; with special tokens before and behind it, and whether its document ends."""
+    """A document or a chunk of one: whether special tokens come before and after it, and whether its document ends."""
 
     text: str
     opens: bool
@@ -122,7 +122,7 @@ class Piece(NamedTuple):
 
 
 def encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[Piece]], list[list[int]]]:
-    """Return what gives the tokens of each piece; special tokens written out in the text stay text."""
+    """Return a function that encodes pieces; special tokens spelled out in the text stay text."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy, whose settings are ours
     backend.no_truncation()
     backend.no_padding()
@@ -149,17 +149,17 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def pieces(documents: Iterable[str], parts: int) -> Iterator[Piece]:
-    """Yield documents in parts, of which the first opens and the last closes; `parts` documents belong together."""
+    """Yield chunks of documents; the first chunk of `parts` documents that belong together opens, the last closes."""
     number = 0
-    for place, text in enumerate(documents):
+    for index, text in enumerate(documents):
         if not isinstance(text, str):
-            raise ValueError(f"document {place} is a {type(text).__name__}, not a text")
+            raise ValueError(f"document {index} must be text, got {type(text).__name__}")
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"document {place} holds half of a character (a surrogate)") from None
+            raise ValueError(f"document {index} contains a lone surrogate, which is not valid text") from None
         if not text.strip():
-            assert parts == 1, "a document is blank that belongs to others"
+            assert parts == 1, "a document that belongs to others is blank"
             continue
         opens, closes = number % parts == 0, (number + 1) % parts == 0
         start = 0
@@ -169,11 +169,11 @@ def pieces(documents: Iterable[str], parts: int) -> Iterator[Piece]:
             yield Piece(text[start:stop], opens and start == 0, closes and last, last)
             start = stop
         number += 1
-    assert number % parts == 0, "a document lacks its others"
+    assert number % parts == 0, "the last documents that belong together are incomplete"
 
 
 def frame(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Return the tokens that a document begins and ends with."""
+    """Return the special tokens before and after a document."""
     first, last = special_tokens(tokenizer)
     end = tokenizer.eos_token_id
     if isinstance(end, int) and end not in last:

@@ -1,8 +1,8 @@
-"""The trainer: transformers' own, with what a fair comparison needs of it.
+"""The trainer: transformers' own, changed so that runs are comparable and can be resumed exactly.
 
-What differs from `Trainer`: weight decay leaves norms, vectors and what methods mix with alone; checkpoints are staged;
-a loss that is not finite ends the run; a validation loss is the mean over tokens, exact for any batch and any number of
-ranks; tokens a second are measured, and every measurement goes to `log.jsonl`; the model's `use_cache` stays as it is.
+Differences from `Trainer`: no weight decay on norms, vectors and the mixing weights of methods; staged checkpoints; a
+loss that is not finite ends the run; the validation loss is the mean over tokens, exact for any batch size and number
+of ranks; tokens per second are measured; everything is logged in `log.jsonl`; the model's `use_cache` does not change.
 
 Shapes: B batch, T tokens, V vocabulary, N validation windows.
 """
@@ -46,26 +46,26 @@ from crosslayer.verbs.train.optimizers import mixing_parameters, optimizer_of
 from crosslayer.verbs.train.recipe import OptimizerPart
 from crosslayer.verbs.train.snapshots import as_number, layer_norms, snapshot
 
-PICKLED = "training_args.bin"  # which Trainer adds to a model
+PICKLED = "training_args.bin"  # a file that Trainer adds to a model
 
 
 class TrainingStopped(EndedTooSoon):
-    """A run ended before its last step, through no fault of its settings that could be seen beforehand.
+    """A run ended before its last step, for a reason that could not be checked beforehand.
 
     `step` was not completed, or its checkpoint could not be written; `checkpoint` is the last good one, if any.
     """
 
-    def __init__(self, what: str, step: int, checkpoint: Path | None):
+    def __init__(self, message: str, step: int, checkpoint: Path | None):
         last = "there is no checkpoint yet" if checkpoint is None else f"the last good checkpoint is {checkpoint.name}"
-        super().__init__(f"{what}; {last}")
+        super().__init__(f"{message}; {last}")
         self.step, self.checkpoint = step, checkpoint
 
 
 class CrossLayerTrainer(Trainer):
     """Trains any causal language model on packed sequences.
 
-    `window_losses` has the mean loss of every validation window (N,) of the newest evaluation, by the names that the
-    log has for them ("eval_loss", "eval_web_loss"); `interruption` says whether Ctrl-C was pressed.
+    `window_losses` holds the mean loss of every validation window (N,) of the last evaluation, by name in the log
+    ("eval_loss", "eval_web_loss"); `interruption` tells whether Ctrl-C was pressed.
     """
 
     def __init__(
@@ -77,26 +77,26 @@ class CrossLayerTrainer(Trainer):
         tokenizer: PreTrainedTokenizerBase | None = None,
         meter: Meter = Silent,
         depth_norms: bool = False,
-        looked_at: Tensor | None = None,
+        probed: Tensor | None = None,
         optimizer: OptimizerPart | None = None,
     ):
-        """Prepare a run of a model with its first values; `args` are as `training_arguments` makes them.
+        """Prepare a run of an initialised model; `args` are from `training_arguments`.
 
-        Items of data are `input_ids`, `position_ids` and `labels` (T,): to train on, as many as all steps read, in that
-        order; to judge by, also domain by domain. With `depth_norms` each layer's gradient norm before clipping is
-        logged, as `grad_norm_layer_0` and so on; over `looked_at`, token ids (N, T), each evaluation measures sinks and
+        Rows of data are `input_ids`, `position_ids` and `labels` (T,): for training as many as all steps read, in that
+        order; for evaluation also a mapping by domain. With `depth_norms`, each layer's gradient norm before clipping
+        is logged as `grad_norm_layer_0` and so on. On `probed`, token ids (N, T), each evaluation measures sinks and
         norms of every layer.
         """
         needed = args.max_steps * step_sequences(args)
         items = len(train_dataset)  # type: ignore[arg-type]
         if items < needed:
-            raise ValueError(f"the training data have {items:,} items, and {args.max_steps:,} steps read {needed:,}")
+            raise ValueError(f"training data must have {needed:,} rows for {args.max_steps:,} steps, got {items:,}")
         self.window_losses: dict[str, np.ndarray] = {}
         self.interruption, self._log = Interruption(), Log(meter)
         self._resumed: Resumed | None = None
         self._staging, self._micro_batch = False, 0
-        self._clock: tuple[float, int] | None = None  # when the newest training loss was logged, and the tokens by then
-        self._looked_at, self._optimizer, self._wants_norms, self._norms = looked_at, optimizer, depth_norms, {}
+        self._clock: tuple[float, int] | None = None  # time and tokens of the last logged training loss
+        self._probed, self._optimizer, self._wants_norms, self._norms = probed, optimizer, depth_norms, {}
         use_cache = model.config.use_cache
         super().__init__(
             model,
@@ -108,19 +108,21 @@ class CrossLayerTrainer(Trainer):
             compute_metrics=_over_tokens,
             callbacks=[self._log, self.interruption],
         )
-        model.config.use_cache = use_cache  # the inputs turn the cache off, so the model needs no such setting
+        model.config.use_cache = use_cache  # Trainer changed it; the inputs turn the cache off
         if args.fsdp and not self.is_fsdp_enabled:
-            raise ValueError("train.fsdp has no effect on this machine, whose ranks have no accelerators; leave it out")
-        if args.fsdp and looked_at is not None:
-            raise ValueError("eval.snapshots needs the whole model in each process; leave it out, or train.fsdp")
+            raise ValueError("train.fsdp: has no effect without a GPU; remove it")
+        if args.fsdp and probed is not None:
+            raise ValueError(
+                "eval.snapshots: needs the whole model in each process, but train.fsdp shards it; remove one of the two"
+            )
         self.remove_callback(PrinterCallback)
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
-        """Train to the last step; if asked, from the last good checkpoint of the run's folder on, if there is one.
+        """Train to the last step, with `resume_from_checkpoint` from the last good checkpoint if there is one.
 
-        At Ctrl-C (KeyboardInterrupt) a single process has finished the step under way and saved it.
+        At Ctrl-C a single process finishes and saves the current step before it raises KeyboardInterrupt.
         """
         assert trial is None and ignore_keys_for_eval is None and not isinstance(resume_from_checkpoint, str)
         checkpoint = last_good(self._folder) if resume_from_checkpoint else None
@@ -132,7 +134,7 @@ class CrossLayerTrainer(Trainer):
                 return super().train(None if checkpoint is None else str(checkpoint))
         except ImportError as error:
             raise ValueError(f"train: {' '.join(str(error).split())}") from error
-        except Exception as error:  # a broken checkpoint makes many kinds, up to the first step of the optimizer
+        except Exception as error:  # a broken checkpoint can raise any type, until the first optimizer step
             ours = isinstance(error, TrainingStopped | MemoryError | torch.OutOfMemoryError)
             if ours or self._resumed is None or self.state.global_step > self._resumed.step:
                 raise
@@ -141,16 +143,16 @@ class CrossLayerTrainer(Trainer):
             self._log.close()
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return what weight decay acts on: maps and embeddings.
+        """Return the parameters with weight decay: matrices of linear layers and embeddings.
 
-        Not: norms, biases and other vectors, and the parameters that a method's mixing modules hold themselves
-        (queries over depth, gains, mixing weights). A map within such a module is a map.
+        Norms, biases, other vectors, and the parameters that belong directly to a method's mixing modules (queries over
+        depth, gains, mixing weights) have none. A linear layer inside such a module does.
         """
         decayed = set(super().get_decay_parameter_names(model)) - mixing_parameters(model)
         return [name for name, parameter in model.named_parameters() if name in decayed and parameter.ndim > 1]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return Trainer's optimizer, or what the recipe says of it; errors as `optimizer_of`."""
+        """Return Trainer's optimizer, or the one of the recipe; errors as `optimizer_of`."""
         chosen = self._optimizer
         if self.optimizer is None and chosen is not None and (chosen.name or chosen.rates):
             whole: Any = self.accelerator.unwrap_model(self.model if model is None else model)
@@ -162,13 +164,13 @@ class CrossLayerTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss; without a cache, since positions that restart separate documents only then."""
+        """Return the loss; without a cache, since restarting positions separate documents only then."""
         skipping = without_logits(self.model.config, self.args, inputs["input_ids"].numel())  # type: ignore[union-attr]
-        given = {**inputs, **skipping, "use_cache": False}
-        return super().compute_loss(model, given, return_outputs, num_items_in_batch)
+        inputs = {**inputs, **skipping, "use_cache": False}
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs on their device, with the borders of documents where attention must be told them."""
+        """Return the inputs on their device, with document boundaries if the attention needs them."""
         prepared = super()._prepare_inputs(inputs)
         return {**prepared, **document_borders(self.model, prepared["position_ids"])}
 
@@ -176,7 +178,7 @@ class CrossLayerTrainer(Trainer):
         """Add the gradients of a batch and count its tokens."""
         if self._clock is None:
             self._clock = time.perf_counter(), self.state.num_input_tokens_seen
-            if self._resumed is not None:  # the next loss that is logged is the mean since the entry before
+            if self._resumed is not None:  # the next logged loss is the mean since the previous entry
                 self._tr_loss += self._resumed.kept.loss
                 self._globalstep_last_logged = self._resumed.kept.logged
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -186,19 +188,19 @@ class CrossLayerTrainer(Trainer):
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm of the whole gradient; before a step that is logged, measure each layer's too."""
+        """Return the norm of the whole gradient; before a logged step, also measure each layer's."""
         norm = as_number(super()._get_grad_norm(model, grad_norm))
-        if not self.args.fp16:  # which leaves such a step out, and lowers its scale
+        if not self.args.fp16:  # which skips such a step and lowers its scale
             self._check_finite("gradient's norm", norm, 0, self.args.gradient_accumulation_steps - 1)
         if self._wants_norms and (self.state.global_step + 1) % self.state.logging_steps == 0:
             limit = self.args.max_grad_norm
-            clipped = max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0  # by what it has been divided
+            clipped = max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0  # the factor by which it has been divided
             norms = layer_norms(self.accelerator.unwrap_model(model))
             self._norms = {f"grad_norm_layer_{layer}": clipped * value for layer, value in norms.items()}
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with training losses the tokens so far and the tokens a second since the last time."""
+        """Log; training losses with the tokens so far and the tokens per second since the last time."""
         if "loss" in logs:
             assert self._clock is not None
             now, tokens = time.perf_counter(), self.state.num_input_tokens_seen
@@ -211,16 +213,16 @@ class CrossLayerTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate as Trainer does, and look at the layers; the time does not count among the training's."""
+        """Evaluate as Trainer does, and take a snapshot of the layers; this does not count as training time."""
         with self._untimed():
             metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-            if eval_dataset is None and self._looked_at is not None:  # Trainer comes back for each domain
-                self.log(snapshot(self.accelerator.unwrap_model(self.model), self._looked_at))
+            if eval_dataset is None and self._probed is not None:  # Trainer calls this again for each domain
+                self.log(snapshot(self.accelerator.unwrap_model(self.model), self._probed))
         return metrics
 
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Do not count the time of the block among the training's."""
+        """Do not count the time of the block as training time."""
         started, clock = time.perf_counter(), self._clock
         yield
         if clock is not None:
@@ -234,7 +236,7 @@ class CrossLayerTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate on a data set, and keep the loss of every window."""
+        """Evaluate on a data set, and store the loss of every window."""
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         sums, counts = np.asarray(output.predictions), np.asarray(output.label_ids)  # (N,) each
         self.window_losses[f"{metric_key_prefix}_loss"] = sums / counts
@@ -243,7 +245,7 @@ class CrossLayerTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the batch's loss, and of each window (B,) the sum of its losses and how many tokens it predicts."""
+        """Return the batch's loss, and for each window (B,) the sum of its losses and its predicted tokens."""
         inputs = self._prepare_inputs(inputs)
         labels = inputs["labels"]
         counts = labels[:, 1:].ne(-100).sum(dim=1)
@@ -264,7 +266,7 @@ class CrossLayerTrainer(Trainer):
         return sums.sum() / counts.sum(), sums, counts
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint beside its place, and put it there when it is whole."""
+        """Save a checkpoint in the staging folder, and move it to its final name when it is complete."""
         with self._untimed():
             try:
                 if self.args.should_save:
@@ -283,32 +285,32 @@ class CrossLayerTrainer(Trainer):
                 self.accelerator.wait_for_everyone()
             except (OSError, SafetensorError, RuntimeError) as error:
                 shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
-                step, fault = self.state.global_step, disk_error(error) or error
-                what = f"the checkpoint of step {step} could not be written into {str(self._folder)!r}: {fault}"
-                raise TrainingStopped(what, step, last_good(self._folder)) from error
+                step, problem = self.state.global_step, disk_fault(error) or error
+                message = f"the checkpoint of step {step} could not be written into {str(self._folder)!r}: {problem}"
+                raise TrainingStopped(message, step, last_good(self._folder)) from error
             finally:
                 self._staging = False
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Refuse weights where Trainer would warn and train on with the first ones."""
+        """Refuse missing weights, where Trainer would warn and train on with the initial ones."""
         assert self._resumed is not None and self.model is not None
         self._resumed.check_weights(self.model, load_result)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load both, and refuse states of another shape, and a schedule of another step."""
+        """Load both, and refuse states of another shape and a schedule of another step."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if self._resumed is not None:
             self._resumed.check_optimizer(self.optimizer.state)  # type: ignore[union-attr]
             self._resumed.check_schedule(self.lr_scheduler.last_epoch, exact=not self.args.fp16)  # type: ignore[union-attr]
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Return where Trainer writes checkpoints: into the staging folder, while it saves."""
+        """Return the folder that Trainer writes checkpoints into: while saving, the staging folder."""
         return str(self._folder / PARTIAL if self._staging else self._folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as transformers loads it, on every kind of machine; all ranks call it.
+        """Save the model in the format that transformers loads, sharded or not; all ranks call it.
 
-        Trainer leaves a model out whose shards its checkpoints hold; here only checkpoints do.
+        Trainer does not save a sharded model if its checkpoints hold the shards; here only checkpoints are sharded.
         """
         if self.is_fsdp_enabled and not _internal_call:
             self._save(output_dir, self.accelerator.get_state_dict(self.model))
@@ -316,7 +318,7 @@ class CrossLayerTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Save model and tokenizer, without the arguments, which would be a pickle."""
+        """Save model and tokenizer, without the training arguments, which are a pickle."""
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             folder = Path(output_dir or self._folder)
@@ -328,16 +330,16 @@ class CrossLayerTrainer(Trainer):
         assert self.args.output_dir is not None
         return Path(self.args.output_dir)
 
-    def _check_finite(self, what: str, value: float, first: int, last: int) -> None:
-        """Stop where a value is not finite that comes of the step's micro-batches `first` to `last`."""
+    def _check_finite(self, name: str, value: float, first: int, last: int) -> None:
+        """Stop if a value from the step's micro-batches `first` to `last` is not finite."""
         if math.isfinite(value):
             return
         step, size = self.state.global_step, self.args.train_batch_size
         batches = [step * self.args.gradient_accumulation_steps + number for number in (first, last)]
-        items = [(batch * self.args.world_size + self.args.process_index) * size for batch in batches]
+        rows = [(batch * self.args.world_size + self.args.process_index) * size for batch in batches]
         raise TrainingStopped(
-            f"the {what} is {value} at step {step + 1}, in items {items[0]} to {items[1] + size - 1} of the training "
-            "data; a lower learning_rate or max_grad_norm may help",
+            f"the {name} is {value} at step {step + 1}, in rows {rows[0]} to {rows[1] + size - 1} of the training "
+            "data; try a lower learning_rate or max_grad_norm",
             step + 1,
             last_good(self._folder),
         )

@@ -144,7 +144,7 @@ def test_the_loss_is_that_of_each_example_by_itself(tmp_path, tokenizer):
 def test_a_mixture_takes_rows_that_are_cut_otherwise(tmp_path, tokenizer):
     rows = ExampleRows(shards_of(tmp_path, tokenizer, [("p", "r" * k) for k in range(1, 9)]), 12, 257, "x")
     mixture = Mixture({"x": rows.shards}, {"x": 1.0}, 12, 0, 2 * len(rows), {"x": rows})
-    numbers = [mixture.place(item)[1] for item in range(2 * len(rows))]
+    numbers = [mixture.window(item)[1] for item in range(2 * len(rows))]
     assert sorted(numbers[: len(rows)]) == sorted(numbers[len(rows) :]) == list(range(len(rows)))
     for item, number in enumerate(numbers):
         assert torch.equal(mixture[item]["input_ids"], rows[number]["input_ids"])

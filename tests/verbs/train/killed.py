@@ -1,4 +1,4 @@
-"""Trains a tiny model and is killed while it saves, again and again: `python -m tests.verbs.train.killed FOLDER`."""
+"""Trains a tiny model that is repeatedly killed while saving: `python -m tests.verbs.train.killed FOLDER`."""
 
 import os
 import random

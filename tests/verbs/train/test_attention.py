@@ -1,4 +1,4 @@
-"""Attention of training runs: which one a model gets, what FlashAttention is told, and what is refused."""
+"""Attention of training runs: which implementation a model gets, FlashAttention's arguments, and errors."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def arguments(folder, **train):
     return training_arguments(folder, 0, course(2), {"use_cpu": True, **train})
 
 
-def test_by_default_sdpa_goes_document_by_document_where_it_can(tmp_path):
+def test_by_default_sdpa_computes_one_document_at_a_time_where_it_can(tmp_path):
     llama = LlamaForCausalLM(LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9))
     for model, expected in {
         model_of(**TWO): WITHIN_DOCUMENTS,
@@ -38,36 +38,36 @@ def test_by_default_sdpa_goes_document_by_document_where_it_can(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "methods", "shape", "train", "message"),
     [
-        ("flex", [], {}, {}, "model.attention is flex, which has no backward pass on a CPU; write sdpa"),
-        ("flash", [], {}, {}, "model.attention is flash, which needs a GPU and the package flash-attn; write sdpa or "),
-        ("sdpa", [], CAPPED_TWO, {}, "model.attention is sdpa, which cannot cap scores as the model does; write null "),
+        ("flex", [], {}, {}, "model.attention: flex has no backward pass on a CPU"),
+        ("flash", [], {}, {}, "model.attention: flash needs a GPU and the package flash-attn"),
+        ("sdpa", [], CAPPED_TWO, {}, "model.attention: sdpa cannot cap scores"),
         (None, [], {**LINEAR, **TWO, "layer_types": ["linear_attention", "full_attention"]}, {"torch_compile": True},
-         "train.torch_compile: linear attention would go over the borders of documents; leave it out"),
+         "train.torch_compile: compiled linear attention"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(tmp_path, kind, methods, shape, train, message):
+def test_wrong_combinations_are_refused(tmp_path, kind, methods, shape, train, message):
     with pytest.raises(ValueError) as caught:
         set_attention(model_of(methods, **shape), kind, arguments(tmp_path, **train))
     assert str(caught.value).startswith(message)
 
 
-def test_states_that_would_go_over_borders_are_refused(tmp_path):
-    """Those of transformers' own linear layers, which are told of no borders."""
+def test_states_that_would_cross_document_boundaries_are_refused(tmp_path):
+    """Those of transformers' own linear layers, which know no document boundaries."""
     hybrid = FalconH1Config(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4,
     )  # fmt: skip
     for model in (tiny("qwen3_next"), FalconH1ForCausalLM(hybrid)):
-        with pytest.raises(ValueError, match="model.start has layers of linear attention, convolutions or Mamba"):
+        with pytest.raises(ValueError, match="model.start: must have softmax attention in all layers"):
             set_attention(model, None, arguments(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["flex", "flash"])
-def test_what_takes_no_dense_mask_is_refused_where_a_method_changes_it(tmp_path, kind, monkeypatch):
+def test_attention_without_a_dense_mask_is_refused_where_a_method_changes_the_mask(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(attention, "check_attention", lambda kind, device: None)  # this machine has no GPU
-    with pytest.raises(ValueError, match=f"model.attention is {kind}, which takes no mask as the method changes it"):
+    with pytest.raises(ValueError, match=f"model.attention: {kind} cannot apply the mask"):
         set_attention(model_of(["cross_attention"]), kind, arguments(tmp_path))
-    with pytest.raises(ValueError, match="which computes in half precision; write train.bf16: true"):
+    with pytest.raises(ValueError, match="half precision; set train.bf16: true"):
         set_attention(model_of(), "flash", arguments(tmp_path))
 
 
@@ -79,7 +79,7 @@ def test_a_gpu_is_enough_for_flex():
 
 
 def varlen(module, query, key, value, attention_mask, scaling, cu_seq_lens_q, max_length_q, **options):
-    """Return what FlashAttention makes of documents that lie one behind the other, as it is told where they end."""
+    """Compute what FlashAttention does for documents in sequence, from the document boundaries."""
     assert attention_mask is None
     flat = [states.transpose(0, 1).flatten(1, 2) for states in (query, key, value)]  # (H, B·T, D)
     bounds = cu_seq_lens_q.tolist()
@@ -92,7 +92,7 @@ def varlen(module, query, key, value, attention_mask, scaling, cu_seq_lens_q, ma
     return torch.cat(read, 1).transpose(0, 1).view(query.shape[0], query.shape[2], *query.shape[1::2]), None
 
 
-def test_flash_attention_is_told_where_the_documents_of_every_row_end(tmp_path, monkeypatch):
+def test_flash_attention_receives_the_document_boundaries_of_every_row(tmp_path, monkeypatch):
     runs = []
     for kind in ("sdpa", WITHIN_DOCUMENTS, attention.FLASH):
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.FLASH, varlen)
@@ -105,7 +105,7 @@ def test_flash_attention_is_told_where_the_documents_of_every_row_end(tmp_path, 
     assert runs[2][0] == pytest.approx(runs[0][0], abs=1e-6) and runs[2][1] == pytest.approx(runs[0][1], abs=1e-6)
 
 
-def test_layers_are_looked_at_by_masks_that_can_be_read(tmp_path):
+def test_layers_are_measured_with_explicit_masks(tmp_path):
     model = model_of(**TWO)
     set_attention(model, None, arguments(tmp_path))
     with readable_masks(model):

@@ -9,7 +9,7 @@ from tests.helpers.training import trainer_of
 
 
 def test_a_checkpoint_is_saved_when_its_time_has_come(tmp_path, monkeypatch):
-    """Each look at the clock is two minutes later: one at the begin, one a step, and one after a checkpoint."""
+    """Each reading of the clock is two minutes later: one at the start, one per step, and one after a checkpoint."""
     now = [0.0]
 
     def later():

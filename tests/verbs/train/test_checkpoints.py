@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, and a damaged one is passed over."""
+"""Checkpoints are complete or absent, and a damaged one is skipped."""
 
 import json
 import resource
@@ -60,11 +60,11 @@ def name_outside(checkpoint: Path) -> None:
 
 
 DAMAGES = {
-    cut: "deeper/weights has 60 bytes instead of 100",
-    flip: "state is changed",
+    cut: "deeper/weights must have 100 bytes, got 60",
+    flip: "state has changed",
     lose: "deeper/weights is missing",
     link: "state is missing",
-    unmark: "it has no complete.json, so it was not written to its end",
+    unmark: "complete.json is missing",
     garble: "complete.json cannot be read",
     name_outside: "../checkpoint-10/state is missing",
 }
@@ -75,25 +75,25 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(harm, tmp_path):
     written(tmp_path, 9, 10, 11)
     assert last_good(tmp_path) == tmp_path / "checkpoint-11"
     harm(tmp_path / "checkpoint-11")
-    with pytest.warns(UserWarning, match=f"checkpoint-11 is passed over: {DAMAGES[harm]}"):
+    with pytest.warns(UserWarning, match=f"skipping checkpoint-11: {DAMAGES[harm]}"):
         assert last_good(tmp_path) == tmp_path / "checkpoint-10"
 
 
 def test_without_a_good_checkpoint_there_is_none(tmp_path):
     assert last_good(tmp_path / "nowhere") is None and last_good(tmp_path) is None
     unmark(written(tmp_path, 1) / "checkpoint-1")
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipping checkpoint-1"):
         assert last_good(tmp_path) is None
 
 
-def test_only_the_newest_stay(tmp_path):
+def test_only_the_newest_are_kept(tmp_path):
     written(tmp_path, 8, 9, 10, 100, keep=2)
     assert list(checkpoints(tmp_path)) == [10, 100]
     written(tmp_path, 101, 102)
     assert list(checkpoints(tmp_path)) == [10, 100, 101, 102]
 
 
-def test_a_run_that_goes_back_leaves_its_later_checkpoints_behind(tmp_path):
+def test_a_run_resumed_from_an_earlier_checkpoint_deletes_later_ones(tmp_path):
     written(tmp_path, 5, 10, 15, 20)
     (tmp_path / "checkpoint-10" / "old").touch()
     written(tmp_path, 10, keep=2)
@@ -102,7 +102,7 @@ def test_a_run_that_goes_back_leaves_its_later_checkpoints_behind(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-5", "checkpoint-10"}
 
 
-def test_what_is_staged_is_no_checkpoint(tmp_path):
+def test_a_staged_folder_is_not_a_checkpoint(tmp_path):
     written(tmp_path, 1)
     (stage(tmp_path) / "checkpoint-2").mkdir()
     assert list(checkpoints(tmp_path)) == [1] and last_good(tmp_path) == tmp_path / "checkpoint-1"
@@ -110,7 +110,7 @@ def test_what_is_staged_is_no_checkpoint(tmp_path):
     assert not list(stage(tmp_path).iterdir())
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_truncated_one(tmp_path):
+def test_a_run_resumes_from_the_checkpoint_before_a_truncated_one(tmp_path):
     whole = trainer_of(tmp_path / "whole")
     whole.train()
     trainer = trainer_of(tmp_path / "run")
@@ -119,14 +119,14 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_truncated_one(tmp_path):
     with (tmp_path / "run" / "checkpoint-4" / "optimizer.pt").open("r+b") as file:
         file.truncate(1000)
     trainer = trainer_of(tmp_path / "run")
-    with pytest.warns(UserWarning, match="checkpoint-4 is passed over: optimizer.pt has 1,000 bytes instead of"):
+    with pytest.warns(UserWarning, match="skipping checkpoint-4: optimizer.pt must have .* got 1,000"):
         trainer.train(True)
     assert losses(trainer) == losses(whole)
     assert list(checkpoints(tmp_path / "run")) == [STEPS - 2, STEPS]
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
-    """A limit on the size of files stands for the disk: the weights still fit, the optimizer's states do not."""
+    """A limit on file sizes simulates it: the weights fit, the optimizer states do not."""
     trainer = trainer_of(tmp_path)
     trainer.add_callback(Stop(3))
     trainer.train()
@@ -136,8 +136,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (round(1.5 * size), hard))
     try:
-        words = f"step 4 could not be written into '{tmp_path}': a file could not .*; .*checkpoint is checkpoint-2$"
-        with pytest.raises(TrainingStopped, match=words):
+        message = f"step 4 could not be written into '{tmp_path}': a file could not .*; .*checkpoint is checkpoint-2$"
+        with pytest.raises(TrainingStopped, match=message):
             trainer_of(tmp_path).train(True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

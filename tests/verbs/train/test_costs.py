@@ -1,4 +1,4 @@
-"""What cannot fit into memory is refused before it is tried, and what fits is not."""
+"""A run that cannot fit into memory is refused before it starts, and one that fits is not."""
 
 import re
 from unittest import mock
@@ -21,20 +21,23 @@ def recipe(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("setting", "message"),
     [
         ("model.shape.hidden_size=10000000", r"at least [\d,]{9,}.\d GB for [\d,]{18,} parameters"),
-        ("train.per_device_train_batch_size=100000000", r"[\d,]{5,}.\d GB for 100,000,000 sequences of 32 tokens"),
-        ("train.gradient_accumulation_steps=100000000", r"400,000,000 in a step"),
+        (
+            "train.per_device_train_batch_size=100000000",
+            r"[\d,]{5,}.\d GB for a batch of 100,000,000 sequences of 32 tokens",
+        ),
+        ("train.gradient_accumulation_steps=100000000", r"400,000,000 per step"),
     ],
 )
-def test_what_it_would_take_is_one_line(recipe, tmp_path, setting, words):
-    with pytest.raises(ValueError, match=words) as error:
+def test_the_needed_memory_is_named_in_one_line(recipe, tmp_path, setting, message):
+    with pytest.raises(ValueError, match=message) as error:
         crosslayer.train(recipe, tmp_path / "run", settings=[setting])
-    assert re.search(r"; [\d.]+ GB are free here: use a smaller model or batch", str(error.value))
+    assert re.search(r"but [\d.]+ GB are free", str(error.value))
 
 
-def test_it_is_no_more_than_a_run_takes_and_no_less_than_a_sixth(recipe, tmp_path, monkeypatch):
+def test_the_bound_is_between_a_sixth_and_all_of_what_a_run_uses(recipe, tmp_path, monkeypatch):
     settings = ["model.size=mini", "model.shape={}", "data.length=128", "train.per_device_train_batch_size=8"]
     run = crosslayer.train(recipe, tmp_path / "run", settings=settings)
     if run.peak_bytes is None:
@@ -44,10 +47,10 @@ def test_it_is_no_more_than_a_run_takes_and_no_less_than_a_sixth(recipe, tmp_pat
         patch.setattr("crosslayer.verbs.train.run.CrossLayerTrainer", mock.Mock(side_effect=KeyboardInterrupt))
         crosslayer.train(recipe, tmp_path / "again", settings=settings)
     monkeypatch.setattr(costs, "free_memory", lambda device: run.peak_bytes / 6)
-    with pytest.raises(ValueError, match="training takes at least"):
+    with pytest.raises(ValueError, match="training needs at least"):
         crosslayer.train(recipe, tmp_path / "third", settings=settings)
     start = [f"model={{start: {tmp_path / 'run' / 'model'}}}", *settings[2:]]
-    with pytest.raises(ValueError, match="training takes at least"):
+    with pytest.raises(ValueError, match="training needs at least"):
         crosslayer.train(recipe, tmp_path / "fourth", settings=start)
 
 
@@ -57,6 +60,6 @@ def test_muon_has_one_state_of_a_matrix(tmp_path, monkeypatch):
     parts = {"model": {"size": "tiny"}, "schedule": {"steps": 1}, "data": {"length": 2}}
     arguments = training_arguments(tmp_path, 0, course(1), {"use_cpu": True, "per_device_train_batch_size": 1})
     monkeypatch.setattr(costs, "free_memory", lambda device: 3.5 * 4 * 1000**2)
-    costs.check_room(model, Recipe(**parts, optimizer={"name": "muon"}), arguments)
-    with pytest.raises(ValueError, match="training takes at least 0.0 GB for 1,000,000 parameters"):
-        costs.check_room(model, Recipe(**parts), arguments)
+    costs.check_memory(model, Recipe(**parts, optimizer={"name": "muon"}), arguments)
+    with pytest.raises(ValueError, match="training needs at least 0.0 GB for 1,000,000 parameters"):
+        costs.check_memory(model, Recipe(**parts), arguments)

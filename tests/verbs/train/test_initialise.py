@@ -1,4 +1,4 @@
-"""First weights depend on seed and name alone, and follow the rules of the model."""
+"""Initial weights depend only on seed and name, and have the distributions of the model."""
 
 import pytest
 import torch
@@ -82,10 +82,10 @@ def test_tied_weights_stay_tied():
     assert tied["model.embed_tokens.weight"][0].eq(0).all()  # of the padding token
 
 
-def test_a_parameter_without_a_rule_is_refused():
+def test_a_parameter_that_is_not_initialised_is_refused():
     model = CrossLayerForCausalLM(contract.config_of([]))
     model.model.layers[1].extra = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"model.layers.1.extra gets no first value; CrossLayerDecoderLayer must"):
+    with pytest.raises(ValueError, match=r"model.layers.1.extra is not initialised; CrossLayerDecoderLayer must"):
         initialise(model, 0)
     assert model.model.layers[1].extra.tolist() == [1, 1, 1]
     with torch.device("meta"):

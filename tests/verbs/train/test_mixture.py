@@ -1,4 +1,4 @@
-"""Mixtures: proportions, order and rows that follow from the seed and the number alone; documents kept apart."""
+"""Mixtures: proportions, order and rows depend only on seed and index; documents in a row are separate."""
 
 import pickle
 from collections import Counter
@@ -33,14 +33,14 @@ def mixture(domains, seed=0, items=1000, weights=WEIGHTS, length=8):
     return Mixture(domains, weights, length, seed, items)
 
 
-def places(rows):
-    return [rows.place(item) for item in range(len(rows))]
+def windows_of(rows):
+    return [rows.window(item) for item in range(len(rows))]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_beginning_has_each_domain_in_proportion(domains, seed):
+def test_every_prefix_has_each_domain_in_proportion(domains, seed):
     counts = Counter()
-    for done, (name, _) in enumerate(places(mixture(domains, seed)), 1):
+    for done, (name, _) in enumerate(windows_of(mixture(domains, seed)), 1):
         counts[name] += 1
         assert all(abs(counts[name] - done * weight / 10) < len(WEIGHTS) for name, weight in WEIGHTS.items())
 
@@ -48,13 +48,13 @@ def test_every_beginning_has_each_domain_in_proportion(domains, seed):
 def test_proportions_are_exact_in_the_long_run(domains):
     rows, far = mixture(domains, items=10**12 + 10**4), 10**12
     for name, weight in WEIGHTS.items():
-        number = next(item for item in range(far, far + 100) if rows.place(item)[0] == name)
+        number = next(item for item in range(far, far + 100) if rows.window(item)[0] == name)
         assert rows._domain(number)[1] == pytest.approx(far * weight / 10, abs=10**12 / 2**31)
 
 
 def test_windows_come_once_each_before_any_comes_again(domains):
     rows = mixture(domains)
-    numbers = {name: [window for domain, window in places(rows) if domain == name] for name in WEIGHTS}
+    numbers = {name: [window for domain, window in windows_of(rows) if domain == name] for name in WEIGHTS}
     for name, windows in {"books": 25, "web": 50, "code": 10}.items():
         epochs = [numbers[name][start : start + windows] for start in range(0, len(numbers[name]) - windows, windows)]
         assert len(epochs) > 5 and all(sorted(epoch) == list(range(windows)) for epoch in epochs)
@@ -63,9 +63,9 @@ def test_windows_come_once_each_before_any_comes_again(domains):
 
 
 def test_the_order_follows_from_the_seed(domains):
-    first = places(mixture(domains))
-    assert places(mixture(domains)) == first != places(mixture(domains, seed=1))
-    assert places(mixture(domains, items=100)) == first[:100]
+    first = windows_of(mixture(domains))
+    assert windows_of(mixture(domains)) == first != windows_of(mixture(domains, seed=1))
+    assert windows_of(mixture(domains, items=100)) == first[:100]
     assert first[:6] == [("code", 7), ("books", 19), ("web", 31), ("books", 21), ("web", 25), ("books", 6)]
 
 
@@ -74,7 +74,7 @@ def test_the_order_of_a_domain_is_its_own(domains):
     rows, pair = mixture(domains), {name: domains[name] for name in ("code", "web")}
     other = mixture(pair, weights={"web": 1, "code": 3})
     for name in pair:
-        expected, windows = ([window for domain, window in places(r) if domain == name] for r in (rows, other))
+        expected, windows = ([window for domain, window in windows_of(r) if domain == name] for r in (rows, other))
         both = min(len(expected), len(windows))
         assert expected[:both] == windows[:both]
 
@@ -87,7 +87,7 @@ def test_an_order_has_everything_once(size):
 
 
 def test_orders_look_random():
-    """Each thing comes in each place about equally often: χ² of 16 × 16 over 1,000 orders; 99.9 % lie below 294."""
+    """Each number is at each index about equally often: χ² of 16 × 16 over 1,000 orders; 99.9% are below 294."""
     counts = torch.zeros(16, 16)
     for key in range(1000):
         counts[range(16), permutation(16, key).tolist()] += 1
@@ -102,7 +102,7 @@ def test_rows_are_the_same_for_any_number_of_processes(domains):
         assert torch.equal(torch.cat([batch["input_ids"] for batch in batches]), expected)
     copy = pickle.loads(pickle.dumps(rows))
     assert torch.equal(copy[17]["input_ids"], expected[17])
-    with pytest.raises(IndexError, match="row 24 of a mixture of 24"):
+    with pytest.raises(IndexError, match="row must be 0 to 23, got 24"):
         rows[24]
 
 
@@ -152,17 +152,17 @@ def test_validation_windows_are_spread_evenly(domains):
         3 + 8 * window for window in (0, 5, 10, 15, 20)
     ]
     assert len(rows) == 5 and len(every) == len(spread(every, 25)) == len(spread(every, 26)) == 25
-    with pytest.raises(ValueError, match="own: its text has 205 tokens, less than a window of 300"):
+    with pytest.raises(ValueError, match="own: its text must have at least 300 tokens, one window, got 205"):
         FixedRows(domains["books"], 300, "own")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"length": 100}, "code: its text has 85 tokens, less than a window of 100"),
-        ({"length": 1}, "rows of 1 tokens; they need at least 2"),
+        ({"length": 100}, "code: its text must have at least 100 tokens, one window, got 85"),
+        ({"length": 1}, "rows must have at least 2 tokens, .* got 1"),
     ],
 )
-def test_what_cannot_be_mixed_is_one_line(domains, changes, message):
+def test_rows_that_are_too_short_or_too_long_are_refused(domains, changes, message):
     with pytest.raises(ValueError, match=message):
         mixture(domains, **changes)

@@ -27,12 +27,12 @@ def run(folder, optimizer, model=None, **train):
 def rates(folder, schedule):
     trainer = trainer_of(folder, schedule=schedule, learning_rate=1.0)
     trainer.create_optimizer_and_scheduler(schedule["max_steps"])
-    found = []
+    values = []
     for _ in range(schedule["max_steps"]):
-        found.append(trainer.lr_scheduler.get_last_lr()[0])
+        values.append(trainer.lr_scheduler.get_last_lr()[0])
         trainer.optimizer.step()
         trainer.lr_scheduler.step()
-    return found
+    return values
 
 
 @pytest.mark.parametrize(
@@ -49,21 +49,21 @@ def test_rates_rise_from_above_zero_and_fall_as_the_recipe_says(tmp_path, part, 
     assert rates(tmp_path, SchedulePart(steps=8, **part).course(8)) == pytest.approx(expected)
 
 
-def test_a_decay_that_does_nothing_or_is_too_long_is_refused():
-    with pytest.raises(ValueError, match="does nothing for kind: cosine; leave it out, or write kind: wsd"):
+def test_a_decay_without_effect_or_too_long_is_refused():
+    with pytest.raises(ValueError, match="decay: has no effect with kind: cosine"):
         SchedulePart(steps=8, decay=4)
-    with pytest.raises(ValueError, match="the schedule's decay is 7 steps, and 6 follow the warmup; it must be fewer"):
+    with pytest.raises(ValueError, match="decay: must be at most the 6 steps after the warmup, got 7"):
         SchedulePart(tokens=8, kind="wsd", warmup=2, decay=7).course(8)
 
 
-def test_matrices_go_by_torchs_muon_and_the_rest_by_adamw(tmp_path):
+def test_matrices_are_trained_by_torchs_muon_and_the_rest_by_adamw(tmp_path):
     model = model_of(["resformer", "attnres"])
     trainer = run(tmp_path, MUON, model)
     trainer.create_optimizer()
     naive = copy.deepcopy(model)
     named = dict(naive.named_parameters())
     matrices = {name for name in named if named[name].ndim == 2 and "proj" in name}
-    assert len(matrices) == 2 * 7 and all(part in " ".join(named.keys() - matrices) for part in OTHERS)
+    assert len(matrices) == 2 * 7 and all(other in " ".join(named.keys() - matrices) for other in OTHERS)
     muon = Muon([named[name] for name in matrices], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     decayed = set(trainer.get_decay_parameter_names(model))
     rest = [
@@ -82,7 +82,7 @@ def test_matrices_go_by_torchs_muon_and_the_rest_by_adamw(tmp_path):
         assert torch.equal(parameter, named[name]), name
 
 
-def test_a_run_by_muon_goes_on_bit_for_bit(tmp_path):
+def test_a_run_by_muon_resumes_bit_for_bit(tmp_path):
     whole = run(tmp_path / "whole", MUON)
     whole.train()
     stopped = run(tmp_path / "stopped", MUON)
@@ -96,22 +96,22 @@ def test_a_run_by_muon_goes_on_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("name", [None, "muon"])
-def test_rates_of_groups_are_multiples_by_the_first_expression_found(tmp_path, name):
+def test_rates_are_multiplied_by_the_factor_of_the_first_matching_expression(tmp_path, name):
     part = OptimizerPart(name=name, rates={"embed_tokens": 3.0, r"layers\.1\.": 0.5, "mlp": 2.0})
     trainer = run(tmp_path, part)
     optimizer = trainer.create_optimizer()
-    found = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    by_parameter = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in trainer.model.named_parameters():
         factor = 3.0 if "embed" in name else 0.5 if "layers.1." in name else 2.0 if "mlp" in name else 1.0
-        assert found.pop(id(parameter)) == pytest.approx(1e-2 * factor), name
-    assert not found
+        assert by_parameter.pop(id(parameter)) == pytest.approx(1e-2 * factor), name
+    assert not by_parameter
 
 
-def test_rates_that_decide_nothing_are_refused(tmp_path):
+def test_rates_without_effect_are_refused(tmp_path):
     trainer = run(tmp_path, OptimizerPart(rates={"embed": 2.0, "embed_tokens": 3.0}))
-    with pytest.raises(ValueError, match="optimizer.rates: 'embed_tokens' decides for no parameter"):
+    with pytest.raises(ValueError, match="optimizer.rates: 'embed_tokens' applies to no parameter"):
         trainer.create_optimizer()
-    with pytest.raises(ValueError, match="is no regular expression"):
+    with pytest.raises(ValueError, match="must be a regular expression"):
         OptimizerPart(rates={"(": 1.0})
     with pytest.raises(ValueError, match="greater than 0"):
         OptimizerPart(rates={"a": 0.0})
@@ -119,9 +119,9 @@ def test_rates_that_decide_nothing_are_refused(tmp_path):
 
 def test_bfloat16_is_on_by_itself_where_the_gpu_has_it(tmp_path, monkeypatch):
     assert not training_arguments(tmp_path, 0, course(1), {"use_cpu": True}).bf16
-    asked = {}
+    passed = {}
     accepted = mock.Mock(n_gpu=1, dataloader_num_workers=0)
-    monkeypatch.setattr(module, "TrainingArguments", lambda **given: asked.update(given) or accepted)
+    monkeypatch.setattr(module, "TrainingArguments", lambda **options: passed.update(options) or accepted)
     for has, train, expected in (
         (True, {}, True),
         (False, {}, False),
@@ -131,4 +131,4 @@ def test_bfloat16_is_on_by_itself_where_the_gpu_has_it(tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(module, "has_bfloat16", lambda has=has: has)
         training_arguments(tmp_path, 0, course(1), {"use_cpu": False, **train})
-        assert asked["bf16"] is expected
+        assert passed["bf16"] is expected

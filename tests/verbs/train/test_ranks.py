@@ -53,7 +53,7 @@ def results(trainer):
 
 
 def shard_on_cpus():
-    """Have accelerate shard models on CPUs, which PyTorch can do: it only does so on what it calls another device."""
+    """Make accelerate shard models on CPUs, which PyTorch can do but accelerate does only on other devices."""
     original = PartialState.__init__
 
     def renamed(self, *args, **kwargs):
@@ -78,9 +78,9 @@ def worker(rank, port, kind, folder):
 
 
 def test_sharding_that_does_nothing_is_refused(tmp_path, monkeypatch):
-    """Which is what accelerate makes of it where ranks are processors; a single process it refuses by itself."""
+    """Accelerate ignores it where ranks are CPUs; for a single process it raises an error itself."""
     monkeypatch.setattr(TrainingArguments, "parallel_mode", ParallelMode.DISTRIBUTED)
-    with pytest.raises(ValueError, match="train.fsdp has no effect on this machine"):
+    with pytest.raises(ValueError, match="train.fsdp: has no effect"):
         trainer_of(tmp_path, fsdp=True)
 
 
@@ -138,8 +138,8 @@ def test_torchrun_gives_a_run_as_of_one_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_with_the_batch_of_one(tmp_path):
-    """They would read twice the rows a step, and skip others: refused, but with half the accumulation."""
+def test_two_processes_resume_with_the_batch_of_one(tmp_path):
+    """They would read twice as many rows per step, which is refused, unless the accumulation is halved."""
     recipe = tmp_path / "little.yaml"
     recipe.write_text(RECIPE)
     fixed = ["train.per_device_train_batch_size=2", "train.save_steps=2"]
@@ -167,7 +167,7 @@ def test_two_processes_go_on_with_the_batch_of_one(tmp_path):
     (tmp_path / "run" / "record.json").unlink()
     refused = train(2, 2)
     assert refused.returncode != 0 and not (tmp_path / "run" / "record.json").exists()
-    line = "checkpoint-4 was trained on 4 sequences a step, and this run reads 8: train.gradient_accumulation_steps=1"
+    line = "must be 4 sequences per step as in checkpoint-4, got 8; set train.gradient_accumulation_steps=1"
     assert line in refused.stderr
     assert train(2, 1).returncode == 0
     resumed = load_result(tmp_path / "run")
@@ -193,8 +193,8 @@ def test_two_nodes_give_a_run_as_of_one_process(tmp_path):
         own = {**os.environ, "CROSSLAYER_CACHE": str(tmp_path / f"cache{node}")}
         nodes.append(subprocess.Popen([*map(str, words)], env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     ended = [(node.communicate(timeout=300), node.returncode) for node in nodes]
-    assert [code for _, code in ended] == [0, 0], [said[1].decode()[-2000:] for said, _ in ended]
-    assert [bool(said[0].strip()) for said, _ in ended] == [True, False]  # the first node prints
+    assert [code for _, code in ended] == [0, 0], [output[1].decode()[-2000:] for output, _ in ended]
+    assert [bool(output[0].strip()) for output, _ in ended] == [True, False]  # the first node prints
     subprocess.run(
         [*map(str, [sys.executable, "-m", *train, tmp_path / "one", "--set", "train.gradient_accumulation_steps=2"])],
         check=True,

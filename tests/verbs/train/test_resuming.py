@@ -1,4 +1,4 @@
-"""A run goes on as the same run or not at all: what is wrong inside a checkpoint, and another batch, are one line."""
+"""A run is resumed exactly or refused: damaged checkpoints and other batch sizes are errors of one line."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ def stopped(ended, tmp_path):
 
 
 def forge(checkpoint, name, content):
-    """Change a file of a checkpoint, and what `complete.json` says of it."""
+    """Change a file of a checkpoint, and its hash in `complete.json`."""
     path = checkpoint / name
     if callable(content):
         content(path)
@@ -90,24 +90,24 @@ FORGED = {
     "nothing of the optimizer": ("optimizer.pt", saved({}), "KeyError"),
     "other shapes of the optimizer": ("optimizer.pt", shortened, "its optimizer has exp_avg of shape"),
     "nothing of the schedule": ("scheduler.pt", saved({}), "KeyError"),
-    "the schedule begun anew": ("scheduler.pt", rewound, "the learning rate is that of step 0"),
+    "the schedule begun anew": ("scheduler.pt", rewound, "its learning rate is of step 0"),
     "nothing of random states": ("rng_state.pth", saved({}), "KeyError"),
     "a tensor less": ("model.safetensors", without, "model.layers.1.mlp.up_proj.weight"),
 }
 
 
 @pytest.mark.parametrize("case", daily(FORGED, *[*FORGED][::4]))
-def test_what_is_wrong_inside_a_checkpoint_is_one_line(case, stopped):
+def test_a_damaged_checkpoint_is_refused_in_one_line(case, stopped):
     name, content, message = FORGED[case]
     forge(stopped / "checkpoint-4", name, content)
     with pytest.raises(ValueError, match=f"^checkpoint-4 cannot be resumed: .*{re.escape(message)}") as error:
         trainer_of(stopped).train(True)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    assert "\n" not in str(error.value) and len(str(error.value)) < 320
     assert list(checkpoints(stopped)) == [2, 4]
 
 
-def test_what_fails_later_is_not_the_checkpoint(stopped, monkeypatch):
-    """Only what fails before a step is done is taken for the checkpoint's fault."""
+def test_a_later_failure_is_not_blamed_on_the_checkpoint(stopped, monkeypatch):
+    """Only errors before the end of the first step are attributed to the checkpoint."""
     original = CrossLayerTrainer.training_step
 
     def fail(self, *args):
@@ -121,12 +121,12 @@ def test_what_fails_later_is_not_the_checkpoint(stopped, monkeypatch):
 
 
 BATCHES = {
-    (4, 2, 1): "gradient_accumulation_steps=1 keeps",
-    (2, 1, 1): "gradient_accumulation_steps=2 keeps",
-    (1, 8, 1): "gradient_accumulation_steps=4 keeps",
-    (4, 1, 2): "no train.gradient_accumulation_steps keeps .* with 2 processes of 4",
-    (2, 2, 2): "gradient_accumulation_steps=1 keeps",
-    (3, 1, 1): "no train.gradient_accumulation_steps keeps",
+    (4, 2, 1): "set train.gradient_accumulation_steps=1$",
+    (2, 1, 1): "set train.gradient_accumulation_steps=2$",
+    (1, 8, 1): "set train.gradient_accumulation_steps=4$",
+    (4, 1, 2): "since 2 x 4 does not divide 4$",
+    (2, 2, 2): "set train.gradient_accumulation_steps=1$",
+    (3, 1, 1): "since 1 x 3 does not divide 4$",
 }
 
 
@@ -137,21 +137,21 @@ def test_another_batch_is_refused_with_the_accumulation_that_keeps_it(batch, sto
     trainer = trainer_of(stopped, data=Random(STEPS * 16), **more)
     monkeypatch.setattr(type(trainer.args), "world_size", processes)
     sequences = size * accumulated * processes
-    message = f"checkpoint-4 was trained on 4 sequences a step, and this run reads {sequences}: .*{BATCHES[batch]}"
+    message = f"must be 4 sequences per step as in checkpoint-4, got {sequences}; .*{BATCHES[batch]}"
     with pytest.raises(ValueError, match=message):
         trainer.train(True)
 
 
 def test_a_batch_that_makes_a_run_shorter_than_the_checkpoint_is_named_first(stopped):
-    """A run by tokens has half the steps with twice the batch: not the checkpoint's step is wrong."""
+    """With twice the batch a run by tokens has half the steps; the error must be about the batch, not the step."""
     trainer = trainer_of(stopped, data=Random(STEPS * 16), schedule=course(3), gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match=r"reads 8: train\.gradient_accumulation_steps=1 keeps that"):
+    with pytest.raises(ValueError, match=r"got 8; set train\.gradient_accumulation_steps=1"):
         trainer.train(True)
 
 
 @pytest.mark.parametrize("more", [{}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}], ids=str)
-def test_the_same_batch_goes_on_also_between_two_logged_steps(more, tmp_path):
-    """A loss that is logged is the mean since the entry before, also where a checkpoint lies between."""
+def test_the_same_batch_resumes_also_between_two_logged_steps(more, tmp_path):
+    """A logged loss is the mean since the previous entry, also across a checkpoint."""
     runs = {}
     for name, stop in (("whole", None), ("parts", 5)):
         trainer = trainer_of(tmp_path / name, model_of(attention_dropout=0.0), logging_steps=3)

@@ -57,16 +57,16 @@ def test_the_record_says_what_was_trained_on_what(whole):
     assert run.snapshots == ()
 
 
-def test_looks_are_a_diagnosis_of_the_model_at_that_step(recipe, tmp_path):
+def test_snapshots_are_a_diagnosis_of_the_model_at_that_step(recipe, tmp_path):
     settings = ["model.method=svformer", "eval.snapshots=3"]
     run = crosslayer.train(recipe, tmp_path / "run", settings=settings)
     assert [snapshot.step for snapshot in run.snapshots] == [4, 6]
     assert run.model.kv_read_bytes_per_token == 2 * 2 * 32 * 2 > run.model.kv_bytes_per_token  # the source's are read
     model, tokenizer = crosslayer.load_model(tmp_path / "run" / "model")
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    place = tmp_path / "tokens"
+    tokens = tmp_path / "tokens"
     rows = [
-        spread(FixedRows(Domain(name, TextSource()).shards(tokenizer, place).validation, 32, name), 3)
+        spread(FixedRows(Domain(name, TextSource()).shards(tokenizer, tokens).validation, 32, name), 3)
         for name in ("books", "code")
     ]
     windows = torch.stack([rows[0][0]["input_ids"], rows[1][0]["input_ids"], rows[0][1]["input_ids"]])
@@ -101,7 +101,7 @@ def test_the_page(whole, browser):
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
 
 
-def test_a_run_that_stopped_goes_on_and_ends_the_same(recipe, whole, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_and_ends_the_same(recipe, whole, tmp_path, monkeypatch):
     from crosslayer.verbs.train import run as module
 
     class Stopping(module.CrossLayerTrainer):
@@ -120,9 +120,9 @@ def test_a_run_that_stopped_goes_on_and_ends_the_same(recipe, whole, tmp_path, m
         with pytest.raises(KeyboardInterrupt):
             crosslayer.train(recipe, folder, settings=settings)
     assert not (folder / "record.json").exists()
-    with pytest.raises(ValueError, match="the folder 'run' exists; give another name, or `resume`"):
+    with pytest.raises(ValueError, match="the folder 'run' exists; use another name, or `resume`"):
         crosslayer.train(recipe, folder, settings=settings)
-    with pytest.raises(ValueError, match="the folder 'run' is of another recipe"):
+    with pytest.raises(ValueError, match="the folder 'run' has another recipe"):
         crosslayer.train(recipe, folder, settings=[*settings, "seed=1"], resume=True)
     resumed = crosslayer.train(recipe, folder, settings=settings, resume=True)
     assert (resumed.losses == whole[0].losses).all()
@@ -142,7 +142,7 @@ def test_training_on_from_a_model(whole, tmp_path):
     run = crosslayer.train(path, tmp_path / "on")
     assert run.model.methods[0]["name"] == "resformer" and run.curve.steps == [1] and run.seconds > 0
     assert run.final_loss < whole[0].losses[0]
-    with pytest.raises(ValueError, match=r"the tokenizer 'bpe:512' has \d+ tokens, more than the embeddings"):
+    with pytest.raises(ValueError, match=r"tokenizer: must have no more tokens .* got \d+ in 'bpe:512'"):
         (tmp_path / "own.txt").write_text(" ".join(f"w{number}" for number in range(20_000)))
         own = f"data.domains=[{{name: own, source: {tmp_path / 'own.txt'}}}]"
         crosslayer.train(path, tmp_path / "other", settings=["tokenizer=bpe:512", own])
@@ -155,14 +155,14 @@ def test_the_command(recipe, tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out.splitlines()
     assert json.loads(out[-1])["steps"] == 2
     assert type_in(monkeypatch, words) == 2
-    assert "exists; give another name, or --resume to go on with its run" in capsys.readouterr().err
+    assert "exists; use another name, or --resume to continue its run" in capsys.readouterr().err
     words[words.index("--out") + 1] = str(tmp_path / "nan")
     assert type_in(monkeypatch, [*words, "--set", "train.learning_rate=1e30", "--set", "schedule.steps=5"]) == 1
     assert "the loss is" in capsys.readouterr().err
 
 
-def test_another_number_of_processes_goes_on_with_the_same_batch(recipe, whole, tmp_path):
-    """The accumulation that the refusal names is taken, though the recipe is not the same then."""
+def test_another_number_of_processes_resumes_with_the_same_batch(recipe, whole, tmp_path):
+    """The accumulation that the error names is accepted, although it changes the recipe."""
     folder = shutil.copytree(whole[1], tmp_path / "run")
     shutil.rmtree(folder / "checkpoint-6")
     (folder / "record.json").unlink()
@@ -171,10 +171,10 @@ def test_another_number_of_processes_goes_on_with_the_same_batch(recipe, whole, 
     def resumed(*settings):
         return crosslayer.train(recipe, folder, settings=["model.method=resformer", *settings], resume=True)
 
-    with pytest.raises(ValueError, match=r"checkpoint-4 was .* on 8 .* reads 4: train.gradient_accumulation_steps=2"):
+    with pytest.raises(ValueError, match=r"must be 8 .* checkpoint-4, got 4; set train.gradient_accumulation_steps=2"):
         resumed("train.gradient_accumulation_steps=1")
     assert (folder / "recipe.yaml").read_text() == text
     run = resumed("train.gradient_accumulation_steps=4", "train.per_device_train_batch_size=2")
     assert run.tokens == 6 * 8 * 32 and run.curve.steps == [2, 4, 6]
-    with pytest.raises(ValueError, match="the folder 'run' is of another recipe"):
+    with pytest.raises(ValueError, match="the folder 'run' has another recipe"):
         resumed("train.learning_rate=1e-3")

@@ -1,4 +1,4 @@
-"""Shards: the same tokens as the tokenizer gives, taken when they fit, refused by name when they are damaged."""
+"""Shards: the tokens of the tokenizer, reused if the fingerprint matches, refused by name if damaged."""
 
 import json
 import os
@@ -84,15 +84,15 @@ def test_a_long_document_is_cut_before_words_and_stays_a_document(tmp_path, monk
     assert documents_of(write(tmp_path / "cut", [words(0, 400), "w1"], pairs)) == expected
 
 
-def test_tokens_are_taken_when_the_fingerprint_is_the_same(tmp_path):
+def test_tokens_are_reused_if_the_fingerprint_is_the_same(tmp_path):
     first = write(tmp_path / "s")
     assert write(tmp_path / "s", unread()) == first
     second = write(tmp_path / "s", ["other"], fingerprint="g")
     assert (second.documents, second.fingerprint) == (1, "g")
 
 
-def test_nothing_is_written_where_tokens_are_there(tmp_path, monkeypatch):
-    """They may lie on a disk that can only be read."""
+def test_existing_tokens_need_no_writing(tmp_path, monkeypatch):
+    """They may be on a read-only disk."""
     first = write(tmp_path / "s")
     monkeypatch.setattr(module, "exclusive", None)
     assert write(tmp_path / "s", unread()) == first
@@ -105,7 +105,7 @@ def test_the_fingerprint_knows_text_and_tokenizer():
     assert fingerprint("a", make_tokenizer("bytes", lambda: [])) in prints
 
 
-def test_what_is_sent_to_a_process_holds_no_tokens(tmp_path):
+def test_pickled_shards_contain_no_tokens(tmp_path):
     shards = write(tmp_path / "s", ["x" * 10**5])
     shards.read(0, 10), shards.starts(0, 10)
     sent = pickle.dumps(shards)
@@ -126,13 +126,13 @@ def _index(**changes):
 
 
 DAMAGES = {
-    "'index.json' is missing": (lambda folder: (folder / "index.json").unlink(), "is no folder of shards"),
-    "truncated": (_cut, r"tokens-00000.bin of 's' has 100 bytes, not \d+; remove the folder"),
-    "ends changed": (lambda folder: (folder / "ends.bin").write_bytes(b"\1" * 24), "ends.bin of 's' does not fit"),
+    "'index.json' is missing": (lambda folder: (folder / "index.json").unlink(), "is not a folder of tokens"),
+    "truncated": (_cut, r"tokens-00000.bin of 's' must have \d+ bytes, got 100; delete the folder"),
+    "ends changed": (lambda folder: (folder / "ends.bin").write_bytes(b"\1" * 24), "ends.bin of 's' does not match"),
     "missing": (lambda folder: (folder / "ends.bin").unlink(), "ends.bin of 's' is missing"),
     "no JSON": (lambda folder: (folder / "index.json").write_text("{"), "index.json of 's': Invalid JSON"),
-    "another format": (_index(schema="crosslayer/shards/9"), "index.json of 's': schema must be"),
-    "more documents": (_index(documents=4), "ends.bin of 's' has 24 bytes, not 32"),
+    "another format": (_index(schema="crosslayer/shards/9"), "index.json of 's': schema: Input should be"),
+    "more documents": (_index(documents=4), "ends.bin of 's' must have 32 bytes, got 24"),
     "no file": (_index(files=[]), "index.json of 's': files: List should have at least 1"),
 }
 
@@ -159,18 +159,18 @@ def test_opening_reads_no_tokens(tmp_path, monkeypatch):
     assert [path.name for path in opened] == ["index.json"] and shards.tokens
 
 
-def test_ends_that_do_not_fit_are_refused(tmp_path):
+def test_ends_that_do_not_match_are_refused(tmp_path):
     shards = write(tmp_path / "s")
     for ends in ([5, 4, shards.tokens], [1, 2, 3], [-9, 4, shards.tokens], [1, 1, shards.tokens]):
         (tmp_path / "s" / "ends.bin").write_bytes(np.array(ends, dtype="<i8").tobytes())
-        with pytest.raises(ValueError, match="ends.bin of 's' does not fit the tokens"):
+        with pytest.raises(ValueError, match="ends.bin of 's' does not match the tokens"):
             open_shards(tmp_path / "s")
 
 
-def test_a_folder_of_something_else_is_not_touched(tmp_path):
+def test_another_folder_is_not_changed(tmp_path):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="'s' is no folder of shards"):
+    with pytest.raises(ValueError, match="'s' is not a folder of tokens"):
         write(tmp_path / "s")
     assert (tmp_path / "s" / "thesis.txt").read_text() == "mine"
 
@@ -180,11 +180,11 @@ def test_a_folder_of_something_else_is_not_touched(tmp_path):
     [
         ([], "there is no text"),
         (["", " \n"], "there is no text"),
-        (["a", 3], "document 1 is a int, not a text"),
-        (["a", "b\ud800"], "document 1 holds half of a character"),
+        (["a", 3], "document 1 must be text, got int"),
+        (["a", "b\ud800"], "document 1 contains a lone surrogate"),
     ],
 )
-def test_what_is_no_text_leaves_no_folder(tmp_path, documents, message):
+def test_wrong_documents_leave_no_folder(tmp_path, documents, message):
     with pytest.raises(ValueError, match=message):
         write(tmp_path / "s", documents)
     assert not list(tmp_path.iterdir())
@@ -233,7 +233,7 @@ def files_of(folder):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_an_interrupted_cutting_goes_on_with_the_same_bytes(tmp_path, small_files, parts, capsys):
+def test_an_interrupted_tokenisation_continues_with_the_same_bytes(tmp_path, small_files, parts, capsys):
     def cut(documents, folder):
         tokenise(documents, FRAMED, folder, fingerprint="f", parts=parts)
 
@@ -251,7 +251,7 @@ def test_an_interrupted_cutting_goes_on_with_the_same_bytes(tmp_path, small_file
         assert len("".join(small_files)) < whole + 80  # of each interruption at most 40 characters again
         assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "whole"]
         shutil.rmtree(tmp_path / "s")
-    assert "going on from " in capsys.readouterr().err
+    assert "continuing after the " in capsys.readouterr().err
 
 
 def test_many_files_are_not_all_open_at_once(tmp_path, small_files):
@@ -263,7 +263,7 @@ def test_many_files_are_not_all_open_at_once(tmp_path, small_files):
     assert len(os.listdir("/dev/fd")) <= before + module.OPEN + 1  # and that of the documents' ends
 
 
-def test_text_without_tokens_behind_the_last_whole_file_leaves_none(tmp_path, small_files):
+def test_text_without_tokens_after_the_last_complete_file_leaves_no_file(tmp_path, small_files):
     unknown = word_tokenizer()
     unknown.backend_tokenizer.normalizer = Replace("nothing", "")
     shards = write(tmp_path / "s", [words(0, 12), "nothing", "nothing " * 3], unknown)
@@ -276,7 +276,7 @@ def _changed(folder):
 
 
 @pytest.mark.parametrize("change", [_changed, lambda folder: os.truncate(folder / "tokens-00001.bin", 1), None])
-def test_what_was_begun_otherwise_is_cut_anew(tmp_path, small_files, change):
+def test_other_unfinished_files_are_discarded(tmp_path, small_files, change):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "s", interrupted(LONG, 6), FRAMED, "f" if change else "g")
     if change:
@@ -294,7 +294,7 @@ def test_the_number_of_threads_does_not_change_the_files(tmp_path, monkeypatch):
     assert files_of(tmp_path / "true") == files_of(tmp_path / "false")
 
 
-def test_the_text_is_read_by_the_first_of_those_that_want_it(tmp_path):
+def test_the_text_is_read_by_the_first_of_several_processes(tmp_path):
     """Threads, since the lock holds between them as between processes."""
     readers = []
 

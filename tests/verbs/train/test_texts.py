@@ -1,4 +1,4 @@
-"""Domains: what is held out is not trained on, nothing is lost, and tokens are cut once."""
+"""Domains: held-out text is not trained on, nothing is lost, and text is tokenised once."""
 
 import gzip
 import importlib
@@ -32,7 +32,7 @@ def test_every_20th_document_is_held_out(tmp_path):
     assert list(parts.training()) == [text for text in documents if text not in set(parts.held_out())]
 
 
-def test_of_long_documents_every_20th_piece_is_held_out(tmp_path, monkeypatch):
+def test_every_20th_chunk_of_long_documents_is_held_out(tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "PIECE", 100)
     documents = [words(0, 400), "short", words(100, 400)]
     parts = domain(tmp_path, documents)
@@ -52,7 +52,7 @@ def test_a_source_of_its_own_leaves_the_text_whole(tmp_path):
     assert (shards.training.documents, shards.validation.documents) == (4, 1)
 
 
-def test_tokens_are_cut_once_and_again_for_another_text(tmp_path):
+def test_a_text_is_tokenised_once_and_again_when_it_changes(tmp_path):
     parts = domain(tmp_path, ["one", "two", "three", "four", "five"])
     first = parts.shards(BYTES, tmp_path / "shards")
     assert (first.training.tokens, first.validation.tokens) == (len("onetwothreefive") + 4, len("four") + 1)
@@ -64,12 +64,12 @@ def test_tokens_are_cut_once_and_again_for_another_text(tmp_path):
 
 
 class Noted:
-    """A meter that keeps what it is told."""
+    """A meter that records its tasks."""
 
-    told: ClassVar[list[tuple[str, int, list[int]]]] = []
+    tasks: ClassVar[list[tuple[str, int, list[int]]]] = []
 
-    def __init__(self, what, total=0):
-        self.told.append((what, total, []))
+    def __init__(self, task, total=0):
+        self.tasks.append((task, total, []))
 
     def __enter__(self):
         return self
@@ -78,14 +78,14 @@ class Noted:
         pass
 
     def step(self, done, total, doing=""):
-        assert total == self.told[-1][1]
-        self.told[-1][2].append(done)
+        assert total == self.tasks[-1][1]
+        self.tasks[-1][2].append(done)
 
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.xz", "parquet"])
-def test_of_files_it_is_told_how_much_is_read(tmp_path, monkeypatch, kind):
+def test_progress_of_files_is_a_percentage(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(tokenizers, "BATCH", 20_000)
-    monkeypatch.setattr(Noted, "told", [])
+    monkeypatch.setattr(Noted, "tasks", [])
     draw = random.Random(0)  # what does not pack well, so that packed files are long enough
     documents = ["".join(draw.choices(string.ascii_letters, k=10_000)) for _ in range(100)]
     for number in range(2):
@@ -99,22 +99,22 @@ def test_of_files_it_is_told_how_much_is_read(tmp_path, monkeypatch, kind):
             content = ("\n" if "jsonl" in kind else "\n<|doc|>\n").join(lines).encode()
             file.write_bytes({"gz": gzip.compress, "xz": lzma.compress}.get(kind.split(".")[-1], bytes)(content))
     Domain("web", TextSource(str(tmp_path))).shards(BYTES, tmp_path / "shards")
-    assert not Noted.told
+    assert not Noted.tasks
     Domain("web", TextSource(str(tmp_path)), every=5).shards(BYTES, tmp_path / "shards", Noted)
-    for part, (what, total, steps) in zip(("training", "validation"), Noted.told, strict=True):
-        assert what.startswith(f"cutting web-{part}-") and what.endswith(" into tokens (%)") and total == 100
+    for split, (task, total, steps) in zip(("training", "validation"), Noted.tasks, strict=True):
+        assert task.startswith(f"tokenising web-{split}-") and task.endswith(" (%)") and total == 100
         assert steps == sorted(steps) and steps[0] < 60 and steps[-1] == 100
         assert len(set(steps)) > (1 if kind == "parquet" else 10)
 
 
-def test_of_other_sources_documents_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(Noted, "told", [])
+def test_progress_of_other_sources_counts_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr(Noted, "tasks", [])
     shards = Domain("science", TextSource()).shards(BYTES, tmp_path / "shards", Noted)
-    for part, (what, total, steps) in zip(shards, Noted.told, strict=True):
-        assert what == f"cutting {part.folder.name} into tokens" and total == 0 and steps[-1] == part.documents
+    for split, (task, total, steps) in zip(shards, Noted.tasks, strict=True):
+        assert task == f"tokenising {split.folder.name}" and total == 0 and steps[-1] == split.documents
 
 
-def test_parts_of_the_embedded_corpus_by_name():
+def test_embedded_domains_by_name():
     science, everything = Domain("science", TextSource()), Domain("all", TextSource())
     training, held_out = "".join(science.training()), "".join(science.held_out())
     assert 16_000 < len(held_out) < 60_000 < len(training) < 10**6 and "Refrangibility" in training
@@ -123,9 +123,9 @@ def test_parts_of_the_embedded_corpus_by_name():
 
 @pytest.mark.parametrize(
     ("documents", "message"),
-    [(["one", "two"], "web pages: the text is too short to hold any of it out"), ([], "empty")],
+    [(["one", "two"], "web pages: the text is too short to hold out a chunk"), ([], "empty")],
 )
-def test_what_cannot_be_parted_is_one_line(tmp_path, documents, message):
+def test_text_that_cannot_be_split_is_refused(tmp_path, documents, message):
     with pytest.raises(ValueError, match=message):
         domain(tmp_path, documents).shards(BYTES, tmp_path / "shards")
     with pytest.raises(ValueError, match="web: text file '.*' does not exist"):

@@ -1,4 +1,4 @@
-"""The trainer: what decays, the learning rate, exact losses, exact resuming, the log, and the model it leaves."""
+"""The trainer: weight decay, the learning rate, exact losses, exact resuming, the log, and the saved model."""
 
 import copy
 import json
@@ -53,7 +53,7 @@ def test_the_log_has_every_step_and_the_rate_follows_the_cosine(whole):
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     for line in steps:
-        step = line["step"] - 1  # of this many steps, the rate is told after the next
+        step = line["step"] - 1  # the logged rate is that of the next step
         down = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 1) / (STEPS - 2)))
         assert line["learning_rate"] == pytest.approx(1e-2 * ((step + 1) / 2 if step < 2 else down))
         assert line["tokens"] == line["step"] * 8 * LENGTH
@@ -115,7 +115,7 @@ def test_the_model_is_saved_as_transformers_loads_it(whole, tmp_path):
 
 
 @pytest.mark.parametrize("case", each(CASES))
-def test_decay_leaves_what_methods_mix_with_alone(case, tmp_path):
+def test_mixing_weights_of_methods_have_no_weight_decay(case, tmp_path):
     methods, changes = CASES[case]
     model = model_of(methods, **{"num_hidden_layers": 6, **changes})
     decayed = set(trainer_of(tmp_path, model).get_decay_parameter_names(model))
@@ -124,7 +124,7 @@ def test_decay_leaves_what_methods_mix_with_alone(case, tmp_path):
         assert (name in decayed) == (parameter.ndim > 1 and not own and "norm" not in name), name
 
 
-def test_a_map_within_a_mixing_module_decays(tmp_path):
+def test_a_linear_layer_inside_a_mixing_module_decays(tmp_path):
     model = model_of(["attnres"])
     residual = model.model.final_residual
     residual.map = torch.nn.Linear(3, 2)
@@ -133,7 +133,7 @@ def test_a_map_within_a_mixing_module_decays(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
-    """Item 26 lies in the second half of step 4, whose batches are items 24 to 25 and 26 to 27."""
+    """Row 26 is in the second half of step 4, whose batches are rows 24 to 25 and 26 to 27."""
 
     class Poisoned(Random):
         def __getitem__(self, i):
@@ -146,7 +146,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
         model.model.embed_tokens.weight[2] = math.nan
     size = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "save_steps": 1}
     trainer = trainer_of(tmp_path, model, Poisoned(STEPS * 8), **size)
-    text = "the loss is nan at step 4, in items 26 to 27 of the training data; .*last good checkpoint is checkpoint-3$"
+    text = "the loss is nan at step 4, in rows 26 to 27 of the training data; .*last good checkpoint is checkpoint-3$"
     with pytest.raises(TrainingStopped, match=text) as stopped:
         trainer.train()
     assert stopped.value.step == 4 and stopped.value.checkpoint == tmp_path / "checkpoint-3"
@@ -164,9 +164,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(tmp_path):
 
     model.lm_head.weight.register_hook(explode)
     trainer = trainer_of(tmp_path, model, save_steps=1)
-    text = (
-        "the gradient's norm is (inf|nan) at step 3, in items 8 to 11 of .* the last good checkpoint is checkpoint-2$"
-    )
+    text = "the gradient's norm is (inf|nan) at step 3, in rows 8 to 11 of .* the last good checkpoint is checkpoint-2$"
     with pytest.raises(TrainingStopped, match=text):
         trainer.train()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -217,7 +215,7 @@ def test_every_way_to_train_gives_the_same_losses(way, tmp_path):
 
 
 @pytest.mark.parametrize("more", [{}, {"bf16": True}], ids=str)
-def test_a_batch_of_too_many_logits_trains_and_is_judged_without_them(more, tmp_path, monkeypatch):
+def test_a_batch_with_too_many_logits_trains_and_is_evaluated_in_chunks(more, tmp_path, monkeypatch):
     runs, seen = [], []
     for name, bound in (("all", 2**30), ("none", 0)):
         monkeypatch.setattr(costs, "LOGITS", bound)
@@ -226,7 +224,7 @@ def test_a_batch_of_too_many_logits_trains_and_is_judged_without_them(more, tmp_
         more = {**more, "per_device_eval_batch_size": 1}
         runs.append(trainer_of(tmp_path / name, model, Random(12), schedule=course(3), **more))
         runs[-1].train()
-    assert {len(shape) for shape in seen} == {1, 2}  # of a part of a batch, and of a batch
+    assert {len(shape) for shape in seen} == {1, 2}  # of a chunk, and of a batch
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=1e-6 if "bf16" not in more else 2e-3)
     for window, other in zip(*(run.window_losses["eval_a_loss"] for run in runs), strict=True):
         assert window == pytest.approx(other, rel=1e-5 if "bf16" not in more else 2e-3)
@@ -248,14 +246,14 @@ def test_gradient_norms_by_depth_are_those_before_clipping(limit, tmp_path):
 
 
 def test_several_gpus_in_a_single_process_are_refused(tmp_path, monkeypatch):
-    """Trainer would spread a batch over them, and read more rows a step than the run has."""
+    """Trainer would distribute a batch over them, and read more rows per step than the run has."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
-    with pytest.raises(ValueError, match="a single process sees 2 GPUs; start as many by torchrun"):
+    with pytest.raises(ValueError, match="a process must see one GPU, got 2; .* torchrun"):
         trainer_of(tmp_path)
 
 
 def test_data_that_end_before_the_last_step_are_refused(tmp_path):
-    """Trainer would begin anew with the first item."""
-    text = "the training data have 63 items, and 8 steps read 64"
+    """Trainer would start again at the first row."""
+    text = "training data must have 64 rows for 8 steps, got 63"
     with pytest.raises(ValueError, match=text):
         trainer_of(tmp_path, data=Random(STEPS * 8 - 1), gradient_accumulation_steps=2)

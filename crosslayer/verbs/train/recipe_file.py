@@ -67,10 +67,10 @@ def read_recipe(kind: type[AnyRecipe], path: str | Path, settings: Sequence[str]
             by_keys.setdefault(_input_keys(each, values), []).append(each)
         first = next(iter(by_keys))
         keys = max((keys for keys in by_keys if keys[: len(first)] == first), key=len)  # the likeliest of a union
-        raise ValueError(_line(by_keys[keys], keys, sources)) from None
+        raise ValueError(_line(by_keys[keys], keys, sources, values)) from None
 
 
-def _line(errors: Sequence[Any], keys: Keys, sources: Sequence[Source]) -> str:
+def _line(errors: Sequence[Any], keys: Keys, sources: Sequence[Source], values: Any) -> str:
     """Write pydantic's errors of one value as a line: key: must be X, got Y (file, line N)."""
     cause, missing = errors[0].get("ctx", {}).get("error"), errors[0]["type"] == "missing"
     keys = (*keys, cause.key) if isinstance(cause, WrongKey) else keys
@@ -82,10 +82,10 @@ def _line(errors: Sequence[Any], keys: Keys, sources: Sequence[Source]) -> str:
         value = "null" if errors[0]["input"] is None else reprlib.repr(errors[0]["input"])
         rules = dict.fromkeys(SHOULD.sub("", each["msg"]) for each in errors)
         message = f"{'must ' if SHOULD.match(errors[0]['msg']) else ''}{' or '.join(rules)}, got {value}"
-    named = keys[:-1] if missing else keys
-    source = _source_of(sources, named) if named else next(each for each in reversed(sources) if each.text)
+    written = _present(keys, values)
+    source = _source_of(sources, written) if written else next(each for each in reversed(sources) if each.text)
     name = ".".join(key if str(key).isprintable() else ascii(key) for key in map(str, keys))
-    return f"{name}: {message} ({source.name}{_line_number(source.text, named)})"
+    return f"{name}: {message} ({source.name}{_line_number(source.text, written)})"
 
 
 def _line_number(text: str, keys: Keys) -> str:
@@ -104,11 +104,17 @@ def _line_number(text: str, keys: Keys) -> str:
 
 def _input_keys(error: Any, values: Any) -> Keys:
     """Return the keys of the input that lead to an error, without those that pydantic adds for members of a union."""
-    keys: Keys = ()
-    for key in error["loc"]:
-        if key in _children(values):
-            keys, values = (*keys, key), values[key]
+    keys = _present(error["loc"], values)
     return (*keys, error["loc"][-1]) if error["type"] == "missing" else keys
+
+
+def _present(keys: Keys, values: Any) -> Keys:
+    """Return the keys that lead into the values, without others between or after them."""
+    present: Keys = ()
+    for key in keys:
+        if key in _children(values):
+            present, values = (*present, key), values[key]
+    return present
 
 
 def _children(values: Any) -> Collection[Any]:

@@ -197,7 +197,7 @@ def test_labels_say_what_is_not_the_default():
         ("vanilla, 3", "got 3"),
         ("", "`methods` must name at least two variants, got none"),
         ("vanilla, {name: cla", "methods 'vanilla, {name: cla'"),
-        ("vanilla, &a cla, *a", "is an alias"),
+        ("vanilla, &a cla, *a", "alias *a is not allowed"),
     ],
 )
 def test_wrong_methods_are_refused(methods, message):

@@ -3,10 +3,9 @@
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from crosslayer.output.formatting import UNKNOWN, listed, percent, percent_interval, signed, signed_interval
+from crosslayer.output.formatting import UNKNOWN, percent, percent_interval, signed, signed_interval
 from crosslayer.output.page import Page
 from crosslayer.output.shown import Table
-from crosslayer.output.words import UNKNOWN, percent, percent_interval, signed, signed_interval
 from crosslayer.verbs.compare.figures import drawn_panels
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law
 from crosslayer.verbs.compare.result import Comparison

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from crosslayer.output.words import listed, percent, percent_interval, signed, signed_interval
+from crosslayer.output.formatting import listed, percent, percent_interval, signed, signed_interval
 from crosslayer.stats.means import FEWEST, MOST, Difference
 from crosslayer.verbs.compare.record import (
     ALPHA,

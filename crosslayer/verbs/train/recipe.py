@@ -1,4 +1,4 @@
-"""The keys of a training recipe with their checks; docs/TRAIN.md lists them.
+"""The keys of a training recipe with their checks; docs/reference/recipes.md lists them.
 
 Sizes 2M to 468M are those of arXiv 2410.17897, Table 4, named by their parameters with its vocabulary of 50,277:
 Llama layers, untied embeddings and head, rotary base 10,000. The others suit a CPU.

@@ -189,7 +189,7 @@ def _read_index(folder: Path) -> Index:
     try:
         return Index.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ValueError(f"{INDEX} of {folder.name!r}: {fault_of(error)}; {DELETE}") from None
+        raise ValueError(f"{INDEX} of {folder.name!r}: {validation_message(error)}; {DELETE}") from None
 
 
 def _file_name(number: int) -> str:

@@ -285,7 +285,7 @@ class CrossLayerTrainer(Trainer):
                 self.accelerator.wait_for_everyone()
             except (OSError, SafetensorError, RuntimeError) as error:
                 shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
-                step, problem = self.state.global_step, disk_fault(error) or error
+                step, problem = self.state.global_step, disk_error(error) or error
                 message = f"the checkpoint of step {step} could not be written into {str(self._folder)!r}: {problem}"
                 raise TrainingStopped(message, step, last_good(self._folder)) from error
             finally:

@@ -56,7 +56,7 @@ def test_a_pause_of_the_machine_hardly_changes_the_time_of_a_step(tmp_path):
             {"schema": "crosslayer/bench/2"},
             "00-0: record.json must be of a training run, got schema 'crosslayer/bench/2'",
         ),
-        ({"schema": "crosslayer/train/1"}, "00-0: record.json is 'crosslayer/train/1'; this release reads"),
+        ({"schema": "crosslayer/train/1"}, "00-0: record.json has the schema 'crosslayer/train/1'; this release reads"),
         ({"seed": "0; rm"}, "00-0: record.json: seed: "),
         ({"recipe": {}}, "00-0: data.length of its recipe must be"),
         ({"recipe": {"data.length": 64}}, "00-0: data.length of its recipe must be"),

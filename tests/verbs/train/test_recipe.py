@@ -250,7 +250,7 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("model.shape.cross_layer=cla", "model.shape.cross_layer: cannot be set here: set model.method instead"),
         ("model.method=3", "model.method: must be … or a list of these, got 3"),
         ("model.method={name: cla, grop: 2}", "model.method: method 'cla' has no option 'grop'; did you mean 'group'?"),
-        ("model.method=[cla, svformer]", "model.method: layer 3: cla takes values from layer 2 and svformer from layer 0; only one of them may change an entry"),
+        ("model.method=[cla, svformer]", "model.method: layer 3: cla reads values of layer 2 and svformer of layer 0; only one method may change them"),
         ("model.start=smollm2", "model.start: cannot be combined with size, shape or method; remove these"),
         ("model.shape.max_position_embeddings=64", "data.length: must be at most model.shape.max_position_embeddings (64), got 128 (plain.yaml, line 3)"),
         ("tokenizer=bpe:258", "tokenizer: must be bpe:N with N at least 259, such as bpe:8192, got 'bpe:258'"),

@@ -131,7 +131,7 @@ DAMAGES = {
     "ends changed": (lambda folder: (folder / "ends.bin").write_bytes(b"\1" * 24), "ends.bin of 's' does not match"),
     "missing": (lambda folder: (folder / "ends.bin").unlink(), "ends.bin of 's' is missing"),
     "no JSON": (lambda folder: (folder / "index.json").write_text("{"), "index.json of 's': Invalid JSON"),
-    "another format": (_index(schema="crosslayer/shards/9"), "index.json of 's': schema: Input should be"),
+    "another format": (_index(schema="crosslayer/shards/9"), "index.json of 's': schema must be"),
     "more documents": (_index(documents=4), "ends.bin of 's' must have 32 bytes, got 24"),
     "no file": (_index(files=[]), "index.json of 's': files: List should have at least 1"),
 }

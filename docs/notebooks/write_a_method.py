@@ -21,8 +21,8 @@ config = CrossLayerConfig(num_hidden_layers=8, cross_layer=[sandwich.Sandwich(be
 print(config.plan.diagram())
 
 # %% [markdown]
-# Is it correct? Run the contract of tests that the package's own methods pass: cached = uncached = chunked, left padding,
-# every generation mode, gradients with checkpointing, save and load, causality.
+# Is it correct? Run the contract of tests that the package's own methods pass: cached = uncached = chunked, left
+# padding, every generation mode, gradients with checkpointing, save and load, causality.
 
 # %%
 from crosslayer.testing import check_method
@@ -51,6 +51,6 @@ with torch.no_grad():
 
 # %% [markdown]
 # Next: `crosslayer.retrofit("smollm2", method={"name": "sandwich", "below": 24, "above": 2, "compensation":
-# "attention"})` fits linear compensation (W_c) and writes a report, and `crosslayer compare --methods 'vanilla, sandwich'
-# --allow-methods sandwich` trains it next to others (with its folder in `PYTHONPATH`). Everything that a method can define:
-# [a method of your own](../methods/your_own.md).
+# "attention"})` fits linear compensation (W_c) and writes a report, and `crosslayer compare --methods 'vanilla,
+# sandwich' --allow-methods sandwich` trains it next to others (with its folder in `PYTHONPATH`). Everything that a
+# method can define: [a method of your own](../methods/your_own.md).

@@ -107,7 +107,8 @@ def _eviction_sentences(evict: str | None) -> list[str]:
     if evict is None:
         return []
     return [
-        f"The candidate's KV cache evicts tokens ({evict}); it keeps {parse_eviction(evict).rule.about}. It is compared "
+        f"The candidate's KV cache evicts tokens ({evict}); it keeps {parse_eviction(evict).rule.about}. It is "
+        "compared "
         "with both the dynamic and the static cache of the baseline; its size includes the positions and attention "
         "sums that eviction stores."
     ]

@@ -18,7 +18,7 @@ def no_stock_class(config: CrossLayerConfig) -> str | None:
     partial = [layer.number for layer in remaining_layers(config) if not layer.whole]
     if partial:
         return (
-            f"layers {ranges(partial)} lack attention or MLP ({culprits(config, partial)}), and layers of stock classes "
+            f"layers {ranges(partial)} lack attention or MLP ({culprits(config, partial)}), and stock classes' layers "
             "have both; a retrofit with part layer drops whole layers"
         )
     try:
@@ -42,7 +42,7 @@ def no_deci(config: CrossLayerConfig) -> str | None:
     linear = [layer.number for layer in layers if layer.attention == "compensation"]
     if linear:
         return (
-            f"layers {ranges(linear)} have linear compensation (W_c) instead of attention ({culprits(config, linear)}); "
+            f"layers {ranges(linear)} have W_c instead of attention ({culprits(config, linear)}); "
             "a retrofit with compensation none has no W_c"
         )
     if layers[0].attention is None:

@@ -79,7 +79,7 @@ class Samples:
         )
 
     def _fill(self, drawn: Drawn, depth: int, length: int) -> list[str]:
-        """Return the sentences of the haystack: all that fit from the first on; towards the end long ones are skipped."""
+        """Return the sentences of the haystack: all that fit from the first on; at the end long ones are skipped."""
         limit, bare = length - self.new_tokens, self._count(" ".join(written(drawn, [], depth)))
         left, missed, chosen = limit - bare, 0, []
         for step in range(len(haystack())):
@@ -100,7 +100,7 @@ class Samples:
             chosen.pop()
         if not chosen:
             raise ValueError(
-                f"length {length} is too short for a haystack: template and {self.keys} needles take {bare} tokens, the "
+                f"length {length} is too short: template and {self.keys} needles take {bare} tokens, the "
                 f"answer {self.new_tokens}; use a greater length, fewer keys or fewer new tokens"
             )
         return chosen

@@ -60,5 +60,5 @@ def _difference_sentence(difference: ScoreDifference) -> str:
     than = "" if difference.verdict == "no difference seen" else " than the baseline"
     return (
         f"At {difference.length:,} tokens the scores differ by {points(difference)}: {difference.verdict}{than}; "
-        f"{difference.gained} of {difference.n} retrieved only by the candidate, {difference.lost} only by the baseline."
+        f"{difference.gained} of {difference.n} retrieved only by the candidate, {difference.lost} by the baseline."
     )

@@ -54,7 +54,9 @@ def not_saved(config: CrossLayerConfig) -> str | None:
 def not_servable(config: CrossLayerConfig) -> str | None:
     """Return why vLLM cannot serve a crosslayer model, None if it can."""
     if config.linear_layers:
-        return f"layers {ranges(list(config.linear_layers))} have linear attention, and the plugin has no cache for its state"
+        return (
+            f"layers {ranges(list(config.linear_layers))} have linear attention, whose state the plugin does not cache"
+        )
     for method in config.methods:
         for layer in range(config.num_hidden_layers):
             with torch.device("meta"):

@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def register_decilm() -> None:
-    """Register DeciLM's config, which vLLM lacks, with transformers, so that no code from a model's folder has to run."""
+    """Register DeciLM's config, which vLLM lacks, with transformers, so that no code of a model's folder runs."""
     from transformers import AutoConfig
 
     from crosslayer.verbs.serve.configuration_decilm import DeciLMConfig

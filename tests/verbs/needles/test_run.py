@@ -111,7 +111,7 @@ def test_a_record_that_does_not_fit_is_refused(compared, change, tmp_path):
         ({"depths": [101]}, "^`depths` must be 0-100, got 101$"),
         ({"depths": [-1]}, "^`depths` must be 0-100, got -1$"),
         ({"keys": 0}, "^`keys` must be 1-1600, got 0$"),
-        ({"keys": 40}, "^length 512 is too short for a haystack: template and 40 needles take "),
+        ({"keys": 40}, "^length 512 is too short: template and 40 needles take "),
         ({"samples": 0}, "^samples: Input should be greater than 0; it is 0$"),
         ({"new_tokens": 0}, "^new_tokens: Input should be greater than 0; it is 0$"),
         ({"batch": 0}, "^batch: Input should be greater than 0; it is 0$"),

@@ -87,9 +87,9 @@ def test_a_sample_follows_from_its_seed_and_place_alone():
 
 
 def test_a_length_without_room_is_refused():
-    with pytest.raises(ValueError, match="^length 256 is too short for a haystack: template and 30 needles take "):
+    with pytest.raises(ValueError, match="^length 256 is too short: template and 30 needles take "):
         Samples(WORDS, keys=30).sample(256, 0, 0)
-    with pytest.raises(ValueError, match="^length 300 is too short for a haystack: template and 4 needles take "):
+    with pytest.raises(ValueError, match="^length 300 is too short: template and 4 needles take "):
         Samples(TOKENIZER).sample(300, 0, 0)
 
 

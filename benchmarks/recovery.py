@@ -80,7 +80,7 @@ def train_locally(options: argparse.Namespace) -> None:
     for step in range(steps):
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
-                streams = Streams(plain, retrofit, rows[step * ROWS : (step + 1) * ROWS], follow="original")
+                streams = Streams(plain, retrofit, rows[step * ROWS : (step + 1) * ROWS], run_on="original")
                 entering = boundaries(streams, max(changed))
             loss: Any = sum(lack(streams, layer, *entering[layer]) for layer in changed)
         loss.backward()

@@ -31,7 +31,7 @@ def then(model: str, out: str, *, heal: str | None = None) -> Callable[[Any], No
     """Return a function that heals the retrofit, or None without `heal`; the recipe is checked at once.
 
     Args:
-        model: the original.
+        model: the original model.
         out: the folder of the retrofit.
         heal: a recipe to then train the model with, as `crosslayer heal` does; saved in OUT-healed.
 

@@ -26,7 +26,7 @@ def test_a_shell_names_a_domain_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = TextSource.named("laws=a.txt", column="text")
     assert source == TextSource("a.txt", domain="laws") and source.describe() == "laws"
-    assert load_documents(source) == ["one"] and Texts.load([source, TextSource.named("a.txt")]).judging == (
+    assert load_documents(source) == ["one"] and Texts.load([source, TextSource.named("a.txt")]).evaluation == (
         "laws",
         "a.txt",
     )
@@ -68,6 +68,6 @@ def test_several_sources_are_domains_of_their_own(tmp_path):
         split_domains(domains, tokenizer(), parts={"all": {"a.txt": 2, "b.txt": 999}}, length=10)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.txt").write_text("again")
-    with pytest.raises(ValueError, match="two texts are called 'a.txt'"):
+    with pytest.raises(ValueError, match="two texts are both named 'a.txt'"):
         Texts.load([*sources, TextSource(str(tmp_path / "c" / "a.txt"))])
     assert shared_out(8, ["a", "b", "c"]) == {"a": 3, "b": 3, "c": 2}

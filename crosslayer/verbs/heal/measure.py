@@ -49,7 +49,7 @@ class Measurement(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Judge:
+class Evaluator:
     """The original, and the text on which models are compared with it."""
 
     original: PreTrainedModel

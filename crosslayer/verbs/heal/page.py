@@ -14,9 +14,9 @@ from crosslayer.verbs.heal.words import (
     UNKNOWN,
     as_the_last_stage,
     estimate,
-    found_of,
-    kind_of,
-    place_words,
+    rank_words,
+    retrieved_of,
+    seen_label,
     sentences,
     share,
     tokens_read,
@@ -78,7 +78,7 @@ def _overview(record: Recovery) -> Table:
     for name, number, state in _states(record):
         domain = state.domains[0]
         closed = share(domain.closed) if number else UNKNOWN
-        measured = [kl(domain.damage), ratio(domain.damage), kl(state.all.damage), closed, found_of(state)]
+        measured = [kl(domain.damage), ratio(domain.damage), kl(state.all.damage), closed, retrieved_of(state)]
         rows.append([name, _stage_words(state), *measured])
     head = ["retrofit", "state", *figures, "hidden numbers found"]
     return "Stage by stage (against the original as it was; 95 % intervals)", head, rows
@@ -100,7 +100,7 @@ def _order(record: Recovery) -> Table:
     rows = []
     for number in range(len(record.variants)):
         places = [places[number] for places in record.order.values()]
-        rows.append([f"{number + 1}", *(f"{place.variant} {place_words(place)}" for place in places)])
+        rows.append([f"{number + 1}", *(f"{place.variant} {rank_words(place)}" for place in places)])
     return "By KL at the end (what each has over the one before it, paired by window)", ["place", *record.order], rows
 
 
@@ -114,7 +114,7 @@ def _domain(record: Recovery, place: int) -> Table:
     against = ["perplexity", "ratio to the original", "KL"]
     head = ["state", *against, "KL, change", "perplexity, change", f"to the {record.reference}", "gap closed"]
     named = record.variants[0].states[0].domains[place]
-    return f"{named.name} ({kind_of(record, named)}, {named.damage.windows} windows)", head, rows
+    return f"{named.name} ({seen_label(record, named)}, {named.damage.windows} windows)", head, rows
 
 
 def _held_out(record: Recovery) -> Table:

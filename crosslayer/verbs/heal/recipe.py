@@ -11,14 +11,14 @@ from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.corpus.files import file_kind
 from crosslayer.output.record import Seed
 from crosslayer.verbs.heal.instructions import Columns, Instructions
-from crosslayer.verbs.retrofit.damage import FEWEST
+from crosslayer.verbs.retrofit.damage import MIN_WINDOWS
 from crosslayer.verbs.train.arguments import Arguments
 from crosslayer.verbs.train.recipe import Count, DataPart, DomainPart, Part, SchedulePart
 from crosslayer.verbs.train.recipe_file import nearest, read_recipe
 from crosslayer.verbs.train.texts import EVERY, Domain
 
 STAGES = 8  # at most
-JUDGED = 5  # of an embedded domain every fifth piece is held out, which is enough to measure on
+HOLD_OUT_EVERY = 5  # of an embedded domain every fifth piece is held out, which is enough to measure on
 
 
 class HealDomainPart(DomainPart):
@@ -42,7 +42,7 @@ class HealDomainPart(DomainPart):
         """Return the domain's text."""
         training, validation = self.training_source(), self.validation_source()
         if self.columns is None:
-            return Domain(self.name, training, validation, JUDGED if embedded_source(self) else EVERY)
+            return Domain(self.name, training, validation, HOLD_OUT_EVERY if embedded_source(self) else EVERY)
         return Instructions(self.name, training, validation, columns=self.columns)
 
 
@@ -139,7 +139,7 @@ class MeasurePart(Part):
     def _check_windows(self) -> Self:
         if self.domains is None or self.windows is None:
             return self
-        least = FEWEST * len(self.domains)
+        least = MIN_WINDOWS * len(self.domains)
         if self.windows < least:
             raise ValueError(f"windows is {self.windows}; {len(self.domains)} domains need at least {least}")
         return self

@@ -23,7 +23,7 @@ class StageRun(Frozen):
     curve: Curve
 
 
-class Standing(Frozen):
+class DomainResult(Frozen):
     """How a state of a model stands on a domain, or on all windows.
 
     The reference is the trained original, or the original where none was trained.
@@ -49,8 +49,8 @@ class State(Frozen):
         default=None, description="why the stage ended for good; the figures are those of the state before"
     )
     run: StageRun | None = None
-    domains: tuple[Standing, ...] = Field(min_length=1)
-    all: Standing
+    domains: tuple[DomainResult, ...] = Field(min_length=1)
+    all: DomainResult
     held_out: dict[str, float] = Field(description="loss of rows that are held out of the text to train on, by domain")
     needles: tuple[Lookup, ...] = Field(
         default=(), description="which numbers hidden in long texts it finds; empty where it was not asked"

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.verbs.heal.record import Rank, Standing, State, Variant
+from crosslayer.verbs.heal.record import DomainResult, Rank, State, Variant
 
 
 class Recovery(Result):
@@ -77,7 +77,7 @@ class Recovery(Result):
         """Share of the gap to the reference that is closed, (A, S, D); NaN where there was none."""
         return self._of_each(lambda domain: np.nan if domain.closed is None else domain.closed.value)
 
-    def _of_each(self, figure: Callable[[Standing], float]) -> np.ndarray:
+    def _of_each(self, figure: Callable[[DomainResult], float]) -> np.ndarray:
         return np.array(
             [[[*map(figure, state.domains)] for state in variant.states] for variant in self.variants], dtype=float
         )

@@ -25,7 +25,7 @@ from crosslayer.verbs.retrofit.card import model_card
 from crosslayer.verbs.retrofit.result import RetrofitReport
 
 EMBEDDING = "embed_tokens.weight"
-TAKEN = ("original", "figures")  # names in the folder of a recovery
+RESERVED_NAMES = ("original", "figures")  # names in the folder of a recovery
 REPORT = "retrofit.json"
 UNTRAINED = "> `crosslayer heal` trained nothing in this model: it is the retrofit that is described below.\n\n"
 HEALED = (
@@ -78,7 +78,7 @@ def open_retrofits(folders: Sequence[str | Path], original: str | None = None) -
     retrofits: list[Retrofit] = []
     for path in folders:
         retrofit = _open(Path(path).expanduser().resolve())
-        if retrofit.name in (*TAKEN, *(other.name for other in retrofits)):
+        if retrofit.name in (*RESERVED_NAMES, *(other.name for other in retrofits)):
             raise ValueError(f"the name {retrofit.name!r} is taken in the result; rename that folder")
         retrofits.append(retrofit)
     first, *others = retrofits

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from crosslayer.models.load import load_model, public_name
 from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.verbs.heal.measure import Judge, Measurement
+from crosslayer.verbs.heal.measure import Evaluator, Measurement
 from crosslayer.verbs.heal.recipe import HealRecipe, embedded_source, load_heal_recipe
 from crosslayer.verbs.heal.record import State, Variant
 from crosslayer.verbs.heal.result import Recovery
@@ -27,7 +27,7 @@ from crosslayer.verbs.heal.rows import RecoveryRows, read_rows
 from crosslayer.verbs.heal.stages import MODEL, Outcome, Stage, check_parameters, compensations, finished
 from crosslayer.verbs.heal.summary import Summary, shown_order
 from crosslayer.verbs.heal.trainer import Teacher
-from crosslayer.verbs.heal.windows import Judging, judging
+from crosslayer.verbs.heal.windows import EvaluationWindows, evaluation_windows
 
 RECIPE, HEALED, ORIGINAL = "recipe.yaml", "heal.json", "original"
 BEFORE, LOSSES = "before.json", "losses.json"
@@ -107,7 +107,7 @@ def _check_folder(folder: Path, files: dict[str, str], resume: bool) -> None:
 
 def _ready(recipe: HealRecipe, retrofits: Sequence[Retrofit], original: str, folder: Path, progress: Meter) -> "_Job":
     """Load the original, and cut all text into tokens."""
-    how = judging(recipe, retrofits)
+    how = evaluation_windows(recipe, retrofits)
     with progress(f"loading {public_name(original)}", 0):
         model, tokenizer = load_model(original, dtype=torch.float32)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -121,8 +121,8 @@ def _ready(recipe: HealRecipe, retrofits: Sequence[Retrofit], original: str, fol
             Stage(recipe, part, rows, progress).arguments(folder)
         except ValueError as error:
             raise ValueError(f"stages.{number}: {error}") from None
-    judge = Judge(model, tokenizer if recipe.eval.needles else None, windows, rows.held_out(), progress)
-    return _Job(recipe, retrofits, folder, original, model, rows, judge, how, progress)
+    evaluator = Evaluator(model, tokenizer if recipe.eval.needles else None, windows, rows.held_out(), progress)
+    return _Job(recipe, retrofits, folder, original, model, rows, evaluator, how, progress)
 
 
 @dataclass(frozen=True)
@@ -142,20 +142,20 @@ class _Job:
     original: str
     model: PreTrainedModel  # the original
     rows: RecoveryRows
-    judge: Judge
-    judging: Judging
+    evaluator: Evaluator
+    evaluation_windows: EvaluationWindows
     progress: Meter
 
     def heal(self) -> Recovery:
         """Train and measure everything that is not done yet."""
         files = {retrofit.name: self.folder / retrofit.name / BEFORE for retrofit in self.retrofits}
-        before = self.judge.measure({files[retrofit.name]: retrofit.folder for retrofit in self.retrofits})
+        before = self.evaluator.measure({files[retrofit.name]: retrofit.folder for retrofit in self.retrofits})
         courses = {
             retrofit.name: [_Step(Outcome(), retrofit.folder, before[files[retrofit.name]])]
             for retrofit in self.retrofits
         }
         file, known = self.folder / ORIGINAL / BEFORE, next(iter(before.values())).losses
-        courses[ORIGINAL] = [_Step(Outcome(), Path(self.original), self.judge.measure_original(file, known))]
+        courses[ORIGINAL] = [_Step(Outcome(), Path(self.original), self.evaluator.measure_original(file, known))]
         for number in range(1, len(self.recipe.stages) + 1):
             self._stage(number, courses)
         for retrofit in self.retrofits:
@@ -172,7 +172,7 @@ class _Job:
         if number == len(self.recipe.stages) and self.recipe.trains_original:
             hows[ORIGINAL], folders[ORIGINAL] = self._train_original(), self.folder / ORIGINAL
         trained = [folders[name] for name, how in hows.items() if how.run is not None]
-        measured = self.judge.measure({folder / LOSSES: folder / MODEL for folder in trained})
+        measured = self.evaluator.measure({folder / LOSSES: folder / MODEL for folder in trained})
         for name, how in hows.items():
             folder, step = folders[name], replace(courses[name][-1], how=how)
             if folder in trained:
@@ -216,7 +216,7 @@ class _Job:
         seen = frozenset(fitted | trained_on)
         ours = {retrofit.name: courses[retrofit.name] for retrofit in self.retrofits}
         order = shown_order([steps[0].measured.losses for steps in ours.values()], seen)
-        summary = Summary(order, seen, trained.measured.losses, self.judging.seed)
+        summary = Summary(order, seen, trained.measured.losses, self.evaluation_windows.seed)
         reference = None if trained.how.run is None else _state("trained", trained.measured, summary, how=trained.how)
         return Recovery(  # pyright: ignore[reportCallIssue]
             name=self.recipe.name,
@@ -231,7 +231,7 @@ class _Job:
             original_stopped=trained.how.stopped,
             left_out=self.rows.left_out(),
             windows=len(untrained.losses.kl),
-            length=self.judging.length,
+            length=self.evaluation_windows.length,
             overlapping=tuple(sorted(fitted & trained_on)),
         )
 
@@ -261,6 +261,6 @@ def _state(
     how: Outcome | None = None,
 ) -> State:
     before, start = (None if other is None else other.losses for other in (earlier, first))
-    domains, everything = summary.standings(now.losses, before, start)
+    domains, everything = summary.results(now.losses, before, start)
     outcome = vars(how or Outcome())
     return State(name=name, domains=domains, all=everything, held_out=now.held_out, needles=now.needles, **outcome)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crosslayer.stats.bootstrap import Bootstrap
-from crosslayer.verbs.heal.record import Rank, Standing
+from crosslayer.verbs.heal.record import DomainResult, Rank
 from crosslayer.verbs.retrofit.damage import Losses, damage
 
 ALL = "all windows"
@@ -25,9 +25,9 @@ class Summary:
     reference: Losses  # of the trained original, or of the original
     seed: int  # of the bootstrap
 
-    def standings(
+    def results(
         self, state: Losses, earlier: Losses | None, first: Losses | None
-    ) -> tuple[tuple[Standing, ...], Standing]:
+    ) -> tuple[tuple[DomainResult, ...], DomainResult]:
         """Return how a state stands on each domain, and on all windows.
 
         `earlier` is None for the first state; `first`, the state before any training, is None for the reference itself.
@@ -36,10 +36,10 @@ class Summary:
         by_domain = []
         for name in self.domains:
             parts = [None if losses is None else losses.of(name) for losses in every]
-            by_domain.append(self._standing(name, name in self.seen, *parts))
-        return tuple(by_domain), self._standing(ALL, bool(self.seen), *every)
+            by_domain.append(self._result_on(name, name in self.seen, *parts))
+        return tuple(by_domain), self._result_on(ALL, bool(self.seen), *every)
 
-    def _standing(
+    def _result_on(
         self,
         name: str,
         seen: bool,
@@ -47,10 +47,10 @@ class Summary:
         earlier: Losses | None,
         first: Losses | None,
         reference: Losses | None,
-    ) -> Standing:
+    ) -> DomainResult:
         assert state is not None and reference is not None
         bootstrap, left = Bootstrap(state.documents, self.seed), state.after - reference.after
-        return Standing(
+        return DomainResult(
             name=name,
             seen=seen,
             damage=damage(state, self.seed),

@@ -1,7 +1,7 @@
 """The windows that models are measured on: those of the reports, and none that anything was fitted to.
 
 A report cuts each domain into a list of windows that follows from length, seed and `bos` alone: first those that
-judge, then those that W_c and the choice of layers are fitted to. Here the same list is cut again, and windows are
+evaluator, then those that W_c and the choice of layers are fitted to. Here the same list is cut again, and windows are
 taken from its beginning, but for those that any of the retrofits was fitted to. Of a domain that is trained on,
 windows come from what is held out of it, whose pieces may hold text that was fitted to.
 
@@ -19,13 +19,13 @@ from crosslayer.corpus.domains import EMBEDDED, embedded_domains, joined, shared
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.verbs.heal.recipe import HealRecipe, embedded_source
 from crosslayer.verbs.heal.retrofits import Retrofit
-from crosslayer.verbs.retrofit.damage import FEWEST
+from crosslayer.verbs.retrofit.damage import MIN_WINDOWS
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.texts import Texts
 
 
 @dataclass(frozen=True)
-class Judging:
+class EvaluationWindows:
     """How the windows to measure on are cut."""
 
     counts: Mapping[str, int]  # N of each domain
@@ -66,7 +66,7 @@ class Judging:
         return Windows(every.ids[numbers, : self.length], tuple(every.documents[number] for number in numbers))
 
 
-def judging(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Judging:
+def evaluation_windows(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> EvaluationWindows:
     """Find out how to cut the windows: as the reports say, but for what the recipe's `eval` says."""
     length, seed, bos = (_shared(retrofits, name) for name in ("length", "seed", "bos"))
     domains = recipe.eval.domains or _shared(retrofits, "domains", "eval.domains")
@@ -77,13 +77,13 @@ def judging(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Judging:
                 f"{', '.join(EMBEDDED)}"
             )
     windows = recipe.eval.windows or _shared(retrofits, "windows", "eval.windows")
-    if windows < FEWEST * len(domains):
+    if windows < MIN_WINDOWS * len(domains):
         raise ValueError(
-            f"eval.windows is {windows}; {len(domains)} domains need at least {FEWEST * len(domains)}: "
+            f"eval.windows is {windows}; {len(domains)} domains need at least {MIN_WINDOWS * len(domains)}: "
             "say more there, or fewer eval.domains"
         )
     fitted = {name: frozenset().union(*(_fitted(retrofit, name) for retrofit in retrofits)) for name in domains}
-    return Judging(shared_out(windows, domains), recipe.eval.length or length, length, seed, bos, fitted)
+    return EvaluationWindows(shared_out(windows, domains), recipe.eval.length or length, length, seed, bos, fitted)
 
 
 def _fitted(retrofit: Retrofit, name: str) -> range:

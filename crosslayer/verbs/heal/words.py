@@ -4,7 +4,7 @@ from statistics import fmean
 
 from crosslayer.output.formatting import UNKNOWN, percent, percent_interval, signed, signed_interval
 from crosslayer.stats.bootstrap import Estimate
-from crosslayer.verbs.heal.record import Rank, Standing, State, Variant
+from crosslayer.verbs.heal.record import DomainResult, Rank, State, Variant
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.needles.lookup import count_found, lookup_words
 from crosslayer.verbs.retrofit.words import kl, with_interval
@@ -22,7 +22,7 @@ def sentences(record: Recovery) -> list[str]:
     said = [_variant(record, variant) for variant in record.variants]
     if len(record.variants) > 1:
         domain, places = next(iter(record.order.items()))
-        listed = "; ".join(f"{place.variant} {place_words(place)}" for place in places)
+        listed = "; ".join(f"{place.variant} {rank_words(place)}" for place in places)
         said.append(
             f"At the end, by KL on {domain}, each with what it has over the one before: {listed}. One run of each: no "
             "interval here holds the spread over seeds."
@@ -51,20 +51,20 @@ def share(figure: Estimate | None) -> str:
     return UNKNOWN if figure is None else f"{percent(figure.value)} ({percent_interval(figure.ci95)})"
 
 
-def kind_of(record: Recovery, domain: Standing) -> str:
+def seen_label(record: Recovery, domain: DomainResult) -> str:
     """Return whether a domain was seen; "seen: fitted" where its very windows may hold text that was fitted to."""
     if domain.name in record.overlapping:
         return "seen: fitted"
     return "seen" if domain.seen else "unseen"
 
 
-def found_of(state: State) -> str:
+def retrieved_of(state: State) -> str:
     """Return how many hidden numbers are found, a dash where none were asked for."""
     asked = sum(len(lookup.found) for lookup in state.needles)
     return f"{count_found(state.needles)} of {asked}" if asked else UNKNOWN
 
 
-def place_words(place: Rank) -> str:
+def rank_words(place: Rank) -> str:
     """Return the KL of a retrofit at its place, and how far it is above the one before it."""
     over = place.over_previous
     more = "" if over is None else f", {signed(over.value, 3)} ({signed_interval(over.ci95, 3)})"
@@ -94,12 +94,12 @@ def _variant(record: Recovery, variant: Variant) -> str:
         )
     needles = ""
     if last.needles:
-        earlier = ", then ".join(found_of(state) for state in variant.states[:-1])
+        earlier = ", then ".join(retrieved_of(state) for state in variant.states[:-1])
         found = lookup_words(last.needles, record.untrained_original.needles)
         needles = f" Before: {earlier} hidden numbers. {found}"
     return (
         f"{variant.name} ({variant.title}; {variant.cache_share:.0%} of the cache): "
-        f"on {before.name} ({kind_of(record, before)}) "
+        f"on {before.name} ({seen_label(record, before)}) "
         f"the KL to the original goes {kls} nats a token, the perplexity ratio {before.damage.ratio:.3f} → "
         f"{after.damage.ratio:.3f}. {gap}{needles}"
     )

@@ -1,4 +1,4 @@
-"""Rewires a pretrained model, makes up for what it loses, and says what it costs."""
+"""Converts a pretrained model so that layers share or drop attention, and measures what that costs."""
 
 GROUP = "Convert"
 OUT = ""

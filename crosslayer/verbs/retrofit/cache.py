@@ -1,4 +1,4 @@
-"""What is kept of the key-value cache: counted for a plan, measured for a model."""
+"""The size of the KV cache: counted for a plan, measured for a model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +11,12 @@ from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.plan import DepthPlan
 from crosslayer.probe.shapes import LayerShape
 
-CONTEXT = 2048  # tokens at which the cache is counted, unless a window is larger
-PROMPT = 64  # tokens of the forward pass that shows what a cache allocates
+CONTEXT = 2048  # default context length at which the cache is counted
+PROMPT = 64  # tokens of the forward pass that fills a cache
 
 
 class CacheShare:
-    """What a plan keeps of the whole model's cache, in elements at `context` tokens."""
+    """The share of the original's cache that a plan keeps, in elements at `context` tokens."""
 
     def __init__(self, shapes: Sequence[LayerShape | None], context: int | None = None):
         windows = [shape.window for shape in shapes if shape is not None and shape.window is not None]
@@ -24,25 +24,25 @@ class CacheShare:
         self.sizes: list[dict[str, int]] = []  # of keys and values as allocated, by layer
         for shape in shapes:
             keys = values = 0
-            if shape is not None:  # a whole window, of which a cache allocates all and keeps all but a token
+            if shape is not None:  # a cache allocates a whole window, and keeps all but one token of it
                 tokens = self.context if shape.window is None else min(self.context, shape.window)
                 keys, values = replace(shape, window=None).cached(tokens)
             self.sizes.append({"keys": keys, "values": values})
         self.total = sum(sum(size.values()) for size in self.sizes)
 
     def of(self, plan: DepthPlan) -> float:
-        """Return the share that a plan keeps."""
+        """Return the share of the cache that a plan keeps."""
         layers = enumerate(self.sizes)
         kept = sum(plan.stored_share(state, layer) * size[state] for layer, size in layers for state in size)
         return kept / self.total
 
     def saved(self, states: Sequence[str], layer: int) -> float:
-        """Return what a layer saves that no longer stores these states, in states of a layer of mean size."""
+        """Return the saving if a layer no longer stores these states, in units of a mean layer's keys or values."""
         return sum(self.sizes[layer][state] for state in states) * 2 * len(self.sizes) / self.total
 
     @property
     def least(self) -> float:
-        """The smallest share that any plan can keep: that of a single layer."""
+        """The smallest possible share: that of a single layer."""
         return min(sum(size.values()) for size in self.sizes if sum(size.values())) / self.total
 
 
@@ -50,8 +50,8 @@ class CacheShare:
 def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
     """Return the bytes that a dynamic cache allocates for each of `context` tokens.
 
-    A short prompt shows what each layer stores; a cache is then filled with so many tokens of it, in two steps, so that
-    a sliding window is cut as in decoding. Nothing is computed for a long context, and layers are filled in turn.
+    A short prompt shows what each layer stores. A cache is then filled with `context` tokens of it, layer by layer and
+    in two steps, so that sliding windows are cut as in decoding. The model never runs on the long context.
     """
     cache = DynamicCache(config=model.config)
     ids = torch.arange(PROMPT, device=model.device)[None] % model.config.vocab_size  # (1, PROMPT)

@@ -8,14 +8,14 @@ from crosslayer.output.card import card, common_facts, use
 from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.retrofit.words import kl, ratio, sentences
 
-LIMITS = """- The figures hold for the text they were measured on; other text, tasks and lengths can suffer more.
-- Storing less is not reading less: a layer that borrows keys or values reads its source's at every step.
-- `crosslayer verify FOLDER` checks the files, the plan and that cached, padded and compiled runs agree.
+LIMITS = """- The figures hold for the text they were measured on; other text, tasks and lengths may lose more.
+- A smaller cache does not mean fewer reads: a layer that shares keys or values reads its source's at every step.
+- `crosslayer verify FOLDER` checks the files, the plan, and that cached, padded and compiled runs agree.
 - The licence is that of the original model."""
 
 
 def model_card(record: RetrofitReport, tokenizer: bool = True) -> str:
-    """Return the card as Markdown; `tokenizer`: whether there is one beside the model."""
+    """Return the card as Markdown; `tokenizer`: whether the folder holds one."""
     form = "crosslayer" if record.takes_shim else "hf"
     versions = ", ".join(f"{name} {version}" for name, version in record.environment.versions.items() if version)
     body = [
@@ -25,9 +25,9 @@ def model_card(record: RetrofitReport, tokenizer: bool = True) -> str:
         _costs(record),
         "## Use",
         use(form, tokenizer),
-        "## Who reads from whom",
+        "## Which layers share",
         f"```text\n{record.plan.diagram()}\n```",
-        "## How it came about",
+        "## How it was made",
         _how(record),
         f"Seed {record.settings.seed}. {versions}.",
         "## Limits",
@@ -37,13 +37,13 @@ def model_card(record: RetrofitReport, tokenizer: bool = True) -> str:
 
 
 def _facts(record: RetrofitReport, form: str) -> dict[str, Any]:
-    """Return what the hub reads of a card: among it the perplexity on each domain, as `model-index`."""
+    """Return the card's metadata for the Hub, with the perplexity on each domain as `model-index`."""
     results = [
         EvalResult(
             task_type="text-generation",
             dataset_type="text",
             dataset_name=domain.name,
-            dataset_config=domain.name,  # results are told apart by it, not by the name
+            dataset_config=domain.name,  # the Hub identifies results by it, not by the name
             metric_type="perplexity",
             metric_name="perplexity after the retrofit",
             metric_value=round(domain.perplexity_after, 4),
@@ -57,7 +57,7 @@ def _facts(record: RetrofitReport, form: str) -> dict[str, Any]:
 
 def _costs(record: RetrofitReport) -> str:
     rows = [
-        "| text | fitted to | perplexity before | after | ratio (95 %) | KL to the original, nats a token (95 %) |",
+        "| domain | calibrated on | perplexity before | after | ratio (95% CI) | KL in nats/token (95% CI) |",
         "|---|---|---|---|---|---|",
     ]
     for domain in record.damage.domains:
@@ -68,7 +68,7 @@ def _costs(record: RetrofitReport) -> str:
 
 
 def _how(record: RetrofitReport) -> str:
-    """Return the command line, or the call from Python."""
+    """Return the command or the Python call that made the model."""
     if record.command is not None:
         return f"```sh\n{record.command}\n```"
     options = [f"{name}={value!r}" for name, value in record.settings.changed().items()]

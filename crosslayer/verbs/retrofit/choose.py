@@ -1,4 +1,4 @@
-"""Which layers a method acts on: as named, the top half, or by what the model does on text.
+"""The choice of layers: as given, the top half, or by measurements on text.
 
 Shapes: N sequences, B of a batch, T tokens, C hidden, H key-value heads, D head size, L layers, R rank.
 """
@@ -25,10 +25,10 @@ from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.run import diagnose
 from crosslayer.verbs.retrofit.convert import plain_decoder
-from crosslayer.verbs.retrofit.moments import NEEDED, SMALLEST
+from crosslayer.verbs.retrofit.moments import RANK_CUTOFF, TOKENS_PER_INPUT
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice
-from crosslayer.verbs.retrofit.search import Kind
+from crosslayer.verbs.retrofit.search import MethodClass
 from crosslayer.verbs.retrofit.streams import Streams
 from crosslayer.verbs.retrofit.trade_off import methods_by_damage
 
@@ -38,44 +38,44 @@ States = dict[int, tuple[Tensor, Tensor]]  # keys and values by layer, (H, T, D)
 def choose(
     model: PreTrainedModel, request: Request, windows: dict[str, Windows], progress: Meter
 ) -> tuple[list[Method], Choice]:
-    """Return the methods with their layers, and what the record says of the choice.
+    """Return the methods with their layers, and the record of the choice.
 
-    `windows` is text by purpose, as `Texts.parts` names them.
+    `windows` is text by purpose, as in `Texts.window_counts`.
     """
-    layers, kind, named = model.config.num_hidden_layers, request.kind, request.options.layers
-    if request.whole is not None:
-        find_sublayers(model).check(request.whole.plan(layers))
-        return [request.whole], Choice(how="as options")
-    if kind is None:
+    layers, cls, option = model.config.num_hidden_layers, request.method_class, request.options.layers
+    if request.method is not None:
+        find_sublayers(model).check(request.method.plan(layers))
+        return [request.method], Choice(how="as options")
+    if cls is None:
         return methods_by_damage(model, windows, request, progress)
-    if named == "auto":
-        groups = _automatic(model, request, kind, windows["calibration" if request.many_tokens else "choice"], progress)
-    elif named == "top-half":
-        groups = _top_half(model, kind, request.options.size)
+    if option == "auto":
+        groups = _automatic(model, request, cls, windows["calibration" if request.many_tokens else "choice"], progress)
+    elif option == "top-half":
+        groups = _top_half(model, cls, request.options.size)
     else:
-        groups = parse_layers(named, layers)
+        groups = parse_layers(option, layers)
     method = request.compensated(request.from_groups(groups, layers))
-    find_sublayers(model).check(method.plan(layers))  # says which layers may not share, and why
-    return [method], Choice(how=named, groups=groups)
+    find_sublayers(model).check(method.plan(layers))  # raises if layers cannot share
+    return [method], Choice(how=option, groups=groups)
 
 
-def _top_half(model: PreTrainedModel, kind: Kind, size: int) -> Groups:
-    """Return blocks from the last layer down within the top half; for a method on single layers, their followers."""
+def _top_half(model: PreTrainedModel, cls: MethodClass, size: int) -> Groups:
+    """Return blocks of the top half from the last layer down; for a method on single layers, each without its first."""
     blocks = paper_groups(find_sublayers(model).shapes, size)
     if not blocks:
         raise ValueError(
-            f"the top half has no {size} neighbouring layers of the same mask; name the layers (18+20,19+21 are groups "
-            "that leave layers out)"
+            f"the top half has no {size} consecutive layers with the same mask; give `layers` (groups with gaps: "
+            "18+20,19+21)"
         )
-    return blocks if kind.grouped else [[layer] for block in blocks for layer in block[1:]]
+    return blocks if cls.grouped else [[layer] for block in blocks for layer in block[1:]]
 
 
-def _automatic(model: PreTrainedModel, request: Request, kind: Kind, windows: Windows, progress: Meter) -> Groups:
-    """Return layers by what the model does on text, in the way that the request selects."""
+def _automatic(model: PreTrainedModel, request: Request, cls: MethodClass, windows: Windows, progress: Meter) -> Groups:
+    """Return layers chosen on text by the criterion of `select`."""
     ids, layers, options = windows.ids, model.config.num_hidden_layers, request.options
     count = options.count or max(1, layers // 2 // PAPER_SIZE * (PAPER_SIZE - 1))
     if count >= layers:
-        raise ValueError(f"`count` {count}: the model has {layers} layers, and at least 1 must stay")
+        raise ValueError(f"`count` must be below {layers}, the number of layers of the model, got {count}")
 
     def plan_of(groups: Groups) -> DepthPlan:
         if not groups:
@@ -85,25 +85,27 @@ def _automatic(model: PreTrainedModel, request: Request, kind: Kind, windows: Wi
     if request.select == "distance":
         with progress("choosing layers", count) as bar:
             return dissimilar_groups(model, ids, plan_of, count, options.threshold, bar.step)
-    if kind.grouped:
+    if cls.grouped:
         similarity = diagnose(model, ids, progress=progress).map_similarity_without_first  # (L, L)
         groups = similar_groups(similarity, find_sublayers(model).shapes, count)
         reached = sum(len(group) - 1 for group in groups)
         if reached < count:
-            raise ValueError(f"`count` {count}: masks allow at most {reached} layers to follow another")
+            raise ValueError(
+                f"`count` must be at most {reached}, since only layers with the same mask can share, got {count}"
+            )
         return groups
     first = plan_of([[0]])
     if first.attends(0):
-        raise ValueError("`layers` auto ranks attention and whole layers; name the layers whose MLP goes")
-    taken = "attention" if first.mlps[0] is not None else "layer"
+        raise ValueError("`layers` auto can choose attention or whole layers, not MLPs; give the layers, such as 4,7-9")
+    sublayer = "attention" if first.mlps[0] is not None else "layer"
     if request.select == "greedy":
-        chosen = _greedy(model, ids, taken, count, plan_of)
+        chosen = _greedy(model, ids, sublayer, count, plan_of)
     elif request.select == "similarity":
         diagnosis = diagnose(model, ids, progress=progress)
-        similarity = diagnosis.attention_io_similarity if taken == "attention" else diagnosis.layer_io_similarity
+        similarity = diagnosis.attention_io_similarity if sublayer == "attention" else diagnosis.layer_io_similarity
         chosen = np.argsort(-similarity, kind="stable")[:count]  # of (L,)
-    elif taken != "attention":
-        raise ValueError("`select` correlation ranks attention; use similarity or greedy for whole layers")
+    elif sublayer != "attention":
+        raise ValueError("`select` correlation ranks attention only; use similarity or greedy for whole layers")
     else:
         with progress("choosing layers", layers) as bar:
             chosen = np.argsort(error_bounds(model, ids, bar.step), kind="stable")[:count]
@@ -112,23 +114,23 @@ def _automatic(model: PreTrainedModel, request: Request, kind: Kind, windows: Wi
 
 @torch.no_grad()
 def _greedy(
-    model: PreTrainedModel, ids: Tensor, taken: str, count: int, plan_of: Callable[[Groups], DepthPlan]
+    model: PreTrainedModel, ids: Tensor, sublayer: str, count: int, plan_of: Callable[[Groups], DepthPlan]
 ) -> list[int]:
-    """Take layer after layer whatever turns the stream least, measured with those before it already gone.
+    """Choose one layer after the other: the one that turns the stream least, with those chosen before already dropped.
 
-    That is the mean cosine of the stream before and after what would go (`taken`: attention, or a layer).
+    The criterion is the mean cosine of the stream before and after the sublayer ("attention" or "layer").
     """
     sublayers, chosen, samples = find_sublayers(model), [], {}
 
-    def see(stream: LayerStream) -> None:
-        after = stream.after_attention if taken == "attention" else stream.after
+    def record(stream: LayerStream) -> None:
+        after = stream.after_attention if sublayer == "attention" else stream.after
         if after is not None and stream.layer not in chosen:
             samples.setdefault(stream.layer, []).append(float(mean_cosine(stream.before, after)))
 
     while len(chosen) < count:
         samples.clear()
         changed = what_if(model, plan_of([[layer] for layer in chosen]), sublayers) if chosen else nullcontext()
-        with changed, streams(model, see):
+        with changed, streams(model, record):
             for sequence in ids:
                 model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
         chosen.append(max(samples, key=lambda layer: float(np.mean(samples[layer]))))
@@ -144,41 +146,40 @@ def dissimilar_groups(
     threshold: float,
     step: Callable[[int, int], None],
 ) -> Groups:
-    """Return groups of layers whose cached states are most dissimilar, with `count` followers, on token ids (N, T).
+    """Return groups of layers whose cached states are most dissimilar, with `count` readers, on token ids (N, T).
 
-    As arXiv 2410.18517 and its code have it: keys and values are averaged over sequences, position by position; two
-    layers are as far apart as the mean over heads and positions of the Euclidean distances of their keys, and of their
-    values, and half the sum of both. Pairs are tried from the farthest on. In each the upper layer follows the lower
-    (or what that follows itself, and the upper layer's own followers come along). A pair stays if the last hidden
-    states, all positions of a sequence as one vector, have a cosine to the original's above a threshold, in the mean
-    over sequences.
+    As in arXiv 2410.18517 and its code: keys and values are averaged over sequences, position by position; the distance
+    of two layers is the Euclidean distance of their keys and of their values, averaged over both, heads and positions.
+    Pairs are tried from the farthest on. In each the upper layer reads the lower one (or that layer's source, and the
+    upper layer's own readers move along). A pair is kept if the last hidden states, all positions of a sequence as one
+    vector, have a mean cosine to the original's above `threshold`.
 
-    `plan_of` makes the wiring of groups of layers, `threshold` is the least cosine of the last hidden states to the
-    original's, and `step` is called after each pair that is taken with (taken, `count`).
+    `plan_of` returns the plan of groups of layers; `step` is called after each kept pair with (kept, `count`).
     """
     sublayers = find_sublayers(model)
     pairs = ranked_pairs(averaged_caches(model, ids), sublayers.shapes)
     original = [_last_hidden(model, sequence) for sequence in ids]
-    leader: dict[int, int] = {}  # of each follower
+    source_of: dict[int, int] = {}  # by reader
     for upper, lower in pairs:
-        if len(leader) == count:
+        if len(source_of) == count:
             break
-        if upper in leader:
+        if upper in source_of:
             continue
-        end = leader.get(lower, lower)  # nobody follows a follower
-        candidate = {layer: end if other == upper else other for layer, other in leader.items()} | {upper: end}
+        source = source_of.get(lower, lower)  # a reader is no source
+        candidate = {layer: source if other == upper else other for layer, other in source_of.items()}
+        candidate[upper] = source
         with what_if(model, plan_of(_groups(candidate)), sublayers):
             last = [_last_hidden(model, sequence) for sequence in ids]
         cosines = [functional.cosine_similarity(*pair, dim=0) for pair in zip(last, original, strict=True)]
         if float(torch.stack(cosines).mean()) > threshold:
-            leader = candidate
-            step(len(leader), count)
-    if len(leader) < count:
+            source_of = candidate
+            step(len(source_of), count)
+    if len(source_of) < count:
         raise ValueError(
-            f"`count` {count}: {len(leader)} layers can follow another with a cosine above `threshold` {threshold:g}; "
-            "lower either"
+            f"`count` {count} cannot be reached: {len(source_of)} layers can share with a cosine above `threshold` "
+            f"{threshold:g}; lower one of them"
         )
-    return _groups(leader)
+    return _groups(source_of)
 
 
 @torch.no_grad()
@@ -186,13 +187,13 @@ def averaged_caches(model: PreTrainedModel, ids: Tensor) -> States:
     """Return each layer's keys (after rotary embedding) and values, averaged over the sequences."""
     sums: States = {}
 
-    def see(call: AttentionCall) -> None:
+    def record(call: AttentionCall) -> None:
         keys, values = working(call.key[0]), working(call.value[0])
         if call.layer in sums:
             keys, values = sums[call.layer][0] + keys, sums[call.layer][1] + values
         sums[call.layer] = keys, values
 
-    with visited(model, see):
+    with visited(model, record):
         for sequence in ids:
             model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
     return {layer: (keys / len(ids), values / len(ids)) for layer, (keys, values) in sums.items()}
@@ -209,40 +210,40 @@ def ranked_pairs(states: States, shapes: Sequence[LayerShape | None]) -> list[tu
     return sorted(distances, key=lambda pair: -distances[pair])
 
 
-def _groups(leader: dict[int, int]) -> Groups:
-    """Return each leader with its followers, in rising order."""
-    followers: dict[int, list[int]] = {}
-    for layer in sorted(leader):
-        followers.setdefault(leader[layer], []).append(layer)
-    return [[first, *rest] for first, rest in sorted(followers.items())]
+def _groups(source_of: dict[int, int]) -> Groups:
+    """Return each source with its readers, in ascending order."""
+    readers: dict[int, list[int]] = {}
+    for layer in sorted(source_of):
+        readers.setdefault(source_of[layer], []).append(layer)
+    return [[first, *rest] for first, rest in sorted(readers.items())]
 
 
 def _last_hidden(model: PreTrainedModel, sequence: Tensor) -> Tensor:
-    """Return what the final norm returns for a sequence (T,), as a single vector (T·C,)."""
+    """Return the output of the final norm for a sequence (T,), as a single vector (T·C,)."""
     output = model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
     return working(output.last_hidden_state).flatten()
 
 
 @torch.no_grad()
 def error_bounds(model: PreTrainedModel, ids: Tensor, step: Callable[[int, int], None]) -> list[float]:
-    """Return how much of what attention makes of the stream a linear map must leave, at most, of each layer, (L,).
+    """Return an upper bound of the error of a linear map instead of each layer's attention, (L,).
 
-        NMSE = E‖y − ŷ‖² / tr Cov(y)  ≤  rank Cov(y) − Σ ρ_i²,  ŷ = the linear map of x, with bias, that errs least
+        NMSE = E‖y − ŷ‖² / tr Cov(y)  ≤  rank Cov(y) − Σ ρ_i²,  ŷ = the best linear map of x, with bias
 
     x is the stream that enters a layer and y = x + Attn(Norm(x)) the stream after its attention; ρ_i are the singular
     values of Cov(x)^(−1/2) Cov(x, y) Cov(y)^(−1/2). With covariances of full rank this is Σ (1 − ρ_i²), by which
-    arXiv 2505.21077 ranks layers; its code takes these x and y. W_c reads Norm(x), which the bound does not know.
+    arXiv 2505.21077 ranks layers; its code takes these x and y. W_c reads Norm(x), not x, which the bound ignores.
 
-    Memory: the stream at a single layer for all tokens, and second moments of that layer.
+    Memory: the stream at one layer for all tokens, and second moments of that layer.
     """
     plain = plain_decoder(model)
     width, layers = plain.config.hidden_size, plain.config.num_hidden_layers
-    if ids.numel() < NEEDED * width:
+    if ids.numel() < TOKENS_PER_INPUT * width:
         raise ValueError(
-            f"`select` correlation: calibration text has {ids.numel()} tokens; it needs at least {NEEDED * width} "
-            f"({NEEDED} for each of the {width} channels of the stream)"
+            f"`select` correlation needs at least {TOKENS_PER_INPUT * width} tokens of calibration text "
+            f"({TOKENS_PER_INPUT} for each of the {width} channels of the stream), got {ids.numel()}"
         )
-    streams = Streams(plain, plain, ids, follow="converted")
+    streams = Streams(plain, plain, ids, run_on="converted")
     bounds = []
     for layer in range(layers):
         bounds.append(_bound(streams.around_attention(layer), width, streams.after[0].device))
@@ -271,5 +272,5 @@ def _bound(pairs: Iterable[tuple[Tensor, Tensor]], width: int, device: torch.dev
 def _whitening(covariance: Tensor) -> tuple[Tensor, int]:
     """Return V with Vᵀ Cov V = 1 (C, R), and the rank R of the covariance (C, C)."""
     values, vectors = torch.linalg.eigh(covariance)
-    kept = values > values[-1] * SMALLEST
+    kept = values > values[-1] * RANK_CUTOFF
     return vectors[:, kept] * values[kept].rsqrt(), int(kept.sum())

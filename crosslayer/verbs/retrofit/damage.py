@@ -1,4 +1,4 @@
-"""What a change costs on text that it was not fitted to: perplexity and KL, paired by window, with intervals.
+"""The damage of a conversion on evaluation text: perplexity and KL to the original, paired by window, with intervals.
 
     ratio = exp(mean(nll_after − nll_before)),  KL = mean over tokens of Σ p_before (log p_before − log p_after)
 
@@ -20,16 +20,16 @@ from crosslayer.corpus.windows import Windows
 from crosslayer.stats.bootstrap import Bootstrap, Interval, percentiles
 from crosslayer.verbs.retrofit.result import Damage, DomainDamage, Domains, Gain
 
-ROWS = 128  # of logits at a time, so that no second copy of a window's logits is made
+ROWS = 128  # of logits at a time, which avoids a second copy of a window's logits
 Run = Callable[[Tensor], Tensor]  # ids (1, T) → logits (1, T, V)
-FEWEST = 16  # windows of a domain, below which no interval is given
+MIN_WINDOWS = 16  # per domain, for an interval
 
 
 @dataclass(frozen=True)
 class Losses:
     """Means over each window's tokens: negative log-likelihood (nats) before and after, and KL (nats); all (N,).
 
-    `documents` holds the document of each window, `domains` its domain (empty: all are of the same).
+    `documents` holds the document of each window, `domains` its domain (empty: a single one).
     """
 
     before: np.ndarray
@@ -50,16 +50,16 @@ def logits_of(model: PreTrainedModel) -> Run:
     return lambda ids: model(input_ids=ids.to(model.device), use_cache=False).logits
 
 
-def logits_without(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> Run:
-    """Return the forward pass of a converted model as if nothing was fitted: W_c zero, W_o the original's, by name."""
+def logits_uncompensated(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> Run:
+    """Return the forward pass of a converted model without compensation: W_c zero, W_o the original's, by name."""
     weights = dict(refitted)
-    for place, module in model.named_modules():
+    for path, module in model.named_modules():
         if isinstance(module, Compensation):
-            weights |= {f"{place}.{name}": torch.zeros_like(weight) for name, weight in module.named_parameters()}
+            weights |= {f"{path}.{name}": torch.zeros_like(weight) for name, weight in module.named_parameters()}
 
     def run(ids: Tensor) -> Tensor:
-        words = {"input_ids": ids.to(model.device), "use_cache": False}
-        return functional_call(model, weights, kwargs=words, strict=False).logits
+        inputs = {"input_ids": ids.to(model.device), "use_cache": False}
+        return functional_call(model, weights, kwargs=inputs, strict=False).logits
 
     return run
 
@@ -68,7 +68,7 @@ def logits_without(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> Ru
 def losses(
     before: Run, after: dict[str, Run], windows: Windows, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Losses]:
-    """Compare changed models, by name, with the original, window by window; the original runs once for all of them."""
+    """Compare converted models, by name, with the original, window by window; the original runs once for all."""
     rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in after}
     for number, ids in enumerate(windows.ids):
         original = before(ids[None])[0]  # (T, V)
@@ -84,7 +84,7 @@ def losses(
 
 
 def compare(before: Tensor, after: Tensor, ids: Tensor) -> tuple[float, float, float]:
-    """Return mean losses before and after and mean KL of a window; logits (T, V), whose last row predicts nothing."""
+    """Return mean losses before and after, and mean KL, of a window; logits (T, V), the last row unused."""
     targets = ids[1:].to(before.device)  # (T − 1,)
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(targets), ROWS):
@@ -100,10 +100,10 @@ def compare(before: Tensor, after: Tensor, ids: Tensor) -> tuple[float, float, f
 
 
 def damage(losses: Losses, seed: int = 0) -> Damage:
-    """Summarise losses with paired bootstrap intervals, stratified by document."""
+    """Return the damage with paired bootstrap intervals, stratified by document."""
     windows = len(losses.before)
-    if windows < FEWEST:
-        raise ValueError(f"{windows} windows are too few for an interval; use at least {FEWEST}")
+    if windows < MIN_WINDOWS:
+        raise ValueError(f"an interval needs at least {MIN_WINDOWS} windows, got {windows}")
     bootstrap = Bootstrap(losses.documents, seed)
     change = losses.after - losses.before  # (N,)
     return Damage(
@@ -120,22 +120,22 @@ def damage(losses: Losses, seed: int = 0) -> Damage:
 
 
 def difference(losses: Losses, other: Losses, seed: int = 0) -> tuple[float, Interval]:
-    """Return the mean KL of the first minus that of the other, paired by window, and its 95 % interval."""
+    """Return the mean KL of the first minus that of the other, paired by window, with its 95% interval."""
     gap = losses.kl - other.kl  # (N,)
     return float(gap.mean()), Bootstrap(losses.documents, seed).interval(gap)
 
 
-def by_domain(after: Losses, without: Losses | None, seen: frozenset[str], seed: int = 0) -> Domains:
-    """Return the damage of each domain, the worst first among those that nothing was fitted to, then the others.
+def by_domain(after: Losses, uncompensated: Losses | None, seen: frozenset[str], seed: int = 0) -> Domains:
+    """Return the damage by domain: unseen domains first, and the worst of each kind first.
 
-    `without`: the losses of the same wiring without W_c, where there is a W_c. `seen`: domains that were fitted to.
+    `uncompensated`: the losses without what was fitted, None if nothing was. `seen`: the calibration domains.
     """
     rows = []
     for name in dict.fromkeys(after.domains):
         own, gain = after.of(name), None
-        if without is not None:
-            gap, interval = difference(own, without.of(name), seed)
-            gain = Gain(without=damage(without.of(name), seed), kl=gap, kl_ci95=interval)
+        if uncompensated is not None:
+            gap, interval = difference(own, uncompensated.of(name), seed)
+            gain = Gain(without=damage(uncompensated.of(name), seed), kl=gap, kl_ci95=interval)
         rows.append(DomainDamage(**dict(damage(own, seed)), name=name, seen=name in seen, gain=gain))
     rows.sort(key=lambda row: (row.seen, -row.kl))
     return Domains(domains=rows, all=damage(after, seed))

@@ -1,18 +1,18 @@
-"""W_c from second moments of X and E, kept by part of the calibration text, so that a part can be left out.
+"""Fit W_c from second moments of X and E, kept by fold of the calibration text for cross-validation.
 
-A ridge penalty is chosen by leaving a *domain* out: fitted on all others, judged on that domain, summed over
-domains. A window that is held out from a domain that was fitted says nothing about other text, and W_c learns the
-domain. Text of a single domain leaves its every eighth window out instead.
+The ridge penalty is chosen by leave-one-*domain*-out: fitted on all other domains, evaluated on that one, summed over
+domains. Held-out windows of a calibration domain would say nothing about other text, since W_c learns the domain. With
+a single domain every eighth window is held out instead.
 
-A bias is the weight of a further input that is always 1. No penalty shrinks it: W is fitted to centred moments, and the
-bias is what then remains of the mean of E.
+A bias is the weight of an additional input that is always 1. It is not penalized: W is fitted to centered moments, and
+the bias is the mean of E that remains.
 
-Where W_o is refitted, the concatenated heads that it reads are inputs as well, and what is fitted is by how much W_o
-changes. W_o and W_c then have a penalty each, in mean squares of their own inputs, found by steps of ten from the best
-equal pair: both shrink what they change towards nothing.
+Where W_o is refitted, the concatenated heads that it reads are inputs too, and the fit gives the change of W_o. W_o and
+W_c then have a penalty each, in units of the mean square of their own inputs. The pair is found by steps of a factor of
+ten from the best pair of equal penalties.
 
-Shapes: B sequences, T tokens, C hidden, H·D concatenated heads, P parts of the text, v groups of sequences, I inputs:
-C for W_c, H·D for W_o, or both, one behind another; with a bias one more.
+Shapes: B sequences, T tokens, C hidden, H·D concatenated heads, P folds, v groups of sequences, I inputs: C for W_c,
+H·D for W_o, or both concatenated; one more with a bias.
 """
 
 import functools
@@ -23,27 +23,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-REFITTED = {"refit": "W_o and W_c", "refit-o": "W_o"}  # what is fitted, where it is not W_c alone
-REFITS = tuple(REFITTED)  # W_o of layers that read borrowed states is fitted, too, or alone
+FITTED_WEIGHTS = {"refit": "W_o and the linear compensation W_c", "refit-o": "W_o"}  # where it is not W_c alone
+REFITS = tuple(FITTED_WEIGHTS)  # which refit W_o of layers that read other layers' states
 FITS = ("zero", "mean", "lstsq", "lmmse", "ridge", "layerwise", *REFITS)
-LEAST_SQUARES = ("lstsq", "lmmse")  # without a penalty
-CHOSEN = ("ridge", "layerwise", *REFITS)  # whose penalty is chosen
-ALONE = ("layerwise", "lmmse", *REFITS)  # what is fitted stands for what was taken from its own layer
+LEAST_SQUARES = ("lstsq", "lmmse")  # no penalty
+WITH_PENALTY = ("ridge", "layerwise", *REFITS)  # penalty chosen by cross-validation
+LAYER_ONLY = ("layerwise", "lmmse", *REFITS)  # which correct each layer's own change only
 PENALTIES = tuple(10.0**exponent for exponent in range(-7, 4))  # times the mean square of an input
-LARGEST_CUTOFF = 0.01  # of singular values, as a share of the largest
-HELD_OUT = 8  # every n-th sequence is left out where there is a single domain
-COMPARED = 96  # combinations of E's entries on which penalties are compared, at most
-SMALLEST = 1e-13  # of the largest eigenvalue: below it a direction of no weight
-NEEDED = 2  # tokens for each input of W_c, below which least squares memorise
+MAX_CUTOFF = 0.01  # of singular values, as a share of the largest
+HELD_OUT = 8  # with a single domain every n-th sequence is held out
+COMBINATIONS = 96  # random combinations of E's entries on which penalties are compared, at most
+RANK_CUTOFF = 1e-13  # eigenvalues below this share of the largest count as zero
+TOKENS_PER_INPUT = 2  # with fewer, least squares memorize the text
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What W_c of a layer does: root mean square of E before, and of E − X W_c after; on all calibration tokens.
+    """The error of a layer before and after the fit: root mean square of E and of E − X W, on all calibration tokens.
 
-    `mean_*` is that of the position-wise mean, which Theorem 3.1 makes small. Where a penalty was chosen: `penalty`, of
-    W_c, `output_penalty`, of a refitted W_o, and `left_out`, the root mean square of what remains of E on each part
-    that was left out in turn, over that of E.
+    `mean_*` is the error of the position-wise mean, which Theorem 3.1 makes small. `penalty` is that of W_c and
+    `output_penalty` that of a refitted W_o, where they were chosen; `left_out` is then the relative error (after over
+    before) on the held-out folds.
     """
 
     layer: int
@@ -57,54 +57,54 @@ class Fit:
 
 
 def folds(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the part of each sequence and the parts to leave out in turn, for domains of so many sequences."""
+    """Return each sequence's fold, and the folds to hold out in turn; `sizes` are the sequences of each domain."""
     if len(sizes) > 1:
         return [domain for domain, size in enumerate(sizes) for _ in range(size)], list(range(len(sizes)))
     return [int(number % HELD_OUT == HELD_OUT - 1) for number in range(sizes[0])], [1]
 
 
 def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> None:
-    """Refuse too little text for what has `width` inputs: so many sequences of each domain, of `length` tokens."""
-    if fit not in (*LEAST_SQUARES, *CHOSEN) or is_enough(width, sizes, length, fit):
+    """Raise if `sizes` (sequences by domain) of `length` tokens are too few to fit `width` inputs."""
+    if fit not in (*LEAST_SQUARES, *WITH_PENALTY) or is_enough(width, sizes, length, fit):
         return
     domains = len(sizes)
     evenly = ([len(range(first, count, domains)) for first in range(domains)] for count in itertools.count(1))
     least = next(shared for shared in evenly if is_enough(width, shared, length, fit))
     held = _held_out(least, fit)
     turns = " in turn" if domains > 1 else ""
-    held_words = f", and {held} held out{turns} to choose a penalty" if held else ""
+    held_out = f", and {held} held out{turns} to choose a penalty" if held else ""
     raise ValueError(
-        f"calibration text has {sum(sizes) * length} tokens; {fit} needs at least {sum(least) * length} tokens "
-        f"({sum(least)} windows of {length}: {sum(least) - held} to fit, with {NEEDED} tokens for each of the {width} "
-        f"inputs of {REFITTED.get(fit, 'W_c')}{held_words})"
+        f"{fit} needs at least {sum(least) * length} tokens of calibration text, got {sum(sizes) * length} "
+        f"({sum(least)} windows of {length}: {sum(least) - held} to fit, with {TOKENS_PER_INPUT} tokens for each of "
+        f"the {width} inputs of {FITTED_WEIGHTS.get(fit, 'the linear compensation W_c')}{held_out})"
     )
 
 
 def is_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> bool:
-    """Return whether what is fitted has enough tokens, and something is held out where a penalty is chosen."""
+    """Return whether there are enough tokens to fit, and some held out if a penalty is chosen."""
     held = _held_out(sizes, fit)
-    return (sum(sizes) - held) * length >= NEEDED * width and (held > 0 or fit not in CHOSEN)
+    return (sum(sizes) - held) * length >= TOKENS_PER_INPUT * width and (held > 0 or fit not in WITH_PENALTY)
 
 
 def _held_out(sizes: Sequence[int], fit: str) -> int:
-    parts, held = folds(sizes)
-    return max(parts.count(part) for part in held) if fit in CHOSEN else 0
+    fold_of, held = folds(sizes)
+    return max(fold_of.count(fold) for fold in held) if fit in WITH_PENALTY else 0
 
 
 class Moments:
-    """Second moments of X and E by part, and position-wise sums in groups of sequences."""
+    """Second moments of X and E by fold, and position-wise sums in groups of sequences."""
 
     def __init__(
         self, like: Tensor, sizes: Sequence[int], groups: int, bias: bool = False, blocks: Sequence[int] | None = None
     ):
-        """Begin with nothing; `like` is a stream (B, T, C), `sizes` are the sequences of each domain, `groups` is v.
+        """Start empty; `like` is a stream (B, T, C), `sizes` are the sequences of each domain, `groups` is v.
 
-        `blocks` are inputs with a penalty of their own: (C,) by default, (H·D,), or (H·D, C).
+        `blocks` are the widths of inputs with a penalty of their own: (C,) by default, (H·D,), or (H·D, C).
         """
         length, width = like.shape[1:]
         self.blocks = (width,) if blocks is None else tuple(blocks)
         inputs = sum(self.blocks) + bias
-        self.parts, self.held = folds(sizes)
+        self.fold_of, self.held = folds(sizes)
         self.sequences, self.groups, self.length, self.bias = sum(sizes), groups, length, bias
         self.epsilon = torch.finfo(like.dtype).eps
         double = {"dtype": torch.float64, "device": like.device}
@@ -119,16 +119,16 @@ class Moments:
 
     def add(self, x: Tensor, error: Tensor) -> None:
         """Add the next sequences: X (B, T, I without the bias) and E (B, T, C)."""
-        x, error = x.double(), error.double()  # least squares invert what float32 products leave of dependent inputs
+        x, error = x.double(), error.double()  # least squares would invert float32 rounding of dependent inputs
         if self.bias:
             x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1)  # (B, T, I)
-        for own, lack in zip(x, error, strict=True):  # (T, I), (T, C)
-            part, group = self.parts[self.added], self.added * self.groups // self.sequences
-            self.gram[part] += own.T @ own
-            self.cross[part] += own.T @ lack
-            self.energy[part] += lack.square().sum()
-            self.inputs[group] += own
-            self.errors[group] += lack
+        for inputs, errors in zip(x, error, strict=True):  # (T, I), (T, C)
+            fold, group = self.fold_of[self.added], self.added * self.groups // self.sequences
+            self.gram[fold] += inputs.T @ inputs
+            self.cross[fold] += inputs.T @ errors
+            self.energy[fold] += errors.square().sum()
+            self.inputs[group] += inputs
+            self.errors[group] += errors
             self.members[group] += 1
             self.added += 1
 
@@ -138,28 +138,28 @@ class Moments:
         return (self.inputs / members).flatten(0, 1), (self.errors / members).flatten(0, 1)
 
     def solve(self, fit: str) -> tuple[Tensor, tuple[float, ...], float | None]:
-        """Return W (I, C) with X W ≈ E, and if they were chosen the penalties of its blocks, with what they leave.
+        """Return W (I, C) with X W ≈ E, the chosen penalties of its blocks, and the relative error on held-out folds.
 
-        That is measured on the parts left out. The last row of W is the bias, where there is one.
+        Without a choice these are () and None. The last row of W is the bias, if there is one.
         """
         if fit == "zero":
             return torch.zeros_like(self.cross[0]), (), None
-        if fit == "mean":  # with a bias that of what deviates from the means over all rows
+        if fit == "mean":  # a bias: fit the deviations from the means over all rows
             x, error = self.means()
             if not self.bias:
                 return pseudo_inverse(x, self.epsilon) @ error, (), None
             x, center, offset = x[:, :-1], x[:, :-1].mean(0), error.mean(0)
             weight = pseudo_inverse(x - center, self.epsilon) @ (error - offset)  # (C, C)
             return torch.cat([weight, (offset - center @ weight)[None]]), (), None
-        penalties, left = self._penalties() if fit in CHOSEN else ((), None)
+        penalties, left = self._penalties() if fit in WITH_PENALTY else ((), None)
         return self._solved(penalties), penalties, left
 
     def _solved(
         self, penalties: Sequence[float], without: int | None = None, combinations: Tensor | None = None
     ) -> Tensor:
-        """Solve XᵀX W = XᵀE over all parts, or all but one; for E, or for combinations (C, K) of it.
+        """Solve XᵀX W = XᵀE over all folds, or all but one; for E, or for combinations (C, K) of it.
 
-        Penalties, one a block, are in mean squares of an input; without any it is least squares.
+        There is a penalty per block, in units of the inputs' mean square; without any it is least squares.
         """
         gram, cross = self.gram.sum(0), self.cross.sum(0)
         if without is not None:
@@ -176,52 +176,53 @@ class Moments:
         return torch.cat([weight, (offset - center @ weight)[None]])
 
     def _ridge(self, gram: Tensor, cross: Tensor, energy: Tensor, penalties: Sequence[float]) -> Tensor:
-        """Solve with penalties; `energy` (I,) is that of the inputs before they were centred.
+        """Solve with penalties; `energy` (I,) is that of the inputs before centering.
 
-        Inputs that hardly vary leave nothing but the rounding of `energy` in a centred gram, which may be negative: the
-        least penalty stays above that.
+        Of inputs that hardly vary, a centered gram holds only the rounding of `energy`, which may be negative: the
+        smallest penalty stays above that.
         """
         if not penalties:
-            return torch.linalg.pinv(gram, rtol=SMALLEST, hermitian=True) @ cross
+            return torch.linalg.pinv(gram, rtol=RANK_CUTOFF, hermitian=True) @ cross
         added, sizes = [], list(self.blocks)
-        for penalty, centred, whole in zip(penalties, gram.diagonal().split(sizes), energy.split(sizes), strict=True):
-            mean = max(float(centred.mean()), SMALLEST / PENALTIES[0] * float(whole.sum()))
-            added.append(torch.full_like(centred, penalty * (mean or 1.0)))  # of nothing but zeros: weights of zero
+        for penalty, centered, whole in zip(penalties, gram.diagonal().split(sizes), energy.split(sizes), strict=True):
+            mean = max(float(centered.mean()), RANK_CUTOFF / PENALTIES[0] * float(whole.sum()))
+            added.append(torch.full_like(centered, penalty * (mean or 1.0)))  # inputs of zeros get weights of zero
         return torch.cholesky_solve(cross, torch.linalg.cholesky(gram + torch.cat(added).diag()))
 
     def _penalties(self) -> tuple[tuple[float, ...], float]:
-        """Return the penalties with the least error on the parts left out, and the share of E that they leave there.
+        """Return the penalties with the smallest error on held-out folds, and that error relative to E.
 
-        Ridge fits each entry of E by itself, so a few random combinations of them tell penalties apart.
+        Ridge fits each entry of E independently, so a few random combinations of them suffice to rank penalties.
         """
         width = self.cross.shape[-1]
         combinations = torch.eye(width)  # orthonormal, (C, K)
-        if width > 2 * COMPARED:
+        if width > 2 * COMBINATIONS:
             generator = torch.Generator().manual_seed(0)
-            combinations = torch.linalg.qr(torch.randn(width, COMPARED, dtype=torch.float64, generator=generator)).Q
+            combinations = torch.linalg.qr(torch.randn(width, COMBINATIONS, dtype=torch.float64, generator=generator)).Q
         combinations = combinations.to(self.cross)
-        crosses = {part: self.cross[part] @ combinations for part in self.held}
+        crosses = {fold: self.cross[fold] @ combinations for fold in self.held}
 
         @functools.cache
-        def error(places: tuple[int, ...]) -> float:  # but for the energy of E, which no penalty changes
-            penalties = [PENALTIES[place] for place in places]
+        def error(indices: tuple[int, ...]) -> float:  # up to the energy of E, which is constant
+            penalties = [PENALTIES[index] for index in indices]
             return sum(
-                _explained(self._solved(penalties, part, combinations), self.gram[part], cross)
-                for part, cross in crosses.items()
+                _explained(self._solved(penalties, fold, combinations), self.gram[fold], cross)
+                for fold, cross in crosses.items()
             )
 
-        equal = [(place,) * len(self.blocks) for place in range(len(PENALTIES))]
+        equal = [(index,) * len(self.blocks) for index in range(len(PENALTIES))]
         best = min(equal if len(self.blocks) == 1 else equal[2::2], key=error)
-        nearer = min(_neighbours(best), key=error)
-        while error(nearer) < error(best):
-            best, nearer = nearer, min(_neighbours(nearer), key=error)
-        penalties = tuple(PENALTIES[place] for place in best)
+        next_best = min(_neighbors(best), key=error)
+        while error(next_best) < error(best):
+            best, next_best = next_best, min(_neighbors(next_best), key=error)
+        penalties = tuple(PENALTIES[index] for index in best)
         energy = float(self.energy[self.held].sum())
-        rest = sum(self._error(self._solved(penalties, part), [part]) for part in self.held)
+        rest = sum(self._error(self._solved(penalties, fold), [fold]) for fold in self.held)
         return penalties, (max(rest, 0.0) / energy) ** 0.5 if energy else 0.0
 
-    def _error(self, weight: Tensor, parts: list[int]) -> float:
-        return float(self.energy[parts].sum()) + _explained(weight, self.gram[parts].sum(0), self.cross[parts].sum(0))
+    def _error(self, weight: Tensor, fold_numbers: list[int]) -> float:
+        gram, cross = self.gram[fold_numbers].sum(0), self.cross[fold_numbers].sum(0)
+        return float(self.energy[fold_numbers].sum()) + _explained(weight, gram, cross)
 
     def report(self, layer: int, weight: Tensor, **chosen: float | None) -> Fit:
         """Return the errors before and after."""
@@ -240,22 +241,22 @@ class Moments:
 
 
 def _explained(weight: Tensor, gram: Tensor, cross: Tensor) -> float:
-    """Return ‖E − X W‖² − ‖E‖² = ⟨W, XᵀX W⟩ − 2 ⟨W, XᵀE⟩, from the moments alone; for combinations of E too."""
+    """Return ‖E − X W‖² − ‖E‖² = ⟨W, XᵀX W⟩ − 2 ⟨W, XᵀE⟩, from the moments; for combinations of E too."""
     return float((weight * (gram @ weight - 2 * cross)).sum())
 
 
-def _neighbours(places: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the places in `PENALTIES` that are one step away for a single block."""
-    steps = itertools.product(range(len(places)), (-1, 1))
-    near = [(*places[:block], places[block] + step, *places[block + 1 :]) for block, step in steps]
+def _neighbors(indices: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the indices into `PENALTIES` that are one step away for a single block."""
+    steps = itertools.product(range(len(indices)), (-1, 1))
+    near = [(*indices[:block], indices[block] + step, *indices[block + 1 :]) for block, step in steps]
     return [others for others in near if min(others) >= 0 and max(others) < len(PENALTIES)]
 
 
 def pseudo_inverse(x: Tensor, epsilon: float) -> Tensor:
     """Return the pseudo-inverse of means (R, C) whose entries are known to a relative `epsilon`.
 
-    Singular values below epsilon · max(R, C) of the largest are taken for rounding: those of float32 streams stand far
-    above what float64 would call zero, and their inverse is noise times a million. At most 1 %, which bfloat16 reaches:
-    beyond that, what the text says goes too.
+    Singular values below epsilon · max(R, C) of the largest are treated as rounding: in float32 streams they are far
+    above float64's zero, and inverting them would amplify noise a million times. The cutoff is at most 1%, which
+    bfloat16 reaches: a larger one would remove signal.
     """
-    return torch.linalg.pinv(x, rtol=min(epsilon * max(x.shape), LARGEST_CUTOFF))
+    return torch.linalg.pinv(x, rtol=min(epsilon * max(x.shape), MAX_CUTOFF))

@@ -7,26 +7,26 @@ from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
 from crosslayer.verbs.needles.lookup import count_found
 from crosslayer.verbs.retrofit.result import CurvePoint, FixedBlocks, RetrofitReport
-from crosslayer.verbs.retrofit.words import kl, ratio, sentences
+from crosslayer.verbs.retrofit.words import interval, kl, ratio, sentences
 
 NAMES_SHOWN = 6  # of weights
-FIT_LINES = (  # of the figure of what is fitted: name, field of a fit, color, dashed
-    ("each token, before", "token_before", 0, True),
-    ("each token, after", "token_after", 0, False),
+FIT_LINES = (  # of the calibration figure: name, field of a fit, color, dashed
+    ("per token, before", "token_before", 0, True),
+    ("per token, after", "token_after", 0, False),
     ("mean by position, before", "mean_before", 1, True),
     ("mean by position, after", "mean_after", 1, False),
 )
 
 
 def layout(record: RetrofitReport) -> Page:
-    """Return the parts of the page."""
+    """Return the content of the page."""
     model, settings = record.architecture, record.settings
     classes = f"{model.class_} → {model.retrofit_class}"
-    measured = f"{settings.windows} windows of {settings.length} tokens, {', '.join(record.judged)}"
-    fitted = f"fitted to {', '.join(record.fitted) or 'nothing'}"
+    evaluated = f"{settings.windows} windows of {settings.length} tokens, {', '.join(record.judged)}"
+    calibrated = f"calibrated on {', '.join(record.fitted)}" if record.fitted else "not calibrated"
     return Page(
         title=f"Retrofit of {model.name}",
-        subtitle=f"{record.title} · {classes} · {measured} · {fitted}",
+        subtitle=f"{record.title} · {classes} · {evaluated} · {calibrated}",
         cards=_cards(record),
         sentences=sentences(record),
         panels=panels(record),
@@ -36,27 +36,26 @@ def layout(record: RetrofitReport) -> Page:
 
 def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
     """Return the headline cards: title, figure, explanation."""
-    worst, fitted = record.damage.domains[0], record.calibration.windows
-    low, high = worst.ratio_ci95
-    kl_low, kl_high = worst.kl_ci95
-    about = f"{sum(fitted.values())} windows of {', '.join(fitted)}" if fitted else "no calibration text"
-    shown = [
+    worst, calibration = record.damage.domains[0], record.calibration.windows
+    domain = f"on {worst.name} ({'calibration' if worst.seen else 'unseen'} text)"
+    text = f"fitted on {sum(calibration.values())} windows of {', '.join(calibration)}"
+    cards = [
         ("KV cache", f"{record.cache.share:.2%}", "of the original's bytes, as allocated"),
-        ("Perplexity", f"× {worst.ratio:.3f}", f"95 %: {low:.3f} to {high:.3f}, on {worst.name}"),
-        ("KL", f"{worst.kl:.3f}", f"95 %: {kl_low:.3f} to {kl_high:.3f} nats a token, on {worst.name}"),
-        ("Compensation", record.calibration.fit, about),
+        ("Perplexity", f"×{worst.ratio:.3f}", f"95% CI {interval(worst.ratio_ci95)}, {domain}"),
+        ("KL", f"{worst.kl:.3f}", f"nats/token, 95% CI {interval(worst.kl_ci95)}, {domain}"),
+        ("Compensation", record.calibration.fit, text if calibration else "no calibration text"),
     ]
     if record.needles is not None:
-        asked = sum(len(lookup.found) for lookup in record.needles.retrofit)
+        total = sum(len(lookup.found) for lookup in record.needles.retrofit)
         original = count_found(record.needles.original)
-        found = f"{count_found(record.needles.retrofit)} of {asked}"
-        shown.insert(3, ("Hidden numbers", found, f"found in long texts; the original finds {original}"))
-    return shown
+        count = f"{count_found(record.needles.retrofit)} of {total}"
+        cards.insert(3, ("Hidden numbers", count, f"retrieved from long texts; the original retrieves {original}"))
+    return cards
 
 
 def panels(record: RetrofitReport) -> list[Panel]:
     """Return the figures: error by layer where W_c was fitted, and the trade-off curve where layers were searched."""
-    drawn = []
+    figures = []
     fits = [vars(fit) for fit in record.calibration.layers]
     if fits:
         layers = [float(fit["layer"]) for fit in fits]
@@ -64,13 +63,13 @@ def panels(record: RetrofitReport) -> list[Panel]:
             Line(name, layers, [fit[key] for fit in fits], color=COLORS[color], dashed=dashed)
             for name, key, color, dashed in FIT_LINES
         ]
-        words = "RMS of what the converted stream lacks, without and with what is fitted, on calibration text."
-        title = "What the fit makes up for"
-        drawn.append(Panel("calibration", title, words, "layer", "RMS error", lines, log_y=True, wide=True))
+        caption = "RMS difference to the original's residual stream, before and after the fit, on calibration text."
+        title = "What the compensation recovers"
+        figures.append(Panel("calibration", title, caption, "layer", "RMS error", lines, log_y=True, wide=True))
     search = record.choice.search
     if search is not None and search.curve:
-        drawn.append(_trade_off(search.curve, search.fixed))
-    return drawn
+        figures.append(_trade_off(search.curve, search.fixed))
+    return figures
 
 
 def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
@@ -79,33 +78,30 @@ def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
     for blocks in fixed:
         low, high = blocks.kl_ci95
         lines.append(Line(f"fixed blocks, {blocks.method}", [blocks.share], [blocks.kl], [low], [high]))
-    sentence = (
-        "KL to the original on text that was not searched, as states are taken away and layers are repaired; 95 % "
-        "bootstrap intervals over windows."
-    )
-    axes = ("cached share", "KL (nats a token)")
-    return Panel("trade_off", "Cache against damage", sentence, *axes, lines, wide=True, bounds=(0, math.inf))
+    caption = "KL to the original on text that the search did not use. 95% bootstrap intervals over windows."
+    axes = ("share of the KV cache", "KL (nats/token)")
+    return Panel("trade_off", "Cache size against damage", caption, *axes, lines, wide=True, bounds=(0, math.inf))
 
 
 def _tables(record: RetrofitReport) -> list[Table]:
-    """Return the damage with what was fitted and without it, what became of the weights, and the wiring."""
+    """Return the damage with and without compensation, what became of the weights, and the sources of each layer."""
     damage = []
     for domain in record.damage.domains:
         without = ("–", "–") if domain.gain is None else (ratio(domain.gain.without), kl(domain.gain.without))
-        seen = "fitted to" if domain.seen else ""
-        damage.append([domain.name, seen, str(domain.windows), ratio(domain), without[0], kl(domain), without[1]])
+        calibrated = "yes" if domain.seen else "no"
+        damage.append([domain.name, calibrated, str(domain.windows), ratio(domain), without[0], kl(domain), without[1]])
     weights = []
-    for kind, names in record.weights.model_dump().items():
+    for change, names in record.weights.model_dump().items():
         shown = names[:NAMES_SHOWN]
-        weights.append([kind, str(len(names)), [*shown, "…"] if len(names) > len(shown) else shown])
+        weights.append([change, str(len(names)), [*shown, "…"] if len(names) > len(shown) else shown])
     states = (*STATES, "mlps")
     plan = [
         [str(layer), *(record.plan.source_label(state, layer) for state in states)] for layer in record.changed_layers
     ]
-    heads = ["domain", "", "windows", "perplexity ratio", "without the fit", "KL", "without the fit"]
-    title = "Who reads from whom (all other layers own everything)"
+    figures = ["perplexity ratio", "ratio without the fit", "KL", "KL without the fit"]
+    title = "Sources of converted layers (all other layers compute their own states)"
     return [
-        ("Damage by domain", heads, damage),
+        ("Damage by domain", ["domain", "calibrated on", "windows", *figures], damage),
         ("Weights", ["", "count", "names"], weights),
         (title, ["layer", "queries", "keys", "values", "MLP"], plan),
     ]

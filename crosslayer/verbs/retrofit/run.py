@@ -1,4 +1,4 @@
-"""A whole retrofit: choose layers, convert, calibrate, measure the damage, and put everything into a report."""
+"""A whole retrofit: choose layers, convert, calibrate, measure the damage, and return a report."""
 
 import time
 from pathlib import Path
@@ -17,10 +17,10 @@ from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.needles.lookup import look_up
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
-from crosslayer.verbs.retrofit.calibrate import NORMED, inputs
+from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
 from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.convert import Converted, convert
-from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_without, losses
+from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
 from crosslayer.verbs.retrofit.moments import REFITS, check_enough
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
 from crosslayer.verbs.retrofit.result import (
@@ -66,73 +66,74 @@ def retrofit(
     device: str | torch.device | None = None,
     progress: Meter = Silent,
 ) -> RetrofitReport:
-    """Share or remove layers of a pretrained model, fit what makes up for it, and report memory saved and quality lost.
+    """Share or drop layers of a pretrained model, compensate for the change, and report memory saved and quality lost.
 
     Args:
-        model: hub name, local folder, or smollm2 (embedded). In Python also a loaded model, which is left as it is.
-        text: text to judge on, repeatable: each is a domain, which NAME=FILE names; default all embedded domains. In
-            Python also token ids (N, `length`), documents, sources, or these by domain.
-        tokenizer: in Python, of a loaded model.
-        method: a method (`crosslayer methods` lists them) or a module of your own, whose layers are then chosen; or
-            whole, as JSON: {"name": NAME, OPTION: VALUE}.
-        layers: groups such as 18-21,22-25 or 18+20,19+21 (0-based), top-half or auto.
-        kv_budget: instead of a method: search for this share of the cache.
-        kv_context: tokens at which the cache is counted; default 2048, or twice the largest window.
-        kl_budget: or search within this KL, in nats a token.
-        compensation: what makes up for it: refit (default where layers attend to borrowed states: W_c, and their W_o
-            anew), refit-o (their W_o alone), or W_c by layerwise (default elsewhere), ridge (default with merge), zero,
-            mean, lstsq or lmmse; or none.
-        target: where W_c writes: attention (default where possible), heads or mlp.
-        groups: groups of windows with a mean of their own, for compensation mean (v of Theorem 3.1).
-        merge: what a group's first layer becomes, as the method knows: first, and more.
-        part: what of a layer goes, where the method has a choice: attention, mlp or layer.
+        model: Hub name, local folder, or smollm2 (embedded). In Python also a loaded model, which is not changed.
+        text: evaluation text, repeatable: one domain each, named by NAME=FILE; default all embedded domains. In
+            Python also token ids (N, `length`), documents, sources, or a dict of these by domain.
+        tokenizer: in Python, the tokenizer of a loaded model.
+        method: a method (`crosslayer methods` lists them) or a module of your own, on the layers of --layers; or a
+            method with all its options as JSON: {"name": NAME, OPTION: VALUE}.
+        layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21, top-half, or auto.
+        kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1).
+        kv_context: context length at which the cache is counted; default 2048, or twice the largest sliding window.
+        kl_budget: instead of --method: search within this KL to the original, in nats/token.
+        compensation: how to compensate for the change, by a linear map W_c of each converted layer's input: layerwise
+            (default), ridge (default with --merge), zero, mean, lstsq or lmmse; refit (default where layers attend to
+            another layer's states) fits W_c together with W_o, refit-o W_o alone; or none.
+        target: where the output of W_c is added: attention (default where possible), heads or mlp.
+        groups: groups of windows, each with its own mean, for --compensation mean (v of Theorem 3.1).
+        merge: how to merge a group's pretrained weights: first, mean or svd, as far as the method has them.
+        part: what to drop, where the method has a choice: attention, mlp or layer.
         bias: give W_c a bias.
-        select: how layers auto chooses: similarity (default where possible), greedy, correlation or distance.
-        size: layers of a block of top-half.
-        count: layers that follow another, or go, with layers auto.
-        threshold: least cosine of the last hidden states to the original's, for select distance.
-        calibration_text: text to fit and search on, repeatable; default: text, or embedded books, web and docs.
-        windows: windows to measure the damage on; at least 16 a domain.
-        calibration: windows to fit to, of all domains.
-        length: tokens of a window.
-        needles: ask both models for 40 numbers hidden in texts of 256 to 2,048 tokens.
-        seed: seed of all that is drawn at random.
-        bos: first token: auto (as the tokenizer has it), yes or no.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python for models that are named.
-        device: cpu, cuda, …; default the GPU, or the CPU where there is none. In Python for models that are named.
-        progress: in Python, shows what is being done.
+        select: how --layers auto chooses: similarity (default where possible), greedy, correlation or distance.
+        size: layers per block of --layers top-half.
+        count: how many layers --layers auto converts into readers, or drops.
+        threshold: minimum cosine of the last hidden states to the original's, for --select distance.
+        calibration_text: text to fit and search on, repeatable; default --text, or embedded books, web and docs.
+        windows: evaluation windows, all domains together; at least 16 per domain.
+        calibration: calibration windows, all domains together.
+        length: tokens per window.
+        needles: test whether both models retrieve 40 numbers hidden in texts of 256 to 2,048 tokens.
+        seed: random seed.
+        bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
+        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name.
+        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name.
+        progress: in Python, a progress meter.
 
     Raises:
-        ValueError: options contradict each other, model or wiring is not possible, or there is too little text.
+        ValueError: options contradict each other, the model or the configuration is not supported, or there is too
+            little text.
 
     """
-    asked = locals()
-    asked["method"] = plain_method(method)
-    options = RetrofitOptions(**{name: asked[name] for name in RetrofitOptions.model_fields})
-    request, texts = _read(options, model, text, calibration_text, progress)
-    loaded, words = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    arguments = locals()
+    arguments["method"] = plain_method(method)
+    options = RetrofitOptions(**{name: arguments[name] for name in RetrofitOptions.model_fields})
+    request, texts = _open_texts(options, model, text, calibration_text, progress)
+    loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     with evaluating(loaded):
-        return _report(model, loaded, words, request, texts, progress)
+        return _report(model, loaded, tokenizer, request, texts, progress)
 
 
-def _read(
+def _open_texts(
     options: RetrofitOptions,
     model: PreTrainedModel | str | Path,
     text: DomainTexts,
     calibration_text: DomainTexts,
     progress: Meter,
 ) -> tuple[Request, Texts]:
-    """Open the texts, and refuse what can be refused before the model is loaded."""
+    """Open the texts and check everything that can be checked before the model is loaded."""
     config = to_config(model.config if isinstance(model, PreTrainedModel) else load_config(str(model)))
     request = Request(options, config.has_post_norms)
     with progress("reading the text", 0):
         texts = Texts.load(text, calibration_text, options.seed)
     if request.fit in REFITS and config.has_post_norms:
-        raise ValueError(NORMED)
-    parts = texts.parts(request)  # says if there are too few windows
+        raise ValueError(POST_NORM_ERROR)
+    counts = texts.window_counts(request)  # raises if there are too few windows
     if request.fits:
-        sizes = [count for count in parts["calibration"].values() if count]
-        check_enough(inputs(config, request.fit), sizes, options.length, request.fit)
+        sizes = [count for count in counts["calibration"].values() if count]
+        check_enough(input_width(config, request.fit), sizes, options.length, request.fit)
     return request, texts
 
 
@@ -144,14 +145,14 @@ def _report(
     texts: Texts,
     progress: Meter,
 ) -> RetrofitReport:
-    """Do what was requested on a model that was loaded from a source, or is the source itself."""
+    """Retrofit a model, which was loaded from `source` or is `source` itself."""
     options, started = request.options, time.perf_counter()
-    with progress("cutting the text into tokens", 0):
+    with progress("tokenizing the text", 0):
         windows = texts.windows(tokenizer, request)
-    for part in windows.values():
-        check_ids(model, part.ids)
+    for cut in windows.values():
+        check_ids(model, cut.ids)
     calibration = windows["calibration"].by_domain() if request.fits else {}
-    fitted = texts.fitted if windows.keys() & {"calibration", "choice", "search"} else ()
+    seen = texts.calibration if windows.keys() & {"calibration", "choice", "search"} else ()
     choosing = time.perf_counter()
     methods, choice = choose(model, request, windows, progress)
     converting = time.perf_counter()
@@ -167,16 +168,16 @@ def _report(
             progress=bar.step,
             share_weights=model is not source,
         )
-    judging = time.perf_counter()
-    damage = _judge(model, converted, windows["evaluation"], frozenset(fitted), options.seed, progress)
-    needles, found = None, look_up(converted.model, tokenizer, options.seed, progress) if options.needles else ()
-    if found:
-        needles = Needles(original=look_up(model, tokenizer, options.seed, progress), retrofit=found)
+    measuring = time.perf_counter()
+    damage = _evaluate(model, converted, windows["evaluation"], frozenset(seen), options.seed, progress)
+    needles, retrieved = None, look_up(converted.model, tokenizer, options.seed, progress) if options.needles else ()
+    if retrieved:
+        needles = Needles(original=look_up(model, tokenizer, options.seed, progress), retrofit=retrieved)
     seconds = {
         "read": choosing - started,
         "choose": converting - choosing,
-        "convert": judging - converting,  # conversion and calibration
-        "damage": time.perf_counter() - judging,  # losses on text, and hidden numbers
+        "convert": measuring - converting,  # conversion and calibration
+        "damage": time.perf_counter() - measuring,  # losses on text, hidden numbers
     }
     report = RetrofitReport(
         architecture=Architecture(
@@ -199,20 +200,20 @@ def _report(
         damage=damage,
         needles=needles,
         settings=options,
-        judged=list(texts.judging),
-        fitted=list(fitted),
+        judged=list(texts.evaluation),
+        fitted=list(seen),
         seconds={name: round(seconds, 2) for name, seconds in seconds.items()},
     )
     return report.of_model(converted.model, tokenizer)
 
 
-def _judge(
+def _evaluate(
     model: PreTrainedModel, converted: Converted, windows: Windows, seen: frozenset[str], seed: int, progress: Meter
 ) -> Domains:
-    """Measure the damage, with what was fitted and, where anything was, without."""
+    """Measure the damage with compensation and, where anything was fitted, without."""
     runs = {"after": logits_of(converted.model)}
     if converted.fits:
-        runs["without"] = logits_without(converted.model, converted.refitted)
+        runs["without"] = logits_uncompensated(converted.model, converted.refitted)
     with progress("measuring the damage", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
     return by_domain(measured["after"], measured.get("without"), seen, seed)

@@ -1,9 +1,9 @@
-"""Which layers and methods meet a budget: a greedy search by measured damage.
+"""A greedy search by measured damage for the layers and methods that meet a budget.
 
-A move puts a method on a further layer. At each step the search takes the move with the least measured KL to the
-original, after a repair, for what it saves of the cache at a stated context (a layer with a sliding window
-has less to save than others). Every move is ranked once (of deep models every n-th layer's, for its neighbours); a move
-is measured again before it is taken, for as long as another looks better then (lazy greedy).
+A move assigns a method to one more layer. Each step takes the move that adds the least measured KL to the original,
+after compensation, per saved share of the cache at a given context (a layer with a sliding window saves less). All
+moves are ranked once (in deep models those of every n-th layer, which stand for its neighbors). A move is measured
+again before it is taken, until no other ranks better (lazy greedy).
 """
 
 import math
@@ -16,40 +16,40 @@ from crosslayer.core.plan import DepthPlan
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.verbs.retrofit.cache import CacheShare
 
-Kind = type[Method]
-OWN = "own"  # how a record calls a layer that no method acts on
-PASSES = 300  # over the search text, at most
-RANKED = 200  # passes for the first ranking, at most
-AGAIN = 6  # moves that are measured again for a pick, at most
-Move = tuple[Kind, int]  # a method and the layer that it is to act on
+MethodClass = type[Method]
+OWN = "own"  # in records: a layer that no method acts on
+PASSES = 300  # at most, over the search text
+RANKED = 200  # at most, passes of the first ranking
+REMEASURED = 6  # at most, moves that are measured again per step
+Move = tuple[MethodClass, int]  # a method and the layer that it is assigned to
 
 
-def searched_methods() -> list[Kind]:
-    """Return the methods that say what a layer under them saves, by name: those that a search tries."""
-    kinds = [method_class(name) for name in method_names()]
-    return [kind for kind in kinds if kind.saves]
+def searched_methods() -> list[MethodClass]:
+    """Return the methods that declare what they save per layer, by name: those that a search tries."""
+    classes = [method_class(name) for name in method_names()]
+    return [cls for cls in classes if cls.saves]
 
 
 @dataclass(frozen=True)
-class Wires:
-    """The method that acts on each layer, None where the layer keeps its own attention.
+class Assignment:
+    """The method of each layer, None where the layer keeps its own attention.
 
-    A layer under a grouped method borrows from its leader; under any other it is changed by itself. `shapes` says which
-    layers may share; None: all of them.
+    With a grouped method a layer reads its source; with any other it changes on its own. `shapes` defines which layers
+    may share; None: all of them.
     """
 
-    kinds: tuple[Kind | None, ...]
+    classes: tuple[MethodClass | None, ...]
     shapes: tuple[LayerShape | None, ...] | None = None
 
-    def leader(self, layer: int) -> int | None:
-        """Return the layer that a borrower reads: the next own layer below of those that may share with it.
+    def source(self, layer: int) -> int | None:
+        """Return the layer that a reader reads: the nearest unchanged layer below it that may share with it.
 
-        Layers between them may borrow by the same method, be changed by themselves, or be of another shape.
+        Layers between them may read the same source by the same method, change on their own, or have another shape.
         """
         for below in range(layer - 1, -1, -1):
-            kind = self.kinds[below]
-            if self._may_share(below, layer) and (kind is None or (kind.grouped and kind is not self.kinds[layer])):
-                return below if kind is None else None
+            cls = self.classes[below]
+            if self._may_share(below, layer) and (cls is None or (cls.grouped and cls is not self.classes[layer])):
+                return below if cls is None else None
         return None
 
     def _may_share(self, layer: int, other: int) -> bool:
@@ -57,118 +57,119 @@ class Wires:
 
     @property
     def valid(self) -> bool:
-        """Whether every borrower has a leader, and some layer keeps its attention."""
+        """Whether every reader has a source, and some layer keeps its attention."""
         keeps_attention = False
-        for layer, kind in enumerate(self.kinds):
-            if kind is not None and kind.grouped and self.leader(layer) is None:
+        for layer, cls in enumerate(self.classes):
+            if cls is not None and cls.grouped and self.source(layer) is None:
                 return False
-            keeps_attention |= kind is None and (self.shapes is None or self.shapes[layer] is not None)
+            keeps_attention |= cls is None and (self.shapes is None or self.shapes[layer] is not None)
         return keeps_attention
 
-    def take(self, kind: Kind, layer: int) -> "Wires":
-        """Return the wires with a method on a further layer."""
-        return Wires((*self.kinds[:layer], kind, *self.kinds[layer + 1 :]), self.shapes)
+    def take(self, cls: MethodClass, layer: int) -> "Assignment":
+        """Return the assignment with a method on one more layer."""
+        return Assignment((*self.classes[:layer], cls, *self.classes[layer + 1 :]), self.shapes)
 
     def names(self) -> list[str]:
         """Return the method of each layer by name."""
-        return [OWN if kind is None else kind.name() for kind in self.kinds]
+        return [OWN if cls is None else cls.name() for cls in self.classes]
 
     def methods(self) -> list[Method]:
-        """Return the methods that make these wires, by name, without W_c."""
-        kinds = sorted({kind for kind in self.kinds if kind is not None}, key=lambda kind: kind.name())
-        return [kind.from_groups(self._groups(kind), len(self.kinds)) for kind in kinds]
+        """Return the methods with their layers, sorted by name, without W_c."""
+        classes = sorted({cls for cls in self.classes if cls is not None}, key=lambda cls: cls.name())
+        return [cls.from_groups(self._groups(cls), len(self.classes)) for cls in classes]
 
-    def _groups(self, kind: Kind) -> list[list[int]]:
-        """Return each leader with all layers up to its last borrower that may share with it, or just the layers."""
-        layers = [layer for layer, other in enumerate(self.kinds) if other is kind]
-        if not kind.grouped:
+    def _groups(self, cls: MethodClass) -> list[list[int]]:
+        """Return each source with all layers up to its last reader that may share with it, or just the layers."""
+        layers = [layer for layer, other in enumerate(self.classes) if other is cls]
+        if not cls.grouped:
             return [[layer] for layer in layers]
-        last = {leader: layer for layer in layers if (leader := self.leader(layer)) is not None}
+        last_reader = {source: layer for layer in layers if (source := self.source(layer)) is not None}
         return [
-            [layer for layer in range(leader, borrower + 1) if self._may_share(layer, leader)]
-            for leader, borrower in last.items()
+            [layer for layer in range(source, last + 1) if self._may_share(layer, source)]
+            for source, last in last_reader.items()
         ]
 
     @property
     def plan(self) -> DepthPlan:
-        """The wiring."""
-        return merge_plans(self.methods(), len(self.kinds))
+        """The plan of the methods together."""
+        return merge_plans(self.methods(), len(self.classes))
 
 
 @dataclass
 class Search:
     """A greedy search."""
 
-    measure: Callable[[Wires], float]  # the KL to the original of wires, on the search text
+    measure: Callable[[Assignment], float]  # KL of an assignment to the original, on the search text
     shapes: Sequence[LayerShape | None]  # of each layer's attention
-    kinds: Sequence[Kind] = field(default_factory=searched_methods)  # the methods that are tried
-    context: int | None = None  # tokens at which the cache is counted; None: as `CacheShare` does
-    passes: int = 0  # how often something was measured
-    # from the whole model on, the wires after each pick and their search damage
-    curve: list[tuple[Wires, float]] = field(default_factory=list)
+    classes: Sequence[MethodClass] = field(default_factory=searched_methods)  # methods to try
+    context: int | None = None  # tokens at which the cache is counted; None: the default of `CacheShare`
+    passes: int = 0  # number of measurements
+    # the assignment after each step and its KL on the search text; first the unchanged model
+    curve: list[tuple[Assignment, float]] = field(default_factory=list)
 
     def __post_init__(self):
         self.cache = CacheShare(self.shapes, self.context)
 
-    def run(self, share: float | None = None, kl: float | None = None) -> Wires:
-        """Pick moves until the cached share is at most `share`, or as long as the damage stays within `kl`."""
+    def run(self, share: float | None = None, kl: float | None = None) -> Assignment:
+        """Take moves until the cached share is at most `share`, or as long as the KL stays within `kl`."""
         assert (share is None) != (kl is None)
         if share is not None and not self.cache.least <= share < 1:
             raise ValueError(
-                f"a KV budget of {share:g} cannot be met; with {len(self.shapes)} layers it lies from "
-                f"{self.cache.least:.4f} to 1"
+                f"`kv_budget` must be from {self.cache.least:.4f} (one of {len(self.shapes)} layers) to 1, got {share}"
             )
-        wires, damage = Wires((None,) * len(self.shapes), tuple(self.shapes)), 0.0
-        self.curve = [(wires, damage)]
-        moves, refused = self._moves(wires), set()
+        assignment, damage = Assignment((None,) * len(self.shapes), tuple(self.shapes)), 0.0
+        self.curve = [(assignment, damage)]
+        moves, refused = self._moves(assignment), set()
         step = math.ceil(len(moves) / RANKED)
-        costs = {move: self._cost(wires, move, 0.0) for move in moves if move[1] % step == 0}
-        while share is None or self.cache.of(wires.plan) > share + 1e-9:
-            move = self._best(wires, damage, costs, refused)
+        costs = {move: self._cost(assignment, move, 0.0) for move in moves if move[1] % step == 0}
+        while share is None or self.cache.of(assignment.plan) > share + 1e-9:
+            move = self._best(assignment, damage, costs, refused)
             if move is None:
                 break
             after = damage + costs.pop(move) * self._saved(move)
             if kl is not None and after > kl:
                 refused.add(move)
                 continue
-            wires, damage = wires.take(*move), after
-            self.curve.append((wires, damage))
-        reached = self.cache.of(wires.plan)
+            assignment, damage = assignment.take(*move), after
+            self.curve.append((assignment, damage))
+        reached = self.cache.of(assignment.plan)
         if share is not None and reached > share + 1e-9:
             raise ValueError(
-                f"a KV budget of {share:g} cannot be met within {PASSES} passes; the nearest reached is {reached:.4f}"
+                f"`kv_budget` {share:g} was not reached in {PASSES} measurements; the search got to {reached:.4f}"
             )
-        return wires
+        return assignment
 
-    def _moves(self, wires: Wires) -> list[Move]:
-        """Return the moves that save something and leave valid wires."""
-        free = [layer for layer, shape in enumerate(self.shapes) if shape is not None and wires.kinds[layer] is None]
-        moves = [(kind, layer) for layer in free for kind in self.kinds]
-        return [move for move in moves if self._saved(move) and wires.take(*move).valid]
+    def _moves(self, assignment: Assignment) -> list[Move]:
+        """Return the moves that save something and leave a valid assignment."""
+        free = [
+            layer for layer, shape in enumerate(self.shapes) if shape is not None and assignment.classes[layer] is None
+        ]
+        moves = [(cls, layer) for layer in free for cls in self.classes]
+        return [move for move in moves if self._saved(move) and assignment.take(*move).valid]
 
     def _saved(self, move: Move) -> float:
-        """Return what a move saves, in states of a layer of mean size."""
-        kind, layer = move
-        return self.cache.saved(kind.saves, layer)
+        """Return what a move saves, in units of a mean layer's keys or values."""
+        cls, layer = move
+        return self.cache.saved(cls.saves, layer)
 
-    def _cost(self, wires: Wires, move: Move, damage: float) -> float:
-        """Return the damage that a move adds, for each state of mean size that it saves."""
+    def _cost(self, assignment: Assignment, move: Move, damage: float) -> float:
+        """Return the KL that a move adds, per unit that it saves."""
         self.passes += 1
-        return (self.measure(wires.take(*move)) - damage) / self._saved(move)
+        return (self.measure(assignment.take(*move)) - damage) / self._saved(move)
 
-    def _best(self, wires: Wires, damage: float, costs: dict[Move, float], refused: set[Move]) -> Move | None:
-        """Measure the most promising moves again until the best of them stands; its cost in `costs` is then fresh."""
-        moves = [move for move in self._moves(wires) if move not in refused]
+    def _best(self, assignment: Assignment, damage: float, costs: dict[Move, float], refused: set[Move]) -> Move | None:
+        """Return the best move, whose cost was just measured; None if there is none or the passes are used up."""
+        moves = [move for move in self._moves(assignment) if move not in refused]
         for move in moves:
-            if move not in costs:  # it was not ranked: as much as the nearest layer's
+            if move not in costs:  # not ranked: the cost of the nearest layer
                 known = [other for other in costs if other[0] is move[0]]
                 nearest = min(known, key=lambda other: abs(other[1] - move[1]), default=None)
                 costs[move] = -math.inf if nearest is None else costs[nearest]
         fresh: set[Move] = set()
         while moves and self.passes < PASSES:
             best = min(moves, key=costs.__getitem__)
-            if best in fresh or len(fresh) >= AGAIN:
+            if best in fresh or len(fresh) >= REMEASURED:
                 return min(fresh, key=costs.__getitem__)
-            costs[best] = self._cost(wires, best, damage)
+            costs[best] = self._cost(assignment, best, damage)
             fresh.add(best)
         return None

@@ -1,10 +1,10 @@
-"""Meet a budget by measured damage, and measure the trade-off on text that was not searched.
+"""Meet a budget by measured damage, and measure the trade-off on text that the search did not use.
 
-A wiring that is bad as it stands may be nearly free once W_c makes up for it, so a search judges each wiring repaired.
-A repair of a layer is fitted to what the original makes of its *own* stream, whatever else a wiring changes, so that it
-is fitted once, when it is first asked for. The wiring that is chosen is then fitted from below, to its own streams.
+A configuration that is bad without compensation may be nearly free with it, so the search compensates each before it
+measures. There a layer is fitted on the original's *own* stream, independently of all other changes, so that each fit
+is computed once and cached. The chosen configuration is then fitted again from the first layer, on its own streams.
 
-Memory: what enters every layer of the original, for the tokens that are fitted to.
+Memory: the input of every layer of the original, for the tokens of these fits.
 """
 
 import math
@@ -23,90 +23,91 @@ from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups
 from crosslayer.verbs.retrofit.cache import CacheShare
-from crosslayer.verbs.retrofit.calibrate import fit_layer, fitted_layers, inputs
+from crosslayer.verbs.retrofit.calibrate import fit_layer, fitted_layers, input_width
 from crosslayer.verbs.retrofit.convert import convert_weights, plain_decoder
 from crosslayer.verbs.retrofit.damage import compare, damage, difference, logits_of, losses
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
-from crosslayer.verbs.retrofit.search import PASSES, Kind, Search, Wires
+from crosslayer.verbs.retrofit.search import PASSES, Assignment, MethodClass, Search
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
-TOKENS = 8192  # that a repair is fitted to, or more where its inputs need them
-POINTS = 5  # of the curve, at most
+TOKENS = 8192  # of a fit during the search, or more where its inputs need them
+POINTS = 5  # at most, of the curve
 
 
-class Entering:
-    """What enters each layer of a plain model, over some text: wirings run from the first layer that they change."""
+class LayerInputs:
+    """The input of each layer of a plain model on some text: converted models run from their first changed layer."""
 
     def __init__(self, plain: CrossLayerForCausalLM, ids: Tensor):
         self.plain = plain
-        streams = Streams(plain, plain, ids, follow="converted")
-        self.layers: list[list[Tensor]] = []  # of each layer the stream of each batch, (B, T, C)
+        streams = Streams(plain, plain, ids, run_on="converted")
+        self.layers: list[list[Tensor]] = []  # by layer and batch, (B, T, C)
         for layer in range(len(layers_of(plain))):
             self.layers.append([stream.clone() for stream in streams.after])
             streams.advance(layer)
         self.last = streams.after
 
-    def at(self, layer: int, model: CrossLayerForCausalLM, follow: str) -> Streams:
-        """Return the streams of the original and of a converted model where they enter a layer."""
-        return Streams(self.plain, model, self.layers[layer], follow)
+    def at(self, layer: int, model: CrossLayerForCausalLM, run_on: str) -> Streams:
+        """Return the streams of the original and of a converted model at the input of a layer."""
+        return Streams(self.plain, model, self.layers[layer], run_on)
 
     def logits(self, model: CrossLayerForCausalLM) -> list[Tensor]:
         """Return the logits of a converted model, (T, V) of each sequence."""
         lowest, hidden = lowest_changed(model.config.plan), self.last
         if lowest < len(self.layers):
-            streams = self.at(lowest, model, follow="converted")
+            streams = self.at(lowest, model, run_on="converted")
             for layer in range(lowest, len(self.layers)):
                 streams.advance(layer)
             hidden = streams.after
         return [model._logits(model.model.norm(each)) for each in torch.cat(hidden)]
 
 
-class Repairs:
-    """Repairs of single layers, each fitted when it is first asked for, and then known."""
+class FittedLayers:
+    """Fitted W_c and W_o of single layers, each fitted at its first use and then cached."""
 
-    def __init__(self, plain: CrossLayerForCausalLM, text: Mapping[str, Tensor], fit: str, inputs: int):
-        """Look at the original on token ids (N, T) of each domain; `fit` is as in calibrate.py, of so many inputs."""
-        domains = _few(list(text.values()), fit, inputs)
+    def __init__(self, plain: CrossLayerForCausalLM, text: Mapping[str, Tensor], fit: str, width: int):
+        """Run the original on token ids (N, T) of each domain; `fit` is as in calibrate.py, `width` its inputs."""
+        domains = _subset(list(text.values()), fit, width)
         self.fit, self.sizes = fit, [len(ids) for ids in domains]
-        self.entering = Entering(plain, torch.cat(domains))
-        self.known: dict[tuple, dict[str, Tensor]] = {}
+        self.inputs = LayerInputs(plain, torch.cat(domains))
+        self.cache: dict[tuple, dict[str, Tensor]] = {}
 
     def apply(self, model: CrossLayerForCausalLM) -> None:
-        """Repair every layer of a converted model that has a W_c, or a W_o that is refitted."""
+        """Set W_c, and W_o where it is refitted, in every layer of a converted model that has one."""
         for layer in fitted_layers(model, self.fit):
             reads = [model.config.plan.reads(state, layer) for state in STATES]
-            wired = (layer, *reads, model.config.wiring.compensation[layer])
+            key = (layer, *reads, model.config.wiring.compensation[layer])
             block = layers_of(model)[layer]
-            if wired in self.known:
-                block.load_state_dict(self.known[wired], strict=False, assign=True)
+            if key in self.cache:
+                block.load_state_dict(self.cache[key], strict=False, assign=True)
             else:
-                streams = self.entering.at(layer, model, follow="original")
+                streams = self.inputs.at(layer, model, run_on="original")
                 for source in sorted({source for read in reads for source in read} - {layer}):
-                    lending = self.entering.at(source, model, follow="original")
-                    lending.borrow(source)
-                    both = zip(streams.carries, lending.carries, strict=True)
-                    streams.carries = [{**own, **lent} for own, lent in both]
+                    source_streams = self.inputs.at(source, model, run_on="original")
+                    source_streams.compute_states(source)
+                    both = zip(streams.carries, source_streams.carries, strict=True)
+                    streams.carries = [{**own, **shared} for own, shared in both]
                 fit_layer(streams, layer, self.fit, self.sizes)
-                fitted = ("compensation", "o_proj")
                 weights = block.state_dict().items()
-                self.known[wired] = {name: one for name, one in weights if any(part in name for part in fitted)}
+                self.cache[key] = {
+                    name: weight for name, weight in weights if "compensation" in name or "o_proj" in name
+                }
 
 
-def _few(domains: list[Tensor], fit: str, inputs: int) -> list[Tensor]:
-    """Return as few sequences of each domain, (N, T) each, as a repair needs."""
+def _subset(domains: list[Tensor], fit: str, width: int) -> list[Tensor]:
+    """Return the first sequences of each domain, (N, T) each, as many as a fit needs."""
     length, most = domains[0].shape[1], max(len(ids) for ids in domains)
     for count in range(1, most):
         few = [ids[:count] for ids in domains]
         sizes = [len(ids) for ids in few]
-        if sum(sizes) * length >= TOKENS and is_enough(inputs, sizes, length, fit):
+        if sum(sizes) * length >= TOKENS and is_enough(width, sizes, length, fit):
             return few
     return domains
 
 
 def lowest_changed(plan: DepthPlan) -> int:
-    """Return the lowest layer that a plan changes, or whose states it lends; that above all layers if there is none."""
+    """Return the lowest layer that a plan changes or uses as a source; the number of layers if there is none."""
     own = DepthPlan.identity(plan.layers)
     touched = {plan.layers}
     for layer in range(plan.layers):
@@ -120,89 +121,90 @@ def lowest_changed(plan: DepthPlan) -> int:
 def methods_by_damage(
     model: PreTrainedModel, windows: Mapping[str, Windows], request: Request, progress: Meter
 ) -> tuple[list[Method], Choice]:
-    """Return the methods that meet the request's budget, and what the record says of the choice.
+    """Return the methods that meet the request's budget, and the record of the choice.
 
-    `windows` is text by purpose: "search", on which moves are measured, "trade-off", on which the curve is, and
-    "calibration", to which repairs are fitted if the request fits anything.
+    `windows` is text by purpose: "search" to measure moves, "trade-off" to measure the curve, and "calibration" to fit
+    layers, if the request fits anything.
     """
     options, shapes = request.options, find_sublayers(model).shapes
-    with progress("reading the layers of the original", 0):
+    with progress("running the original", 0):
         measure = Measure(model, windows["search"], request, windows.get("calibration"))
     search = Search(measure, shapes, context=options.kv_context)
-    expected = len(shapes) * len(search.kinds) * 3 // 2
-    with progress(f"searching, about {expected} of at most {PASSES} wirings", expected) as bar:
+    expected = len(shapes) * len(search.classes) * 3 // 2
+    with progress(f"searching, about {expected} of at most {PASSES} configurations", expected) as bar:
         measure.step = lambda: bar.step(min(search.passes, expected), expected)
         chosen = search.run(options.kv_budget, options.kl_budget)
     methods = measure.methods(chosen)
     if not methods:
-        raise ValueError(f"a damage of {options.kl_budget} nats allows no change: every single move costs more")
+        raise ValueError(
+            f"`kl_budget` {options.kl_budget} is too small: every change of a single layer has a larger KL"
+        )
     curve, fixed = _measured(model, measure, search, windows["trade-off"], progress)
     record = SearchRecord(passes=search.passes, kinds=chosen.names(), curve=curve, fixed=fixed)
     return methods, Choice(how="search", search=record)
 
 
 class Measure:
-    """KL to the original of wirings whose layers are repaired, over text that ends as it began.
+    """KL to the original of compensated configurations, on text that ends by repeating its beginning.
 
-    Tokens that repeat earlier ones have half the weight: a model that can no longer look up what it has read loses
-    hardly anything on ordinary text, and answers no question about it.
+    The repeated tokens have half the weight: a model that can no longer retrieve from its context loses hardly anything
+    on ordinary text, but fails at every question about it.
     """
 
     def __init__(self, model: PreTrainedModel, windows: Windows, request: Request, calibration: Windows | None = None):
         self.model, self.request = model, request
-        self.ids, self.repeated = repeating(windows.ids)
+        self.ids, self.repeat_start = repeating(windows.ids)
         plain = plain_decoder(model)
-        self.entering = Entering(plain, self.ids)
-        self.original = self.entering.logits(plain)
-        self.repairs = None
+        self.inputs = LayerInputs(plain, self.ids)
+        self.original = self.inputs.logits(plain)
+        self.fitted_layers = None
         if calibration is not None and request.fits:
             fit = request.fit if request.fit in REFITS else "layerwise"
-            self.repairs = Repairs(plain, calibration.by_domain(), fit, inputs(plain.config, fit))
+            self.fitted_layers = FittedLayers(plain, calibration.by_domain(), fit, input_width(plain.config, fit))
         self.step = lambda: None  # called after each measurement
 
-    def methods(self, wires: Wires) -> list[Method]:
-        """Return the methods that make the wires, with their W_c."""
-        return [self.request.compensated(method) for method in wires.methods()]
+    def methods(self, assignment: Assignment) -> list[Method]:
+        """Return the methods of an assignment, with their W_c."""
+        return [self.request.compensated(method) for method in assignment.methods()]
 
     def candidate(self, methods: list[Method]) -> CrossLayerForCausalLM:
-        """Return the model under these methods, repaired; what stays are the original's tensors."""
+        """Return the converted and compensated model; kept weights are the original's tensors."""
         candidate = convert_weights(self.model, methods).model
         assert isinstance(candidate, CrossLayerForCausalLM)
-        if self.repairs is not None:
-            self.repairs.apply(candidate)
+        if self.fitted_layers is not None:
+            self.fitted_layers.apply(candidate)
         return candidate
 
-    def __call__(self, wires: Wires) -> float:
-        """Return the mean KL to the original of the repaired model over the windows, in nats a token."""
-        logits = self.entering.logits(self.candidate(self.methods(wires)))
+    def __call__(self, assignment: Assignment) -> float:
+        """Return the mean KL of the compensated model to the original over the windows, in nats/token."""
+        logits = self.inputs.logits(self.candidate(self.methods(assignment)))
         divergences = []
         for ids, original, after in zip(self.ids, self.original, logits, strict=True):
-            for part in (slice(self.repeated), slice(self.repeated, None)):
-                _, _, kl = compare(original[part], after[part], ids[part])
+            for rows in (slice(self.repeat_start), slice(self.repeat_start, None)):
+                _, _, kl = compare(original[rows], after[rows], ids[rows])
                 divergences.append(kl)
         self.step()
         return sum(divergences) / len(divergences)
 
 
 def repeating(ids: Tensor) -> tuple[Tensor, int]:
-    """Return windows (N, T) whose last third is what follows the first token once more, and where that begins."""
-    begins = ids.shape[1] - ids.shape[1] // 3
-    return torch.cat([ids[:, :begins], ids[:, 1 : ids.shape[1] - begins + 1]], dim=1), begins
+    """Return windows (N, T) whose last third repeats the tokens after the first, and where that third starts."""
+    start = ids.shape[1] - ids.shape[1] // 3
+    return torch.cat([ids[:, :start], ids[:, 1 : ids.shape[1] - start + 1]], dim=1), start
 
 
 def fixed_blocks(
-    kind: Kind, shapes: Sequence[LayerShape | None], share: float, cache: CacheShare
+    cls: MethodClass, shapes: Sequence[LayerShape | None], share: float, cache: CacheShare
 ) -> tuple[Groups, float] | None:
-    """Return blocks of equal size in the top half, as arXiv 2502.00439 lays its superblocks, and their cached share.
+    """Return blocks of equal size in the top half, like the superblocks of arXiv 2502.00439, and their cached share.
 
-    It is the size whose share is nearest to `share`, of two that are equally near the paper's; None where no two
-    layers may share.
+    The size is the one whose share is nearest to `share`, the paper's in case of a tie; None if no layers may share.
     """
     candidates = []
     for size in range(2, max(3, len(shapes) // 2 + 1)):
         groups = paper_groups(list(shapes), size)
         if groups:
-            reached = cache.of(kind.from_groups(groups, len(shapes)).plan(len(shapes)))
+            reached = cache.of(cls.from_groups(groups, len(shapes)).plan(len(shapes)))
             candidates.append((abs(reached - share), size != PAPER_SIZE, groups, reached))
     return min(candidates)[2:] if candidates else None
 
@@ -210,31 +212,32 @@ def fixed_blocks(
 def _measured(
     model: PreTrainedModel, measure: Measure, search: Search, windows: Windows, progress: Meter
 ) -> tuple[list[CurvePoint], list[FixedBlocks]]:
-    """Measure some picks, evenly spread, on unsearched windows, and fixed blocks beside the last; all are repaired."""
-    step = max(1, math.ceil(len(search.curve[1:]) / POINTS))
-    picks = search.curve[1:][::-1][::step][::-1]
-    if not picks:
+    """Measure evenly spread steps of the search, and fixed blocks for the last one, on windows it did not use."""
+    stride = max(1, math.ceil(len(search.curve[1:]) / POINTS))
+    steps = search.curve[1:][::-1][::stride][::-1]
+    if not steps:
         return [], []
-    reached, yardsticks = search.cache.of(picks[-1][0].plan), {}
-    methods = {str(number): measure.methods(wires) for number, (wires, _) in enumerate(picks)}
-    for kind in search.kinds:
-        blocks = fixed_blocks(kind, search.shapes, reached, search.cache) if kind.grouped else None
+    reached, baselines = search.cache.of(steps[-1][0].plan), {}
+    methods = {str(number): measure.methods(assignment) for number, (assignment, _) in enumerate(steps)}
+    for cls in search.classes:
+        blocks = fixed_blocks(cls, search.shapes, reached, search.cache) if cls.grouped else None
         if blocks is not None:
-            yardsticks[kind.name()] = blocks
-            method = kind.from_groups(blocks[0], len(search.shapes))
-            methods[kind.name()] = [measure.request.compensated(method)]
+            baselines[cls.name()] = blocks
+            method = cls.from_groups(blocks[0], len(search.shapes))
+            methods[cls.name()] = [measure.request.compensated(method)]
     runs = {name: logits_of(measure.candidate(chosen)) for name, chosen in methods.items()}
-    with progress("measuring the trade-off on unseen text", len(windows)) as bar:
+    with progress("measuring the trade-off on held-out text", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
     curve, fixed = [], []
-    for number, (wires, kl) in enumerate(picks):
+    for number, (assignment, kl) in enumerate(steps):
         cost = damage(measured[str(number)])
-        layers = {kind.name(): wires.kinds.count(kind) for kind in search.kinds}
-        share = search.cache.of(wires.plan)
+        layers = {cls.name(): assignment.classes.count(cls) for cls in search.classes}
+        share = search.cache.of(assignment.plan)
         curve.append(CurvePoint(share=share, kl_search=kl, kl=cost.kl, kl_ci95=cost.kl_ci95, layers=layers))
-    for name, (groups, share) in yardsticks.items():
+    for name, (groups, share) in baselines.items():
         cost = damage(measured[name])
-        gap, interval = difference(measured[str(len(picks) - 1)], measured[name])
-        found = {"kl": cost.kl, "kl_ci95": cost.kl_ci95, "search_minus_fixed": gap, "search_minus_fixed_ci95": interval}
-        fixed.append(FixedBlocks(method=name, blocks=groups, share=share, **found))
+        gap, interval = difference(measured[str(len(steps) - 1)], measured[name])
+        figures = {"kl": cost.kl, "kl_ci95": cost.kl_ci95}
+        figures |= {"search_minus_fixed": gap, "search_minus_fixed_ci95": interval}
+        fixed.append(FixedBlocks(method=name, blocks=groups, share=share, **figures))
     return curve, fixed

@@ -15,7 +15,7 @@ from crosslayer.verbs.heal import stages
 from crosslayer.verbs.heal.recipe import load_heal_recipe
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.retrofits import open_retrofits
-from crosslayer.verbs.heal.windows import judging
+from crosslayer.verbs.heal.windows import evaluation_windows
 from crosslayer.verbs.heal.words import tokens_read
 from crosslayer.verbs.needles.lookup import look_up
 from crosslayer.verbs.retrofit.damage import logits_of, losses
@@ -62,7 +62,7 @@ def test_hidden_numbers_are_asked_for_before_and_after_each_stage(tmp_path, undr
 
 def windows_of(base, recipe, tokenizer):
     retrofits, _ = open_retrofits([base / name for name in NAMES.split()], str(base / "original"))
-    return judging(recipe, retrofits).windows(recipe, tokenizer)
+    return evaluation_windows(recipe, retrofits).windows(recipe, tokenizer)
 
 
 def weights_of(folder):

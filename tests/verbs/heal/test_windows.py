@@ -1,4 +1,4 @@
-"""The windows that judge: those of the report, and none that anything was fitted to."""
+"""The windows that evaluator: those of the report, and none that anything was fitted to."""
 
 import json
 
@@ -10,7 +10,7 @@ from crosslayer.corpus.domains import embedded_domains
 from crosslayer.models.load import load_model
 from crosslayer.verbs.heal.recipe import load_heal_recipe
 from crosslayer.verbs.heal.retrofits import open_retrofits
-from crosslayer.verbs.heal.windows import judging
+from crosslayer.verbs.heal.windows import evaluation_windows
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.retrofit.texts import Texts
@@ -27,7 +27,7 @@ def opened(base, *names):
 def judged(base, folder, evaluation, *names):
     recipe = load_heal_recipe(recipe_in(folder, eval=evaluation))
     retrofits, tokenizer = opened(base, *names)
-    return judging(recipe, retrofits).windows(recipe, tokenizer)
+    return evaluation_windows(recipe, retrofits).windows(recipe, tokenizer)
 
 
 def report_parts(base, name):
@@ -90,10 +90,10 @@ def test_retrofits_that_were_judged_otherwise_are_refused(option, value, evaluat
     retrofits, _ = open_retrofits([base / "without", other], str(base / "original"))
     recipe = load_heal_recipe(recipe_in(tmp_path, eval=evaluation))
     if message is None:
-        judging(recipe, retrofits)
+        evaluation_windows(recipe, retrofits)
         return
     with pytest.raises(ValueError, match=message) as caught:
-        judging(recipe, retrofits)
+        evaluation_windows(recipe, retrofits)
     assert "\n" not in str(caught.value)
 
 
@@ -104,7 +104,7 @@ def test_a_text_of_ones_own_needs_a_domain_to_judge_on(base, tmp_path):
     with pytest.raises(
         ValueError, match=r"'without' was judged on 'own.txt', which is no embedded domain; name eval.dom"
     ):
-        judging(load_heal_recipe(recipe_in(tmp_path, eval={})), [own])
+        evaluation_windows(load_heal_recipe(recipe_in(tmp_path, eval={})), [own])
 
 
 def test_windows_of_a_domain_that_was_trained_on_and_fitted_to_are_marked(base, tmp_path):

@@ -41,7 +41,7 @@ def test_what_if_equals_the_retrofit_without_training(family, name):
         with what_if(source, method(name).plan(6)):
             pretended = source(ids).logits
             text = source.generate(ids[:, :6], max_new_tokens=8, do_sample=False)
-        assert (pretended - before).abs().max() > 1e-2  # the wiring does something
+        assert (pretended - before).abs().max() > 1e-2  # the plan does something
         assert (pretended - made(ids).logits).abs().max() < 1e-10
         assert torch.equal(text, made.generate(ids[:, :6], max_new_tokens=8, do_sample=False))
         assert torch.equal(source(ids).logits, before)  # restored
@@ -224,15 +224,15 @@ def test_dropped_layers_are_not_merged():
 
 def test_bad_conversions():
     source = tiny("llama")
-    with pytest.raises(ValueError, match="merge 'svd' is not known to these methods; use first"):
+    with pytest.raises(ValueError, match="merge must be first for these methods, got 'svd'"):
         convert_weights(source, [load_method({"name": "uniattn", "superblocks": ((1, 2),)})], "svd")
     with pytest.raises(ValueError, match="which qk_norm would undo"):
         convert_weights(tiny("qwen3"), [load_method("cla")], "svd")
-    with pytest.raises(ValueError, match="uniattn as it stands changes nothing; name layers"):
+    with pytest.raises(ValueError, match="uniattn changes nothing"):
         convert(source, "uniattn")
     with torch.no_grad():
         source.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"1 weights hold NaN or infinity, the first is model.layers.0.mlp.up_proj"):
+    with pytest.raises(ValueError, match=r"1 hold NaN or infinity, the first is model.layers.0.mlp.up_proj"):
         convert_weights(source, [load_method("cla")])
     for text, words in (
         ("18-21,x", "'x' is neither a layer nor a range"),
@@ -249,22 +249,22 @@ def test_bad_conversions():
 
 
 OWN_SHAPES = ("gemma2", "gpt2", "mixture of experts")
-TAKEN = ({"name": "drop", "layers": (3,)}, {"name": "drop", "attention": (3,)})
+DROPPED = ({"name": "drop", "layers": (3,)}, {"name": "drop", "attention": (3,)})
 
 
 @pytest.mark.parametrize("name", OWN_SHAPES)
 def test_a_plain_model_of_ours_is_converted_as_it_is(name):
     source, ids = build(config_of([], **SHAPES[name][1])), tokens()
-    wirings = [load_method({"name": "cla", "groups": ((3, 5),)}), *map(load_method, TAKEN)]
+    conversions = [load_method({"name": "cla", "groups": ((3, 5),)}), *map(load_method, DROPPED)]
     with torch.no_grad():
         expected = source(ids).logits
         assert torch.equal(convert_weights(source, []).model(ids).logits, expected)
-        for wiring in wirings:
-            made = convert_weights(source, [wiring]).model
-            with what_if(source, wiring.plan(6)):
+        for method in conversions:
+            made = convert_weights(source, [method]).model
+            with what_if(source, method.plan(6)):
                 assert (made(ids).logits - source(ids).logits).abs().max() < 1e-10
             assert (made(ids).logits - expected).abs().max() > 1e-3
-    fitted = convert(source, {**TAKEN[1], "compensation": "attention"}, calibration=tokens(16))
+    fitted = convert(source, {**DROPPED[1], "compensation": "attention"}, calibration=tokens(16))
     assert fitted.fits[0].token_after < fitted.fits[0].token_before
 
 

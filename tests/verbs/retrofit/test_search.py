@@ -8,7 +8,7 @@ from crosslayer.core.methods import method_class
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
-from crosslayer.verbs.retrofit.search import PASSES, Search, Wires, searched_methods
+from crosslayer.verbs.retrofit.search import PASSES, Assignment, Search, searched_methods
 from crosslayer.verbs.retrofit.trade_off import fixed_blocks
 
 SHAPE = LayerShape(4, 2, 8, 8, True)
@@ -16,14 +16,14 @@ UNIATTN, CLA, DROP = (method_class(name) for name in ("uniattn", "cla", "drop"))
 
 
 def own(layers):
-    return Wires((None,) * layers)
+    return Assignment((None,) * layers)
 
 
 def additive(costs):
     """A damage that is a sum over layers: `costs[method][layer]`, read off the plan."""
 
-    def measure(wires):
-        plan = wires.plan
+    def measure(assignment):
+        plan = assignment.plan
         total = 0.0
         for layer in range(plan.layers):
             if plan.keys[layer] is None:
@@ -42,8 +42,8 @@ def drawn_costs(seed, layers):
     return {kind: [generator.random() * len(kind.saves) for _ in range(layers)] for kind in (UNIATTN, CLA, DROP)}
 
 
-def saved(wires):
-    return sum(len(kind.saves) for kind in wires.kinds if kind is not None)
+def saved(assignment):
+    return sum(len(kind.saves) for kind in assignment.classes if kind is not None)
 
 
 def test_all_methods_that_save_something_are_searched():
@@ -57,27 +57,27 @@ def test_with_additive_damage_the_search_takes_the_cheapest_states(seed):
     chosen = search.run(share=0.75)
     assert chosen.plan.cached_fraction() <= 0.75 and search.passes <= PASSES
     assert search.curve[-1][1] == pytest.approx(additive(costs)(chosen))
-    shares = [wires.plan.cached_fraction() for wires, _ in search.curve]
+    shares = [assignment.plan.cached_fraction() for assignment, _ in search.curve]
     assert shares == sorted(shares, reverse=True) and shares[0] == 1.0
-    # the first pick is the cheapest possible move for each state that it saves
+    # the first step is the cheapest move per state that it saves
     singles = [own(layers).take(kind, layer) for kind in searched_methods() for layer in range(layers)]
-    possible = [wires for wires in singles if wires.valid]
-    cheapest = min(additive(costs)(wires) / saved(wires) for wires in possible)
-    wires, damage = search.curve[1]
-    assert damage / saved(wires) == pytest.approx(cheapest)
+    possible = [assignment for assignment in singles if assignment.valid]
+    cheapest = min(additive(costs)(assignment) / saved(assignment) for assignment in possible)
+    assignment, damage = search.curve[1]
+    assert damage / saved(assignment) == pytest.approx(cheapest)
 
 
 def test_a_move_that_became_dear_is_measured_again():
-    """Dropping both 3 and 4 ruins the toy model, each alone is free: a search that never looks again takes both."""
+    """Dropping both 3 and 4 ruins the toy model, each alone is free: a search that never measures again takes both."""
 
-    def measure(wires):
-        plan = wires.plan
-        gone = [i for i, source in enumerate(plan.keys) if source is None]
+    def measure(assignment):
+        plan = assignment.plan
+        dropped = [i for i, source in enumerate(plan.keys) if source is None]
         shared = sum(plan.values[i] not in (i, None) or plan.keys[i] not in (i, None) for i in range(8))
-        return 100.0 * ({3, 4} <= set(gone)) + 0.1 * len(set(gone) - {3, 4}) + shared
+        return 100.0 * ({3, 4} <= set(dropped)) + 0.1 * len(set(dropped) - {3, 4}) + shared
 
-    chosen = Search(measure, [SHAPE] * 8, kinds=[DROP]).run(share=0.75)
-    assert {i for i, kind in enumerate(chosen.kinds) if kind is DROP} & {3, 4} != {3, 4}
+    chosen = Search(measure, [SHAPE] * 8, classes=[DROP]).run(share=0.75)
+    assert {i for i, kind in enumerate(chosen.classes) if kind is DROP} & {3, 4} != {3, 4}
     assert chosen.plan.cached_fraction() == 0.75
 
 
@@ -100,8 +100,8 @@ def test_layers_follow_the_next_of_their_own_mask():
     """Where masks alternate, layer 2 reads layer 0 and layer 3 reads layer 1."""
     windowed = LayerShape(4, 2, 8, 8, True, window=16)
     costs = {CLA: [9.0, 9.0, 0.1, 0.1], DROP: [9.0] * 4}
-    chosen = Search(additive(costs), [SHAPE, windowed] * 2, kinds=[CLA, DROP], context=16).run(share=0.5)
-    assert chosen.kinds == (None, None, CLA, CLA) and chosen.plan.keys == (0, 1, 0, 1)
+    chosen = Search(additive(costs), [SHAPE, windowed] * 2, classes=[CLA, DROP], context=16).run(share=0.5)
+    assert chosen.classes == (None, None, CLA, CLA) and chosen.plan.keys == (0, 1, 0, 1)
     assert chosen.methods()[0].groups == ((0, 2), (1, 3))
 
 
@@ -116,10 +116,10 @@ def test_a_window_has_little_to_save_at_a_long_context():
     assert CacheShare(shapes).context == 2048
     assert CacheShare([LayerShape(4, 2, 8, 8, True, window=4096)]).context == 8192
     costs = {DROP: [9.0, 0.02, 0.05, 0.02]}
-    chosen = Search(additive(costs), shapes, kinds=[DROP], context=32).run(share=0.65)
-    assert chosen.kinds == (None, None, DROP, None)  # counting states, the cheaper two windows would go first
-    short = Search(additive(costs), shapes, kinds=[DROP], context=7).run(share=0.5)
-    assert short.kinds == (None, DROP, None, DROP)
+    chosen = Search(additive(costs), shapes, classes=[DROP], context=32).run(share=0.65)
+    assert chosen.classes == (None, None, DROP, None)  # not the cheaper two windows
+    short = Search(additive(costs), shapes, classes=[DROP], context=7).run(share=0.5)
+    assert short.classes == (None, DROP, None, DROP)
 
 
 def test_deep_models_are_searched_within_the_passes():
@@ -129,13 +129,13 @@ def test_deep_models_are_searched_within_the_passes():
 
 
 def test_budgets_that_cannot_be_met_name_the_nearest():
-    with pytest.raises(ValueError, match=r"a KV budget of 0.05 cannot be met; with 8 layers it lies from 0.1250 to 1"):
+    with pytest.raises(ValueError, match=r"0.1250 .*got 0.05"):
         Search(additive(drawn_costs(0, 8)), [SHAPE] * 8).run(share=0.05)
-    with pytest.raises(ValueError, match=r"the nearest reached is 0.6250"):  # three keys of eight states
-        Search(lambda wires: 0.0, [SHAPE] * 4, kinds=[UNIATTN]).run(share=0.5)
+    with pytest.raises(ValueError, match=r"0.6250"):  # three keys of eight states
+        Search(lambda assignment: 0.0, [SHAPE] * 4, classes=[UNIATTN]).run(share=0.5)
 
 
-def test_wires_follow_the_rules_of_plans():
+def test_assignments_follow_the_rules_of_plans():
     assert not own(6).take(CLA, 0).valid  # nothing below
     chain = own(6).take(CLA, 2).take(CLA, 3)
     assert [chain.source(2), chain.source(3)] == [1, 1]
@@ -145,11 +145,11 @@ def test_wires_follow_the_rules_of_plans():
     assert passed.names() == ["own", "own", "drop", "cla", "own", "own"]
     request = Request(RetrofitOptions(kv_budget=0.7, target="mlp"))
     assert [request.compensated(method).compensation for method in passed.methods()] == ["mlp", "attention"]
-    assert not own(6).take(CLA, 2).take(UNIATTN, 3).valid  # layer 2 owns no keys
+    assert not own(6).take(CLA, 2).take(UNIATTN, 3).valid  # layer 2 has no keys of its own
     shapes = (SHAPE, SHAPE, LayerShape(4, 2, 8, 8, True, window=8), *[SHAPE] * 3)
-    assert not Wires((None,) * 6, shapes).take(CLA, 2).valid and Wires((None,) * 6, shapes).take(CLA, 3).valid
-    assert Wires((None,) * 6, shapes).take(CLA, 3).plan.keys == (0, 1, 2, 1, 4, 5)
-    assert not Wires((DROP,) * 6).valid
+    assert not Assignment((None,) * 6, shapes).take(CLA, 2).valid and Assignment((None,) * 6, shapes).take(CLA, 3).valid
+    assert Assignment((None,) * 6, shapes).take(CLA, 3).plan.keys == (0, 1, 2, 1, 4, 5)
+    assert not Assignment((DROP,) * 6).valid
 
 
 def test_fixed_blocks_are_of_the_size_nearest_to_the_share():

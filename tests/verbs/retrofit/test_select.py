@@ -90,7 +90,7 @@ def test_the_farthest_pairs_are_taken_while_the_cosine_stays_above(source, count
 
 
 def test_too_high_a_threshold_says_how_far_it_came(source):
-    with pytest.raises(ValueError, match=r"`count` 4: 0 layers can follow another with a cosine above `threshold` 1;"):
+    with pytest.raises(ValueError, match=r"`count` 4 .* 0 layers .*`threshold` 1;"):
         dissimilar_groups(source, text(), plan_of, 4, 1.0, lambda done, total: None)
 
 
@@ -134,7 +134,7 @@ def test_layers_are_ranked_by_canonical_correlations(source):
 
 
 def test_too_little_text_for_correlations(source):
-    with pytest.raises(ValueError, match=r"`select` correlation: calibration text has 48 tokens; it needs at least 64"):
+    with pytest.raises(ValueError, match=r"`select` correlation needs at least 64 tokens .*got 48"):
         error_bounds(source, text(4), lambda done, total: None)
 
 
@@ -145,7 +145,7 @@ def retrofitted(source, **options):
 
 
 def test_retrofits_by_both_choices(source):
-    """What is chosen is what the model gets; the report says how, and readers' projections are gone."""
+    """What is chosen is what the model gets; the report says how, and readers have no projections."""
     shared = retrofitted(source, method="kvsharer", count=2, threshold=0.0)
     kept = shared.plan.keys
     assert sum(source != layer for layer, source in enumerate(kept)) == 2 and shared.kv_share == pytest.approx(4 / 6)
@@ -169,14 +169,17 @@ def test_retrofits_by_both_choices(source):
         ({"method": "kvsharer", "select": "correlation"}, "must be one of 'distance', 'similarity'"),
         ({"method": "drop", "select": "distance"}, "must be one of 'similarity', 'greedy', 'correlation'"),
         ({"method": "drop", "select": "nearest"}, "'greedy', 'correlation', 'distance', None"),
-        ({"method": "drop", "part": "layer", "select": "correlation"}, "`select` correlation ranks attention; use sim"),
-        ({"method": "drop", "threshold": 0.8}, "`threshold` 0.8 does nothing"),
+        ({"method": "drop", "part": "layer", "select": "correlation"}, "`select` correlation ranks attention only"),
+        ({"method": "drop", "threshold": 0.8}, "`threshold` 0.8 has no effect"),
         ({"method": "kvsharer", "threshold": 1.5}, "less than or equal to 1"),
-        ({"method": "kvsharer", "layers": "top-half", "size": 2, "select": "distance"}, "`select` distance does noth"),
-        ({"method": "kvsharer", "compensation": "none", "bias": True}, "`bias` does nothing"),
-        ({"method": "drop", "part": "mlp", "bias": True}, "`bias` does nothing"),
-        ({"method": {"name": "drop", "attention": [1]}, "layers": "top-half", "bias": True}, "`bias` does nothing"),
-        ({"method": "cla", "compensation": "lmmse", "merge": "mean"}, "`compensation` lmmse makes up for readers"),
+        (
+            {"method": "kvsharer", "layers": "top-half", "size": 2, "select": "distance"},
+            "`select` distance has no effect",
+        ),
+        ({"method": "kvsharer", "compensation": "none", "bias": True}, "`bias` has no effect"),
+        ({"method": "drop", "part": "mlp", "bias": True}, "`bias` has no effect"),
+        ({"method": {"name": "drop", "attention": [1]}, "layers": "top-half", "bias": True}, "`bias` has no effect"),
+        ({"method": "cla", "compensation": "lmmse", "merge": "mean"}, "`compensation` lmmse .* `merge` mean"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Wirings are judged repaired: each layer's repair, the streams that wirings go on from, and the KL that ranks them."""
+"""The search measures compensated models: the fit of each layer, the inputs of layers, and the KL that ranks."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from crosslayer.core.methods import load_method, merge_plans, method_class
 from crosslayer.corpus.windows import Windows
 from crosslayer.verbs.retrofit.convert import convert, convert_weights
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
-from crosslayer.verbs.retrofit.search import Wires
-from crosslayer.verbs.retrofit.trade_off import Entering, Measure, Repairs, _few, lowest_changed, repeating
+from crosslayer.verbs.retrofit.search import Assignment
+from crosslayer.verbs.retrofit.trade_off import FittedLayers, LayerInputs, Measure, _subset, lowest_changed, repeating
 from tests.helpers.tiny import VOCABULARY, tiny
 
 LENGTH = 12
@@ -52,61 +52,61 @@ def fitted_weights(model, layer):
     ids=str,
 )
 @torch.no_grad()
-def test_a_wiring_goes_on_from_the_first_layer_that_it_changes(source, method, lowest):
+def test_a_conversion_runs_on_from_the_first_layer_that_it_changes(source, method, lowest):
     ids = text(5)
     converted = convert_weights(source, [load_method(method)]).model
     assert lowest_changed(merge_plans([load_method(method)], 6)) == lowest
-    entering = Entering(convert_weights(source, []).model, ids)
-    logits = torch.stack(entering.logits(converted))
+    inputs = LayerInputs(convert_weights(source, []).model, ids)
+    logits = torch.stack(inputs.logits(converted))
     torch.testing.assert_close(logits, converted(ids).logits, rtol=0, atol=1e-6)  # the same sums in other batches
-    torch.testing.assert_close(torch.stack(entering.logits(entering.plain)), source(ids).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.stack(inputs.logits(inputs.plain)), source(ids).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("method", "fit"), [(DROP_3, "layerwise"), (CLA_3, "layerwise"), (CLA_3, "refit")], ids=["drop", "cla", "refit"]
 )
 @torch.no_grad()
-def test_a_repair_is_fitted_to_the_original_whatever_else_a_wiring_changes(source, method, fit):
+def test_a_layer_is_fitted_on_the_original_whatever_else_changes(source, method, fit):
     """Where a single layer changes, the converted stream below it is the original's: so the usual fit is the oracle."""
     alone = convert(source, method, calibration=domains(), fit=fit).model
-    repairs = Repairs(convert_weights(source, []).model, domains(), fit, inputs=128)
+    fitted = FittedLayers(convert_weights(source, []).model, domains(), fit, width=128)
     dropped = (0, 1, 5) if method is not DROP_3 else (0, 1, 3, 5)
     others = {"name": "drop", "attention": dropped, "compensation": "attention"}
     methods = [others] if method is DROP_3 else [others, method]
     both = convert_weights(source, [load_method(entry) for entry in methods]).model
-    repairs.apply(both)
+    fitted.apply(both)
     for name, weight in fitted_weights(alone, 3).items():
         torch.testing.assert_close(fitted_weights(both, 3)[name], weight, rtol=0, atol=1e-6)
-    assert len(repairs.known) == 4
+    assert len(fitted.cache) == 4
     single = convert_weights(source, [load_method(method)]).model
-    repairs.apply(single)  # nothing is fitted again
-    assert len(repairs.known) == 4
+    fitted.apply(single)  # nothing is fitted again
+    assert len(fitted.cache) == 4
     for name, weight in fitted_weights(single, 3).items():
         assert torch.equal(fitted_weights(both, 3)[name], weight)
 
 
 @torch.no_grad()
-def test_the_search_ranks_by_the_kl_of_the_repaired_model(source):
+def test_the_search_ranks_by_the_kl_of_the_compensated_model(source):
     ids = text(4, seed=2)
     request = Request(RetrofitOptions(kv_budget=0.8, length=LENGTH))
     fitted = torch.cat(list(domains().values()))
     calibration = Windows(fitted, tuple(range(24)), ("a",) * 8 + ("b",) * 8 + ("c",) * 8)
-    drop = Wires((None,) * 6).take(method_class("drop"), 3)
+    drop = Assignment((None,) * 6).take(method_class("drop"), 3)
     measured = Measure(source, windows(ids), request, calibration)(drop)
     converted = convert(source, DROP_3, calibration=domains(), fit="layerwise").model
     again = torch.cat([ids[:, :8], ids[:, 1:5]], dim=1)  # the last four are what follows the first token once more
     assert torch.equal(repeating(ids)[0], again) and repeating(ids)[1] == 8
     before, after = source(again).logits.log_softmax(-1), converted(again).logits.log_softmax(-1)
     kl = (before.exp() * (before - after)).sum(-1)  # (N, T)
-    expected = (kl[:, :7].mean() + kl[:, 8:11].mean()) / 2  # the last token of either part predicts nothing of it
+    expected = (kl[:, :7].mean() + kl[:, 8:11].mean()) / 2  # the last token of either half has no target in it
     assert measured == pytest.approx(expected.item(), rel=1e-4)
     bare = Request(RetrofitOptions(kv_budget=0.8, length=LENGTH, compensation="none"))
     assert Measure(source, windows(ids), bare)(drop) != pytest.approx(measured, rel=1e-2)
 
 
-def test_a_repair_reads_no_more_text_than_it_needs():
+def test_a_fit_reads_no_more_text_than_it_needs():
     many = [torch.zeros(400, 256, dtype=torch.long)] * 3
-    assert [len(ids) for ids in _few(many, "layerwise", 576)] == [11] * 3  # 8,192 tokens are 32 windows
-    assert [len(ids) for ids in _few(many, "refit", 8192)] == [32] * 3  # two thirds of them fit 8,192 inputs
+    assert [len(ids) for ids in _subset(many, "layerwise", 576)] == [11] * 3  # 8,192 tokens are 32 windows
+    assert [len(ids) for ids in _subset(many, "refit", 8192)] == [32] * 3  # two thirds of them fit 8,192 inputs
     few = [torch.zeros(4, 256, dtype=torch.long)] * 3
-    assert [len(ids) for ids in _few(few, "layerwise", 64)] == [4] * 3
+    assert [len(ids) for ids in _subset(few, "layerwise", 64)] == [4] * 3

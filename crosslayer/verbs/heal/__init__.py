@@ -1,3 +1,3 @@
-"""Trains a retrofit until it recovers, and measures it after every stage."""
+"""Trains retrofits until they recover, and measures them after every stage."""
 
 GROUP = "Convert"

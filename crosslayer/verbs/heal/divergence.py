@@ -1,9 +1,9 @@
-"""How far the predictions of a model are from those of its teacher, without the logits of all tokens at once.
+"""The KL divergence of a model's predictions to its teacher's, without the logits of all tokens in memory at once.
 
     KL = mean over tokens of Σ_v p_v (log p_v − log q_v),   p = softmax(z),  z = g W_tᵀ,   q = softmax(y),  y = h W_sᵀ
 
-Logits exist of BLOCK tokens at a time. ∂KL/∂y = (q − p) / R needs nothing from above, so it is computed along with the
-value, while the logits are there, and the products with it wait for ROWS tokens, since each adds to a whole W_s.
+Logits are computed for BLOCK tokens at a time. ∂KL/∂y = (q − p) / R depends on nothing that comes later, so it is
+computed with the value. Its products wait for ROWS tokens, since each one updates all of ∂KL/∂W_s.
 
 Shapes: R tokens, C hidden (of either model), V vocabulary, B tokens of a block.
 """
@@ -16,35 +16,35 @@ from torch import Tensor
 from torch.autograd import Function
 
 ROWS = 1024  # tokens whose ∂KL/∂y is in memory, in the dtype of the products
-BLOCK = 128  # tokens whose logits are in memory; 25 MB of float32 with 50,000 entries, which stay in a cache
+BLOCK = 128  # tokens whose logits are in memory; 25 MB of float32 with 50,000 entries, which fits the CPU's cache
 
 
 @dataclass(frozen=True)
 class Head:
-    """What makes logits of hidden states: weight (V, C), and a soft cap where the model has any."""
+    """The language-model head: weight (V, C), and a soft cap if the model has one."""
 
     weight: Tensor
     cap: float | None = None
 
 
 def divergence(hidden: Tensor, head: Head, target: Tensor, target_head: Head, rows: int = ROWS) -> Tensor:
-    """Return the mean KL of a model's predictions to its teacher's, in nats: a number with gradients.
+    """Return the mean KL of a model's predictions to its teacher's, in nats, as a scalar with gradients.
 
-    Products run in autocast's dtype where it is on; all sums are in float32, or in float64 for such states. Nothing
-    flows back to the teacher.
+    Products run in autocast's dtype if it is on; all sums are in float32, or in float64 for float64 states. The teacher
+    gets no gradients.
 
     Args:
         hidden: (R, C), the last hidden states of the model, after its final norm.
-        head: of the model.
-        target: (R, C of the teacher), its hidden states of the same tokens.
-        target_head: of the teacher, of the same vocabulary.
+        head: the model's head.
+        target: (R, C of the teacher), the teacher's hidden states of the same tokens.
+        target_head: the teacher's head, with the same vocabulary.
         rows: tokens whose ∂KL/∂y is in memory.
 
     """
     assert head.weight.shape[0] == target_head.weight.shape[0], "the vocabularies differ"
-    assert hidden.shape[0] == target.shape[0] > 0, "states of the same tokens are compared"
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    assert hidden.shape[0] == target.shape[0] > 0, "hidden and target must be of the same tokens"
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     caps = head.cap, target_head.cap
     return _Divergence.apply(hidden, head.weight, target.detach(), target_head.weight.detach(), caps, dtype, rows)  # type: ignore[return-value]
 
@@ -61,11 +61,11 @@ class _Divergence(Function):
         dtype: torch.dtype,
         rows: int,
     ) -> Tensor:
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         dtypes = hidden.dtype, weight.dtype
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        of_hidden = torch.empty_like(hidden, dtype=wide) if wants_hidden else None
-        of_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        of_hidden = torch.empty_like(hidden, dtype=wide) if needs_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         total = torch.zeros((), device=hidden.device, dtype=wide)
         slopes = hidden.new_empty((min(rows, len(hidden)), len(weight)), dtype=dtype)  # ∂KL/∂y times R
         with torch.autocast(hidden.device.type, enabled=False):
@@ -80,7 +80,7 @@ class _Divergence(Function):
                     log_p, _ = _log_softmax(other @ target_weight.T, caps[1], wide)
                     p = log_p.exp()
                     total += log_p.sub_(log_q).mul_(p).sum()
-                    if wants_hidden or wants_weight:
+                    if needs_hidden or needs_weight:
                         change = log_q.exp_().sub_(p)
                         slope.copy_(change if squash is None else change.mul_(squash))
                 if of_hidden is not None:
@@ -102,7 +102,7 @@ class _Divergence(Function):
 
 
 def _log_softmax(logits: Tensor, cap: float | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return log probabilities (B, V), and by what a soft cap multiplies gradients."""
+    """Return log probabilities (B, V), and the factor by which a soft cap scales gradients."""
     logits = logits.to(dtype)
     if cap is None:
         return logits.log_softmax(-1), None

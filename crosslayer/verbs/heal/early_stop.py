@@ -1,11 +1,12 @@
-"""When a stage ends before its last step: when the moving average of its loss no longer falls.
+"""Early stopping of a stage: it ends when the moving average of its loss no longer falls.
 
-    ema_k = β ema_{k−1} + (1 − β) loss_k,   divided by 1 − β^k, so that the first losses do not weigh too little
+    ema_k = β ema_{k−1} + (1 − β) loss_k,   divided by 1 − β^k, which corrects the bias of the first averages
 
-An average that is below the mark by the share `least` of it is the next mark; a stage ends when `patience` averages in
-a row are not. The first mark is that of 1 / (1 − β) losses: an average of fewer is hardly one, and where noise has made
-it low, nothing would come below it. Without `least` a plateau would never end, since an average goes on falling towards
-it. In Algorithm 1 of arXiv 2502.00439 W_c trains until the average stops to fall; it says no more than that.
+An average that is below the best one by the share `least` of it becomes the new best; a stage ends after `patience`
+averages in a row that are not. The first best is the average of 1 / (1 − β) losses: one of fewer is too noisy, and
+after a low one nothing would come below it. Without `least` a plateau would never end, since an average keeps
+approaching it.
+In Algorithm 1 of arXiv 2502.00439 W_c trains until the average stops falling; no further details are given.
 """
 
 import math
@@ -24,12 +25,12 @@ def averages(losses: Sequence[float], smoothing: float) -> list[float]:
 
 
 def end_of(losses: Sequence[float], smoothing: float, patience: int, least: float) -> int | None:
-    """Return after how many losses a stage ends, None where their average still falls."""
-    first = math.ceil(1 / (1 - smoothing) - 1e-9)  # number of the loss whose average is the first mark
-    mark, waited = math.inf, 0
+    """Return the number of losses after which a stage ends, None if their average still falls."""
+    first = math.ceil(1 / (1 - smoothing) - 1e-9)  # the loss whose average is the first best
+    best, waited = math.inf, 0
     for number, value in enumerate(averages(losses, smoothing)[first - 1 :], first):
-        if value < (1 - least) * mark:
-            mark, waited = value, 0
+        if value < (1 - least) * best:
+            best, waited = value, 0
         else:
             waited += 1
         if waited == patience:
@@ -38,13 +39,13 @@ def end_of(losses: Sequence[float], smoothing: float, patience: int, least: floa
 
 
 class EarlyStop(TrainerCallback):
-    """Ends a run by the rule, from its log, which a checkpoint holds too."""
+    """Ends a run by this rule, computed from its log, which checkpoints contain."""
 
     def __init__(self, smoothing: float, patience: int, least: float):
         self.rule = smoothing, patience, least
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """End the run; no checkpoint is saved of the last step, from which a resumed run would go on."""
+        """End the run, without a checkpoint of the last step, from which a resumed run would train on."""
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         if end_of(losses, *self.rule) is not None:
             control.should_training_stop, control.should_save = True, False

@@ -1,8 +1,8 @@
-"""Instructions with their responses: read from tables, cut into tokens, and packed into rows.
+"""Instructions with their responses: read from tables, tokenized, and packed into rows.
 
-An example is two documents of the same shards, prompt and response, so that they need no format of their own. A row
-holds whole examples, which do not see one another; in its loss count responses alone, their end included, or prompts
-as well. What is left of a row is padding. The prompt is that of arXiv 2502.00439 (appendix B).
+An example is two consecutive documents of a shard, prompt and response. A row holds whole examples, which do not attend
+to each other; its loss counts responses only, with their end tokens, or prompts too. The rest of a row is padding. The
+prompt is that of arXiv 2502.00439 (appendix B).
 
 Shapes: T tokens of a row, E examples.
 """
@@ -33,21 +33,21 @@ Example = tuple[str, str]  # prompt, response
 
 
 class Columns(Part):
-    """Where a table has instructions and their responses."""
+    """The columns of a table of instructions."""
 
     instruction: str = "instruction"
     """The column of the instruction."""
     input: str | None = None
-    """The column of what the instruction is about, if there is any."""
+    """The column of the input that the instruction refers to, or null."""
     choices: str | None = None
-    """The column of a list of answers to choose from, which follow the input, a line each."""
+    """The column of a list of answers to choose from, added after the input, one per line; or null."""
     response: str = "response"
     """The column of the response."""
 
 
 @dataclass(frozen=True)
 class Instructions(Domain):
-    """A domain of instructions in .jsonl files; every 20th is held out, or `validation` names others."""
+    """A domain of instructions in .jsonl files; every 20th is held out, or those in `validation` are."""
 
     columns: Columns = Columns()
     parts: ClassVar[int] = 2
@@ -60,17 +60,17 @@ class Instructions(Domain):
         """Yield prompt and response of each example that is not trained on."""
         documents = list(_documents(self._examples(True, reading)))
         if not documents:
-            raise ValueError(f"there are {FIRST} instructions or fewer, too few to hold any out; name `validation`")
+            raise ValueError(f"{FIRST} instructions or fewer are too few to hold any out; set `validation`")
         yield from documents
 
     def digest(self) -> str:
-        """Return a SHA-256 of the text, its columns and the prompt."""
+        """Return a SHA-256 of the text, its columns and the prompt template."""
         columns = tuple(self.columns.model_dump().values())
         return hashlib.sha256(f"{super().digest()}/{columns}/{PROMPT}".encode()).hexdigest()
 
     def _examples(self, held_out: bool, reading: Reading | None) -> Iterator[Example]:
         source = self.validation if held_out and self.validation is not None else self.source
-        assert source.name is not None, "an instruction domain names its files"
+        assert source.name is not None, "an instruction domain has files"
         for number, example in enumerate(read_examples(local_files(source.name), self.columns, reading)):
             if self.validation is not None or (number % self.every == FIRST) == held_out:
                 yield example
@@ -80,7 +80,7 @@ def read_examples(files: Iterable[Path], columns: Columns, reading: Reading | No
     """Yield prompt and response of every row that has a response; `reading` counts what is read."""
     for path in files:
         if file_kind(path) != ".jsonl":
-            raise ValueError(f"{path.name!r} holds no columns; instructions are read from .jsonl (.gz, .xz)")
+            raise ValueError(f"instructions must be in .jsonl files (.gz, .xz), got {path.name!r}")
         skipped = 0
         for location, row in jsonl_rows(path, reading):
             response = row_text(row, location, columns.response)
@@ -97,7 +97,9 @@ def _prompt(row: Any, location: str, columns: Columns) -> str:
     if columns.choices is not None:
         choices = row.get(columns.choices)
         if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
-            raise ValueError(f"{location}: no list of texts in column {columns.choices!r}; it has {', '.join(row)}")
+            raise ValueError(
+                f"{location}: column {columns.choices!r} must hold a list of texts; the columns are {', '.join(row)}"
+            )
         lines += [f"- {choice}" for choice in choices]
     return PROMPT.format(instruction=instruction, input="\n".join(filter(None, lines)))
 
@@ -108,25 +110,27 @@ def _documents(examples: Iterable[Example]) -> Iterator[str]:
 
 
 class ExampleRows(Dataset[dict[str, Tensor]]):
-    """Rows of whole examples, in the order of the text: as many as fit into T tokens; longer ones are `left_out`."""
+    """Rows of whole examples in their order, as many as fit into T tokens; examples longer than that are `left_out`."""
 
     def __init__(self, shards: Shards, length: int, padding: int, name: str, responses_alone: bool = True):
-        """Find out which examples stand in which row of T = `length` tokens; what is left of it is `padding`.
+        """Pack examples into rows of T = `length` tokens, filled up with `padding`.
 
-        The shards hold prompts and responses in turn; prompts have labels unless `responses_alone`.
+        The shards hold prompts and responses alternately; prompts have labels unless `responses_alone`.
         """
         self.shards, self.length, self.padding, self.responses_alone = shards, length, padding, responses_alone
         starts = np.append(shards.starts(0, shards.tokens), shards.tokens)  # (2 E + 1,)
         self.borders = starts
         self.rows, self.left_out = _packed(np.diff(starts[::2]), length)
         if not self.rows:
-            raise ValueError(f"{name}: all {self.left_out:,} instructions are longer than data.length = {length}")
+            raise ValueError(
+                f"{name}: all {self.left_out:,} instructions are longer than data.length = {length}; raise it"
+            )
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
-        """Return a row: `input_ids`, `position_ids` and `labels`, each (T,) int64; positions restart with examples."""
+        """Return a row: `input_ids`, `position_ids` and `labels`, each (T,) int64; positions restart per example."""
         first, last = self.rows[item]
         borders = self.borders[2 * first : 2 * last + 1]  # prompt, response, prompt, …, end
         count = int(borders[-1] - borders[0])
@@ -144,7 +148,7 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
 
 
 def _packed(lengths: np.ndarray, length: int) -> tuple[list[tuple[int, int]], int]:
-    """Return the examples [first, last) of every row, given the tokens of each (E,), and how many fit into none."""
+    """Return the examples [first, last) of every row, and how many fit into none; `lengths` are their tokens (E,)."""
     rows: list[tuple[int, int]] = []
     first, tokens, left_out = 0, 0, 0
     for number, count in enumerate(lengths.tolist()):

@@ -1,4 +1,4 @@
-"""What models lose on text that they were not trained on, window by window; files keep it for a run that goes on."""
+"""The losses of models on evaluation text, window by window; files keep them for a resumed run."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ from crosslayer.verbs.needles.lookup import Lookup, look_up
 from crosslayer.verbs.retrofit.damage import Losses, logits_of, losses
 from crosslayer.verbs.train.mixture import IGNORED
 
-SHARE = 2  # of the free memory, models that are measured together take at most a half
+MEMORY_SHARE = 2  # models that are measured together use at most half of the free memory
 
 
 class Measured(Frozen):
-    """What a file of losses holds, a number for each window; `schema_` is written as "schema"."""
+    """The contents of a file of losses, one number per window; `schema_` is written as "schema"."""
 
     schema_: Literal["crosslayer/heal-losses/2"] = Field(default="crosslayer/heal-losses/2", alias="schema")
     text: str
@@ -41,11 +41,11 @@ class Measured(Frozen):
 
 
 class Measurement(NamedTuple):
-    """What is measured of a model."""
+    """The measurements of a model."""
 
     losses: Losses  # on the windows, against the original's
-    held_out: dict[str, float]  # on rows held out of the text that is trained on, by domain
-    needles: tuple[Lookup, ...]  # which numbers that are hidden in long texts it finds; empty where it was not asked
+    held_out: dict[str, float]  # loss on held-out rows of the training text, by domain
+    needles: tuple[Lookup, ...]  # which numbers hidden in long texts it retrieves; empty if not measured
 
 
 @dataclass(frozen=True)
@@ -53,26 +53,26 @@ class Evaluator:
     """The original, and the text on which models are compared with it."""
 
     original: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None  # to ask models for numbers hidden in long texts; None: they are not
+    tokenizer: PreTrainedTokenizerBase | None  # to test retrieval of hidden numbers; None: it is not tested
     windows: Windows
-    held_out: Mapping[str, Subset[dict[str, Tensor]]]  # rows of the text that is trained on, by domain
+    held_out: Mapping[str, Subset[dict[str, Tensor]]]  # held-out rows of the training text, by domain
     meter: Meter
 
     def measure(self, models: Mapping[Path, Path]) -> dict[Path, Measurement]:
-        """Measure the models of folders, each by the file that keeps its losses; the original runs once for many."""
+        """Measure models, given as {file for the losses: model folder}; the original runs once for several models."""
         measured = {path: kept for path in models if (kept := self._read(path)) is not None}
         for paths in _batches([path for path in models if path not in measured], models):
             own = {"dtype": self.original.dtype, "device": self.original.device}
             loaded = {path: load_model(str(models[path]), **own)[0] for path in paths}
             runs = {str(path): logits_of(model) for path, model in loaded.items()}
-            with self.meter(f"measuring {', '.join(map(_called, paths))}", len(self.windows)) as bar:
+            with self.meter(f"measuring {', '.join(map(_label, paths))}", len(self.windows)) as bar:
                 results = losses(logits_of(self.original), runs, self.windows, bar.step)
             for path, model in loaded.items():
                 measured[path] = self._measured(path, model, results[str(path)])
         return measured
 
     def measure_original(self, path: Path, other: Losses) -> Measurement:
-        """Return what is measured of the original itself, whose losses on the windows came along with another's."""
+        """Return the measurements of the original, whose losses on the windows were computed with another model's."""
         own = Losses(other.before, other.before, np.zeros(len(other.kl)), other.documents, other.domains)
         return self._read(path) or self._measured(path, self.original, own)
 
@@ -87,7 +87,7 @@ class Evaluator:
 
     @cached_property
     def text(self) -> str:
-        """A SHA-256 of all that is measured on."""
+        """A SHA-256 of all text that models are measured on."""
         digest = hashlib.sha256(self.windows.ids.numpy().tobytes())
         digest.update(b"needles" if self.tokenizer is not None else b"")
         for name, rows in self.held_out.items():
@@ -97,7 +97,7 @@ class Evaluator:
         return digest.hexdigest()
 
     def _read(self, path: Path) -> Measurement | None:
-        """Return what a file holds, None where there is none of this text."""
+        """Return the contents of a file, None if there is no valid file for this text."""
         if not path.is_file():
             return None
         try:
@@ -115,22 +115,22 @@ class Evaluator:
 def _mean_loss(model: PreTrainedModel, rows: Subset[dict[str, Tensor]]) -> float:
     total, count = 0.0, 0
     for row in rows:
-        given = {name: row[name][None].to(model.device) for name in ("input_ids", "position_ids")}
-        logits = model(**given, use_cache=False).logits[0, :-1].float()  # (T − 1, V)
+        inputs = {name: row[name][None].to(model.device) for name in ("input_ids", "position_ids")}
+        logits = model(**inputs, use_cache=False).logits[0, :-1].float()  # (T − 1, V)
         targets = row["labels"][1:].to(model.device)
         total += functional.cross_entropy(logits, targets, reduction="sum").item()
         count += int((targets != IGNORED).sum())
     return total / count
 
 
-def _called(path: Path) -> str:
-    """Return how progress calls a model, by the file of its losses: NAME/before, NAME/stage-1, original."""
+def _label(path: Path) -> str:
+    """Return a model's label for progress, from its file of losses: NAME/before, NAME/stage-1, original."""
     parts = (*path.parts[-3:-1], path.stem) if path.parent.name.startswith("stage-") else path.parts[-2:]
     return "/".join(parts).removesuffix(".json").removesuffix("/losses")
 
 
 def _batches(paths: Sequence[Path], models: Mapping[Path, Path]) -> list[list[Path]]:
-    """Return files in groups whose models fit into half of the free memory together."""
+    """Return files in batches whose models fit into half of the free memory together."""
     free = psutil.virtual_memory().available
     if torch.cuda.is_available():
         free = torch.cuda.mem_get_info()[0]
@@ -140,7 +140,7 @@ def _batches(paths: Sequence[Path], models: Mapping[Path, Path]) -> list[list[Pa
         size = sum(file.stat().st_size for file in models[path].glob("*.safetensors"))
         if not batches or size > left:
             batches.append([])
-            left = free // SHARE
+            left = free // MEMORY_SHARE
         batches[-1].append(path)
         left -= size
     return batches

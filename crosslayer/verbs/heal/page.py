@@ -21,24 +21,24 @@ from crosslayer.verbs.heal.words import (
     share,
     tokens_read,
 )
-from crosslayer.verbs.retrofit.words import kl, ratio
+from crosslayer.verbs.retrofit.words import interval, kl, ratio
 
 SMOOTHING = 0.95
 
 
 def layout(record: Recovery) -> Page:
-    """Return the parts of the page."""
+    """Return the content of the page."""
     count = len(record.variants)
     return Page(
         title=f"Recovery of {record.original}",
         subtitle=f"{record.name} · {count} retrofit{'s' if count > 1 else ''} · trained on {LOSSES[record.objective]}",
         cards=_cards(record),
         sentences=sentences(record),
-        panels=[*_courses(record), *_losses(record)],
+        panels=[*_kl_panels(record), *_loss_panels(record)],
         lead=[_overview(record)],
         tables=[
             *([_order(record)] if count > 1 else []),
-            *(_domain(record, place) for place in range(len(record.domains))),
+            *(_domain(record, number) for number in range(len(record.domains))),
             _held_out(record),
             _tokens(record),
             _stages(record),
@@ -47,7 +47,7 @@ def layout(record: Recovery) -> Page:
 
 
 def _states(record: Recovery) -> Iterator[tuple[str, int, State]]:
-    """Yield every state with its model's name and its number, the trained original's last."""
+    """Yield every state with its model's name and its number; the original's states come last."""
     for variant in record.variants:
         for number, state in enumerate(variant.states):
             yield variant.name, number, state
@@ -57,21 +57,24 @@ def _states(record: Recovery) -> Iterator[tuple[str, int, State]]:
 
 
 def _cards(record: Recovery) -> list[tuple[str, str, str]]:
-    """Return the best retrofit at the end, on the first domain."""
+    """Return the cards of the retrofit with the lowest final KL on the first domain."""
     best = min(record.variants, key=lambda variant: variant.states[-1].domains[0].damage.kl)
     before, after = best.states[0].domains[0], best.states[-1].domains[0]
-    low, high = after.damage.kl_ci95
     reference = "original" if record.trained_original is None else f"original {as_the_last_stage(record)}"
     closed = "—" if after.closed is None else f"{after.closed.value:.0%}"
     return [
-        ("KL, lowest", f"{after.damage.kl:.3f}", f"95 %: {low:.3f} to {high:.3f}, {best.name} on {after.name}"),
+        (
+            "Lowest KL",
+            f"{after.damage.kl:.3f}",
+            f"95% CI {interval(after.damage.kl_ci95)}, {best.name} on {after.name}",
+        ),
         ("Before training", f"{before.damage.kl:.3f}", "the same retrofit"),
-        ("Gap closed", closed, f"of its loss to the {reference}"),
+        ("Gap closed", closed, f"of its loss gap to the {reference}"),
     ]
 
 
 def _overview(record: Recovery) -> Table:
-    """Return every state on all windows, and on the first domain."""
+    """Return every state on the first domain and on all windows."""
     first = record.domains[0]
     figures = [f"KL, {first}", f"perplexity ratio, {first}", "KL, all windows", f"gap closed, {first}"]
     rows = []
@@ -80,15 +83,15 @@ def _overview(record: Recovery) -> Table:
         closed = share(domain.closed) if number else UNKNOWN
         measured = [kl(domain.damage), ratio(domain.damage), kl(state.all.damage), closed, retrieved_of(state)]
         rows.append([name, _stage_words(state), *measured])
-    head = ["retrofit", "state", *figures, "hidden numbers found"]
-    return "Stage by stage (against the original as it was; 95 % intervals)", head, rows
+    head = ["retrofit", "state", *figures, "hidden numbers retrieved"]
+    return "Stage by stage (compared with the untrained original; 95% CI)", head, rows
 
 
 def _stage_words(state: State) -> str:
     if state.skipped is not None:
         return f"{state.name}: skipped, {state.skipped}"
     if state.stopped is not None:
-        return f"{state.name}: stopped, as before it"
+        return f"{state.name}: stopped, as the state before"
     if state.run is None:
         return state.name
     early = f" of {state.run.planned:,}, ended early" if state.run.steps < state.run.planned else ""
@@ -96,25 +99,25 @@ def _stage_words(state: State) -> str:
 
 
 def _order(record: Recovery) -> Table:
-    """Return the retrofits at the end, from the lowest KL to the highest, a column for each domain."""
+    """Return the retrofits by final KL, lowest first, with a column for each domain."""
     rows = []
     for number in range(len(record.variants)):
-        places = [places[number] for places in record.order.values()]
-        rows.append([f"{number + 1}", *(f"{place.variant} {rank_words(place)}" for place in places)])
-    return "By KL at the end (what each has over the one before it, paired by window)", ["place", *record.order], rows
+        ranks = [ranks[number] for ranks in record.order.values()]
+        rows.append([f"{number + 1}", *(f"{rank.variant} {rank_words(rank)}" for rank in ranks)])
+    return "Final KL (with the difference to the retrofit above, paired by window)", ["rank", *record.order], rows
 
 
-def _domain(record: Recovery, place: int) -> Table:
+def _domain(record: Recovery, number: int) -> Table:
     rows = []
-    for name, number, state in _states(record):
-        domain = state.domains[place]
+    for name, index, state in _states(record):
+        domain = state.domains[number]
         against = [f"{domain.damage.perplexity_after:.2f}", ratio(domain.damage), kl(domain.damage)]
-        change = [estimate(domain.kl_change), estimate(domain.ratio_change, "× "), estimate(domain.to_reference, "× ")]
-        rows.append([f"{name}, {state.name}", *against, *change, share(domain.closed) if number else UNKNOWN])
+        change = [estimate(domain.kl_change), estimate(domain.ratio_change, "×"), estimate(domain.to_reference, "×")]
+        rows.append([f"{name}, {state.name}", *against, *change, share(domain.closed) if index else UNKNOWN])
     against = ["perplexity", "ratio to the original", "KL"]
     head = ["state", *against, "KL, change", "perplexity, change", f"to the {record.reference}", "gap closed"]
-    named = record.variants[0].states[0].domains[place]
-    return f"{named.name} ({seen_label(record, named)}, {named.damage.windows} windows)", head, rows
+    first = record.variants[0].states[0].domains[number]
+    return f"{first.name} ({seen_label(record, first)}, {first.damage.windows} windows)", head, rows
 
 
 def _held_out(record: Recovery) -> Table:
@@ -123,19 +126,21 @@ def _held_out(record: Recovery) -> Table:
         [name, state.name, *(f"{state.held_out[domain]:.4f}" for domain in domains)]
         for name, _, state in _states(record)
     ]
-    kind = "responses that are" if record.objective == "response" else "text that is"
-    return f"Loss of {kind} held out of the training, nats a token", ["retrofit", "state", *domains], rows
+    text = "responses" if record.objective == "response" else "training text"
+    return f"Loss on held-out {text} (nats/token)", ["retrofit", "state", *domains], rows
 
 
 def _tokens(record: Recovery) -> Table:
-    """Return how many tokens each model read; the trained original those of the last stage alone."""
+    """Return how many tokens each model trained on; the original only those of the last stage."""
     stages = [state.name for state in record.variants[0].states[1:]]
     counts = [(variant.name, tokens_read(variant)) for variant in record.variants]
     run = _original_run(record)
     if run is not None:
         counts.append((f"{record.original}, trained", [0] * (len(stages) - 1) + [run.tokens]))
-    rows = [[name, *(f"{count:,}" if count else UNKNOWN for count in read), f"{sum(read):,}"] for name, read in counts]
-    return "Tokens read", ["model", *stages, "in all"], rows
+    rows = [
+        [name, *(f"{count:,}" if count else UNKNOWN for count in tokens), f"{sum(tokens):,}"] for name, tokens in counts
+    ]
+    return "Training tokens", ["model", *stages, "total"], rows
 
 
 def _original_run(record: Recovery) -> StageRun | None:
@@ -151,41 +156,41 @@ def _stages(record: Recovery) -> Table:
             counts = [f"{run.trained:,}", f"{run.steps:,} of {run.planned:,}", f"{run.tokens:,}"]
             ends = [f"{smooth[0]:.3f}", f"{smooth[-1]:.3f}"]
             rows.append([name, state.name, *counts, f"{run.seconds / 60:.1f}", *ends])
-    head = ["retrofit", "state", "trained", "steps", "tokens", "minutes", "loss, first", "loss, last"]
-    return "Training (losses as in the figures)", head, rows
+    head = ["retrofit", "state", "parameters", "steps", "tokens", "minutes", "first loss", "last loss"]
+    return "Training (losses averaged as in the figures)", head, rows
 
 
-def _courses(record: Recovery) -> list[Panel]:
-    """Return the KL by stage, of the first domain that nothing saw and of the first that was seen."""
+def _kl_panels(record: Recovery) -> list[Panel]:
+    """Return the KL by stage, on the first unseen domain and on the first seen one."""
     seen = record.seen.tolist()
-    sentence = "To the original as it was. Bands: 95 %, over windows."
+    caption = "KL to the untrained original. Bands: 95% CI over windows."
     if record.trained_original is not None:
-        sentence += f" Dotted: the original {as_the_last_stage(record)}."
+        caption += f" Dotted: the original {as_the_last_stage(record)}."
     ticks = {float(number): state.name for number, state in enumerate(record.variants[0].states)}
     panels = []
-    for kind in ("unseen", "seen"):
-        if (kind == "seen") not in seen:
+    for label in ("unseen", "seen"):
+        if (label == "seen") not in seen:
             continue
-        place = seen.index(kind == "seen")
-        lines = [_course(variant, place) for variant in record.variants]
+        number = seen.index(label == "seen")
+        lines = [_kl_line(variant, number) for variant in record.variants]
         if record.trained_original is not None:
-            value = record.trained_original.domains[place].damage.kl
+            value = record.trained_original.domains[number].damage.kl
             ends = [min(ticks), max(ticks)]
             lines.append(Line(f"{record.original}, trained", ends, [value] * 2, color=QUIET, dashed=True))
-        title, scale = f"KL by stage on {record.domains[place]} ({kind})", {"bounds": (0, math.inf), "x_ticks": ticks}
-        panels.append(Panel(f"kl_{kind}", title, sentence, "", "nats a token", lines, **scale))
+        title, scale = f"KL by stage on {record.domains[number]} ({label})", {"bounds": (0, math.inf), "x_ticks": ticks}
+        panels.append(Panel(f"kl_{label}", title, caption, "", "nats/token", lines, **scale))
     return same_scale(panels)
 
 
-def _course(variant: Variant, place: int) -> Line:
-    damages = [state.domains[place].damage for state in variant.states]
+def _kl_line(variant: Variant, domain: int) -> Line:
+    damages = [state.domains[domain].damage for state in variant.states]
     low, high = zip(*(damage.kl_ci95 for damage in damages), strict=True)
     return Line(variant.name, [*map(float, range(len(damages)))], [damage.kl for damage in damages], low, high)
 
 
-def _losses(record: Recovery) -> list[Panel]:
-    said = LOSSES[record.objective]
-    sentence = f"{said[0].upper()}{said[1:]}; exponential moving average, β = {SMOOTHING}."
+def _loss_panels(record: Recovery) -> list[Panel]:
+    loss = LOSSES[record.objective]
+    caption = f"{loss[0].upper()}{loss[1:]}; exponential moving average, β = {SMOOTHING}."
     panels, last, trained = [], len(record.variants[0].states) - 1, f"{record.original}, trained"
     for number in range(1, last + 1):
         runs = {variant.name: variant.states[number].run for variant in record.variants}
@@ -198,5 +203,5 @@ def _losses(record: Recovery) -> list[Panel]:
                 lines.append(Line(name, [*map(float, run.curve.steps)], losses, color=color))
         if any(len(line.x) > 1 for line in lines):
             title = f"Training loss of stage {number}"
-            panels.append(Panel(f"loss_{number}", title, sentence, "step", "nats a token", lines))
+            panels.append(Panel(f"loss_{number}", title, caption, "step", "nats/token", lines))
     return panels

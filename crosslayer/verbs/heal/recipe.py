@@ -1,4 +1,4 @@
-"""What a recovery's recipe says: text, loss, stages, and what is measured; docs/reference/recipes.md lists its keys."""
+"""The recipe of a recovery: text, loss, stages and measurements; docs/reference/recipes.md lists its keys."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,29 +17,29 @@ from crosslayer.verbs.train.recipe import Count, DataPart, DomainPart, Part, Sch
 from crosslayer.verbs.train.recipe_file import nearest, read_recipe
 from crosslayer.verbs.train.texts import EVERY, Domain
 
-STAGES = 8  # at most
-HOLD_OUT_EVERY = 5  # of an embedded domain every fifth piece is held out, which is enough to measure on
+MAX_STAGES = 8
+HOLD_OUT_EVERY = 5  # of an embedded domain every fifth piece is held out, enough to measure on
 
 
 class HealDomainPart(DomainPart):
-    """Text of a kind, or instructions with their responses."""
+    """A domain of plain text, or of instructions with their responses."""
 
     columns: Columns | None = None
-    """Of instructions: the columns of .jsonl files. Null: plain text."""
+    """For instructions: the columns of .jsonl files. Null: plain text."""
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
         if self.columns is None:
             return self
         if self.source is None or file_kind(Path(self.source)) != ".jsonl":
-            raise ValueError(f"columns is for a source of .jsonl files, and this one is {self.source!r}")
+            raise ValueError(f"columns needs a source of .jsonl files, got {self.source!r}")
         for option in ("config", "split", "column"):
             if vars(self)[option] != DomainPart.model_fields[option].default:
-                raise ValueError(f"{option} does nothing beside columns; leave it out")
+                raise ValueError(f"{option} has no effect with columns; remove it")
         return self
 
     def domain(self) -> Domain:
-        """Return the domain's text."""
+        """Return the domain with its text."""
         training, validation = self.training_source(), self.validation_source()
         if self.columns is None:
             return Domain(self.name, training, validation, HOLD_OUT_EVERY if embedded_source(self) else EVERY)
@@ -47,92 +47,92 @@ class HealDomainPart(DomainPart):
 
 
 class HealDataPart(DataPart):
-    """What is read, in every stage from its beginning."""
+    """The training text, read from its start in every stage."""
 
     domains: list[HealDomainPart] = Field(min_length=1)  # type: ignore[assignment]
     """The mixture, domain by domain."""
 
 
 class ObjectivePart(Part):
-    """What is made smaller."""
+    """The training objective."""
 
     loss: Literal["text", "response", "distill"] = "text"
-    """`text`: the loss of every token. `response`: that of responses to instructions, their end included. `distill`:
-    the KL of the original's predictions to the retrofit's, at every token."""
+    """`text`: the loss of all tokens. `response`: the loss of responses to instructions, with their end tokens.
+    `distill`: the KL between the original's predictions and the retrofit's, at all tokens."""
     hidden: float = Field(default=0, ge=0)
-    """With `distill`: the weight of the squared distance of the hidden states to the original's, relative to these."""
+    """With `distill`: the weight of the squared distance of hidden states to the original's, relative to their norm."""
 
     @model_validator(mode="after")
     def _check_hidden(self) -> Self:
         if self.hidden and self.loss != "distill":
-            raise ValueError(f"hidden is {self.hidden:g}, and only loss: distill has hidden states to match")
+            raise ValueError(f"hidden needs loss: distill, got hidden {self.hidden:g} with loss: {self.loss}")
         return self
 
 
 class StopPart(Part):
-    """When a stage ends before its schedule does."""
+    """Early stopping of a stage."""
 
     smoothing: float = Field(default=0.95, ge=0, lt=1)
     """β of the exponential moving average of the logged losses."""
     patience: Count = 50
-    """Logged losses within which the average must fall, or the stage ends."""
+    """The stage ends if the average has not fallen for this many logged losses."""
     least: float = Field(default=0.001, gt=0, lt=1)
-    """By which share of itself."""
+    """By which share the average must fall to count."""
 
 
 class LoraPart(Part):
-    """Adapters of low rank at every linear map, merged at the end of the stage (arXiv 2106.09685)."""
+    """LoRA adapters for every linear layer, merged at the end of the stage (arXiv 2106.09685)."""
 
     rank: Count = 16
-    """Rank of each update."""
+    """Rank of each adapter."""
     alpha: Count = 32
     """The update is multiplied by alpha / rank."""
 
 
 class StagePart(Part):
-    """A part of the training, with a schedule of its own."""
+    """A training stage with its own schedule."""
 
     parameters: Literal["compensation", "all", "lora"]
-    """What trains: `compensation` (W_c and nothing else), `all`, or `lora`."""
+    """What is trained: `compensation` (the linear compensation W_c only), `all`, or `lora`."""
     schedule: SchedulePart
-    """How long, and the learning rate on the way."""
+    """Length and learning-rate schedule."""
     train: Arguments = {}
-    """Keys of transformers' `TrainingArguments` for this stage, on top of the recipe's."""
+    """Keys of transformers' `TrainingArguments` for this stage, in addition to the recipe's."""
     stop: StopPart | None = None
-    """When it ends early; null: never."""
+    """Early stopping; null: none."""
     lora: LoraPart | None = None
-    """Of `parameters: lora`."""
+    """Options for `parameters: lora`."""
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
         if self.lora is not None and self.parameters != "lora":
-            raise ValueError(f"lora does nothing with parameters: {self.parameters}; leave it out")
+            raise ValueError(f"lora has no effect with parameters: {self.parameters}; remove it")
         return self
 
 
 class MeasurePart(Part):
-    """What the model is measured on before, after each stage, and beside the trained original."""
+    """What models are measured on, before training and after each stage."""
 
     domains: list[str] | None = Field(default=None, min_length=1)
-    """Embedded domains, listed in docs/reference/text.md. Domains without training say most. Null, as for the next
-    two: those of the reports."""
+    """Embedded domains (docs/reference/text.md); unseen ones are the most informative. Null, also for the next two: as
+    in the retrofits' reports."""
     windows: Count | None = None
-    """Windows of all of them together; at least 16 of each."""
+    """Windows of all domains together; at least 16 per domain."""
     length: int | None = Field(default=None, ge=2, lt=2**31)
-    """Tokens of a window."""
+    """Tokens per window."""
     held_out: Count = 8
-    """Rows of each domain that is trained on, held out, for the loss at the end of a stage."""
+    """Held-out rows of each training domain, for the loss after a stage."""
     needles: bool = True
-    """Whether models are asked for numbers hidden in long texts, ten at each of 256, 512, 1,024 and 2,048 tokens."""
+    """Whether to test retrieval of hidden numbers, ten each in texts of 256, 512, 1,024 and 2,048 tokens."""
 
     @field_validator("domains")
     @classmethod
     def _check_domains(cls, domains: list[str] | None) -> list[str] | None:
         for name in domains or ():
             if name not in EMBEDDED:
-                raise ValueError(f"{name!r} is no embedded domain; {nearest(name, list(EMBEDDED))}")
+                raise ValueError(f"{name!r} is not an embedded domain; {nearest(name, list(EMBEDDED))}")
         if domains is not None and len(set(domains)) < len(domains):
-            raise ValueError(f"{domains} names a domain twice")
+            raise ValueError(f"each domain must be listed once, got {domains}")
         return domains
 
     @model_validator(mode="after")
@@ -141,47 +141,47 @@ class MeasurePart(Part):
             return self
         least = MIN_WINDOWS * len(self.domains)
         if self.windows < least:
-            raise ValueError(f"windows is {self.windows}; {len(self.domains)} domains need at least {least}")
+            raise ValueError(f"windows must be at least {least} for {len(self.domains)} domains, got {self.windows}")
         return self
 
 
 class HealRecipe(Part):
-    """A recovery: text, loss, stages and measurement."""
+    """The recipe of a recovery: text, loss, stages and measurements."""
 
     name: str = Field(default="", max_length=100)
-    """How the result calls it; by default the file's name."""
+    """Name of the recipe; by default the file's name."""
     seed: Seed = 0
-    """Of the order of data, dropout and adapters; windows are drawn with the reports' seed."""
+    """Seed of data order, dropout and adapters; windows are drawn with the reports' seed."""
     objective: ObjectivePart = ObjectivePart()
-    """What is made smaller."""
+    """The training objective."""
     data: HealDataPart
-    """What is read."""
+    """The training text."""
     train: Arguments = {}
     """Keys of transformers' `TrainingArguments`, for all stages."""
-    stages: list[StagePart] = Field(min_length=1, max_length=STAGES)
-    """One after the other."""
+    stages: list[StagePart] = Field(min_length=1, max_length=MAX_STAGES)
+    """The stages, in order."""
     baseline: bool = True
-    """Whether the original trains as well: as the last stage, on its rows, to its last step."""
+    """Whether to train the original too, with the last stage's settings and data, without early stop."""
     eval: MeasurePart = MeasurePart()
-    """What is measured."""
+    """The measurements."""
 
     @model_validator(mode="after")
     def _check_domains(self) -> Self:
-        """Refuse plain text as responses, and text that would go by the name of another to measure on."""
-        judged = EMBEDDED if self.eval.domains is None else self.eval.domains
+        """Raise for plain text with a response loss, and for training text with the name of an evaluation domain."""
+        evaluated = EMBEDDED if self.eval.domains is None else self.eval.domains
         for domain in self.data.domains:
             if self.objective.loss == "response" and domain.columns is None:
-                raise ValueError(f"domain {domain.name!r} has no columns; objective.loss is response, so it needs them")
-            if domain.name in judged and not embedded_source(domain):
+                raise ValueError(f"objective.loss: response needs columns, domain {domain.name!r} has none")
+            if domain.name in evaluated and not embedded_source(domain):
                 raise ValueError(
-                    f"domain {domain.name!r} has the name of an embedded one to measure on, and its source is "
-                    f"{domain.source!r}; give that text another name"
+                    f"domain {domain.name!r} (source {domain.source!r}) has the name of an embedded evaluation domain; "
+                    "rename it"
                 )
         return self
 
     @property
     def trains_original(self) -> bool:
-        """Whether there is a trained original to compare with: it has no W_c, and nothing to learn from itself."""
+        """Whether the original is trained as a reference; it cannot be if only W_c trains, or by distillation."""
         last = self.stages[-1].parameters
         return self.baseline and self.objective.loss != "distill" and last != "compensation"
 
@@ -192,5 +192,5 @@ def load_heal_recipe(path: str | Path, settings: Sequence[str] = ()) -> HealReci
 
 
 def embedded_source(domain: HealDomainPart) -> bool:
-    """Return whether a domain is one of the embedded ones, on which models are measured too."""
+    """Return whether a domain is an embedded one, on which models may be measured too."""
     return domain.training_source() == TextSource()

@@ -1,4 +1,4 @@
-"""The rows of a recovery: the same for every model that is trained, in the same order."""
+"""The training rows of a recovery: the same for every model, in the same order."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,21 +18,21 @@ from crosslayer.verbs.train.texts import DomainShards
 
 @dataclass(frozen=True)
 class RecoveryRows:
-    """Text that is cut into tokens: rows to train on, and rows that are held out, by domain."""
+    """Tokenized text: training rows, and held-out rows by domain."""
 
     recipe: HealRecipe
     tokenizer: PreTrainedTokenizerFast
     shards: dict[str, DomainShards]
 
     def training(self, items: int) -> Mixture:
-        """Return the rows of a stage, which always begin with the same."""
+        """Return the rows of a stage; all stages start with the same rows."""
         data = self.recipe.data
-        texts = {name: parts.training for name, parts in self.shards.items()}
+        texts = {name: shards.training for name, shards in self.shards.items()}
         weights = {part.name: part.weight for part in data.domains}
         return Mixture(texts, weights, data.length, self.recipe.seed, items, self._tables())
 
     def held_out(self) -> dict[str, Subset[dict[str, Tensor]]]:
-        """Return rows of each domain that nobody trains on, spread evenly over it."""
+        """Return held-out rows of each domain, spread evenly over it."""
         count, length = self.recipe.eval.held_out, self.recipe.data.length
         rows = {}
         for part in self.recipe.data.domains:
@@ -57,10 +57,10 @@ class RecoveryRows:
 
 
 def read_rows(recipe: HealRecipe, tokenizer: PreTrainedTokenizerFast, meter: Meter = Silent) -> RecoveryRows:
-    """Cut the text of a recipe into tokens, or take them out of the cache."""
-    place = cache_folder() / "tokens"
-    shards = {part.name: part.domain().shards(tokenizer, place, meter) for part in recipe.data.domains}
+    """Tokenize the text of a recipe, or read its tokens from the cache."""
+    folder = cache_folder() / "tokens"
+    shards = {part.name: part.domain().shards(tokenizer, folder, meter) for part in recipe.data.domains}
     rows = RecoveryRows(recipe, tokenizer, shards)
-    rows.training(1)  # says now what a stage would say later
+    rows.training(1)  # raises now what a stage would raise later
     rows.held_out()
     return rows

@@ -1,8 +1,8 @@
-"""Trains retrofits of an original stage by stage, measures each after every stage, and puts it all on a page.
+"""Train retrofits of an original stage by stage, and measure each after every stage.
 
 The folder of a recovery holds `recipe.yaml` (with every default); for each retrofit a folder with `before.json`,
-`stage-1/`, `stage-2/`, … (`log.jsonl`, `stage.json`, `losses.json`, `model/`) and at its end `model/`; `original/`, the
-same for the trained original; and last `record.json` with its page.
+`stage-1/`, `stage-2/`, … (`log.jsonl`, `stage.json`, `losses.json`, `model/`) and finally `model/`; `original/`, the
+same for the trained original; and finally `record.json` with its page.
 """
 
 import json
@@ -45,37 +45,37 @@ def heal(
 ) -> Recovery:
     """Train retrofits until they recover, and measure them after every stage.
 
-    Beside them stands the original, trained as the last stage says, to its last step.
+    The reference is the original, trained with the last stage's settings without early stop.
 
-    A model whose loss is not finite stops there, which the result says; the others go on.
+    If the loss of a model becomes NaN or infinite, its training stops and the result says so; the others continue.
 
     Args:
-        retrofits: folders of `crosslayer retrofit`, all of the same original.
-        recipe: a recipe: a YAML file, such as recipes/heal-smoke.yaml. In Python also what `load_heal_recipe` returns.
-        out: folder of the result: stages, models, report.html, record.json; it must not exist unless `resume` is set.
-        original: the model that they come from; default: what their reports say.
-        settings: on top of the recipe, repeatable: stages.0.schedule.steps=20. In Python only beside a recipe that is a
+        retrofits: folders written by `crosslayer retrofit`, all of the same original.
+        recipe: a YAML file, such as recipes/heal-smoke.yaml. In Python also what `load_heal_recipe` returns.
+        out: output folder (stages, models, report.html, record.json); it must not exist unless `resume` is set.
+        original: the original model; default: the one in the retrofits' reports.
+        settings: override a recipe key, repeatable: stages.0.schedule.steps=20. In Python only with a recipe that is a
             file.
-        resume: go on in the folder of the same recipe and retrofits; what is whole is not done again.
-        progress: in Python, shows what is being done.
+        resume: continue in the output folder of the same recipe and retrofits; finished stages are not repeated.
+        progress: in Python, a progress meter.
 
     Returns:
-        the record; the healed models lie in `out / NAME / "model"`.
+        the record; the healed models are in `out / NAME / "model"`.
 
     Raises:
-        ValueError: recipe, retrofits or text are wrong, or the folder cannot be taken.
+        ValueError: recipe, retrofits or text are invalid, or the folder cannot be used.
         TrainingStopped: a checkpoint cannot be written.
 
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError("heal runs in a single process; start it without torchrun")
+        raise ValueError("heal runs in a single process, got WORLD_SIZE > 1; start it without torchrun")
     if not isinstance(recipe, HealRecipe):
         recipe = load_heal_recipe(recipe, settings)
     elif settings:
-        raise ValueError("settings are for a recipe that is a file; change the loaded one by load_heal_recipe")
+        raise ValueError("settings need a recipe that is a file; pass them to load_heal_recipe instead")
     target = Path(out).expanduser().resolve()
     if target.exists() and not target.is_dir():
-        raise ValueError(f"the folder {target.name!r} is a file; name another")
+        raise ValueError(f"`out` must be a folder, {target.name!r} is a file")
     check_parameters(recipe.stages)
     opened, name = open_retrofits(retrofits, original)
     with held(target):
@@ -96,40 +96,40 @@ def _check_folder(folder: Path, files: dict[str, str], resume: bool) -> None:
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not resume:
-        raise ValueError(f"the folder {folder.name!r} exists; give another name, or `resume` to go on with it")
+        raise ValueError(f"the folder {folder.name!r} exists; choose another, or set `resume` to continue in it")
     for name, content in files.items():
         path = folder / name
         if not path.is_file() or path.read_text(encoding="utf-8") != content:
             raise ValueError(
-                f"the folder {folder.name!r} is of another recipe or of other retrofits; `resume` goes on with the same"
+                f"the folder {folder.name!r} belongs to another recipe or to other retrofits; `resume` needs the same"
             )
 
 
 def _ready(recipe: HealRecipe, retrofits: Sequence[Retrofit], original: str, folder: Path, progress: Meter) -> "_Job":
-    """Load the original, and cut all text into tokens."""
-    how = evaluation_windows(recipe, retrofits)
+    """Load the original and tokenize all text."""
+    evaluation = evaluation_windows(recipe, retrofits)
     with progress(f"loading {public_name(original)}", 0):
         model, tokenizer = load_model(original, dtype=torch.float32)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"the tokenizer of {original!r} is no fast one (tokenizer.json); training needs such")
+        raise ValueError(f"training needs a fast tokenizer (tokenizer.json), {original!r} has none")
     check_original(public_name(original), model, retrofits)
-    with progress("cutting the text into tokens", 0):
-        windows = how.windows(recipe, tokenizer)
+    with progress("tokenizing the text", 0):
+        windows = evaluation.windows(recipe, tokenizer)
     rows = read_rows(recipe, tokenizer, progress)
-    for number, part in enumerate(recipe.stages):
+    for number, stage in enumerate(recipe.stages):
         try:
-            Stage(recipe, part, rows, progress).arguments(folder)
+            Stage(recipe, stage, rows, progress).arguments(folder)
         except ValueError as error:
             raise ValueError(f"stages.{number}: {error}") from None
     evaluator = Evaluator(model, tokenizer if recipe.eval.needles else None, windows, rows.held_out(), progress)
-    return _Job(recipe, retrofits, folder, original, model, rows, evaluator, how, progress)
+    return _Job(recipe, retrofits, folder, original, model, rows, evaluator, evaluation, progress)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A model before training or after a stage: how that went, where the model is, and what was measured of it."""
+    """A model before training or after a stage: the stage's outcome, the model's folder, and its measurements."""
 
-    how: Outcome
+    outcome: Outcome
     model: Path
     measured: Measurement
 
@@ -143,81 +143,87 @@ class _Job:
     model: PreTrainedModel  # the original
     rows: RecoveryRows
     evaluator: Evaluator
-    evaluation_windows: EvaluationWindows
+    evaluation: EvaluationWindows
     progress: Meter
 
     def heal(self) -> Recovery:
-        """Train and measure everything that is not done yet."""
+        """Train and measure everything that is not finished yet."""
         files = {retrofit.name: self.folder / retrofit.name / BEFORE for retrofit in self.retrofits}
         before = self.evaluator.measure({files[retrofit.name]: retrofit.folder for retrofit in self.retrofits})
-        courses = {
+        histories = {
             retrofit.name: [_Step(Outcome(), retrofit.folder, before[files[retrofit.name]])]
             for retrofit in self.retrofits
         }
-        file, known = self.folder / ORIGINAL / BEFORE, next(iter(before.values())).losses
-        courses[ORIGINAL] = [_Step(Outcome(), Path(self.original), self.evaluator.measure_original(file, known))]
+        file, losses = self.folder / ORIGINAL / BEFORE, next(iter(before.values())).losses
+        histories[ORIGINAL] = [_Step(Outcome(), Path(self.original), self.evaluator.measure_original(file, losses))]
         for number in range(1, len(self.recipe.stages) + 1):
-            self._stage(number, courses)
+            self._stage(number, histories)
         for retrofit in self.retrofits:
-            target, source = self.folder / retrofit.name / MODEL, courses[retrofit.name][-1].model
+            target, source = self.folder / retrofit.name / MODEL, histories[retrofit.name][-1].model
             if not target.exists():
                 with self.progress(f"writing {retrofit.name}/{MODEL}", 0):
                     save_healed(source, retrofit, target, trained=source != retrofit.folder)
-        return self._result(courses)
+        return self._result(histories)
 
-    def _stage(self, number: int, courses: dict[str, list[_Step]]) -> None:
-        """Train and measure a stage of every model, the last one of the original too, and add it to their courses."""
-        hows = {retrofit.name: self._train(retrofit, number, courses[retrofit.name]) for retrofit in self.retrofits}
-        folders = {name: self.folder / name / f"stage-{number}" for name in hows}
+    def _stage(self, number: int, histories: dict[str, list[_Step]]) -> None:
+        """Train and measure a stage of every model (the last one of the original too), and add it to the histories."""
+        outcomes = {
+            retrofit.name: self._train(retrofit, number, histories[retrofit.name]) for retrofit in self.retrofits
+        }
+        folders = {name: self.folder / name / f"stage-{number}" for name in outcomes}
         if number == len(self.recipe.stages) and self.recipe.trains_original:
-            hows[ORIGINAL], folders[ORIGINAL] = self._train_original(), self.folder / ORIGINAL
-        trained = [folders[name] for name, how in hows.items() if how.run is not None]
+            outcomes[ORIGINAL], folders[ORIGINAL] = self._train_original(), self.folder / ORIGINAL
+        trained = [folders[name] for name, outcome in outcomes.items() if outcome.run is not None]
         measured = self.evaluator.measure({folder / LOSSES: folder / MODEL for folder in trained})
-        for name, how in hows.items():
-            folder, step = folders[name], replace(courses[name][-1], how=how)
+        for name, outcome in outcomes.items():
+            folder, step = folders[name], replace(histories[name][-1], outcome=outcome)
             if folder in trained:
-                step = _Step(how, folder / MODEL, measured[folder / LOSSES])
-            courses[name].append(step)
+                step = _Step(outcome, folder / MODEL, measured[folder / LOSSES])
+            histories[name].append(step)
 
     def _train(self, retrofit: Retrofit, number: int, steps: Sequence[_Step]) -> Outcome:
-        """Train a stage of a retrofit, unless it is whole already, or has nothing to train."""
-        folder, part = self.folder / retrofit.name / f"stage-{number}", self.recipe.stages[number - 1]
+        """Train a stage of a retrofit, unless it is finished or has nothing to train."""
+        folder, stage = self.folder / retrofit.name / f"stage-{number}", self.recipe.stages[number - 1]
         done = finished(folder)
         if done is not None:
             return done
         for earlier, step in enumerate(steps):
-            if step.how.stopped is not None:
+            if step.outcome.stopped is not None:
                 return Outcome(skipped=f"stage {earlier} stopped")
         with self.progress(f"{retrofit.name}, stage {number} of {len(self.recipe.stages)}", 0):
             model, _ = load_model(str(steps[-1].model), dtype=torch.float32)
-        if part.parameters == "compensation" and not compensations(model):
+        if stage.parameters == "compensation" and not compensations(model):
             return Outcome(skipped="there is no W_c")
         teacher = None
         if self.recipe.objective.loss == "distill":
             teacher = Teacher(self.model, retrofit.layers(model), self.recipe.objective.hidden)
-        return Stage(self.recipe, part, self.rows, self.progress).train(model, folder, teacher)
+        return Stage(self.recipe, stage, self.rows, self.progress).train(model, folder, teacher)
 
     def _train_original(self) -> Outcome:
-        """Train the original as the last stage says, to its last step; the one in memory stays as it is."""
+        """Train a copy of the original with the last stage's settings, without early stop."""
         folder = self.folder / ORIGINAL
         done = finished(folder)
         if done is not None:
             return done
-        with self.progress("the original, as the last stage", 0):
+        with self.progress("original, last stage", 0):
             model, _ = load_model(self.original, dtype=torch.float32)
-        part = self.recipe.stages[-1].model_copy(update={"stop": None})
-        return Stage(self.recipe, part, self.rows, self.progress).train(model, folder)
+        stage = self.recipe.stages[-1].model_copy(update={"stop": None})
+        return Stage(self.recipe, stage, self.rows, self.progress).train(model, folder)
 
-    def _result(self, courses: dict[str, list[_Step]]) -> Recovery:
-        untrained, trained = courses[ORIGINAL][0].measured, courses[ORIGINAL][-1]  # the same where it did not train
-        judged = set(untrained.losses.domains)
-        fitted = {name for retrofit in self.retrofits for name in retrofit.report.fitted} & judged
-        trained_on = {part.name for part in self.recipe.data.domains if embedded_source(part)} & judged
-        seen = frozenset(fitted | trained_on)
-        ours = {retrofit.name: courses[retrofit.name] for retrofit in self.retrofits}
+    def _result(self, histories: dict[str, list[_Step]]) -> Recovery:
+        untrained, trained = histories[ORIGINAL][0].measured, histories[ORIGINAL][-1]  # the same if it was not trained
+        evaluated = set(untrained.losses.domains)
+        calibrated = {name for retrofit in self.retrofits for name in retrofit.report.fitted} & evaluated
+        trained_on = {domain.name for domain in self.recipe.data.domains if embedded_source(domain)} & evaluated
+        seen = frozenset(calibrated | trained_on)
+        ours = {retrofit.name: histories[retrofit.name] for retrofit in self.retrofits}
         order = shown_order([steps[0].measured.losses for steps in ours.values()], seen)
-        summary = Summary(order, seen, trained.measured.losses, self.evaluation_windows.seed)
-        reference = None if trained.how.run is None else _state("trained", trained.measured, summary, how=trained.how)
+        summary = Summary(order, seen, trained.measured.losses, self.evaluation.seed)
+        reference = (
+            None
+            if trained.outcome.run is None
+            else _state("trained", trained.measured, summary, outcome=trained.outcome)
+        )
         return Recovery(  # pyright: ignore[reportCallIssue]
             name=self.recipe.name,
             original=public_name(self.original),
@@ -228,11 +234,11 @@ class _Job:
             order=summary.order({name: steps[-1].measured.losses for name, steps in ours.items()}),
             untrained_original=_state("before", untrained, summary),
             trained_original=reference,
-            original_stopped=trained.how.stopped,
+            original_stopped=trained.outcome.stopped,
             left_out=self.rows.left_out(),
             windows=len(untrained.losses.kl),
-            length=self.evaluation_windows.length,
-            overlapping=tuple(sorted(fitted & trained_on)),
+            length=self.evaluation.length,
+            overlapping=tuple(sorted(calibrated & trained_on)),
         )
 
 
@@ -240,7 +246,7 @@ def _variant(retrofit: Retrofit, steps: Sequence[_Step], summary: Summary) -> Va
     first = earlier = steps[0].measured
     states = [_state("before", first, summary, None, first)]
     for number, step in enumerate(steps[1:], 1):
-        states.append(_state(f"stage {number}", step.measured, summary, earlier, first, step.how))
+        states.append(_state(f"stage {number}", step.measured, summary, earlier, first, step.outcome))
         earlier = step.measured
     report = retrofit.report
     return Variant(
@@ -258,9 +264,9 @@ def _state(
     summary: Summary,
     earlier: Measurement | None = None,
     first: Measurement | None = None,
-    how: Outcome | None = None,
+    outcome: Outcome | None = None,
 ) -> State:
     before, start = (None if other is None else other.losses for other in (earlier, first))
     domains, everything = summary.results(now.losses, before, start)
-    outcome = vars(how or Outcome())
-    return State(name=name, domains=domains, all=everything, held_out=now.held_out, needles=now.needles, **outcome)
+    fields = vars(outcome or Outcome())
+    return State(name=name, domains=domains, all=everything, held_out=now.held_out, needles=now.needles, **fields)

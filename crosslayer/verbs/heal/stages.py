@@ -1,8 +1,8 @@
-"""Trains a stage in a folder of its own, from which it goes on bit by bit where it was interrupted.
+"""Train a stage in its own folder, from which an interrupted stage resumes bit for bit.
 
-The folder holds `log.jsonl` and checkpoints while it trains; at its end `model/`, and last `stage.json`, which says
-that the stage is whole. Then the checkpoints go. A stage trains W_c alone, all parameters, or adapters of low rank that
-are merged when it ends.
+The folder holds `log.jsonl` and checkpoints during training, then `model/`, and finally `stage.json`, which marks the
+stage as finished; the checkpoints are then removed. A stage trains W_c only, all parameters, or LoRA adapters that are
+merged when it ends.
 """
 
 import importlib.util
@@ -36,12 +36,12 @@ from crosslayer.verbs.train.trainer import CrossLayerTrainer, TrainingStopped
 
 DONE, MODEL = "stage.json", "model"
 STOPPED = "stopped.txt"
-LOGGED = {"logging_steps": 1}  # a stage is short, and its end may depend on every loss
+LOGGING = {"logging_steps": 1}  # early stopping uses every loss
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage went: what it trained, or why it trained nothing, or why it ended for good before it was whole."""
+    """The outcome of a stage: its training run, or why it was skipped, or why it stopped before its end."""
 
     run: StageRun | None = None
     skipped: str | None = None
@@ -50,7 +50,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a recovery, for any of its models."""
+    """A stage of a recovery, for each of its models."""
 
     recipe: HealRecipe
     part: StagePart
@@ -58,12 +58,12 @@ class Stage:
     meter: Meter
 
     def train(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None) -> Outcome:
-        """Train a model of float32, in place, and save it; where the folder holds a whole checkpoint, go on from there.
+        """Train a float32 model in place and save it; resume from the folder's latest complete checkpoint, if any.
 
-        Where the loss is not finite, return what happened, which the folder keeps too. A teacher is for distillation.
+        If the loss becomes NaN or infinite, return and store that outcome. A teacher is for distillation.
         """
         part, folder = self.part, folder.resolve()
-        set_seed(self.recipe.seed)  # of an adapter's first values
+        set_seed(self.recipe.seed)  # for the initial values of adapters
         trained = unfreeze(model, part.parameters, part.lora)
         with quiet_transformers():
             trainer = self._trainer(trained, folder, teacher)
@@ -71,7 +71,7 @@ class Stage:
                 with resumable(folder):
                     trainer.train(resume_from_checkpoint=True)
             except TrainingStopped as stop:
-                if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
+                if stop.__cause__ is not None:  # a checkpoint that could not be written, as on a full disk
                     raise
                 write_whole(folder / STOPPED, str(stop))
                 return Outcome(stopped=str(stop))
@@ -89,12 +89,12 @@ class Stage:
         return Outcome(run)
 
     def arguments(self, folder: Path) -> TrainingArguments:
-        """Return Trainer's arguments."""
+        """Return the arguments of Trainer."""
         return training_arguments(folder, self.recipe.seed, self.part.schedule.course(self._steps), self._settings)
 
     @property
     def _settings(self) -> dict[str, Any]:
-        return {**LOGGED, **self.recipe.train, **self.part.train}
+        return {**LOGGING, **self.recipe.train, **self.part.train}
 
     @property
     def _steps(self) -> int:
@@ -105,8 +105,8 @@ class Stage:
         data = self.rows.training(self._steps * batch_sequences(self._settings))
         for each in (model,) if teacher is None else (model, teacher.model):
             set_attention(each, None, arguments)
-        kind = CrossLayerTrainer if teacher is None else DistillTrainer
-        trainer = kind(model, arguments, data, {}, self.rows.tokenizer, self.meter)
+        trainer_class = CrossLayerTrainer if teacher is None else DistillTrainer
+        trainer = trainer_class(model, arguments, data, {}, self.rows.tokenizer, self.meter)
         if isinstance(trainer, DistillTrainer):
             assert teacher is not None
             teacher.model.to(arguments.device)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ class Stage:
         return trainer
 
     def _finish(self, model: PreTrainedModel, folder: Path, run: StageRun) -> None:
-        """Write the model and then the run, and remove what was needed on the way."""
+        """Write the model and then the run, and remove checkpoints."""
         partial = folder / f".{MODEL}"
         shutil.rmtree(partial, ignore_errors=True)
         model.save_pretrained(partial)
@@ -131,22 +131,22 @@ class Stage:
 
 
 class _LastStep(TrainerCallback):
-    """Leaves checkpoint and evaluation of the last step out: the model itself is written next, and then measured.
+    """Skips checkpoint and evaluation of the last step, since the model itself is written and measured next.
 
-    Interrupted in that step, nothing is written next, so the checkpoint stays.
+    If the run is interrupted in that step, the checkpoint is kept.
     """
 
     def __init__(self, interruption: Interruption):
         self.interruption = interruption
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take back what Trainer has decided."""
+        """Override the decisions of Trainer."""
         if state.global_step >= state.max_steps:
             control.should_save, control.should_evaluate = self.interruption.pressed, False
 
 
 def finished(folder: Path) -> Outcome | None:
-    """Return how a stage went, or why it stopped; None where its folder is not whole."""
+    """Return the outcome of a stage that has ended; None otherwise."""
     if (folder / STOPPED).is_file():
         return Outcome(stopped=(folder / STOPPED).read_text(encoding="utf-8"))
     path = folder / DONE
@@ -155,25 +155,25 @@ def finished(folder: Path) -> Outcome | None:
     try:
         return Outcome(StageRun.model_validate_json(path.read_bytes()))
     except ValidationError as error:
-        what = f"{DONE} of {folder.parent.name}/{folder.name} is damaged ({validation_message(error)})"
-        raise ValueError(f"{what}; remove that folder to train it anew") from None
+        stage = f"{folder.parent.name}/{folder.name}"
+        raise ValueError(f"{DONE} of {stage} is damaged ({validation_message(error)}); remove that folder to retrain") from None
 
 
 def compensations(model: nn.Module) -> list[Compensation]:
-    """Return every W_c of a model, from below."""
+    """Return every W_c of a model, from the first layer."""
     return [module for module in model.modules() if isinstance(module, Compensation)]
 
 
 def check_parameters(stages: Sequence[StagePart]) -> None:
-    """Refuse stages whose parameters need what is not installed."""
+    """Raise if a stage needs a package that is not installed."""
     if any(stage.parameters == "lora" for stage in stages) and importlib.util.find_spec("peft") is None:
-        raise ValueError("stages with parameters: lora need peft: pip install 'crosslayer[heal]'")
+        raise ValueError("parameters: lora needs peft: pip install 'crosslayer[heal]'")
 
 
 def unfreeze(model: PreTrainedModel, parameters: str, lora: LoraPart | None = None) -> PreTrainedModel:
-    """Let a stage's parameters alone have gradients, and return what trains: the model, or the model with adapters.
+    """Enable gradients for a stage's parameters only, and return the model, with adapters for "lora".
 
-    Adapters stand at every linear map but the head; a map that several layers share gets one, which they share.
+    Every linear layer but the head gets an adapter; a linear layer that several layers share has one shared adapter.
     """
     if parameters != "lora":
         model.requires_grad_(parameters == "all")
@@ -190,11 +190,11 @@ def unfreeze(model: PreTrainedModel, parameters: str, lora: LoraPart | None = No
         task_type="CAUSAL_LM",  # type: ignore[arg-type]
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft reads a name that transformers has changed
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers renamed
         return get_peft_model(model, options)  # type: ignore[return-value]
 
 
 def merged(model: PreTrainedModel, parameters: str) -> PreTrainedModel:
-    """Return the model after a stage, adapters added into the weights that they adapt."""
+    """Return the model after a stage, with adapters merged into its weights."""
     wrapped: Any = model
     return wrapped.merge_and_unload(safe_merge=True) if parameters == "lora" else model

@@ -1,4 +1,4 @@
-"""What losses window by window say of a state: against the original, the state before, and the reference.
+"""Statistics of a state from its losses by window: against the original, the state before, and the reference.
 
     closed = 1 − mean(loss − loss of the reference) / mean(loss before training − loss of the reference)
 
@@ -18,25 +18,25 @@ ALL = "all windows"
 
 @dataclass(frozen=True)
 class Summary:
-    """What all states are compared by."""
+    """What all states are compared with."""
 
-    domains: Sequence[str]  # in the order in which they are shown
-    seen: frozenset[str]  # those that any model was fitted to or trained on
-    reference: Losses  # of the trained original, or of the original
+    domains: Sequence[str]  # in the order of the page
+    seen: frozenset[str]  # those that any model was trained or calibrated on
+    reference: Losses  # losses of the trained original, or of the original
     seed: int  # of the bootstrap
 
     def results(
         self, state: Losses, earlier: Losses | None, first: Losses | None
     ) -> tuple[tuple[DomainResult, ...], DomainResult]:
-        """Return how a state stands on each domain, and on all windows.
+        """Return the results of a state on each domain, and on all windows.
 
         `earlier` is None for the first state; `first`, the state before any training, is None for the reference itself.
         """
         every = (state, earlier, first, self.reference)
         by_domain = []
         for name in self.domains:
-            parts = [None if losses is None else losses.of(name) for losses in every]
-            by_domain.append(self._result_on(name, name in self.seen, *parts))
+            losses = [None if each is None else each.of(name) for each in every]
+            by_domain.append(self._result_on(name, name in self.seen, *losses))
         return tuple(by_domain), self._result_on(ALL, bool(self.seen), *every)
 
     def _result_on(
@@ -61,28 +61,28 @@ class Summary:
         )
 
     def order(self, ends: Mapping[str, Losses]) -> dict[str, tuple[Rank, ...]]:
-        """Return the retrofits by KL at the end on each domain, lowest first, each beside the one before it.
+        """Return the retrofits ranked by final KL on each domain, lowest first, with the difference to the one before.
 
-        Equal ones keep the order in which they came.
+        Ties keep the order of `ends`.
         """
         order = {}
         for domain in self.domains:
             losses = {name: every.of(domain) for name, every in ends.items()}
-            places, before = [], None
+            ranks, before = [], None
             for name in sorted(losses, key=lambda name: float(losses[name].kl.mean())):
                 own, over = losses[name], None
                 if before is not None:
                     over = Bootstrap(own.documents, self.seed).mean(own.kl - before.kl)
-                places.append(Rank(variant=name, kl=float(own.kl.mean()), over_previous=over))
+                ranks.append(Rank(variant=name, kl=float(own.kl.mean()), over_previous=over))
                 before = own
-            order[domain] = tuple(places)
+            order[domain] = tuple(ranks)
         return order
 
 
 def shown_order(before: Sequence[Losses], seen: frozenset[str]) -> list[str]:
-    """Return domains as results show them, whatever the order of the retrofits, of which each has its losses.
+    """Return domains in the order of the page: unseen ones first, and of each group the highest mean KL first.
 
-    Those come first that nothing saw, and of each kind those with the highest mean KL.
+    `before` has the losses of each retrofit before training; their order has no effect.
     """
     names = sorted(set(before[0].domains))
     kl = {name: math.fsum(losses.of(name).kl.mean() for losses in before) for name in names}

@@ -1,9 +1,9 @@
-"""The windows that models are measured on: those of the reports, and none that anything was fitted to.
+"""The evaluation windows: those of the retrofits' reports, without any calibration window.
 
-A report cuts each domain into a list of windows that follows from length, seed and `bos` alone: first those that
-evaluator, then those that W_c and the choice of layers are fitted to. Here the same list is cut again, and windows are
-taken from its beginning, but for those that any of the retrofits was fitted to. Of a domain that is trained on,
-windows come from what is held out of it, whose pieces may hold text that was fitted to.
+A retrofit cuts each domain into a list of windows that depends on length, seed and `bos` only: first the evaluation
+windows, then the calibration windows. The same list is cut again here, and windows are taken from its start, except
+those that any of the retrofits was calibrated on. For a training domain, windows come from its held-out pieces, which
+may hold calibration text.
 
 Shapes: N windows, T tokens of a window.
 """
@@ -26,14 +26,14 @@ from crosslayer.verbs.retrofit.texts import Texts
 
 @dataclass(frozen=True)
 class EvaluationWindows:
-    """How the windows to measure on are cut."""
+    """How the evaluation windows are cut."""
 
-    counts: Mapping[str, int]  # N of each domain
+    counts: Mapping[str, int]  # N by domain
     length: int  # T
-    cut_length: int  # tokens of the reports' windows, of which the first T are read where a domain was fitted to
+    cut_length: int  # tokens of the reports' windows; of a calibration domain only the first T are used
     seed: int  # of the windows and of the bootstrap
-    bos: str  # first token of a window, as a report has it
-    fitted: Mapping[str, frozenset[int]]  # of each domain the numbers of the windows to which anything was fitted
+    bos: str  # BOS token, as in the reports
+    fitted: Mapping[str, frozenset[int]]  # calibration windows by domain, as indices into the list
 
     def windows(self, recipe: HealRecipe, tokenizer: PreTrainedTokenizerBase) -> Windows:
         """Cut the windows."""
@@ -46,8 +46,8 @@ class EvaluationWindows:
                     documents = list(trained[name].domain().held_out())
                 if fitted and self.length > self.cut_length:
                     raise ValueError(
-                        f"eval.length is {self.length}, and W_c or layers were fitted to other windows of "
-                        f"{self.cut_length} tokens; use {self.cut_length} at most, or leave {name} out of eval.domains"
+                        f"eval.length must be at most {self.cut_length}, the length of the calibration windows, got "
+                        f"{self.length}; or remove {name} from eval.domains"
                     )
                 pairs.append((name, self._cut(documents, tokenizer, self.counts[name], fitted)))
             except ValueError as error:
@@ -57,53 +57,53 @@ class EvaluationWindows:
     def _cut(
         self, documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: int, fitted: frozenset[int]
     ) -> Windows:
-        """Return the first windows to which nothing was fitted; of the reports' list their first tokens."""
+        """Return the first windows that are not in `fitted`, cut off at T tokens."""
         unseen = (number for number in itertools.count() if number not in fitted)
         numbers = list(itertools.islice(unseen, count))
         length = self.cut_length if fitted else self.length
-        parts = {"evaluation": numbers[-1] + 1}
-        every = split(documents, tokenizer, parts=parts, length=length, seed=self.seed, bos=self.bos)["evaluation"]
+        counts = {"evaluation": numbers[-1] + 1}
+        every = split(documents, tokenizer, parts=counts, length=length, seed=self.seed, bos=self.bos)["evaluation"]
         return Windows(every.ids[numbers, : self.length], tuple(every.documents[number] for number in numbers))
 
 
 def evaluation_windows(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> EvaluationWindows:
-    """Find out how to cut the windows: as the reports say, but for what the recipe's `eval` says."""
+    """Return how to cut the windows: as in the reports, unless the recipe's `eval` differs."""
     length, seed, bos = (_shared(retrofits, name) for name in ("length", "seed", "bos"))
     domains = recipe.eval.domains or _shared(retrofits, "domains", "eval.domains")
     for name in domains:
         if name not in EMBEDDED:
             raise ValueError(
-                f"{retrofits[0].name!r} was judged on {name!r}, which is no embedded domain; name eval.domains: "
-                f"{', '.join(EMBEDDED)}"
+                f"{retrofits[0].name!r} was evaluated on {name!r}, which is not an embedded domain; set eval.domains "
+                f"to some of {', '.join(EMBEDDED)}"
             )
     windows = recipe.eval.windows or _shared(retrofits, "windows", "eval.windows")
     if windows < MIN_WINDOWS * len(domains):
         raise ValueError(
-            f"eval.windows is {windows}; {len(domains)} domains need at least {MIN_WINDOWS * len(domains)}: "
-            "say more there, or fewer eval.domains"
+            f"eval.windows must be at least {MIN_WINDOWS * len(domains)} for {len(domains)} domains, got {windows}; "
+            "raise it, or use fewer eval.domains"
         )
     fitted = {name: frozenset().union(*(_fitted(retrofit, name) for retrofit in retrofits)) for name in domains}
     return EvaluationWindows(shared_out(windows, domains), recipe.eval.length or length, length, seed, bos, fitted)
 
 
 def _fitted(retrofit: Retrofit, name: str) -> range:
-    """Return which windows of a domain a retrofit was fitted to: they follow those that judged it."""
+    """Return the calibration windows of a retrofit in a domain; they follow its evaluation windows."""
     report = retrofit.report
-    parts = Texts({}, tuple(report.fitted), tuple(report.judged)).parts(Request(report.settings))
-    start = parts["evaluation"].get(name, 0)
-    count = sum(parts[part].get(name, 0) for part in ("calibration", "choice", "search") if part in parts)
+    counts = Texts({}, tuple(report.fitted), tuple(report.judged)).window_counts(Request(report.settings))
+    start = counts["evaluation"].get(name, 0)
+    count = sum(counts[use].get(name, 0) for use in ("calibration", "choice", "search") if use in counts)
     return range(start, start + count)
 
 
-def _shared(retrofits: Sequence[Retrofit], what: str, key: str | None = None) -> Any:
-    """Return an option of the reports, which must be the same in all; `key` of a recipe can say it instead."""
-    options = [{**vars(part.report.settings), "domains": tuple(part.report.judged)} for part in retrofits]
-    said = [", ".join(option[what]) if what == "domains" else str(option[what]) for option in options]
-    for retrofit, other in zip(retrofits, said, strict=True):
-        if other != said[0]:
-            way = "heal them one by one" if key is None else f"say {key}, or heal them one by one"
+def _shared(retrofits: Sequence[Retrofit], option: str, key: str | None = None) -> Any:
+    """Return an option of the reports, which must be equal in all; `key` of the recipe can replace it."""
+    settings = [{**vars(each.report.settings), "domains": tuple(each.report.judged)} for each in retrofits]
+    values = [", ".join(each[option]) if option == "domains" else str(each[option]) for each in settings]
+    for retrofit, value in zip(retrofits, values, strict=True):
+        if value != values[0]:
+            remedy = "heal them separately" if key is None else f"set {key}, or heal them separately"
             raise ValueError(
-                f"the report of {retrofits[0].name!r} was judged with {what} {said[0]}, that of {retrofit.name!r} "
-                f"with {other}; {way}"
+                f"retrofits must have been evaluated with the same {option}: {retrofits[0].name!r} has {values[0]}, "
+                f"{retrofit.name!r} has {value}; {remedy}"
             )
-    return options[0][what]
+    return settings[0][option]

@@ -1,4 +1,4 @@
-"""What the tests of a recovery share: a cache of their own, an original, and retrofits of it."""
+"""Fixtures of the tests of a recovery: a cache folder, an original, and its retrofits."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
-    """A folder with the original and its retrofits, of which `fitted` was fitted to code, which judged it."""
+    """A folder with the original and its retrofits, of which `fitted` was calibrated and evaluated on code."""
     folder = tmp_path_factory.mktemp("models")
     original = original_in(folder)
     for name in ("fitted", "without", "shorter"):

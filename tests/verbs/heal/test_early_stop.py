@@ -1,4 +1,4 @@
-"""When the moving average of a loss has stopped to fall."""
+"""When the moving average of a loss has stopped falling."""
 
 import math
 
@@ -65,7 +65,7 @@ def test_noise_at_the_start_of_a_real_curve_does_not_end_it_and_its_plateau_does
 
 def test_an_average_counts_from_its_first_full_window():
     ends = [first_end([1.0] * 30, smoothing, 1, 0.1) for smoothing in (0.0, 0.5, 0.9, 0.95)]
-    assert ends == [2, 3, 11, 21]  # the first mark is that of the loss before
+    assert ends == [2, 3, 11, 21]  # the first best is that of the loss before
 
 
 def test_no_checkpoint_is_left_of_the_step_that_ends_it(tmp_path):

@@ -56,11 +56,14 @@ def test_the_prompt_is_the_papers(tmp_path):
             r"'table.jsonl', line 2: no text in column 'response'; it has instruction",
         ),
         ({"instruction": 3, "response": "b", "input": ""}, "line 2: no text in column 'instruction'"),
-        ({"instruction": "a", "response": "b", "input": "", "choices": "x"}, "no list of texts in column 'choices'"),
+        (
+            {"instruction": "a", "response": "b", "input": "", "choices": "x"},
+            "line 2: column 'choices' must hold a list of texts",
+        ),
         ([1], "line 2: no text in column 'response'; it has list"),
     ],
 )
-def test_what_is_wrong_with_a_row_is_said_with_its_line(row, message, tmp_path):
+def test_errors_name_the_line(row, message, tmp_path):
     good = {"instruction": "a", "input": "", "choices": [], "response": "b"}
     with pytest.raises(ValueError, match=message):
         list(read_examples([table(tmp_path, [good, row])], COLUMNS))
@@ -68,7 +71,7 @@ def test_what_is_wrong_with_a_row_is_said_with_its_line(row, message, tmp_path):
 
 def test_a_table_that_is_no_jsonl_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ValueError, match=r"'a.txt' holds no columns; instructions are read from .jsonl"):
+    with pytest.raises(ValueError, match=r"instructions must be in .jsonl files .*got 'a.txt'"):
         list(read_examples([tmp_path / "a.txt"], COLUMNS))
 
 
@@ -84,7 +87,7 @@ def test_every_20th_is_held_out_and_nothing_is_in_both(tmp_path):
     assert domain.digest() != Instructions("x", domain.source, columns=Columns(response="instruction")).digest()
 
 
-def test_special_tokens_stand_at_the_ends_of_a_pair_alone(tmp_path, tokenizer):
+def test_special_tokens_are_only_at_the_end_of_a_pair(tmp_path, tokenizer):
     examples = [("ab", "c"), ("d", "ef")]
     shards = shards_of(tmp_path, tokenizer, examples)
     end = tokenizer.eos_token_id

@@ -17,7 +17,7 @@ def words(tmp_path):
     return [*map(str, ("retrofit", original, "--out", tmp_path / "small", *options, "--heal", recipe))]
 
 
-def test_a_retrofit_and_its_recovery_stand_side_by_side(words, tmp_path, monkeypatch, capsys):
+def test_a_retrofit_and_its_recovery_are_written(words, tmp_path, monkeypatch, capsys):
     assert type_in(monkeypatch, words) == 0
     report, recovery = (crosslayer.load_result(tmp_path / name) for name in ("small", "small-healed"))
     assert report.kv_share == 0.75 and [variant.name for variant in recovery.variants] == ["small"]
@@ -28,7 +28,7 @@ def test_a_retrofit_and_its_recovery_stand_side_by_side(words, tmp_path, monkeyp
     assert report.sentences()[0] in printed and recovery.sentences()[0] in printed
 
 
-def test_what_is_wrong_with_the_recipe_is_said_before_anything_is_loaded(words, tmp_path, monkeypatch, capsys):
+def test_errors_of_the_recipe_come_before_anything_is_loaded(words, tmp_path, monkeypatch, capsys):
     (tmp_path / "wrong.yaml").write_text("stages: []")
     assert type_in(monkeypatch, [*words[:-1], str(tmp_path / "wrong.yaml")]) == 2
     assert "wrong.yaml" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_retrofits_are_ordered_by_domain_and_each_is_paired_with_the_one_before(
     summary = Summary(("web", "code"), frozenset(), ends["low"], 0)
     order = summary.order(ends)
     assert list(order) == ["web", "code"]
-    assert [place.variant for place in order["web"]][0] == "high" and order["web"][0].over_previous is None
+    assert [rank.variant for rank in order["web"]][0] == "high" and order["web"][0].over_previous is None
     second, last = order["code"][1:]
     assert {order["code"][0].variant, second.variant} == {"low", "alike"} and last.variant == "high"
     low, high = second.over_previous.ci95

@@ -1,4 +1,4 @@
-"""Distillation and adapters: the loss against a naive one, what is matched, and what merging leaves."""
+"""Distillation and adapters: the loss against a naive one, what is matched, and merging."""
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ def test_hidden_states_are_kept_only_where_they_are_matched(tmp_path):
         assert len(teacher.states(given)) == count
 
 
-def test_accumulated_batches_count_by_their_tokens(tmp_path):
+def test_accumulated_batches_are_weighted_by_their_tokens(tmp_path):
     """Two micro-batches of 2 rows give the gradient of a batch of 4, whose documents leave out different tokens."""
     rows = []
     for name, size, batches in (("whole", 4, 1), ("parts", 2, 2)):
@@ -131,7 +131,7 @@ def test_the_original_itself_has_nothing_to_learn(tmp_path):
     assert trainer.compute_loss(original, batch_of(2)).item() == pytest.approx(0, abs=1e-6)
 
 
-def test_distillation_learns_and_judges_by_the_text(tmp_path):
+def test_distillation_learns_and_validates_on_the_text(tmp_path):
     student, teacher = student_and_teacher(0.1)
     trainer = distiller(tmp_path, student, teacher, 40, learning_rate=2e-3)
     trainer.train()
@@ -169,7 +169,7 @@ def test_merged_adapters_compute_the_same(case):
 
 
 def test_distilling_retrofits_with_adapters_in_bfloat16(base, tmp_path):
-    """The original is its own baseline, and a model without a whole layer matches the layers that stay."""
+    """The original is its own baseline, and a model without a whole layer matches the kept layers."""
     pytest.importorskip("peft")
     stage = {
         "parameters": "lora",

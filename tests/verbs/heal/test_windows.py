@@ -1,4 +1,4 @@
-"""The windows that evaluator: those of the report, and none that anything was fitted to."""
+"""The evaluation windows: those of the report, without any calibration window."""
 
 import json
 
@@ -37,7 +37,7 @@ def report_parts(base, name):
     return Texts(code, ("code",), ("code",)).windows(tokenizer, Request(retrofit.report.settings))
 
 
-def test_without_a_word_of_the_recipe_the_damage_before_is_the_reports_own(base, tmp_path):
+def test_by_default_the_damage_before_training_is_the_reports_own(base, tmp_path):
     recipe = recipe_in(tmp_path, stages=[STAGE], eval={"held_out": 1}, baseline=False, seed=5)
     recovery = healed(base, "fitted", tmp_path, recipe)
     report = crosslayer.load_result(base / "fitted")
@@ -48,7 +48,7 @@ def test_without_a_word_of_the_recipe_the_damage_before_is_the_reports_own(base,
         assert vars(before)[name] == pytest.approx(vars(own)[name], rel=1e-5), name
 
 
-def test_more_windows_leave_those_out_that_were_fitted_to(base, tmp_path):
+def test_more_windows_leave_out_calibration_windows(base, tmp_path):
     parts = report_parts(base, "fitted")
     ids = judged(base, tmp_path, {"domains": ["code"], "windows": 64}, "fitted").ids
     fitted = {tuple(window) for window in parts["calibration"].ids.tolist()}
@@ -61,9 +61,7 @@ def test_more_windows_leave_those_out_that_were_fitted_to(base, tmp_path):
 def test_shorter_windows_begin_as_the_reports_and_longer_ones_are_refused(base, tmp_path):
     ids = judged(base, tmp_path, {"domains": ["code"], "windows": 64, "length": 20}, "fitted").ids
     assert torch.equal(ids, judged(base, tmp_path, {"domains": ["code"], "windows": 64}, "fitted").ids[:, :20])
-    with pytest.raises(
-        ValueError, match=r"code: eval.length is 25, and W_c or layers were fitted to other windows of 24"
-    ):
+    with pytest.raises(ValueError, match=r"code: eval.length must be at most 24.*got 25"):
         judged(base, tmp_path, {"domains": ["code"], "windows": 16, "length": 25}, "fitted")
     assert judged(base, tmp_path, {"domains": ["code"], "windows": 16, "length": 25}, "without").ids.shape == (16, 25)
 
@@ -71,15 +69,15 @@ def test_shorter_windows_begin_as_the_reports_and_longer_ones_are_refused(base, 
 @pytest.mark.parametrize(
     ("option", "value", "evaluation", "message"),
     [
-        ("seed", 1, {}, "with seed 0, that of 'other' with 1; heal them one by one"),
-        ("length", 32, {"length": 24}, "with length 24, that of 'other' with 32; heal them one by one"),
-        ("windows", 17, {}, "with windows 16, that of 'other' with 17; say eval.windows, or heal them one by one"),
+        ("seed", 1, {}, "the same seed: .* has 0, 'other' has 1; heal them separately"),
+        ("length", 32, {"length": 24}, "the same length: .* has 24, 'other' has 32; heal them separately"),
+        ("windows", 17, {}, "the same windows: .* has 16, 'other' has 17; set eval.windows"),
         ("windows", 17, {"windows": 16}, None),
-        ("judged", ["web"], {}, "with domains code, that of 'other' with web; say eval.domains, or heal them"),
+        ("judged", ["web"], {}, "the same domains: .* has code, 'other' has web; set eval.domains"),
         ("judged", ["web"], {"domains": ["code"]}, None),
     ],
 )
-def test_retrofits_that_were_judged_otherwise_are_refused(option, value, evaluation, message, base, tmp_path):
+def test_retrofits_that_were_evaluated_differently_are_refused(option, value, evaluation, message, base, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     for file in ("config.json", "model.safetensors"):
@@ -97,22 +95,20 @@ def test_retrofits_that_were_judged_otherwise_are_refused(option, value, evaluat
     assert "\n" not in str(caught.value)
 
 
-def test_a_text_of_ones_own_needs_a_domain_to_judge_on(base, tmp_path):
+def test_a_text_of_your_own_needs_an_evaluation_domain(base, tmp_path):
     retrofits, _ = opened(base, "without")
     report = retrofits[0].report.model_copy(update={"judged": ["own.txt"]})
     own = type(retrofits[0])(retrofits[0].folder, report)
-    with pytest.raises(
-        ValueError, match=r"'without' was judged on 'own.txt', which is no embedded domain; name eval.dom"
-    ):
+    with pytest.raises(ValueError, match=r"'without' was evaluated on 'own.txt', .*eval.domains"):
         evaluation_windows(load_heal_recipe(recipe_in(tmp_path, eval={})), [own])
 
 
-def test_windows_of_a_domain_that_was_trained_on_and_fitted_to_are_marked(base, tmp_path):
-    """What is held out of the training may have been fitted to."""
+def test_windows_of_a_training_and_calibration_domain_are_marked(base, tmp_path):
+    """Held-out training text may be calibration text."""
     data = {"length": 32, "domains": [{"name": "code"}]}
     evaluation = {"domains": ["code"], "windows": 16, "held_out": 1}
     recipe = recipe_in(tmp_path, stages=[STAGE], eval=evaluation, baseline=False, data=data)
-    for name, kind in (("fitted", "seen: fitted"), ("without", "seen")):
+    for name, label in (("fitted", "seen, may overlap calibration text"), ("without", "seen")):
         recovery = healed(base, name, tmp_path / name, recipe)
-        assert f"code ({kind}, 16 windows)" in recovery.page()
-        assert f"on code ({kind}) the KL" in recovery.sentences()[0]
+        assert f"code ({label}, 16 windows)" in recovery.page()
+        assert f"on code ({label})" in recovery.sentences()[0]

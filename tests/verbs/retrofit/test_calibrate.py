@@ -154,7 +154,7 @@ def test_layerwise_corrects_the_change_of_each_layer_alone(source, name):
         seen = {}
         original, layer = (one.model.layers[fit.layer] for one in (convert_weights(source, []).model, naive))
         hooks = [layer.input_layernorm.register_forward_pre_hook(lambda _, args, s=seen: s.update(into=args[0]))]
-        for key, one in (("wanted", original), ("reached", layer)):
+        for key, one in (("expected", original), ("reached", layer)):
             if name == "mlp":
                 hooks.append(one.register_forward_hook(lambda _, args, out, s=seen, k=key: s.update({k: out[0]})))
             else:
@@ -169,7 +169,7 @@ def test_layerwise_corrects_the_change_of_each_layer_alone(source, name):
             rotary = naive.model.rotary_emb(seen["into"], position_ids=position)
             mask = masks_of(naive.config, ["full_attention"], seen["into"], None, position)["full_attention"]
             original(seen["into"], {}, rotary, mask)
-            error = seen["wanted"] - seen["reached"]
+            error = seen["expected"] - seen["reached"]
             for hook in hooks:
                 hook.remove()
             naive.model.layers[fit.layer].compensation.weight.copy_(model.model.layers[fit.layer].compensation.weight)
@@ -202,12 +202,12 @@ def test_a_bias_is_least_squares_with_an_intercept(source, fit):
     done = convert(source, entry, calibration=ids, fit=fit)
     naive, converted = convert_weights(source, [load_method(entry)]).model, done.model
     for fitted_layer, number in zip(done.fits, (2, 4), strict=True):
-        normed, wanted = seen_in(source, source.model.layers[number], ids)
+        normed, expected = seen_in(source, source.model.layers[number], ids)
         if fit == "lmmse":
-            stream = wanted - attention_output(source, number, ids)
+            stream = expected - attention_output(source, number, ids)
         else:
             normed, stream = seen_in(naive, naive.model.layers[number], ids)
-        error = wanted - stream
+        error = expected - stream
         solved = np.linalg.lstsq(np.concatenate([normed, ones], axis=1), error, rcond=None)[0]
         rest = error - normed @ solved[:-1] - solved[-1]
         assert fitted_layer.token_after == pytest.approx(np.sqrt((rest**2).sum(1).mean()), rel=1e-6)
@@ -230,10 +230,10 @@ def test_lmmse_takes_each_layer_by_itself(source):
     fits = convert(source, METHODS["cla"], calibration=ids, fit="lmmse").fits
     for fit, read in zip(fits, (1, 3, 3), strict=True):
         layer = source.model.layers[fit.layer]
-        _, wanted = seen_in(source, layer, ids)
+        _, expected = seen_in(source, layer, ids)
         with what_if(source, {"name": "kvsharer", "pairs": ((fit.layer, read),)}):
             _, reached = seen_in(source, layer, ids)
-        assert fit.token_before == pytest.approx(np.sqrt(((wanted - reached) ** 2).sum(1).mean()), rel=1e-6)
+        assert fit.token_before == pytest.approx(np.sqrt(((expected - reached) ** 2).sum(1).mean()), rel=1e-6)
 
 
 def attention_output(model, number, ids):

@@ -72,24 +72,24 @@ def test_against_ridge_regression_from_below(source, method, fit):
     naive = convert_weights(source, [load_method(given)]).model
     assert [fitted.layer for fitted in converted.fits] == READERS
     for fitted in converted.fits:
-        heads, normed, lack = seen(source, naive, fitted.layer, text())
+        heads, normed, error = seen(source, naive, fitted.layer, text())
         x = torch.cat([heads, normed], 1) if fit == "refit" else heads  # (rows, I)
         penalties = torch.full((heads.shape[1],), fitted.output_penalty * heads.square().sum(0).mean())
         if fit == "refit":
             penalties = torch.cat(
                 [penalties, torch.full((normed.shape[1],), fitted.penalty * normed.square().sum(0).mean())]
             )
-        rows = torch.cat([x, penalties.double().sqrt().diag()])  # ridge is least squares with rows that want zero
-        wanted = torch.cat([lack, torch.zeros(len(penalties), lack.shape[1], dtype=torch.float64)])
-        weight = torch.linalg.lstsq(rows, wanted).solution
+        rows = torch.cat([x, penalties.double().sqrt().diag()])  # ridge is least squares with rows with target zero
+        expected = torch.cat([error, torch.zeros(len(penalties), error.shape[1], dtype=torch.float64)])
+        weight = torch.linalg.lstsq(rows, expected).solution
         ours, theirs = (model.model.layers[fitted.layer] for model in (converted.model, naive))
         theirs.self_attn.o_proj.weight = torch.nn.Parameter(theirs.self_attn.o_proj.weight + weight[: heads.shape[1]].T)
         torch.testing.assert_close(ours.self_attn.o_proj.weight, theirs.self_attn.o_proj.weight, rtol=0, atol=1e-6)
         if fit == "refit":
             theirs.compensation.weight.copy_(weight[heads.shape[1] :].T)
             torch.testing.assert_close(ours.compensation.weight, theirs.compensation.weight, rtol=0, atol=1e-6)
-        assert fitted.token_before == pytest.approx(lack.square().sum(1).mean().sqrt().item(), rel=1e-6)
-        rest = lack - x @ weight
+        assert fitted.token_before == pytest.approx(error.square().sum(1).mean().sqrt().item(), rel=1e-6)
+        rest = error - x @ weight
         assert fitted.token_after == pytest.approx(rest.square().sum(1).mean().sqrt().item(), rel=1e-6)
 
 

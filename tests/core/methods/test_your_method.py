@@ -118,7 +118,7 @@ assert "scaled" in crosslayer.core.methods.method_names() and "scaled" in [row["
 assert "| `scaled` | Scaled values: groups use" in markdown()
 assert cls in searched_methods()
 request = Request(RetrofitOptions(method="scaled", layers="2-3"))
-assert request.kind is cls and request.target(cls) == "attention"
+assert request.method_class is cls and request.target(cls) == "attention"
 method = request.compensated(request.from_groups([[2, 3]], 6))
 shape = {**contract.SHAPE, "num_hidden_layers": 6}
 result = convert_weights(LlamaForCausalLM(LlamaConfig(**shape)).eval(), [method])

@@ -156,7 +156,9 @@ def finished(folder: Path) -> Outcome | None:
         return Outcome(StageRun.model_validate_json(path.read_bytes()))
     except ValidationError as error:
         stage = f"{folder.parent.name}/{folder.name}"
-        raise ValueError(f"{DONE} of {stage} is damaged ({validation_message(error)}); remove that folder to retrain") from None
+        raise ValueError(
+            f"{DONE} of {stage} is damaged ({validation_message(error)}); remove that folder to retrain"
+        ) from None
 
 
 def compensations(model: nn.Module) -> list[Compensation]:

@@ -118,7 +118,7 @@ class Grid:
             return self
         for key in (STEPS, TOKENS):
             if key in self.varied:
-                raise ValueError(f"`budget` sets {key}, which `vary` varies too; drop one of the two")
+                raise ValueError(f"`budget` sets {key}, which `vary` varies too; remove one of the two")
         if budget.kind != "tokens":
             return self
         return replace(self, overrides=(*self.overrides, f"{STEPS}=null", f"{TOKENS}={round(budget.amount)}"))

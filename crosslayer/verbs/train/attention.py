@@ -30,17 +30,17 @@ AttentionInterface.register(WITHIN_DOCUMENTS, attend_within_documents)
 AttentionMaskInterface.register(WITHIN_DOCUMENTS, document_mask)
 
 
-def check_attention(kind: Attention | None, device: torch.device) -> None:
+def check_attention(implementation: Attention | None, device: torch.device) -> None:
     """Refuse attention that cannot train on a device."""
-    if kind == "flex" and device.type == "cpu":
+    if implementation == "flex" and device.type == "cpu":
         raise ValueError("model.attention: flex has no backward pass on a CPU; use sdpa")
-    if kind == "flash" and (device.type == "cpu" or not is_flash_attn_2_available()):
+    if implementation == "flash" and (device.type == "cpu" or not is_flash_attn_2_available()):
         raise ValueError("model.attention: flash needs a GPU and the package flash-attn; use sdpa or flex")
 
 
-def set_attention(model: PreTrainedModel, kind: Attention | None, arguments: TrainingArguments) -> None:
-    """Make a model attend within documents, with the implementation `kind`; None: SDPA per document if possible."""
-    check_attention(kind, arguments.device)
+def set_attention(model: PreTrainedModel, implementation: Attention | None, arguments: TrainingArguments) -> None:
+    """Make a model attend within documents, by an implementation; None: SDPA per document if possible."""
+    check_attention(implementation, arguments.device)
     config: Any = model.config.get_text_config()
     if not isinstance(config, CrossLayerConfig) and (model._is_stateful or STATES & set(layer_types_of(config))):
         raise ValueError(
@@ -51,29 +51,29 @@ def set_attention(model: PreTrainedModel, kind: Attention | None, arguments: Tra
         raise ValueError("train.torch_compile: compiled linear attention would cross document boundaries; remove it")
     caps = attention_that_caps(config, "sdpa") != "sdpa"
     dense = any(isinstance(module, StateReader) and module.needs_mask for module in model.modules())
-    if kind == "sdpa" and caps:
+    if implementation == "sdpa" and caps:
         raise ValueError("model.attention: sdpa cannot cap scores as this model does; use null or flex")
-    if kind in ("flex", "flash") and dense:
-        raise ValueError(f"model.attention: {kind} cannot apply the mask that the method changes; use sdpa")
-    if kind == "flash" and not (arguments.bf16 or arguments.fp16):
+    if implementation in ("flex", "flash") and dense:
+        raise ValueError(f"model.attention: {implementation} cannot apply the mask that the method changes; use sdpa")
+    if implementation == "flash" and not (arguments.bf16 or arguments.fp16):
         raise ValueError("model.attention: flash computes in half precision; set train.bf16: true")
-    if kind is None and config._attn_implementation == "sdpa":
-        kind = "sdpa" if model._supports_flex_attn else None  # such a model passes masks on unchanged
-    if kind is not None and not (kind == "sdpa" and dense):
-        model.set_attn_implementation(NAMES[kind])
+    if implementation is None and config._attn_implementation == "sdpa":
+        implementation = "sdpa" if model._supports_flex_attn else None  # such a model passes masks on unchanged
+    if implementation is not None and not (implementation == "sdpa" and dense):
+        model.set_attn_implementation(NAMES[implementation])
 
 
 @contextlib.contextmanager
 def readable_masks(model: PreTrainedModel) -> Iterator[None]:
     """Make a model use explicit attention masks inside the block, so that attention can be measured."""
     config: Any = model.config.get_text_config()
-    kind = config._attn_implementation
-    if kind in NAMES.values():
+    implementation = config._attn_implementation
+    if implementation in NAMES.values():
         model.set_attn_implementation(attention_that_caps(config, "sdpa") or "sdpa")
     try:
         yield
     finally:
-        model.set_attn_implementation(kind)
+        model.set_attn_implementation(implementation)
 
 
 def document_borders(model: Any, position_ids: Tensor) -> dict[str, Any]:

@@ -64,12 +64,12 @@ def optimizer_of(
     chosen: OptimizerPart,
     arguments: TrainingArguments,
     decayed: set[str],
-    kind: Any,
+    optimizer_class: Any,
     options: dict[str, Any],
 ) -> Optimizer:
     """Return the optimizer of a recipe, for the trainable parameters of a model.
 
-    Weight decay applies to those named in `decayed`. Without Muon, it is of the class `kind` with `options`, those of
+    Weight decay applies to those named in `decayed`. Without Muon it is an `optimizer_class` with `options`, those of
     `train.optim`.
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -92,7 +92,7 @@ def optimizer_of(
         first = {"params": [], "lr": rate, "weight_decay": decay}
         groups.setdefault((id(parameter) in matrices, rate, decay), first)["params"].append(parameter)
     if chosen.name is None:
-        return kind(list(groups.values()), **options)
+        return optimizer_class(list(groups.values()), **options)
     muon, adamw = ([group for key, group in groups.items() if key[0] == own] for own in (True, False))
     betas = (arguments.adam_beta1, arguments.adam_beta2)
     return MuonAndAdamW(muon, adamw, {"betas": betas, "eps": arguments.adam_epsilon})

@@ -42,7 +42,7 @@ class WrongKey(ValueError):
         self.key, self.message = key, message
 
 
-def read_recipe(kind: type[AnyRecipe], path: str | Path, settings: Sequence[str] = ()) -> AnyRecipe:
+def read_recipe(recipe_class: type[AnyRecipe], path: str | Path, settings: Sequence[str] = ()) -> AnyRecipe:
     """Read a recipe and check it; no data file is opened.
 
     Mappings merge key by key, and the extending file wins; lists, methods and other values are replaced. `settings`,
@@ -60,7 +60,7 @@ def read_recipe(kind: type[AnyRecipe], path: str | Path, settings: Sequence[str]
     for setting in settings:
         sources.append(_apply(values, " ".join(setting.split())))
     try:
-        return kind.model_validate(values)
+        return recipe_class.model_validate(values)
     except ValidationError as error:
         by_keys: dict[Keys, list[Any]] = {}
         for each in error.errors(include_url=False):
@@ -152,11 +152,11 @@ def only_keys(known: Collection[str], elsewhere: Mapping[str, str]) -> Callable[
     return check
 
 
-def typed_keys(kinds: Mapping[str, Any]) -> GetPydanticSchema:
+def typed_keys(types: Mapping[str, Any]) -> GetPydanticSchema:
     """Return a schema of a mapping with these optional keys and types of values."""
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    kind = with_config(config)(TypedDict("Keys", kinds, total=False))  # type: ignore[operator, misc]
-    return GetPydanticSchema(lambda source, handler: handler(kind))
+    typed = with_config(config)(TypedDict("Keys", types, total=False))  # type: ignore[operator, misc]
+    return GetPydanticSchema(lambda source, handler: handler(typed))
 
 
 def _files(path: Path, above: tuple[Path, ...]) -> list[Source]:

@@ -157,8 +157,8 @@ class CrossLayerTrainer(Trainer):
         if self.optimizer is None and chosen is not None and (chosen.name or chosen.rates):
             whole: Any = self.accelerator.unwrap_model(self.model if model is None else model)
             decayed = set(self.get_decay_parameter_names(whole))
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
-            self.optimizer = optimizer_of(whole, chosen, self.args, decayed, kind, options)
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
+            self.optimizer = optimizer_of(whole, chosen, self.args, decayed, optimizer_class, options)
         return super().create_optimizer(model)
 
     def compute_loss(

@@ -57,7 +57,7 @@ def test_a_pause_of_the_machine_hardly_changes_the_time_of_a_step(tmp_path):
             "00-0: record.json must be of a training run, got schema 'crosslayer/bench/2'",
         ),
         ({"schema": "crosslayer/train/1"}, "00-0: record.json has the schema 'crosslayer/train/1'; this release reads"),
-        ({"seed": "0; rm"}, "00-0: record.json: seed: "),
+        ({"seed": "0; rm"}, "00-0: record.json: seed must be a valid integer"),
         ({"recipe": {}}, "00-0: data.length of its recipe must be"),
         ({"recipe": {"data.length": 64}}, "00-0: data.length of its recipe must be"),
         ({"recipe": {"data": {"length": True}}}, "00-0: data.length of its recipe must be .* got True"),
@@ -145,7 +145,10 @@ def test_runs_under_a_budget_are_read_again(tmp_path):
     ("state", "message"),
     [
         ("[]", "grid.json: it must be an object"),
-        ('{"budget": {"kind": "time", "amount": -1, "step_seconds": {}}}', "grid.json: budget.amount: "),
+        (
+            '{"budget": {"kind": "time", "amount": -1, "step_seconds": {}}}',
+            "grid.json: budget.amount must be greater than 0",
+        ),
         ('{"steps": {"a\x1b[2J": "x"}}', r"grid.json: "),
         ("[" * 100_000, "grid.json: Invalid JSON"),
     ],

@@ -23,7 +23,7 @@ def _module_of_m() -> str | None:
 def _is_command() -> bool:
     """Return whether this process is `crosslayer …` or `python -m crosslayer …`.
 
-    While Python looks for the module of `-m`, which imports this package, `sys.argv[0]` is "-m".
+    While Python searches the module of `-m`, which imports this package, `sys.argv[0]` is "-m".
     """
     if sys.argv[:1] == ["-m"]:
         return _module_of_m() == NAME

@@ -250,7 +250,7 @@ class Method:
     - `saves`: which of "keys" and "values" each reader no longer stores; if not empty, the search by damage tries the
       method.
     - `grouped`: layers form groups that share the states of a source; False: the method acts on single layers.
-    - `consecutive`: the layers of a group are neighbours; False: any layers, the lowest of which is the source.
+    - `consecutive`: the layers of a group are neighbours; False: any layers; the lowest is the source.
     - `parts`: which sublayers the method can act on (`--part`), if there is a choice; the first is the default.
     - `reads_tokens`: its modules read the ids of the new tokens (B, T) from `carry[TOKENS]`; the model then needs
       `input_ids` and refuses `inputs_embeds`.

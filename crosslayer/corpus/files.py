@@ -33,7 +33,7 @@ def local_files(name: str) -> list[Path]:
 
     In a folder a README.md is left out: it is about the texts.
 
-    A name that is none of this, and has not the suffix of a text file either, is taken for a dataset's: no files.
+    Any other name without the suffix of a text file is taken for a dataset's: no files.
 
     Raises:
         ValueError: a file does not exist or is a device or a pipe, a folder holds no text files, or nothing matches a

@@ -101,7 +101,7 @@ def packed(
     """Cut documents into windows, a single window from each piece of text, so that they come from all of it.
 
     Args:
-        documents: a list, or a stream, of which no more is taken than is needed.
+        documents: a list, or a stream, which is read only as far as needed.
         tokenizer: of the model.
         sequences: how many windows.
         length: tokens of each. A window is contiguous text as far as its document reaches.

@@ -128,7 +128,7 @@ class _Reading:
         return fresh if state.attention is None else torch.cat([state.attention, fresh], dim=-1)
 
     def due_columns(self) -> dict[int, dict[int, int]]:
-        """Return after how many new columns tokens are evicted, and how many tokens of which texts are then kept."""
+        """Return after how many new columns tokens are evicted, and how many tokens each text then keeps."""
         amount, due = self.state.amount, {}
         if amount is None:
             return due

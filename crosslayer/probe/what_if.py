@@ -1,7 +1,7 @@
 """Pretend to share: what a wiring would do to a model that is left as it is.
 
-Borrowed queries, keys and values are put into the attention calls of the unmodified model, and sublayers that are taken
-away add nothing. Weights that a retrofit merges or adds (SVD-merged keys, W_c) are outside of it.
+Queries, keys and values of other layers are put into the attention calls of the unmodified model, and dropped
+sublayers add nothing. Weights that a retrofit merges or adds (SVD-merged keys, W_c) are outside of it.
 
 Flows: states of the sources, within a forward pass. Reads: every reader. Cache: unchanged, nothing is saved.
 """
@@ -101,7 +101,7 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
     Raises:
         ValueError: the model cannot be probed, or cannot follow the plan; the plan changes nothing; a method mixes
             states or streams; the model trains with activation checkpointing, which computes layers anew when their
-            sources' states are gone.
+            sources' states are freed.
 
     """
     if model.training and is_checkpointing(model):

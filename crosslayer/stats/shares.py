@@ -26,7 +26,7 @@ def share_difference(candidate: int, baseline: int, count: int) -> Interval:
         (b − c) / (n + 2) ± z(0.975) · √(b + c + 1 − (b − c)² / (n + 2)) / (n + 2)
 
     Agresti and Min (2005), 10.1002/sim.1781: half an item is added to each cell of the table. Newcombe's interval for
-    pairs (1998) is nearly of no width where all answers agree: ± 0.2 points for 200 items, of which 120 are right.
+    pairs (1998) is nearly of no width where all answers agree: ± 0.2 points for 200 items, 120 of them right.
 
     b items only the candidate has right, c only the baseline; n are all.
     """

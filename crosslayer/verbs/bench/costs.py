@@ -124,7 +124,7 @@ def structure(model: PreTrainedModel) -> Structure:
     """Return the properties of a causal language model on which its costs depend; runs it once over two tokens.
 
     Its matrices are those that every token passes through: neither embeddings nor head, nor a method's parameters per
-    attention head (tables, of which a token reads one row, and weights per channel).
+    attention head (tables, where a token reads one row, and weights per channel).
     """
     attention, matrices, head = attentions(model), [], model.get_output_embeddings()
     for module in model.modules():

@@ -59,7 +59,7 @@ def cpu_batch(length: int, vocabulary: int, free: int) -> int:
 
 
 class _Counter:
-    """Takes the place of lm-eval's cache of answers to count them; for texts scored as a whole, counts windows."""
+    """Replaces lm-eval's cache of answers to count them; for texts scored as a whole, counts windows."""
 
     def __init__(self, meter: Steps, total: int):
         self.meter, self.total, self.done = meter, total, 0

@@ -21,7 +21,7 @@ DomainTexts = Documents | Sequence[TextSource] | Mapping[str, Documents] | None
 class Texts:
     """Text by domain, with the names of the calibration and of the evaluation domains.
 
-    A domain that is used for both is cut into windows of which each has a single purpose.
+    A domain that is used for both is cut into windows, and each has a single purpose.
     """
 
     # documents of each domain by name, or its token ids (N, T), a window each

@@ -267,7 +267,7 @@ class _Core(yaml.SafeLoader):
     yaml_implicit_resolvers = {}
 
     def compose_node(self, parent, index):
-        """Refuse aliases, few lines of which can expand to terabytes or refer to themselves, and tags."""
+        """Refuse tags and aliases: a few lines of aliases can expand to terabytes or refer to themselves."""
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             raise _error(event, f"alias *{event.anchor} is not allowed; write the value out, or use extends")

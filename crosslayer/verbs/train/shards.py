@@ -35,7 +35,7 @@ from crosslayer.verbs.train.tokenizers import PART, batches, encoder, frame, pie
 INDEX, ENDS, BEGUN = "index.json", "ends.bin", "begun.json"
 SCHEMA = "crosslayer/shards/2"
 FILE = 2**24  # minimum tokens of a file; it ends with the batch that reaches them
-OPEN = 64  # files that are mapped at once; each has a descriptor, of which a process may have 1,024
+OPEN = 64  # files that are mapped at once; each has a descriptor, and a process may have 1,024
 LARGEST = 2**24  # bytes of an index; 10¹² tokens need fewer
 TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 END_TYPE = np.dtype("<i8")

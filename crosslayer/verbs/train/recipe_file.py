@@ -84,8 +84,8 @@ def _line(errors: Sequence[Any], keys: Keys, sources: Sequence[Source], values: 
         message = f"{'must ' if SHOULD.match(errors[0]['msg']) else ''}{' or '.join(rules)}, got {value}"
     written = _present(keys, values)
     source = _source_of(sources, written) if written else next(each for each in reversed(sources) if each.text)
-    name = ".".join(key if str(key).isprintable() else ascii(key) for key in map(str, keys))
-    return f"{name}: {message} ({source.name}{_line_number(source.text, written)})"
+    name = ".".join(key if key.isprintable() else ascii(key) for key in map(str, keys))
+    return f"{name}{': ' if name else ''}{message} ({source.name}{_line_number(source.text, written)})"
 
 
 def _line_number(text: str, keys: Keys) -> str:

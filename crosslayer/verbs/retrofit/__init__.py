@@ -1,4 +1,4 @@
-"""Converts a pretrained model so that layers share or drop attention, and measures what that costs."""
+"""Converts a pretrained model to share or leave out attention, and measures what that costs."""
 
 GROUP = "Convert"
 OUT = ""

@@ -174,7 +174,7 @@ def convert(
     progress: Callable[[int, int], None] | None = None,
     share_weights: bool = False,
 ) -> Converted:
-    """Convert a pretrained model so that layers share or drop attention; the original is not changed.
+    """Convert a pretrained model to share or leave out attention; the original is not changed.
 
     `crosslayer.retrofit` also chooses layers before the conversion and measures the result afterwards.
 

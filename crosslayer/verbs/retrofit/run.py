@@ -66,7 +66,7 @@ def retrofit(
     device: str | torch.device | None = None,
     progress: Meter = Silent,
 ) -> RetrofitReport:
-    """Share or drop layers of a pretrained model, compensate for the change, and report memory saved and quality lost.
+    """Share or remove layers of a pretrained model, compensate for the change, and report memory saved and quality lost.
 
     Args:
         model: Hub name, local folder, or smollm2 (embedded). In Python also a loaded model, which is not changed.
@@ -85,7 +85,7 @@ def retrofit(
         target: where the output of W_c is added: attention (default where possible), heads or mlp.
         groups: groups of windows, each with its own mean, for --compensation mean (v of Theorem 3.1).
         merge: how to merge a group's pretrained weights: first, mean or svd, as far as the method has them.
-        part: what to drop, where the method has a choice: attention, mlp or layer.
+        part: what to remove, where the method has a choice: attention, mlp or layer.
         bias: give W_c a bias.
         select: how --layers auto chooses: similarity (default where possible), greedy, correlation or distance.
         size: layers per block of --layers top-half.

@@ -23,7 +23,7 @@ REPLACED = {  # pattern → what to write
 }
 WORDS = re.compile("|".join(rf"(?<![a-z-])(?:{pattern})(?![a-z-])" for pattern in REPLACED))
 FINE = re.compile(
-    r"in[- ]place|looks? (?:like|up|binary)|look-?up|owner/\w+|owner, name|there (?:is|are) none|if (?:it|they) (?:is|are) none"
+    r"in[- ]place|looks? (?:like|up|binary)|look-?up|owner/\w+|owner, name|there (?:is|are) none"
     r"|(?:first|last|all|each|one|some|both|plan) of which"
 )
 OWN = {  # words that are somebody else's: a paper's, a format's, data

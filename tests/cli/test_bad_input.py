@@ -141,7 +141,7 @@ CASES = [
     ("intervene {kit}/model --position-swap 1:2", "needs a learned position table"),
     ("intervene {kit}/gpt2 --position-swap 1:64", "rows 0 to 63"),
     ("intervene {kit}/model --token-swap 5:99999", "not in the vocabulary of"),
-    ("intervene {kit}/model --token-swap 5:many", r"token_swap: token\.function-before\[_no_boolean\(\), int\] must be a valid integer, u"),
+    ("intervene {kit}/model --token-swap 5:many", r"token_swap: token.* must be a valid integer"),
     ("intervene {kit}/model --file missing.json", "--file must be a .json, .yaml or .yml file that exists"),
     ("intervene {kit}/model --file /dev/zero", "--file must be a .json, .yaml or .yml file that exists"),
     *[
@@ -210,7 +210,7 @@ CASES = [
     # needles
     ("needles {kit}/model --lengths 64", "--lengths must be at least 256 tokens, got 64"),
     ("needles {kit}/model --lengths 256", "length 256 .* 64 positions"),
-    ("needles {kit}/model --lengths ''", "--lengths must be whole numbers separated by commas, such as 256,512, got ''"),
+    ("needles {kit}/model --lengths ''", "--lengths must be whole numbers separated by commas"),
     ("needles {kit}/model --depths 0,101", "--depths must be 0-100, got 101"),
     ("needles {kit}/model --keys 2000", "--keys must be 1-1600, got 2000"),
     ("needles {kit}/bert", "needles needs a causal LM"),

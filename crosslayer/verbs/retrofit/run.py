@@ -66,7 +66,7 @@ def retrofit(
     device: str | torch.device | None = None,
     progress: Meter = Silent,
 ) -> RetrofitReport:
-    """Share or remove layers of a pretrained model, compensate for the change, and report memory saved and quality lost.
+    """Share or remove layers of a pretrained model, compensate for it, and report memory saved and quality lost.
 
     Args:
         model: Hub name, local folder, or smollm2 (embedded). In Python also a loaded model, which is not changed.

@@ -14,7 +14,7 @@ from crosslayer.verbs.heal.instructions import Columns, Instructions
 from crosslayer.verbs.retrofit.damage import MIN_WINDOWS
 from crosslayer.verbs.train.arguments import Arguments
 from crosslayer.verbs.train.recipe import Count, DataPart, DomainPart, Part, SchedulePart
-from crosslayer.verbs.train.recipe_file import nearest, read_recipe
+from crosslayer.verbs.train.recipe_file import WrongKey, nearest, read_recipe
 from crosslayer.verbs.train.texts import EVERY, Domain
 
 MAX_STAGES = 8
@@ -32,10 +32,10 @@ class HealDomainPart(DomainPart):
         if self.columns is None:
             return self
         if self.source is None or file_kind(Path(self.source)) != ".jsonl":
-            raise ValueError(f"columns needs a source of .jsonl files, got {self.source!r}")
+            raise WrongKey("columns", f"needs a source of .jsonl files, got {self.source!r}")
         for option in ("config", "split", "column"):
             if vars(self)[option] != DomainPart.model_fields[option].default:
-                raise ValueError(f"{option} has no effect with columns; remove it")
+                raise WrongKey(option, "has no effect with columns; remove it")
         return self
 
     def domain(self) -> Domain:
@@ -65,7 +65,7 @@ class ObjectivePart(Part):
     @model_validator(mode="after")
     def _check_hidden(self) -> Self:
         if self.hidden and self.loss != "distill":
-            raise ValueError(f"hidden needs loss: distill, got hidden {self.hidden:g} with loss: {self.loss}")
+            raise WrongKey("hidden", f"must be 0 unless loss is distill, got {self.hidden:g}")
         return self
 
 
@@ -106,7 +106,7 @@ class StagePart(Part):
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
         if self.lora is not None and self.parameters != "lora":
-            raise ValueError(f"lora has no effect with parameters: {self.parameters}; remove it")
+            raise WrongKey("lora", f"has no effect with parameters: {self.parameters}; remove it")
         return self
 
 
@@ -141,7 +141,7 @@ class MeasurePart(Part):
             return self
         least = MIN_WINDOWS * len(self.domains)
         if self.windows < least:
-            raise ValueError(f"windows must be at least {least} for {len(self.domains)} domains, got {self.windows}")
+            raise WrongKey("windows", f"must be at least {least} for {len(self.domains)} domains, got {self.windows}")
         return self
 
 

@@ -33,17 +33,17 @@ def test_shipped_recipes_are_read(path):
         ("stages.0.parameters=w_c", "stages.0.parameters: .*'compensation', 'all' or 'lora', got 'w_c'"),
         ("stages.0.stop.patience=0", "stages.0.stop.patience: .*greater than or equal to 1, got 0"),
         ("stages.0.stop.smoothing=1", "stages.0.stop.smoothing: .*less than 1, got 1"),
-        ("stages.0.lora.rank=4", "stages.0: lora has no effect with parameters: compensation"),
+        ("stages.0.lora.rank=4", "stages.0.lora: has no effect with parameters: compensation"),
         ("stages.0.schedule.step=4", "stages.0.schedule.step: unknown key, did you mean 'steps'?"),
         ("stages.1.train.learning_rat=1", "stages.1.train.learning_rat: unknown key, did you mean 'learning_rate'?"),
         ("stages.1.train.max_steps=1", "stages.1.train.max_steps: cannot be set here: set schedule.steps"),
         ("train.num_train_epochs=1", "train.num_train_epochs: cannot be set here"),
         ("objective.loss=sft", "objective.loss: .*'text', 'response' or 'distill', got 'sft'"),
-        ("objective.hidden=1", "objective: hidden needs loss: distill, got hidden 1"),
+        ("objective.hidden=1", "objective.hidden: must be 0 unless loss is distill, got 1"),
         ("objective.loss=response", "^objective.loss: response needs columns, domain 'web' has none"),
-        ("data.domains.0.columns={}", "data.domains.0: columns needs a source of .jsonl files, got None"),
+        ("data.domains.0.columns={}", "data.domains.0.columns: needs a source of .jsonl files, got None"),
         ("data.domains.0.name=wob", "data.domains.0.name: .* got 'wob'; did you mean 'web'?"),
-        ("eval.windows=20", "eval: windows must be at least 32 for 2 domains, got 20"),
+        ("eval.windows=20", "eval.windows: must be at least 32 for 2 domains, got 20"),
         ("eval.domains=[wob]", "eval.domains: 'wob' is not an embedded domain; did you mean 'web'"),
         ("eval.domains=[web, web]", r"eval.domains: .* once, got \['web', 'web'\]"),
         ("eval.every=3", "eval.every: unknown key, use one of domains, windows, length, held_out, needles"),
@@ -83,7 +83,7 @@ def test_enough_of_an_embedded_domain_is_held_out_to_measure_on(tmp_path):
 
 def test_instructions_of_a_dataset_are_refused(tmp_path):
     domains = [{"name": "x", "source": "some/dataset", "columns": {}}]
-    with pytest.raises(ValueError, match=r"columns needs a source of .jsonl files, got 'some/dataset'"):
+    with pytest.raises(ValueError, match=r"columns: needs a source of .jsonl files, got 'some/dataset'"):
         load_heal_recipe(recipe_in(tmp_path, data={"domains": domains}))
 
 

@@ -33,7 +33,7 @@ def test_what_if_equals_the_retrofit_without_training(name):
 
 @pytest.mark.parametrize("method", [{"name": "cla"}, {"name": "uniattn", "superblocks": ((2, 3),)}], ids=str)
 def test_sharing_across_masks_is_refused(method):
-    with pytest.raises(ValueError, match="reads .* of layer .*; layers with different masks cannot share"):
+    with pytest.raises(ValueError, match="reads .* of layer .*; layers of different types cannot share"):
         convert(gemma2(), method)
 
 

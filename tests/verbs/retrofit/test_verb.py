@@ -238,7 +238,7 @@ BAD = [
     (("--method", "uniattn", "--layers", "1,2,4-5"), "at least two layers, got [[1], [2]]"),
     (("--method", "drop", "--layers", "auto", "--count", 8), "--count must be below 8, the number of layers"),
     (("--method", "cla", "--target", "head"), "target must be one of 'attention', 'heads', 'mlp', got 'head'"),
-    (("--kv-budget", "nan"), "--kv-budget: Input should be"),
+    (("--kv-budget", "nan"), "--kv-budget must be a finite number"),
     (("--kl-budget", "1e-9", "--compensation", "none", "--length", 8), "--kl-budget 1e-09 is too small"),
     (("--method", '{"name": ' + "[" * 50_000), "--method must be a name or a JSON object, got JSON that is nested"),
 ]  # fmt: skip

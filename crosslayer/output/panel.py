@@ -212,12 +212,12 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
     dash = {"field": "line", "type": "nominal", "legend": None}
     dash["scale"] = {"domain": names, "range": [[2, 3] if line.dashed else [1, 0] for line in lines]}
     encoding = {"x": {"field": "at" if panel.bars else "x", **x}, "y": {"field": "y", **y}, "color": color}
-    band = {**encoding, "y": {"field": "low", **y}, "y2": {"field": "high"}, "stroke": color}
+    bar = {**encoding, "y": {"field": "low", **y}, "y2": {"field": "high"}}
     points = max((len(line.x) for line in lines), default=0)
     # the band of a single point is its stroke
     area = {"type": "area", "clip": True, "fillOpacity": 0.18, "strokeOpacity": 0.4, "strokeWidth": 1.5}
     marks: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"type": "rule", "strokeWidth": 2, "opacity": 0.6} if panel.bars else area, band),
+        ({"type": "rule", "strokeWidth": 2, "opacity": 0.6}, bar) if panel.bars else (area, {**bar, "stroke": color}),
         ({"type": "line", "strokeWidth": 2, "point": False}, {**encoding, "strokeDash": dash}),
     ]
     if points <= MARKED:

@@ -42,8 +42,8 @@ def no_deci(config: CrossLayerConfig) -> str | None:
     linear = [layer.number for layer in layers if layer.attention == "compensation"]
     if linear:
         return (
-            f"layers {ranges(linear)} have W_c instead of attention ({culprits(config, linear)}); "
-            "a retrofit with compensation none has no W_c"
+            f"layers {ranges(linear)} have linear compensation (W_c) instead of attention "
+            f"({culprits(config, linear)}); a retrofit with compensation none has no W_c"
         )
     if layers[0].attention is None:
         first = layers[0].number

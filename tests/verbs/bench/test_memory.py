@@ -46,7 +46,7 @@ def test_eager_that_does_not_fit_is_a_row_with_the_reason(monkeypatch):
     free = 2 * 4 * 60**2 * 4
     monkeypatch.setattr(memory, "free_memory", lambda device: 2 * free - 1)
     row = short(tiny("llama"), tiny("llama"), 60).rows[0]
-    assert row.eager is None and row.no_eager.startswith("skipped: eager maps need")
+    assert row.eager is None and row.no_eager.startswith("skipped: eager attention")
     row = short(tiny("llama"), tiny("llama"), 4, attention="eager").rows[0]
     assert row.eager is None and row.no_eager == "attention is eager already"
 

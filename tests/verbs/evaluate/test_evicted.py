@@ -75,6 +75,6 @@ def test_only_the_candidate_evicts_and_its_cost_stands_beside_its_scores(monkeyp
     assert evaluation.cost is not None
     ratio = evaluation.cost.cache.dynamic.ratio
     assert 0.6 < ratio < 0.8 and evaluation.headline()["kv_share"] == round(ratio, 6)  # 32 of 48 tokens, and positions
-    assert "evicts (streaming:32)" in page and "further tokens" in page
+    assert "(streaming:32)" in page and "time per token" in page
     with pytest.raises(ValueError, match="name one with baseline"):
         crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, cost=True)

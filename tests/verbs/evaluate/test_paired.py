@@ -176,5 +176,5 @@ def test_other_documents_are_not_paired():
     sample = {"doc_id": 0, "doc_hash": "a", "prompt_hash": "b"}
     check_same([sample], [dict(sample)], "arc_easy")
     for name in sample:
-        with pytest.raises(ValueError, match=f"arc_easy: .* asked different things \\({name}\\)"):
+        with pytest.raises(ValueError, match=f"arc_easy: .* different {name},"):
             check_same([sample], [sample | {name: "other"}], "arc_easy")

@@ -164,7 +164,7 @@ def test_cards_of_all_forms_say_what_the_model_is_and_how_it_is_used(tmp_path):
         assert data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct" and data.license == "apache-2.0"
         assert data.pipeline_tag == "text-generation" and data.language == "en"
         use = card.partition("## Use\n")[2]
-        assert use.partition("```sh\n")[2].startswith(install) and "tokenizer" in use
+        assert use.partition("```sh\n")[2].startswith(install) and ("AutoTokenizer" in use) == (to == "hf")
         serving = {
             "hf": "python -m vllm.entrypoints.openai.api_server --model FOLDER\n",
             "deci": "crosslayer serve FOLDER\n",

@@ -48,9 +48,9 @@ def test_the_call_returns_what_the_command_prints(monkeypatch, saved, capsys):
 
 def test_the_call_refuses_what_is_wrong_before_it_loads(saved):
     for options, message in (
-        ({"max_new_tokens": 0}, "^max_new_tokens: Input should be greater than or equal to 1; it is 0$"),
+        ({"max_new_tokens": 0}, "^max_new_tokens .*greater than or equal to 1.* 0$"),
         ({"temperature": 1e-9}, "^`temperature` must be 0 .* got 1e-09$"),
-        ({"seed": 2**64}, "^seed: Input should be less than"),
+        ({"seed": 2**64}, "^seed .*less than"),
         ({"temperature": float("nan")}, "^`temperature` must be 0 .* got nan$"),
     ):
         with pytest.raises(ValueError, match=message):

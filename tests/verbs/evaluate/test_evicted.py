@@ -76,5 +76,5 @@ def test_only_the_candidate_evicts_and_its_cost_stands_beside_its_scores(monkeyp
     ratio = evaluation.cost.cache.dynamic.ratio
     assert 0.6 < ratio < 0.8 and evaluation.headline()["kv_share"] == round(ratio, 6)  # 32 of 48 tokens, and positions
     assert "(streaming:32)" in page and "time per token" in page
-    with pytest.raises(ValueError, match="name one with baseline"):
+    with pytest.raises(ValueError, match="set `baseline` too"):
         crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, cost=True)
